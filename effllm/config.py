@@ -1,0 +1,295 @@
+"""The only reader of the environment: `Config` holds every knob, `Place` says where this rank stands.
+
+Standard library alone, because the training process imports it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PREFIX = "EFFICIENTLLM_"
+
+_ON = ("true", "1", "yes", "on")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_PLUGIN = re.compile(r"[a-z][a-z0-9_]*")
+
+
+class ConfigError(ValueError):
+    """A wrong setting: names the variable, its value and what is allowed."""
+
+    def __init__(self, variable: str, value: object, allowed: str) -> None:
+        super().__init__(f"{variable}={value!r} is not usable: {allowed}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting, each from the variable ``EFFICIENTLLM_<NAME>``; see docs/configuration.md."""
+
+    metrics_enabled: bool = True
+    collection_interval_s: float = 1.0
+    history_size: int = 1000
+    log_interval: int = 10
+    run_dir: str = "efficientllm_runs"
+    run_name: str = ""
+    tensorboard_dir: str = ""
+    sinks: tuple[str, ...] = ("console", "tensorboard", "runfolder")
+    device: str = "auto"
+    role: str = "trainer"
+    warmup_iterations: int = 0
+    warmup_seconds: float = 0.0
+    min_coverage: float = 1.0
+    parameters: str = "total"
+    peak_tflops: float | None = None
+    endpoint: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as the agent and the run folder keep them."""
+        return {**asdict(self), "sinks": list(self.sinks)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Undo `to_dict`."""
+        return cls(**{**values, "sinks": tuple(values["sinks"])})
+
+
+def _number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most or math.isinf(value):
+            raise ValueError
+        return value
+
+    return read
+
+
+def _positive(text: str) -> float:
+    value = _number(0.0)(text)
+    if value == 0.0:
+        raise ValueError
+    return value
+
+
+def _whole(least: int, most: int = 2**40) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _switch(text: str) -> bool:
+    return text.strip().lower() in _ON
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not all(_PLUGIN.fullmatch(name) for name in names):
+        raise ValueError
+    return names
+
+
+def _plugin(text: str) -> str:
+    if not _PLUGIN.fullmatch(text):
+        raise ValueError
+    return text
+
+
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise ValueError
+        return text
+
+    return read
+
+
+def _safe_name(text: str) -> str:
+    if not _SAFE_NAME.fullmatch(text):
+        raise ValueError
+    return text
+
+
+def _endpoint(text: str) -> str:
+    match = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})", text)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise ValueError
+    return f"tcp://{match[1]}:{match[2]}"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, the field it sets, how it is read and what is allowed."""
+
+    name: str
+    field: str
+    read: Callable[[str], Any]
+    allowed: str
+    meaning: str
+
+    @property
+    def default(self) -> str:
+        """The default as one would write it in a shell; empty where there is none."""
+        value = getattr(Config(), self.field)
+        if value is None:
+            return ""
+        if isinstance(value, tuple):
+            return ",".join(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("METRICS_ENABLED", "metrics_enabled", _switch, "true, 1, yes or on; anything else is off", "the switch; off means off"),
+    Variable("COLLECTION_INTERVAL", "collection_interval_s", _number(0.01, 3600.0), "seconds, 0.01 to 3600", "seconds between device samples"),
+    Variable("HISTORY_SIZE", "history_size", _whole(16, 1_000_000), "a whole number, 16 to 1000000", "slots of the ring and of the buffer of unsent reports"),
+    Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number, at least 1", "iterations per window"),
+    Variable("RUN_DIR", "run_dir", str, "a folder", "where run folders are made"),
+    Variable("RUN_NAME", "run_name", _safe_name, "letters, digits, '.', '_' and '-', at most 100, no leading dot", "name of the run folder"),
+    Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
+    Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
+    Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples"),
+    Variable("ROLE", "role", _safe_name, "a word, such as trainer or rollout", "what this process does in the job"),
+    Variable("WARMUP_ITERATIONS", "warmup_iterations", _whole(0), "a whole number, at least 0", "left out of run-to-date values, rounded up to whole windows"),
+    Variable("WARMUP_SECONDS", "warmup_seconds", _number(0.0), "seconds, at least 0", "left out of run-to-date values, rounded up to whole windows"),
+    Variable("MIN_COVERAGE", "min_coverage", _number(0.0, 1.0), "a ratio, 0 to 1", "a window measured less than this has no cluster sum"),
+    Variable("PARAMETERS", "parameters", _one_of("total", "trainable", "active"), "total, trainable or active", "which parameter count divides TT and ST"),
+    Variable("PEAK_TFLOPS", "peak_tflops", _positive, "TFLOP/s of one device, above 0", "peak that MFU is measured against"),
+    Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
+)  # fmt: skip
+
+#: Read by the launch scripts and by the entry point, not settings of a run.
+SWITCHES = (f"{PREFIX}ATTACH",)
+
+
+def read_config(environ: Mapping[str, str]) -> Config:
+    """Return the settings of ``environ``; an empty value means the default.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    values: dict[str, Any] = {}
+    for variable in VARIABLES:
+        text = environ.get(PREFIX + variable.name, "").strip()
+        if not text:
+            continue
+        try:
+            values[variable.field] = variable.read(text)
+        except ValueError:
+            raise ConfigError(PREFIX + variable.name, text, variable.allowed) from None
+    return Config(**values)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return one line for each ``EFFICIENTLLM_*`` variable that nothing reads, with the likely meant name."""
+    known = [PREFIX + variable.name for variable in VARIABLES] + list(SWITCHES)
+    lines = []
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            lines.append(f"{name} is not read by this version" + (f"; did you mean {near[0]}?" if near else ""))
+    return lines
+
+
+def is_enabled(environ: Mapping[str, str]) -> bool:
+    """Say whether metrics are on; the one setting that is looked at before all others."""
+    return _switch(environ.get(PREFIX + "METRICS_ENABLED", "").strip() or "true")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its job, as its launcher says."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    launcher: str = "none"
+    run_id: str = ""
+    restart_count: int = 0
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks of the job share this host."""
+        return self.world_size == self.local_world_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_LAUNCHERS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("torchrun", {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE"}),
+    ("openmpi", {"rank": "OMPI_COMM_WORLD_RANK", "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "world_size": "OMPI_COMM_WORLD_SIZE", "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE"}),
+    ("slurm", {"rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID", "world_size": "SLURM_NTASKS", "local_world_size": "SLURM_NTASKS_PER_NODE"}),
+)  # fmt: skip
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = int(text.split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)"
+    except ValueError:
+        raise ConfigError(name, text, "a whole number, as launchers set it") from None
+    if value < 0:
+        raise ConfigError(name, text, "a whole number, as launchers set it")
+    return value
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Return this process's rank and world from torchrun's, Open MPI's or Slurm's variables, in this order.
+
+    A shell inside a Slurm allocation has no ``SLURM_PROCID`` of a task, so rank and world are only
+    believed together.
+
+    Raises:
+        ConfigError: a variable is no number, or the rank lies outside the world.
+    """
+    for launcher, names in _LAUNCHERS:
+        if not (environ.get(names["rank"], "").strip() and environ.get(names["world_size"], "").strip()):
+            continue
+        rank, world_size = _integer(environ, names["rank"], 0), _integer(environ, names["world_size"], 1)
+        if rank >= max(world_size, 1):
+            raise ConfigError(names["rank"], rank, f"below {names['world_size']}={world_size}")
+        local_world_size = _integer(environ, names["local_world_size"], 1 if world_size == 1 else 0)
+        return Place(
+            rank=rank,
+            local_rank=_integer(environ, names["local_rank"], 0),
+            world_size=max(world_size, 1),
+            local_world_size=local_world_size,
+            master_addr=environ.get("MASTER_ADDR", "").strip(),
+            master_port=_integer(environ, "MASTER_PORT", 0),
+            launcher=launcher,
+            run_id=_run_id(environ),
+            restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        )
+    return Place(run_id=_run_id(environ))
+
+
+def _run_id(environ: Mapping[str, str]) -> str:
+    torchrun = environ.get("TORCHELASTIC_RUN_ID", "").strip()
+    if torchrun and torchrun != "none":  # what torchrun says without --rdzv_id
+        return torchrun
+    return environ.get("SLURM_JOB_ID", "").strip()
+
+
+def this_process() -> Mapping[str, str]:
+    """Return the environment of this process: the only place that names ``os.environ``."""
+    return os.environ
+
+
+def state_folder() -> Path:
+    """Return the user's own folder for logs of agents that never learned their run folder."""
+    base = this_process().get("XDG_STATE_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".local" / "state") / "efficientllm"

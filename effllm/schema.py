@@ -1,0 +1,408 @@
+"""Every record that flows, in the order it is made: reading this file is reading the architecture.
+
+    Iteration, Sample -> DeviceWindow -> RankReport -> ClusterReport -> sink
+
+Times named ``_ns`` are readings of the monotonic clock of one host; ``time_s`` is unix time;
+``None`` always means *not measured*.  Records that cross the wire are encoded as arrays, so fields
+may only be appended, never moved.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+EVALUATION = "evaluation"
+CHECKPOINT = "checkpoint"
+OTHER = "other"
+STARTUP = "startup"
+SHUTDOWN = "shutdown"
+
+#: The phases that a training loop can mark, in the order of their running totals in a ring slot.
+MARKED_PHASES = (EVALUATION, CHECKPOINT, OTHER)
+
+
+class Iteration(Struct, frozen=True, gc=False):
+    """One optimizer step, as the training process stamped it, with the running totals of its rank.
+
+    The totals count from the first iteration of this process, so that an iteration whose record was
+    overwritten loses its detail but none of its tokens.
+    """
+
+    ordinal: int  # 1 for the first iteration that ended in this process
+    start_ns: int
+    end_ns: int
+    step_ns: int  # running total: start to end, less phases marked inside
+    wait_ns: int  # running total: end of the last to start of this one, less phases marked between
+    phase_ns: tuple[int, ...]  # running totals, in the order of MARKED_PHASES
+    tokens: int
+    tokens_processed: int
+    tokens_loss: int
+    samples: int
+
+
+class Phase(Struct, frozen=True, gc=False):
+    """A stretch of time that is not iteration: evaluation, checkpoint or other, as the loop marked it."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+class Device(Struct, frozen=True):
+    """What a rank samples: a GPU, a slice of one, or the host.
+
+    ``shared`` says that memory and utilization are this rank's share of the device (the process tree
+    of the rank, on the host), which add up over ranks; otherwise they are the whole device's, seen
+    equally by every rank that sits on it.  Energy is always the whole device's.
+    """
+
+    key: str  # UUID, never an index: what "the same device" means
+    kind: str  # the file in effllm/devices/ that reads it
+    name: str = ""
+    is_gpu: bool = True
+    shared: bool = False
+    simulated: bool = False
+    memory_total_bytes: int | None = None
+    power_limit_w: float | None = None
+    energy_method: str | None = None  # "counter", "power", or None: not measured
+    power_scope: str | None = None  # "gpu", "cpu", ...
+    not_measured: tuple[str, ...] = ()  # one sentence per quantity that this device cannot give
+
+
+class Sample(Struct, frozen=True, gc=False):
+    """One reading of a device.
+
+    ``utilization`` is the mean since the sample before, 0..1; ``energy_j`` is a counter that only its
+    differences give meaning to; memory and power are the values at ``time_ns``.
+    """
+
+    time_ns: int
+    memory_bytes: float | None = None
+    utilization: float | None = None
+    power_w: float | None = None
+    energy_j: float | None = None
+
+
+class Integrals(Struct, frozen=True, array_like=True):
+    """Time integrals over one stretch, each with the seconds that it covers.
+
+    A quantity that was never measured in the stretch is ``None`` with zero seconds.
+    """
+
+    energy_j: float | None = None
+    energy_covered_s: float = 0.0
+    memory_byte_seconds: float | None = None
+    memory_covered_s: float = 0.0
+    utilization_seconds: float | None = None
+    utilization_covered_s: float = 0.0
+
+
+class DeviceWindow(Struct, frozen=True, array_like=True):
+    """What one device did while one rank went through one window."""
+
+    device: str
+    wall: Integrals  # over the whole row
+    phases: dict[str, Integrals] = {}  # the parts of it that are not iterations
+    memory_peak_bytes: float | None = None
+    power_peak_w: float | None = None
+
+
+class RankReport(Struct, frozen=True, array_like=True):
+    """One rank's window: from the end of its previous window to its own, wall time, with all energy.
+
+    ``wall_s == busy_s + wait_s + sum(phases_s.values())``; iteration time is ``busy_s + wait_s``.
+    """
+
+    agent: str  # random id of the sending agent; (agent, sequence) names a report for ever
+    sequence: int
+    rank: int
+    window: int  # equal on all ranks: ceil((ordinal + offset known at start) / LOG_INTERVAL)
+    iteration_first: int  # ordinals; first > last in a row that holds no iteration
+    iteration_last: int
+    iteration_shown: int  # the number that people know the last iteration by
+    start_time_s: float  # unix
+    end_time_s: float
+    wall_s: float
+    busy_s: float  # the steps: start to end
+    wait_s: float  # between the steps, less the phases
+    phases_s: dict[str, float]
+    tokens: int
+    tokens_processed: int
+    tokens_loss: int
+    samples: int
+    loss: float | None = None
+    devices: tuple[DeviceWindow, ...] = ()
+    final: bool = False  # the rank's last row
+    reset: bool = False  # the run-to-date values start anew after this window
+    iterations_overrun: int = 0  # iterations whose detail the ring lost; their totals are in here
+
+    @property
+    def iterations(self) -> int:
+        """Number of iterations that ended in the window."""
+        return self.iteration_last - self.iteration_first + 1
+
+    @property
+    def time_s(self) -> float:
+        """Iteration time: data wait and step, phases left out."""
+        return self.busy_s + self.wait_s
+
+
+class ClusterTotals(Struct, frozen=True):
+    """What the whole job did on one time base: the argument of every metric.
+
+    ``time_s`` is T, the maximum over ranks of their summed iteration times (on the job base: of their
+    wall times).  The energy fields cover only windows whose coverage was sufficient.
+    """
+
+    parameters: int | None = None
+    iterations: int = 0
+    time_s: float = 0.0
+    slowest_step_s: float = 0.0  # of the rank with the largest mean step: its summed steps ...
+    slowest_iterations: int = 0  # ... and how many they are
+    wait_s: float = 0.0  # of the rank with the largest T
+    tokens: int = 0
+    tokens_processed: int = 0
+    tokens_loss: int = 0
+    samples: int = 0
+    generated_tokens: int = 0
+    generation_s: float = 0.0
+    memory_mean_bytes: float | None = None  # mean over devices of their time-weighted means
+    memory_min_bytes: float | None = None  # the smallest of those means
+    memory_max_bytes: float | None = None
+    memory_peak_bytes: float | None = None  # the largest single reading
+    utilization_mean: float | None = None
+    utilization_min: float | None = None
+    utilization_max: float | None = None
+    energy_j: float | None = None  # in covered windows
+    energy_time_s: float = 0.0  # T of the covered windows
+    energy_tokens: int = 0  # tokens of the covered windows
+    energy_samples: int = 0
+    energy_iterations: int = 0
+    energy_complete: bool = False  # no window was left out: energy_j is the total
+    energy_measured_j: float | None = None  # with the holes: never a total
+    gpus: int = 0
+    world_size: int = 0
+    peak_flops_per_s: float | None = None  # of the whole job
+    flops_per_token: float | None = None
+
+
+class Straggler(Struct, frozen=True):
+    """The rank with the longest steps of a window, against the median rank."""
+
+    rank: int
+    busy_s: float
+    median_busy_s: float
+
+
+class Coverage(Struct, frozen=True):
+    """How much of the job the numbers stand on."""
+
+    ranks_expected: int
+    ranks_reporting: int
+    gpus_expected: int
+    gpus_measured: int
+    reports_lost: int
+    reports_late: int
+    missing_ranks: tuple[int, ...] = ()
+    energy: float | None = None  # measured device-seconds over expected ones, in the window
+    memory: float | None = None
+    utilization: float | None = None
+
+
+class ClusterReport(Struct, frozen=True):
+    """One window of the whole job, and the run to date: what every sink is given."""
+
+    attempt: int
+    window: int
+    iteration: int  # the number shown
+    iteration_first: int  # ordinals within the attempt
+    iteration_last: int
+    time_s: float  # unix, end of the window on the last rank
+    loss: float | None
+    run: ClusterTotals  # run to date, after warm-up
+    last: ClusterTotals  # this window alone
+    job: ClusterTotals  # whole wall time of the run, start-up, phases and warm-up included
+    values: dict[str, float]  # tag without its prefix -> value; what is not measured is not in it
+    coverage: Coverage
+    straggler: Straggler | None = None
+    total_iterations: int | None = None  # where the job's length is known
+    remaining_s: float | None = None
+    style: str = "Iteration"  # or "Step"
+    simulated: bool = False
+    power_scope: str | None = None
+    warming_up: bool = False
+    final: bool = False
+    correction: bool = False  # not a new window: totals after a late report
+    energy_by_class: dict[str, float | None] = {}
+    time_by_class: dict[str, float] = {}
+
+
+class Event(Struct, frozen=True):
+    """Something that happened to the measurement itself: joined, left, lost, late, refused, ..."""
+
+    time_s: float
+    kind: str
+    text: str  # one line for a person
+    rank: int | None = None
+    attempt: int = 0
+
+
+class Value(Struct, frozen=True, omit_defaults=True):
+    """A metric in summary.json."""
+
+    value: float
+    unit: str
+    error: float | None = None  # random part, half-width of a 95 % interval
+    coverage: float | None = None
+
+
+class EnergySummary(Struct, frozen=True):
+    """The energy of a run, as summary.json holds it."""
+
+    total_joules: float | None = None  # None where a part was not measured
+    measured_joules: float | None = None
+    error_joules: float | None = None
+    gain_error: float | None = None
+    scope: str | None = None
+    method: str | None = None
+    joules_per_token: float | None = None
+    by_device: dict[str, float] = {}
+    by_class: dict[str, float | None] = {}
+
+
+class Overhead(Struct, frozen=True):
+    """What the measurement itself cost, in CPU seconds over all its processes of a kind."""
+
+    recorder_cpu_s: float | None = None
+    agents_cpu_s: float | None = None
+    aggregator_cpu_s: float | None = None
+
+
+class Summary(Struct, frozen=True):
+    """summary.json: the run as it stands, rewritten every minute and at the end."""
+
+    status: str  # running, completed, failed, killed, stalled
+    iterations: int
+    attempts: int
+    parameters: int | None
+    parameters_kind: str
+    metrics: dict[str, Value]
+    energy: EnergySummary
+    coverage: Coverage
+    overhead: Overhead
+    started_time_s: float
+    updated_time_s: float
+    elapsed_s: float
+    time_by_class: dict[str, float] = {}
+    simulated: bool = False
+    not_measured: tuple[str, ...] = ()
+    tokens: int = 0
+    samples: int = 0
+    loss: float | None = None
+    events: dict[str, int] = {}  # how many of each kind
+
+
+class Parameters(Struct, frozen=True, array_like=True):
+    """A parameter count: of the whole model, or (``is_share``) of what this rank alone contributes."""
+
+    total: int | None = None
+    trainable: int | None = None
+    active: int | None = None
+    is_share: bool = False
+
+
+# --- the wire -----------------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=1):
+    """An agent introduces its rank; sent again whenever a fact changes or the connection is new."""
+
+    job: str
+    agent: str
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    role: str
+    devices: tuple[Device, ...]
+    parameters: Parameters
+    log_interval: int
+    trainer_pid: int = 0
+    offset: int = 0  # iteration number shown = ordinal + offset
+    total_iterations: int | None = None
+    flops_per_token: float | None = None
+    facts: dict[str, str | int | float | bool | None] = {}
+    version: str = ""
+    tensorboard_dir: str = ""  # the framework's own folder, where this rank knows one
+
+
+class Reports(Struct, frozen=True, array_like=True, tag=2):
+    """Windows of one rank, oldest first."""
+
+    rows: tuple[RankReport, ...]
+    lost: int = 0  # reports that the agent's full buffer dropped so far
+    agent_cpu_s: float = 0.0
+
+
+class Beat(Struct, frozen=True, array_like=True, tag=3):
+    """A sign of life between windows, and where the rank stands."""
+
+    agent: str
+    rank: int
+    ordinal: int
+    state: str
+    since_s: float
+    lost: int = 0
+
+
+class Note(Struct, frozen=True, array_like=True, tag=4):
+    """A line of an agent's log that the whole job should see."""
+
+    agent: str
+    rank: int
+    kind: str
+    text: str
+    time_s: float
+
+
+class Bye(Struct, frozen=True, array_like=True, tag=5):
+    """The rank is over; every report it could send has been acknowledged or given up."""
+
+    agent: str
+    rank: int
+    status: str  # completed, failed, killed
+    last_ordinal: int
+    lost: int = 0
+    agent_cpu_s: float = 0.0
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=6):
+    """The aggregator's answer to HELLO: the attempt is its to assign."""
+
+    attempt: int
+    run_folder: str = ""
+
+
+class Ack(Struct, frozen=True, array_like=True, tag=7):
+    """Every report of this agent up to ``sequence`` is safe; with it the newest headline values."""
+
+    sequence: int
+    iteration: int = 0
+    values: dict[str, float] = {}
+    report: int = 0  # counts cluster reports, so that each is shown once
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=8):
+    """The aggregator wants nothing from this agent, and why."""
+
+    reason: str
+
+
+class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
+    """The aggregator has the rank's BYE: its agent may go."""
+
+    rank: int
+
+
+FromAgent = Hello | Reports | Beat | Note | Bye
+FromAggregator = Welcome | Ack | Refused | ByeSeen

@@ -1,0 +1,71 @@
+"""Where reports go.  A name in ``EFFICIENTLLM_SINKS`` is a file in this folder.
+
+Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one
+sentence where it cannot work.  Every sink is called from a thread of its own (effllm/server.py), so it
+may block; what it raises silences nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from effllm.config import Config
+from effllm.schema import ClusterReport, Event, RankReport, Summary
+
+
+class SinkUnavailable(Exception):
+    """The sink cannot work here; the message is one sentence that says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a sink may know about the run when it is opened."""
+
+    config: Config
+    attempt: int
+    folder: Path | None  # the run folder, None where there is none
+    tensorboard_dir: Path | None  # where event files go
+    stdout: TextIO
+    facts: dict[str, Any] = field(default_factory=dict)  # what run.json holds
+
+
+class Sink(Protocol):
+    """A place that reports go to."""
+
+    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
+        """Take one window of the job and the rows of its ranks."""
+
+    def event(self, event: Event) -> None:
+        """Take something that happened to the measurement."""
+
+    def summarize(self, summary: Summary) -> None:
+        """Take the run as it stands: every minute, and last of all at the end."""
+
+    def close(self) -> None:
+        """Finish what was begun; may be called twice."""
+
+
+def sink_names() -> list[str]:
+    """Return the names of all sink files, without importing them."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def open_sink(name: str, run: Run) -> Sink:
+    """Open the sink ``name``.
+
+    Raises:
+        SinkUnavailable: no such file, its library is missing, or it cannot work here.
+    """
+    if name not in sink_names():
+        raise SinkUnavailable(f"there is no sink {name!r}; there are: {', '.join(sink_names())}")
+    try:
+        module = importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        raise SinkUnavailable(f"sink {name!r} needs a package that is not installed: {error}") from error
+    sink: Sink = module.open_sink(run)
+    return sink
