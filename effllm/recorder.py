@@ -1,0 +1,236 @@
+"""The training loop's two calls: stamps and running totals into the ring, and nothing else.
+
+What happens here happens on the training thread, so: the standard library alone, no thread, no lock,
+no exception, nothing that grows.  ``record_iteration_start`` and ``record_iteration_end`` together cost
+about 1.5 microseconds (benchmarks/).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from effllm import ring
+
+_PHASES = ("evaluation", "checkpoint", "other")
+_STATUSES = ("completed", "failed", "killed")
+_MOST = 2**62  # what a running total can hold
+
+_live: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class Recorder:
+    """Stamps iterations, phases and losses of one rank.
+
+    Args:
+        writer: the ring, shared with the agent.
+        log_interval: iterations per window.
+        offset: the number of the first iteration, less one; boundaries lie where ordinal plus offset
+            is divisible by ``log_interval``.
+        wake: called without waiting when a window ends and again when the next iteration starts.
+        warn: called with a line for the person, for each kind of mistake once.
+    """
+
+    def __init__(
+        self,
+        writer: ring.RingWriter,
+        log_interval: int,
+        offset: int = 0,
+        wake: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._writer = writer
+        self._log_interval = log_interval
+        self._offset = offset
+        self._wake = wake
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._on = True
+        self.ordinal = 0
+        self._start_ns = 0  # 0 while no iteration runs
+        self._end_ns = 0  # 0 before the first has ended
+        self._made_ns = time.monotonic_ns()
+        self._boundary = False  # a window has ended and the next iteration has not started
+        self._phase = -1
+        self._phase_depth = 0
+        self._phase_start_ns = 0
+        self._paused_between_ns = 0
+        self._paused_inside_ns = 0
+        self._step_ns = self._wait_ns = 0
+        self._phase_ns = [0, 0, 0]
+        self._tokens = self._tokens_processed = self._tokens_loss = self._samples = 0
+        self._number = 0
+        _live.add(self)
+
+    def start(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the start of an iteration; a second start before the end replaces the first."""
+        if not self._on:
+            return
+        start_ns = _now()
+        if self._phase_depth:
+            self._split_phase(start_ns)
+        self._start_ns = start_ns
+        self._paused_between_ns += self._paused_inside_ns
+        self._paused_inside_ns = 0
+        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+        if self._boundary:
+            self._boundary = False
+            self._wake()
+
+    def end(
+        self,
+        tokens_processed: int = 0,
+        samples: int = 0,
+        tokens: int | None = None,
+        tokens_loss: int = 0,
+        _now: Any = time.monotonic_ns,
+    ) -> None:
+        """Stamp the end of an iteration with this rank's share of its tokens and samples.
+
+        Args:
+            tokens_processed: all positions.
+            samples: sequences.
+            tokens: positions without padding; the processed ones where the loop does not tell.
+            tokens_loss: positions with a label.
+        """
+        if not self._on:
+            return
+        end_ns = _now()
+        if self._phase_depth:
+            self._split_phase(end_ns)
+        start_ns = self._start_ns
+        if not start_ns:
+            start_ns = self._without_start()
+        if self._end_ns:
+            self._wait_ns += start_ns - self._end_ns - self._paused_between_ns
+        self._step_ns += end_ns - start_ns - self._paused_inside_ns
+        self._start_ns = self._paused_between_ns = self._paused_inside_ns = 0
+        self._end_ns = end_ns
+        if tokens is None:
+            tokens = tokens_processed
+        try:
+            if tokens < 0 or tokens_processed < 0 or samples < 0 or tokens_loss < 0:
+                raise ValueError  # noqa: TRY301 - handled as the wrong types are
+            self._tokens += int(tokens)
+            self._tokens_processed += int(tokens_processed)
+            self._tokens_loss += int(tokens_loss)
+            self._samples += int(samples)
+        except (TypeError, ValueError, OverflowError):
+            self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal + 1} counts none")
+        self.ordinal = ordinal = self.ordinal + 1
+        self._put(ring.ITERATION, 0, ordinal, 0, start_ns, end_ns, 0.0)
+        self._writer.state(ring.BETWEEN, ordinal, end_ns)
+        if (ordinal + self._offset) % self._log_interval == 0:
+            self._boundary = True
+            self._wake()
+
+    def phase_start(self, name: str) -> None:
+        """Begin a stretch that is not iteration; one inside another belongs to the outer."""
+        if not self._on:
+            return
+        self._phase_depth += 1
+        if self._phase_depth > 1:
+            return
+        self._phase = _PHASES.index(name) if name in _PHASES else 2
+        self._phase_start_ns = time.monotonic_ns()
+        self._writer.state(ring.PHASE_STATE, self.ordinal, self._phase_start_ns, self._phase)
+
+    def phase_end(self) -> None:
+        """End the stretch that the last `phase_start` began."""
+        if not self._on:
+            return
+        if self._phase_depth == 0:
+            self._once("a phase was ended that had not begun; ignored")
+            return
+        self._phase_depth -= 1
+        if self._phase_depth:
+            return
+        end_ns = time.monotonic_ns()
+        self._split_phase(end_ns)
+        if self._start_ns:
+            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+        else:
+            self._writer.state(ring.BETWEEN, self.ordinal, end_ns)
+
+    def _split_phase(self, at_ns: int) -> None:
+        # An iteration that starts or ends inside an open phase cuts it in two, so that every nanosecond
+        # belongs to exactly one class.
+        spent_ns = at_ns - self._phase_start_ns
+        self._phase_ns[self._phase] += spent_ns
+        if self._start_ns:
+            self._paused_inside_ns += spent_ns
+        else:
+            self._paused_between_ns += spent_ns
+        self._put(ring.PHASE, self._phase, self.ordinal, 0, self._phase_start_ns, at_ns, 0.0)
+        self._phase_start_ns = at_ns
+
+    def loss(self, number: int, loss: float | None) -> None:
+        """Record the loss of the iteration that ended last, and the number it is known by."""
+        if not self._on:
+            return
+        try:
+            number = int(number)
+            value = float("nan") if loss is None else float(loss)
+        except (TypeError, ValueError, OverflowError):
+            self._once("log_metrics takes an iteration number and a loss that is a number; ignored")
+            return
+        if not -_MOST < number < _MOST:
+            self._once("log_metrics was given an iteration number out of range; ignored")
+            return
+        if number < self._number:
+            self._once(f"the iteration number went back from {self._number} to {number}; counting goes on")
+        self._number = number
+        now_ns = time.monotonic_ns()
+        self._put(ring.LOSS, 0, self.ordinal, number, now_ns, now_ns, value)
+
+    def reset(self) -> None:
+        """Let the run-to-date values start anew after the current window."""
+        if self._on:
+            now_ns = time.monotonic_ns()
+            self._put(ring.RESET, 0, self.ordinal, 0, now_ns, now_ns, 0.0)
+
+    def finish(self, status: str = "completed") -> None:
+        """Record how the loop ended and record nothing from then on; later calls do nothing."""
+        if not self._on:
+            return
+        while self._phase_depth:  # an exception may have left one open
+            self.phase_end()
+        now_ns = time.monotonic_ns()
+        self._put(ring.END, _STATUSES.index(status), self.ordinal, 0, now_ns, now_ns, 0.0)
+        self._writer.state(ring.FINISHED, self.ordinal, now_ns)
+        self._on = False
+        self._wake()
+
+    def disable(self) -> None:
+        """Record nothing from now on, and say nothing about it: this is a forked child."""
+        self._on = False
+
+    def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
+        phases = self._phase_ns
+        self._writer.put(
+            kind, what, ordinal, number, start_ns, end_ns, value,
+            (self._step_ns, self._wait_ns, phases[0], phases[1], phases[2],
+             self._tokens, self._tokens_processed, self._tokens_loss, self._samples),
+        )  # fmt: skip
+
+    def _without_start(self) -> int:
+        self._once("an iteration ended that had not started; it counts from the end of the one before")
+        return self._end_ns + self._paused_between_ns if self._end_ns else self._made_ns
+
+    def _once(self, line: str) -> None:
+        kind = line[:24]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._warn(line)
+
+
+def _disable_all() -> None:
+    for recorder in list(_live):
+        recorder.disable()
+
+
+# A forked DataLoader worker must not write into its parent's ring.
+os.register_at_fork(after_in_child=_disable_all)

@@ -1,0 +1,259 @@
+"""The two maps between a training process and its agent: the ring of records and the board of results.
+
+Both are memfds that the agent inherits, so that nothing has a name, nothing is left behind, and the
+last iteration of a killed trainer can still be read.  Neither side ever waits for the other: a reader
+that meets a half-written record sees a wrong checksum (ARM may reorder stores, and Python has no
+fences) and looks again later.  Standard library alone, because the training process imports it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from typing import Any, NamedTuple
+
+MAGIC = b"EFFLRNG1"
+ITERATION, PHASE, LOSS, RESET, END = 1, 2, 3, 4, 5
+
+STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
+STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
+
+_HEADER = struct.Struct("<8sIII")
+_STATUS = struct.Struct("<qqqq")  # state, ordinal, since_ns, what (index of the phase)
+_STATUS_AT = 64
+_NEWEST = struct.Struct("<Q")
+_NEWEST_AT = 128
+_PAGE = 4096
+_FACTS_AT = _PAGE
+_FACTS_BYTES = 64 * 1024
+_DOCUMENT = struct.Struct("<QII")  # version, length, checksum
+_SLOTS_AT = _FACTS_AT + _FACTS_BYTES
+_SLOT_BYTES = 128
+_BOARD_BYTES = 32 * 1024
+
+
+class Slot(NamedTuple):
+    """One record of the ring, times in monotonic nanoseconds, counts as running totals."""
+
+    sequence: int
+    kind: int
+    what: int  # PHASE: index into schema.MARKED_PHASES; END: index of the status
+    ordinal: int
+    number: int  # LOSS: the iteration as the caller numbers it
+    start_ns: int
+    end_ns: int
+    value: float  # LOSS: the loss
+    step_ns: int
+    wait_ns: int
+    evaluation_ns: int
+    checkpoint_ns: int
+    other_ns: int
+    tokens: int
+    tokens_processed: int
+    tokens_loss: int
+    samples: int
+
+
+_FIELDS = struct.Struct("<Qhhqqqqdqqqqqqqqq")
+_SEALED = struct.Struct(f"<{_FIELDS.size}sI")
+if _SEALED.size > _SLOT_BYTES:  # pragma: no cover - a mistake in this file
+    raise AssertionError(_SEALED.size)
+
+
+class RingError(OSError):
+    """The maps could not be made, so there can be no metrics; the message says why."""
+
+
+def make_memory(name: str, size: int) -> int:
+    """Return the descriptor of a memfd whose pages are all reserved.
+
+    Without the reservation, a full tmpfs would be a SIGBUS at some later store: a dead trainer.
+
+    Raises:
+        RingError: there is no memory for it.
+    """
+    try:
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    except (OSError, AttributeError) as error:
+        raise RingError(f"no shared memory for metrics: {error}") from error
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise RingError(f"no room for {size} bytes of shared memory: {error}") from error
+    return descriptor
+
+
+def ring_bytes(slots: int) -> int:
+    """Return the size of a ring of ``slots`` records."""
+    return _SLOTS_AT + slots * _SLOT_BYTES
+
+
+class RingWriter:
+    """The training process's end of the ring: `put` is the hot path."""
+
+    __slots__ = ("_map", "_sequence", "_slots", "descriptor")
+
+    def __init__(self, slots: int) -> None:
+        self.descriptor = make_memory("effllm-ring", ring_bytes(slots))
+        self._map = mmap.mmap(self.descriptor, ring_bytes(slots))
+        self._slots = slots
+        self._sequence = 0
+        _HEADER.pack_into(self._map, 0, MAGIC, slots, _SLOT_BYTES, _FACTS_BYTES)
+
+    def put(
+        self,
+        kind: int,
+        what: int,
+        ordinal: int,
+        number: int,
+        start_ns: int,
+        end_ns: int,
+        value: float,
+        totals: tuple[int, ...],
+        # bound here because a global or attribute look-up costs as much as the checksum
+        _pack: Any = _FIELDS.pack,
+        _seal: Any = _SEALED.pack_into,
+        _publish: Any = _NEWEST.pack_into,
+        _crc: Any = zlib.crc32,
+    ) -> None:
+        """Write one record with the nine running totals; about half a microsecond."""
+        sequence = self._sequence = self._sequence + 1
+        body = _pack(sequence, kind, what, ordinal, number, start_ns, end_ns, value, *totals)
+        _seal(self._map, _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES, body, _crc(body))
+        _publish(self._map, _NEWEST_AT, sequence)
+
+    def state(self, state: int, ordinal: int, since_ns: int, what: int = 0, _pack: Any = _STATUS.pack_into) -> None:
+        """Say where the training loop stands, for whoever asks while it does not move."""
+        _pack(self._map, _STATUS_AT, state, ordinal, since_ns, what)
+
+    def write_facts(self, facts: dict[str, Any]) -> bool:
+        """Replace the facts; ``False`` where they are too large for their area, which then keeps the old."""
+        return _write_document(self._map, _FACTS_AT, _FACTS_BYTES, facts)
+
+    def close(self) -> None:
+        """Give up the map and the descriptor; may be called twice."""
+        if self.descriptor >= 0:
+            self._map.close()
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class RingReader:
+    """The agent's end of the ring."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        magic, self._slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
+        if magic != MAGIC or slot_bytes != _SLOT_BYTES:
+            raise RingError("this is not a ring of this version of effllm")
+        self._next = 1
+        self._facts_version = 0
+        self.overrun = 0  # records that were overwritten before they were read
+
+    def read(self) -> list[Slot]:
+        """Return the records since the last call, oldest first.
+
+        Records that were overwritten in the meantime are counted in `overrun`; their totals are in
+        every later record.
+        """
+        newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
+        if newest - self._next >= self._slots:
+            self.overrun += newest - self._slots + 1 - self._next
+            self._next = newest - self._slots + 1
+        records = []
+        while self._next <= newest:
+            slot = self._slot(self._next)
+            if slot is None or slot.sequence < self._next:
+                break  # not whole yet: next time
+            if slot.sequence > self._next:  # overtaken while reading
+                self.overrun += 1
+            else:
+                records.append(slot)
+            self._next += 1
+        return records
+
+    def skip_torn(self) -> None:
+        """Give up the record that never becomes whole: its writer died in the middle of it."""
+        newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
+        if self._next <= newest and self._slot(self._next) is None:
+            self.overrun += 1
+            self._next += 1
+
+    def _slot(self, sequence: int) -> Slot | None:
+        body, checksum = _SEALED.unpack_from(self._map, _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES)
+        return Slot._make(_FIELDS.unpack(body)) if zlib.crc32(body) == checksum else None
+
+    def state(self) -> tuple[int, int, int, int]:
+        """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four."""
+        look: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
+        for _ in range(3):
+            again: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
+            if again == look:
+                break
+            look = again
+        return look
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return the facts if they changed since the last call and are whole, else ``None``."""
+        version, facts = _read_document(self._map, _FACTS_AT, _FACTS_BYTES, self._facts_version)
+        if facts is not None:
+            self._facts_version = version
+        return facts
+
+    def close(self) -> None:
+        """Give up the map; may be called twice."""
+        self._map.close()
+
+
+class Board:
+    """The map in the other direction: one JSON document, written by the agent, read by the trainer."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = make_memory("effllm-board", _BOARD_BYTES) if descriptor is None else descriptor
+        self._map = mmap.mmap(self.descriptor, _BOARD_BYTES)
+        self._version = 0
+        self._document: dict[str, Any] = {}
+
+    def write(self, document: dict[str, Any]) -> bool:
+        """Replace the document; ``False`` where it is too large."""
+        return _write_document(self._map, 0, _BOARD_BYTES, document)
+
+    def read(self) -> dict[str, Any]:
+        """Return the newest whole document, at once; empty before the first."""
+        version, document = _read_document(self._map, 0, _BOARD_BYTES, self._version)
+        if document is not None:
+            self._version, self._document = version, document
+        return self._document
+
+    def close(self) -> None:
+        """Give up the map and the descriptor; may be called twice."""
+        if self.descriptor >= 0:
+            self._map.close()
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _write_document(memory: mmap.mmap, at: int, room: int, document: dict[str, Any]) -> bool:
+    payload = json.dumps(document, separators=(",", ":")).encode()
+    if len(payload) > room - _DOCUMENT.size:
+        return False
+    version = int(_DOCUMENT.unpack_from(memory, at)[0]) + 1
+    start = at + _DOCUMENT.size
+    memory[start : start + len(payload)] = payload
+    _DOCUMENT.pack_into(memory, at, version, len(payload), zlib.crc32(payload))
+    return True
+
+
+def _read_document(memory: mmap.mmap, at: int, room: int, seen: int) -> tuple[int, dict[str, Any] | None]:
+    version, length, checksum = _DOCUMENT.unpack_from(memory, at)
+    if version == seen or length > room - _DOCUMENT.size:
+        return seen, None
+    payload = memory[at + _DOCUMENT.size : at + _DOCUMENT.size + length]
+    if zlib.crc32(payload) != checksum:
+        return seen, None  # being written at this moment: the caller looks again
+    document: dict[str, Any] = json.loads(payload)
+    return version, document

@@ -1,0 +1,319 @@
+"""Samples and iterations of one rank to the sums of its windows, pure: no clock, no device, no file.
+
+Integrals are time-weighted over irregular samples.  A stretch next to a failed reading, or one in which
+no sample was taken for long, is not covered, and says so in the seconds that its integral covers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from effllm import ring
+from effllm.energy import NS, joules_between, share_of
+from effllm.schema import (
+    MARKED_PHASES,
+    SHUTDOWN,
+    STARTUP,
+    Device,
+    DeviceWindow,
+    Integrals,
+    Iteration,
+    Phase,
+    RankReport,
+    Sample,
+)
+
+_NO_TOTALS = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+class Series:
+    """The samples of one device that a window may still need."""
+
+    def __init__(self, device: Device, longest_gap_s: float) -> None:
+        self.device = device
+        self._longest_gap_ns = int(longest_gap_s / NS)
+        self._samples: deque[Sample] = deque()
+
+    @property
+    def newest_ns(self) -> int:
+        """Time of the newest sample, 0 before the first."""
+        return self._samples[-1].time_ns if self._samples else 0
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample; one that is not newer than the last is dropped."""
+        if sample.time_ns > self.newest_ns:
+            self._samples.append(sample)
+
+    def forget_before(self, time_ns: int) -> None:
+        """Drop the samples that no stretch from ``time_ns`` on needs."""
+        while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
+            self._samples.popleft()
+
+    def integrals(self, start_ns: int, end_ns: int) -> Integrals:
+        """Return the integrals over ``[start_ns, end_ns]``."""
+        energy, memory, utilization = _Sum(), _Sum(), _Sum()
+        for first, second in self._pairs():
+            from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
+            if from_ns >= to_ns:
+                continue
+            covered_s = (to_ns - from_ns) * NS
+            joules = joules_between(first, second, self._longest_gap_ns)
+            if joules is not None:
+                energy.add(share_of(first, second, from_ns, to_ns, joules), covered_s)
+            if second.time_ns - first.time_ns > self._longest_gap_ns:
+                continue
+            if first.memory_bytes is not None and second.memory_bytes is not None:
+                middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
+                level = first.memory_bytes + (second.memory_bytes - first.memory_bytes) * middle
+                memory.add(level * covered_s, covered_s)
+            if second.utilization is not None:  # the mean since the sample before
+                utilization.add(second.utilization * covered_s, covered_s)
+        return _integrals((energy.pair(), memory.pair(), utilization.pair()))
+
+    def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
+        """Return the largest reading of a field within ``[start_ns, end_ns]``, or ``None``."""
+        values = (getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns)
+        return max((value for value in values if value is not None), default=None)
+
+    def _pairs(self) -> Iterable[tuple[Sample, Sample]]:
+        previous: Sample | None = None
+        for sample in self._samples:
+            if previous is not None:
+                yield previous, sample
+            previous = sample
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self._value, self._covered_s = 0.0, 0.0
+
+    def add(self, value: float, covered_s: float) -> None:
+        self._value += value
+        self._covered_s += covered_s
+
+    def pair(self) -> tuple[float | None, float]:
+        return (self._value, self._covered_s) if self._covered_s > 0 else (None, 0.0)
+
+
+def subtract(whole: Integrals, parts: Iterable[Integrals]) -> Integrals:
+    """Return the integrals over what is left of ``whole`` without ``parts``, which lie inside it."""
+    values = list(_fields(whole))
+    for part in parts:
+        for i, (value, covered_s) in enumerate(_fields(part)):
+            if value is not None and values[i][0] is not None:
+                values[i] = (values[i][0] - value, max(values[i][1] - covered_s, 0.0))  # type: ignore[operator]
+    return _integrals([pair if pair[1] > 0 else (None, 0.0) for pair in values])
+
+
+def _integrals(pairs: Sequence[tuple[float | None, float]]) -> Integrals:
+    (energy_j, energy_s), (memory, memory_s), (utilization, utilization_s) = pairs
+    return Integrals(energy_j, energy_s, memory, memory_s, utilization, utilization_s)
+
+
+def _fields(integrals: Integrals) -> tuple[tuple[float | None, float], ...]:
+    return (
+        (integrals.energy_j, integrals.energy_covered_s),
+        (integrals.memory_byte_seconds, integrals.memory_covered_s),
+        (integrals.utilization_seconds, integrals.utilization_covered_s),
+    )
+
+
+class WindowCutter:
+    """Cuts the records of one rank's ring into windows.
+
+    Args:
+        agent: random id of the agent.
+        rank: rank in the job.
+        log_interval: iterations per window.
+        offset: iteration number less ordinal, as known at start on every rank.
+        origin_ns: where the first row begins.
+        unix_minus_monotonic_s: what makes unix times of monotonic ones.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        rank: int,
+        log_interval: int,
+        offset: int,
+        origin_ns: int,
+        unix_minus_monotonic_s: float,
+    ) -> None:
+        self._agent, self._rank = agent, rank
+        self._log_interval, self._offset = log_interval, offset
+        self._unix_minus_monotonic_s = unix_minus_monotonic_s
+        self._row_start_ns = origin_ns
+        self._row_first = 1  # ordinal of the row's first iteration
+        self._totals: tuple[int, ...] = _NO_TOTALS  # at the row's start
+        self._newest: Iteration | None = None
+        self._newest_totals: tuple[int, ...] = _NO_TOTALS
+        self._open: deque[tuple[Iteration, tuple[int, ...]]] = deque()  # windows that ended, not yet cut
+        self._phases: list[Phase] = []
+        self._first_start_ns = 0
+        self._losses: deque[tuple[int, float]] = deque()
+        self._shown_minus_ordinal = offset
+        self._reset_at = 0
+        self._sequence = 0
+        self._overrun = 0
+        self._seen = 0  # iterations whose record was read
+
+    @property
+    def last_ordinal(self) -> int:
+        """Ordinal of the last iteration that ended."""
+        return self._newest.ordinal if self._newest else 0
+
+    @property
+    def ended(self) -> Iteration | None:
+        """Last iteration of the oldest window that has ended and is not cut yet."""
+        return self._open[0][0] if self._open else None
+
+    def window_of(self, ordinal: int) -> int:
+        """Return the number of the window in which an iteration lies."""
+        return -(-(ordinal + self._offset) // self._log_interval)
+
+    def add(self, slot: ring.Slot) -> None:
+        """Take the next record of the ring."""
+        if slot.kind == ring.ITERATION:
+            self._add_iteration(slot)
+        elif slot.kind == ring.PHASE:
+            self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
+        elif slot.kind == ring.LOSS:
+            self._shown_minus_ordinal = slot.number - slot.ordinal
+            if slot.value == slot.value:  # not nan: there is a loss
+                self._losses.append((slot.ordinal, slot.value))
+        elif slot.kind == ring.RESET:
+            self._reset_at = max(slot.ordinal, 1)
+        if slot.kind in (ring.PHASE, ring.END):
+            self._newest_totals = slot[8:17]
+
+    def _add_iteration(self, slot: ring.Slot) -> None:
+        totals = slot[8:17]
+        iteration = Iteration(
+            ordinal=slot.ordinal,
+            start_ns=slot.start_ns,
+            end_ns=slot.end_ns,
+            step_ns=slot.step_ns,
+            wait_ns=slot.wait_ns,
+            phase_ns=(slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns),
+            tokens=slot.tokens,
+            tokens_processed=slot.tokens_processed,
+            tokens_loss=slot.tokens_loss,
+            samples=slot.samples,
+        )
+        if not self._first_start_ns:
+            self._first_start_ns = slot.start_ns
+        self._seen += 1
+        self._overrun = iteration.ordinal - self._seen
+        # An overrun may have taken the record on a boundary: then the window is told by the next one on it.
+        self._newest, self._newest_totals = iteration, totals
+        if (iteration.ordinal + self._offset) % self._log_interval == 0:
+            self._open.append((iteration, totals))
+
+    def cut(self, series: Sequence[Series]) -> RankReport | None:
+        """Return the oldest window that has ended, or ``None``."""
+        if not self._open:
+            return None
+        iteration, totals = self._open.popleft()
+        return self._row(iteration.ordinal, iteration.end_ns, totals, series, final=False)
+
+    def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
+        """Return the last row: what ran since the last boundary, and the shut-down until ``end_ns``."""
+        end_ns = max(end_ns, self._row_start_ns)
+        return self._row(self.last_ordinal, end_ns, self._newest_totals, series, final=True)
+
+    def _row(
+        self, last: int, end_ns: int, totals: tuple[int, ...], series: Sequence[Series], final: bool
+    ) -> RankReport:
+        start_ns = self._row_start_ns
+        change = [now - before for now, before in zip(totals, self._totals, strict=True)]
+        step_ns, wait_ns, phases_ns = change[0], change[1], change[2:5]
+        phases_s = {name: ns * NS for name, ns in zip(MARKED_PHASES, phases_ns, strict=True) if ns}
+        # What no total claims lies before the first iteration or after the last one.
+        rest_ns = max(end_ns - start_ns - step_ns - wait_ns - sum(phases_ns), 0)
+        startup_ns = 0
+        if self._row_first == 1:
+            startup_ns = self._startup_ns(start_ns, end_ns, rest_ns)
+            if startup_ns:
+                phases_s[STARTUP] = startup_ns * NS
+        if rest_ns - startup_ns:
+            phases_s[SHUTDOWN] = (rest_ns - startup_ns) * NS
+        losses = [loss for ordinal, loss in self._losses if self._row_first <= ordinal <= last]
+        while self._losses and self._losses[0][0] <= last:
+            self._losses.popleft()
+        inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
+        self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
+        self._sequence += 1
+        report = RankReport(
+            agent=self._agent,
+            sequence=self._sequence,
+            rank=self._rank,
+            window=self.window_of(max(last, self._row_first)),
+            iteration_first=self._row_first,
+            iteration_last=last,
+            iteration_shown=last + self._shown_minus_ordinal,
+            start_time_s=start_ns * NS + self._unix_minus_monotonic_s,
+            end_time_s=end_ns * NS + self._unix_minus_monotonic_s,
+            wall_s=(end_ns - start_ns) * NS,
+            busy_s=step_ns * NS,
+            wait_s=wait_ns * NS,
+            phases_s=phases_s,
+            tokens=change[5],
+            tokens_processed=change[6],
+            tokens_loss=change[7],
+            samples=change[8],
+            loss=losses[-1] if losses else None,
+            devices=tuple(self._device(one, start_ns, end_ns, inside, phases_s) for one in series),
+            final=final,
+            reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
+            iterations_overrun=self._overrun,
+        )
+        if report.reset:
+            self._reset_at = 0
+        self._row_start_ns, self._row_first, self._totals = end_ns, last + 1, totals
+        for one in series:
+            one.forget_before(end_ns)
+        return report
+
+    def _startup_ns(self, start_ns: int, end_ns: int, rest_ns: int) -> int:
+        if not self.last_ordinal:
+            return rest_ns  # no iteration ever ended: all of it was start-up
+        marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
+        return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), rest_ns)
+
+    def _device(
+        self, series: Series, start_ns: int, end_ns: int, inside: Sequence[Phase], phases_s: dict[str, float]
+    ) -> DeviceWindow:
+        phases: dict[str, Integrals] = {}
+        for phase in inside:
+            part = series.integrals(max(phase.start_ns, start_ns), phase.end_ns)
+            phases[phase.name] = add(phases[phase.name], part) if phase.name in phases else part
+        if STARTUP in phases_s:
+            until_ns = min(self._first_start_ns or end_ns, end_ns)
+            before = [series.integrals(max(p.start_ns, start_ns), p.end_ns) for p in inside if p.end_ns <= until_ns]
+            phases[STARTUP] = subtract(series.integrals(start_ns, until_ns), before)
+        if SHUTDOWN in phases_s and self._newest:
+            from_ns = self._newest.end_ns
+            after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
+            phases[SHUTDOWN] = subtract(series.integrals(from_ns, end_ns), after)
+        return DeviceWindow(
+            device=series.device.key,
+            wall=series.integrals(start_ns, end_ns),
+            phases=phases,
+            memory_peak_bytes=series.peak(start_ns, end_ns, "memory_bytes"),
+            power_peak_w=series.peak(start_ns, end_ns, "power_w"),
+        )
+
+
+def add(first: Integrals, second: Integrals) -> Integrals:
+    """Return the integrals over two stretches that do not overlap."""
+    sums: list[tuple[float | None, float]] = []
+    for (one, one_s), (other, other_s) in zip(_fields(first), _fields(second), strict=True):
+        value = other if one is None else one if other is None else one + other
+        sums.append((value, one_s + other_s))
+    return _integrals(sums)
+
+
+def iterations_only(window: DeviceWindow) -> Integrals:
+    """Return what a device did in a window's iterations: everything less the phases."""
+    return subtract(window.wall, window.phases.values())
