@@ -103,7 +103,8 @@ def subtract(whole: Integrals, parts: Iterable[Integrals]) -> Integrals:
         for i, (value, covered_s) in enumerate(_fields(part)):
             if value is not None and values[i][0] is not None:
                 values[i] = (values[i][0] - value, max(values[i][1] - covered_s, 0.0))  # type: ignore[operator]
-    return _integrals([pair if pair[1] > 0 else (None, 0.0) for pair in values])
+    # Below a microsecond what is left is rounding, and its quotient would be noise.
+    return _integrals([pair if pair[1] > 1e-6 else (None, 0.0) for pair in values])
 
 
 def _integrals(pairs: Sequence[tuple[float | None, float]]) -> Integrals:

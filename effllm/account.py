@@ -1,0 +1,261 @@
+"""Rows of ranks to the totals of the cluster, pure: each token, joule and second counted once.
+
+A device is known by its key alone, so one that several ranks sit on enters once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from effllm.schema import ClusterTotals, Device, DeviceWindow, Integrals, RankReport
+from effllm.window import iterations_only
+
+#: Coverage is a quotient of sums of floats; this much below is still full.
+ROUNDING = 1e-6
+
+
+class MergedDevice(Struct, frozen=True):
+    """What one device did in one window, from the rows of all ranks that sit on it."""
+
+    wall: Integrals
+    iterations: Integrals
+    phases_j: dict[str, float | None]
+    span_s: float
+    memory_peak_bytes: float | None
+
+
+def merge_devices(
+    rows: Sequence[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]
+) -> dict[str, MergedDevice]:
+    """Return each device of a window once.
+
+    Whole-device readings are taken from the rank that covers most; shares of a shared device add up,
+    and with a rank missing they are not measured, for a sum with a hole in it is not a sum.
+
+    Args:
+        rows: the window's rows.
+        devices: every known device by its key.
+        members: the ranks that sit on each device.
+    """
+    seen: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
+    for row in rows:
+        for one in row.devices:
+            seen.setdefault(one.device, []).append((row, one))
+    return {
+        key: _merge(pairs, devices[key].shared, members.get(key, set()))
+        for key, pairs in seen.items()
+        if key in devices
+    }
+
+
+def _merge(pairs: list[tuple[RankReport, DeviceWindow]], shared: bool, members: set[int]) -> MergedDevice:
+    _, best = max(pairs, key=lambda pair: (pair[1].wall.energy_covered_s, pair[1].wall.memory_covered_s))
+    peaks = [one.memory_peak_bytes for _, one in pairs if one.memory_peak_bytes is not None]
+    wall, iterations = best.wall, iterations_only(best)
+    if shared:
+        whole = members <= {row.rank for row, _ in pairs}
+        wall = _add_shares(wall, [one.wall for _, one in pairs], whole)
+        iterations = _add_shares(iterations, [iterations_only(one) for _, one in pairs], whole)
+        peaks = [sum(peaks)] if whole and len(peaks) == len(pairs) else []
+    return MergedDevice(
+        wall=wall,
+        iterations=iterations,
+        phases_j={name: part.energy_j for name, part in best.phases.items()},
+        span_s=max(row.wall_s for row, _ in pairs),
+        memory_peak_bytes=max(peaks, default=None),
+    )
+
+
+def _add_shares(best: Integrals, shares: Sequence[Integrals], whole: bool) -> Integrals:
+    memory = [(share.memory_byte_seconds, share.memory_covered_s) for share in shares]
+    utilization = [(share.utilization_seconds, share.utilization_covered_s) for share in shares]
+    memory_sum, memory_s = _sum_of_means(memory) if whole else (None, 0.0)
+    utilization_sum, utilization_s = _sum_of_means(utilization) if whole else (None, 0.0)
+    return Integrals(best.energy_j, best.energy_covered_s, memory_sum, memory_s, utilization_sum, utilization_s)
+
+
+def _sum_of_means(shares: Sequence[tuple[float | None, float]]) -> tuple[float | None, float]:
+    # The rows of the ranks span slightly different stretches, so their means add up, not their integrals.
+    covered_s = min(seconds for _, seconds in shares)
+    if covered_s <= 0:
+        return None, 0.0
+    return sum((value or 0.0) / seconds for value, seconds in shares) * covered_s, covered_s
+
+
+class WindowEnergy(Struct, frozen=True):
+    """The energy of one window of the cluster."""
+
+    coverage: float | None  # measured device-seconds over expected ones; None where nothing can measure
+    wall_j: float  # measured; a sum only where the coverage suffices
+    iterations_j: float
+    phases_j: dict[str, float]
+    by_device_j: dict[str, float]
+
+
+def window_energy(merged: Mapping[str, MergedDevice], devices: Mapping[str, Device], absent: int) -> WindowEnergy:
+    """Return the energy of a window and how much of it was measured.
+
+    Args:
+        merged: the window's devices.
+        devices: every known device; where none of them has an energy sensor there is no coverage.
+        absent: ranks whose devices nobody knows.
+    """
+    span_s = max((one.span_s for one in merged.values()), default=0.0)
+    expected_s = covered_s = 0.0
+    for key in devices:
+        one = merged.get(key)
+        expected_s += one.span_s if one else span_s
+        covered_s += one.wall.energy_covered_s if one else 0.0
+    expected_s += absent * span_s
+    phases_j: dict[str, float] = {}
+    for one in merged.values():
+        for name, joules in one.phases_j.items():
+            phases_j[name] = phases_j.get(name, 0.0) + (joules or 0.0)
+    measurable = any(device.energy_method for device in devices.values()) and expected_s > 0
+    return WindowEnergy(
+        coverage=min(covered_s / expected_s, 1.0) if measurable else None,
+        wall_j=sum(one.wall.energy_j or 0.0 for one in merged.values()),
+        iterations_j=sum(one.iterations.energy_j or 0.0 for one in merged.values()),
+        phases_j=phases_j,
+        by_device_j={key: one.wall.energy_j for key, one in merged.items() if one.wall.energy_j is not None},
+    )
+
+
+def is_covered(coverage: float | None, least: float) -> bool:
+    """Whether a window's energy may enter sums."""
+    return coverage is not None and coverage >= least - ROUNDING
+
+
+class RankSums(Struct):
+    """The running sums of one rank."""
+
+    iterations: int = 0
+    time_s: float = 0.0
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    energy_time_s: float = 0.0  # of the windows whose energy is in the sum
+
+
+class DeviceSums(Struct):
+    """The running sums of one device."""
+
+    memory_byte_seconds: float = 0.0
+    memory_covered_s: float = 0.0
+    memory_peak_bytes: float | None = None
+    utilization_seconds: float = 0.0
+    utilization_covered_s: float = 0.0
+
+
+class Account(Struct):
+    """The running sums of a job on one time base.
+
+    ``wall`` chooses the base: the whole wall time of the rows, or their iterations alone.
+    """
+
+    wall: bool = False
+    ranks: dict[int, RankSums] = {}
+    devices: dict[str, DeviceSums] = {}
+    tokens: int = 0
+    tokens_processed: int = 0
+    tokens_loss: int = 0
+    samples: int = 0
+    energy_j: float = 0.0
+    energy_tokens: int = 0
+    energy_samples: int = 0
+    energy_iterations: int = 0
+    energy_windows: int = 0
+    holes: int = 0  # windows whose energy is not in the sum
+    measured_j: float = 0.0
+
+    def add_rows(self, rows: Iterable[RankReport]) -> None:
+        """Add the times and counts of rows, each of which may be added once."""
+        for row in rows:
+            sums = self.ranks.setdefault(row.rank, RankSums())
+            sums.iterations += row.iterations
+            sums.time_s += row.wall_s if self.wall else row.time_s
+            sums.busy_s += row.busy_s
+            sums.wait_s += row.wait_s
+            self.tokens += row.tokens
+            self.tokens_processed += row.tokens_processed
+            self.tokens_loss += row.tokens_loss
+            self.samples += row.samples
+
+    def add_devices(self, merged: Mapping[str, MergedDevice]) -> None:
+        """Add the memory and utilization of a window's devices."""
+        for key, one in merged.items():
+            integrals = one.wall if self.wall else one.iterations
+            sums = self.devices.setdefault(key, DeviceSums())
+            sums.memory_byte_seconds += integrals.memory_byte_seconds or 0.0
+            sums.memory_covered_s += integrals.memory_covered_s
+            sums.utilization_seconds += integrals.utilization_seconds or 0.0
+            sums.utilization_covered_s += integrals.utilization_covered_s
+            if one.memory_peak_bytes is not None:
+                sums.memory_peak_bytes = max(one.memory_peak_bytes, sums.memory_peak_bytes or 0.0)
+
+    def add_energy(self, energy: WindowEnergy, rows: Sequence[RankReport], least_coverage: float) -> None:
+        """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured."""
+        joules = energy.wall_j if self.wall else energy.iterations_j
+        self.measured_j += joules
+        if not is_covered(energy.coverage, least_coverage):
+            self.holes += 1
+            return
+        self.energy_windows += 1
+        self.energy_j += joules
+        self.energy_iterations += max((row.iterations for row in rows), default=0)
+        for row in rows:
+            sums = self.ranks.setdefault(row.rank, RankSums())
+            sums.energy_time_s += row.wall_s if self.wall else row.time_s
+            self.energy_tokens += row.tokens
+            self.energy_samples += row.samples
+
+    def totals(
+        self,
+        parameters: int | None = None,
+        gpus: int = 0,
+        world_size: int = 0,
+        peak_flops_per_s: float | None = None,
+        flops_per_token: float | None = None,
+    ) -> ClusterTotals:
+        """Return what every metric is computed from: sums per rank first, the maximum over ranks last."""
+        memory = [d.memory_byte_seconds / d.memory_covered_s for d in self.devices.values() if d.memory_covered_s > 0]
+        busy = [
+            d.utilization_seconds / d.utilization_covered_s
+            for d in self.devices.values()
+            if d.utilization_covered_s > 0
+        ]
+        peaks = [d.memory_peak_bytes for d in self.devices.values() if d.memory_peak_bytes is not None]
+        longest = max(self.ranks.values(), key=lambda sums: sums.time_s, default=RankSums())
+        worked = [sums for sums in self.ranks.values() if sums.iterations]
+        slowest = max(worked, key=lambda sums: sums.busy_s / sums.iterations, default=RankSums())
+        return ClusterTotals(
+            parameters=parameters,
+            iterations=max((sums.iterations for sums in self.ranks.values()), default=0),
+            time_s=longest.time_s,
+            slowest_step_s=slowest.busy_s,
+            slowest_iterations=slowest.iterations,
+            wait_s=longest.wait_s,
+            tokens=self.tokens,
+            tokens_processed=self.tokens_processed,
+            tokens_loss=self.tokens_loss,
+            samples=self.samples,
+            memory_mean_bytes=sum(memory) / len(memory) if memory else None,
+            memory_min_bytes=min(memory, default=None),
+            memory_max_bytes=max(memory, default=None),
+            memory_peak_bytes=max(peaks, default=None),
+            utilization_mean=sum(busy) / len(busy) if busy else None,
+            utilization_min=min(busy, default=None),
+            utilization_max=max(busy, default=None),
+            energy_j=self.energy_j if self.energy_windows else None,
+            energy_time_s=max((sums.energy_time_s for sums in self.ranks.values()), default=0.0),
+            energy_tokens=self.energy_tokens,
+            energy_samples=self.energy_samples,
+            energy_iterations=self.energy_iterations,
+            energy_complete=self.energy_windows > 0 and not self.holes,
+            energy_measured_j=self.measured_j if self.energy_windows or self.measured_j else None,
+            gpus=gpus,
+            world_size=world_size,
+            peak_flops_per_s=peak_flops_per_s,
+            flops_per_token=flops_per_token,
+        )
