@@ -1,0 +1,336 @@
+"""The host itself, for training without a GPU: this rank's process tree, and the CPUs' RAPL energy counters."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from effllm.devices import Site
+from effllm.schema import Device, Sample
+
+POWERCAP = Path("/sys/class/powercap")
+
+# No CPU package draws more, so a counter that moved faster was reset, and one that was not read for
+# longer than its range lasts at this power may have wrapped twice.
+_PACKAGE_MAX_W = 1000.0
+
+_REFRESH_S = 10.0
+_CHILDREN_OF_THIS_THREAD = Path("/proc/thread-self/children")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+NO_RAPL = "energy: this machine exposes no RAPL power sensor"
+RAPL_UNREADABLE = (
+    "energy: only root may read the RAPL counters; run as root, or make /sys/class/powercap/intel-rapl:*/energy_uj "
+    "readable (chmod or a udev rule), or give Python the capability CAP_DAC_READ_SEARCH"
+)
+RAPL_ELSEWHERE = "energy: the host's is read once, by its local rank 0"
+
+
+class Usage(NamedTuple):
+    """What one process has used; ``reaped_s`` is the CPU time of its children that it has waited for."""
+
+    has_ended: bool  # and no one has waited for it yet, so its times can still be read
+    cpu_s: float
+    reaped_s: float
+    rss_bytes: int
+    shared_bytes: int
+
+
+class Process:
+    """A process by its open /proc files, which can never come to mean another one of the same number.
+
+    Reading them takes 5 microseconds where psutil takes 25, and an agent may have a hundred to read.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.inherited_bytes = 0
+        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+        try:
+            self._statm = os.open(f"/proc/{pid}/statm", os.O_RDONLY)
+        except OSError:
+            os.close(self._stat)
+            raise
+
+    def usage(self) -> Usage | None:
+        """Return what it uses, ``None`` once it is gone."""
+        try:
+            stat = os.pread(self._stat, 2048, 0)
+            statm = os.pread(self._statm, 256, 0).split()
+        except ProcessLookupError:
+            return None
+        fields = stat[stat.rindex(b")") + 2 :].split()  # the name before may hold spaces and brackets
+        user, system, reaped_user, reaped_system = map(int, fields[11:15])
+        return Usage(
+            has_ended=fields[0] in b"ZX",
+            cpu_s=(user + system) / _TICKS_PER_S,
+            reaped_s=(reaped_user + reaped_system) / _TICKS_PER_S,
+            rss_bytes=int(statm[1]) * _PAGE_BYTES,
+            shared_bytes=int(statm[2]) * _PAGE_BYTES,
+        )
+
+    def own_bytes(self, usage: Usage) -> int:
+        """Return what a descendant alone has: its shared pages, files and shared memory, are the trainer's too."""
+        unshared_bytes = usage.rss_bytes - usage.shared_bytes
+        # Never more than it has: a process that becomes another program by exec has inherited nothing.
+        self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
+        return unshared_bytes - self.inherited_bytes
+
+    def close(self) -> None:
+        """Close its files."""
+        os.close(self._stat)
+        os.close(self._statm)
+
+
+def _children(pid: int) -> list[int]:
+    # psutil would read the stat of every process of the host: 16 microseconds each, of thousands.
+    if not _CHILDREN_OF_THIS_THREAD.exists():  # a kernel without CONFIG_PROC_CHILDREN
+        with suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(pid).children()]
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            children += map(int, (thread / "children").read_text().split())
+    return children
+
+
+def _descendants(pid: int, excluded: frozenset[int]) -> Iterator[int]:
+    for child in _children(pid):
+        if child not in excluded:
+            yield child
+            yield from _descendants(child, excluded)
+
+
+def _inherited_bytes(pid: int, usage: Usage) -> int:
+    """Return the pages that a forked process still shares, copy-on-write, with the one it came from.
+
+    They are its parent's, but neither rss nor the shared pages of statm tell: only smaps_rollup does,
+    which walks all page tables (0.16 ms for 14 MB), so it is asked once per process.  It does not say
+    with whom: pages that two descendants share without the trainer are counted for neither.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0  # before Linux 4.14, or it ended meanwhile
+    sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":") for line in lines)}
+    private = sizes.get("Private_Clean", 0) + sizes.get("Private_Dirty", 0)
+    return max(0, sizes.get("Rss", 0) - private - usage.shared_bytes)
+
+
+class ProcessTree:
+    """A trainer and its descendants, without those that belong to the measurement itself.
+
+    Who they are is looked up every ten seconds, what they use at every read.
+    """
+
+    def __init__(self, pid: int, excluded: frozenset[int], clock: Callable[[], float]) -> None:
+        self._pid = pid
+        self._excluded = excluded
+        self._clock = clock
+        self._processes: dict[int, Process] = {}  # the trainer first, and every parent before its children
+        self._refresh_at_s = clock()
+        self._last: dict[int, Usage] = {}
+        with suppress(FileNotFoundError, ProcessLookupError):
+            self._processes[pid] = Process(pid)
+
+    def read(self) -> tuple[int, float | None]:
+        """Return the bytes in use, and the CPU seconds since the read before.
+
+        Raises:
+            ProcessLookupError: the trainer has ended.
+        """
+        if self._pid in self._processes and self._clock() >= self._refresh_at_s:
+            self._refresh()
+        now = self._usages()
+        if self._pid not in now or now[self._pid].has_ended:
+            raise ProcessLookupError("the trainer has ended")
+        memory_bytes = now[self._pid].rss_bytes
+        memory_bytes += sum(self._processes[pid].own_bytes(usage) for pid, usage in now.items() if pid != self._pid)
+        last, self._last = self._last, now
+        return memory_bytes, _cpu_s(last, now) if last else None
+
+    def close(self) -> None:
+        """Close the files of all processes; may be called twice."""
+        for pid in list(self._processes):
+            self._forget(pid)
+
+    def _usages(self) -> dict[int, Usage]:
+        """Return what each uses; all anew when one goes meanwhile, since its parent then has its CPU time."""
+        while True:
+            usages = {pid: process.usage() for pid, process in self._processes.items()}
+            present = {pid: usage for pid, usage in usages.items() if usage is not None}
+            if len(present) == len(usages):
+                return present
+            for pid in usages.keys() - present.keys():
+                self._forget(pid)
+
+    def _refresh(self) -> None:
+        self._refresh_at_s = self._clock() + _REFRESH_S
+        pids = [self._pid, *_descendants(self._pid, self._excluded)]
+        for pid in self._processes.keys() - set(pids):
+            self._forget(pid)
+        for pid in pids:
+            if pid not in self._processes:
+                self._learn(pid)
+
+    def _learn(self, pid: int) -> None:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            process = self._processes[pid] = Process(pid)
+            usage = process.usage()
+            if usage is not None:
+                process.inherited_bytes = _inherited_bytes(pid, usage)
+
+    def _forget(self, pid: int) -> None:
+        self._processes.pop(pid).close()
+
+
+def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
+    """Return the CPU seconds between two reads of a tree.
+
+    A child that ends passes all its time on to the parent that waits for it, so the sum over the tree
+    goes on; where no one waits the time is lost and the sum may fall, but never does the tree use less
+    than its living processes do.
+    """
+    total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
+    total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())
+    living = sum(usage.cpu_s - last[pid].cpu_s for pid, usage in now.items() if pid in last)
+    return max(total - total_before, living, 0.0)
+
+
+class Rapl:
+    """The energy counters of all CPU packages and their DRAM, as one that neither wraps nor jumps."""
+
+    def __init__(self, zones: list[Path], clock: Callable[[], float]) -> None:
+        self._zones = zones
+        self._clock = clock
+        self._ranges_uj = [_number(zone / "max_energy_range_uj") for zone in zones]
+        self._last_uj = self._counters_uj()
+        self._last_s = clock()
+        self._total_uj = 0
+
+    def energy_j(self) -> float:
+        """Return the energy since the start.
+
+        Raises:
+            OSError, ValueError: a counter cannot be read, or what it counted since cannot be known.
+        """
+        counters_uj, now_s = self._counters_uj(), self._clock()
+        # A fall is a wrap-around: modulo the range the difference is right.
+        spent_uj = [
+            (now - last) % range_uj
+            for now, last, range_uj in zip(counters_uj, self._last_uj, self._ranges_uj, strict=True)
+        ]
+        limit_uj = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0) * 1e6
+        self._last_uj, self._last_s = counters_uj, now_s
+        if limit_uj > min(self._ranges_uj):
+            raise ValueError("the counters were not read for so long that they may have wrapped more than once")
+        if max(spent_uj) > limit_uj:
+            raise ValueError("a counter was reset")
+        self._total_uj += sum(spent_uj)
+        return self._total_uj / 1e6
+
+    def _counters_uj(self) -> list[int]:
+        return [_number(zone / "energy_uj") for zone in self._zones]
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())
+
+
+def rapl_zones(root: Path) -> list[Path]:
+    """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
+    zones = sorted(root.glob("intel-rapl:*"))  # the same names on AMD; intel-rapl-mmio shows a package twice
+    names = {zone: (zone / "name").read_text().strip() for zone in zones}
+    return [zone for zone, name in names.items() if name.startswith("package") or name == "dram"]
+
+
+def _open_rapl(root: Path, local_rank: int, clock: Callable[[], float]) -> tuple[Rapl | None, str]:
+    """Return the counters, or none and the sentence that says why."""
+    if local_rank != 0:
+        return None, RAPL_ELSEWHERE
+    try:
+        zones = rapl_zones(root)
+        return (Rapl(zones, clock), "") if zones else (None, NO_RAPL)
+    except PermissionError:  # since Linux 5.10, for CVE-2020-8694
+        return None, RAPL_UNREADABLE
+    except (OSError, ValueError) as error:
+        return None, f"energy: the RAPL counters cannot be read: {error}"
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()  # ARM has no model name
+
+
+class HostReader:
+    """The open host, as far as it is this rank's."""
+
+    def __init__(self, device: Device, tree: ProcessTree, rapl: Rapl | None) -> None:
+        self.device = device
+        self._tree = tree
+        self._rapl = rapl
+        self._num_cpus = psutil.cpu_count() or 1
+        self._last_ns = 0
+
+    def read(self) -> tuple[Sample, dict[str, str]]:
+        """Return the values of this moment; a quantity that fails is ``None``, with the reason beside it."""
+        failures: dict[str, str] = {}
+        before_ns = time.monotonic_ns()
+        memory_bytes, cpu_s = self._read_tree(failures)
+        energy_j = self._read_energy(failures)
+        time_ns = (before_ns + time.monotonic_ns()) // 2
+        utilization = None
+        if cpu_s is not None:
+            utilization = min(1.0, cpu_s / ((time_ns - self._last_ns) / 1e9 * self._num_cpus))
+        if memory_bytes is not None:
+            self._last_ns = time_ns
+        return Sample(time_ns=time_ns, memory_bytes=memory_bytes, utilization=utilization, energy_j=energy_j), failures
+
+    def close(self) -> None:
+        """Close all files; may be called twice."""
+        self._tree.close()
+
+    def _read_tree(self, failures: dict[str, str]) -> tuple[float | None, float | None]:
+        try:
+            memory_bytes, cpu_s = self._tree.read()
+        except (OSError, ValueError) as error:
+            failures["memory_bytes"] = failures["utilization"] = str(error)
+            return None, None
+        return float(memory_bytes), cpu_s
+
+    def _read_energy(self, failures: dict[str, str]) -> float | None:
+        if self._rapl is None:
+            return None
+        try:
+            return self._rapl.energy_j()
+        except (OSError, ValueError) as error:
+            failures["energy_j"] = f"RAPL: {error}"
+            return None
+
+
+def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic, powercap: Path = POWERCAP) -> HostReader:
+    """Open the host as the device of this rank."""
+    rapl, why_not = _open_rapl(powercap, site.local_rank, clock)
+    device = Device(
+        key=f"host:{site.host}",
+        kind="host",
+        name=_cpu_name(),
+        is_gpu=False,
+        shared=True,
+        memory_total_bytes=psutil.virtual_memory().total,
+        energy_method="counter" if rapl else None,
+        power_scope="cpu" if rapl else None,
+        not_measured=(why_not,) if why_not else (),
+    )
+    tree = ProcessTree(site.trainer_pid, site.excluded_pids | {os.getpid()}, clock)
+    return HostReader(device, tree, rapl)

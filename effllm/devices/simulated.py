@@ -1,0 +1,115 @@
+"""A GPU that does not exist, whose power, memory and utilization are known functions of the monotonic clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from effllm.devices import Site
+from effllm.schema import Device, Sample
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Waveform:
+    """Three sine waves of one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
+
+    Times are seconds of the host's monotonic clock, so that every process of the host knows the truth.
+    """
+
+    period_s: float = 10.0
+    phase: float = 0.0
+    power_mean_w: float = 450.0
+    power_amplitude_w: float = 200.0
+    memory_mean_bytes: float = 48.0 * _GIB
+    memory_amplitude_bytes: float = 8.0 * _GIB
+    utilization_mean: float = 0.8
+    utilization_amplitude: float = 0.15
+
+    def power_w(self, t: float) -> float:
+        """Return the power at ``t``."""
+        return self.power_mean_w + self.power_amplitude_w * self._sine(t)
+
+    def energy_j(self, t0: float, t1: float) -> float:
+        """Return the integral of the power."""
+        return self.power_mean_w * (t1 - t0) + self.power_amplitude_w * self._sine_seconds(t0, t1)
+
+    def memory_bytes(self, t: float) -> float:
+        """Return the memory in use at ``t``."""
+        return self.memory_mean_bytes + self.memory_amplitude_bytes * self._sine(t)
+
+    def memory_byte_seconds(self, t0: float, t1: float) -> float:
+        """Return the integral of the memory in use."""
+        return self.memory_mean_bytes * (t1 - t0) + self.memory_amplitude_bytes * self._sine_seconds(t0, t1)
+
+    def utilization(self, t: float) -> float:
+        """Return the utilization at ``t``."""
+        return self.utilization_mean + self.utilization_amplitude * self._sine(t)
+
+    def utilization_seconds(self, t0: float, t1: float) -> float:
+        """Return the integral of the utilization."""
+        return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1)
+
+    def _sine(self, t: float) -> float:
+        return math.sin(2 * math.pi * t / self.period_s + self.phase)
+
+    def _sine_seconds(self, t0: float, t1: float) -> float:
+        # As a product, because the difference of two cosines loses its digits over a short stretch.
+        middle, half_turn = (t0 + t1) / 2, math.pi * (t1 - t0) / self.period_s
+        return self.period_s / math.pi * self._sine(middle) * math.sin(half_turn)
+
+
+def waveform_of(local_rank: int) -> Waveform:
+    """Return the wave of a local rank: an eighth of a turn behind its neighbour's, so that ranks differ."""
+    return Waveform(phase=-local_rank * math.pi / 4)
+
+
+class SimulatedReader:
+    """An open simulated GPU; its energy counter counts from the origin of the monotonic clock."""
+
+    def __init__(self, device: Device, waveform: Waveform, clock_ns: Callable[[], int]) -> None:
+        self.device = device
+        self.waveform = waveform
+        self._clock_ns = clock_ns
+        self._last_s: float | None = None
+
+    def read(self) -> tuple[Sample, dict[str, str]]:
+        """Return the values of this moment; nothing ever fails."""
+        time_ns = self._clock_ns()
+        now_s, last_s = time_ns / 1e9, self._last_s
+        self._last_s = now_s
+        sample = Sample(
+            time_ns=time_ns,
+            memory_bytes=self.waveform.memory_bytes(now_s),
+            utilization=None if last_s is None else self._mean_utilization(last_s, now_s),
+            power_w=self.waveform.power_w(now_s),
+            energy_j=self.waveform.energy_j(0.0, now_s),
+        )
+        return sample, {}
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+    def _mean_utilization(self, last_s: float, now_s: float) -> float:
+        if now_s <= last_s:
+            return self.waveform.utilization(now_s)
+        return self.waveform.utilization_seconds(last_s, now_s) / (now_s - last_s)
+
+
+def open_device(site: Site, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> SimulatedReader:
+    """Open a GPU that is simulated, and says so."""
+    waveform = waveform_of(site.local_rank)
+    device = Device(
+        key=f"SIM-{site.host}-{site.local_rank}",
+        kind="simulated",
+        name="simulated GPU",
+        simulated=True,
+        memory_total_bytes=80 * _GIB,
+        power_limit_w=waveform.power_mean_w + waveform.power_amplitude_w,
+        energy_method="counter",
+        power_scope="gpu",
+    )
+    return SimulatedReader(device, waveform, clock_ns)

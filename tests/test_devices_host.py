@@ -1,0 +1,461 @@
+"""effllm/devices/host.py with real child processes, and with a recorded tree of RAPL counters."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from effllm.devices import Site
+from effllm.devices.host import NO_RAPL, RAPL_ELSEWHERE, RAPL_UNREADABLE, Rapl, open_device, rapl_zones
+
+MIB = 2**20
+DEADLINE_S = 30.0
+
+# A line comes back for every line sent, so the test knows when a request has been carried out.
+ECHO = """
+import os, subprocess, sys, time
+MIB = 2**20
+held, pids = [], []
+def grow(mib): held.append(bytearray(os.urandom(4096)) * (mib * 256))
+def fork(body):
+    pid = os.fork()
+    if pid == 0:
+        body()
+        os._exit(0)
+    pids.append(pid)
+    return pid
+def fork_waiting(body):
+    # Returns once the child has run body; the child then waits to be killed.
+    there, here = os.pipe()
+    def child():
+        body()
+        os.write(here, b"x")
+        time.sleep(600)
+    pid = fork(child)
+    os.read(there, 1)
+    return pid
+def burn(seconds):
+    while time.process_time() < seconds: pass
+for line in sys.stdin:
+    print(eval(line), flush=True)
+for pid in pids:
+    try:
+        os.kill(pid, 9); os.waitpid(pid, 0)
+    except OSError:
+        pass
+"""
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Trainer:
+    """A real process that does what it is told."""
+
+    def __init__(self, process):
+        self.pid = process.pid
+        self.process = process
+
+    def do(self, expression):
+        self.process.stdin.write(expression + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def trainer():
+    with subprocess.Popen(
+        [sys.executable, "-c", ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        trainer = Trainer(process)
+        trainer.do("'it has started'")
+        try:
+            yield trainer
+        finally:
+            process.stdin.close()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def no_rapl(tmp_path):
+    return tmp_path / "no-powercap"
+
+
+@contextmanager
+def opened(site, clock, powercap):
+    reader = open_device(site, clock=clock, powercap=powercap)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+@pytest.fixture
+def reader(trainer, clock, no_rapl):
+    with opened(Site(trainer_pid=trainer.pid, host="node1"), clock, no_rapl) as reader:
+        yield reader
+
+
+def memory_mib(reader, clock):
+    """Return the memory after a fresh look at who belongs to the tree."""
+    clock.now_s += 10.0
+    sample, failures = reader.read()
+    assert failures == {}
+    return sample.memory_bytes / MIB
+
+
+def test_the_device_is_the_share_of_this_rank(reader):
+    device = reader.device
+
+    assert (device.key, device.kind, device.is_gpu, device.shared) == ("host:node1", "host", False, True)
+    assert device.name
+    assert device.memory_total_bytes > 100 * MIB
+    assert (device.energy_method, device.power_scope, device.not_measured) == (None, None, (NO_RAPL,))
+
+
+def test_what_the_trainer_allocates_is_seen(trainer, reader, clock):
+    before = memory_mib(reader, clock)
+    trainer.do("grow(50)")
+
+    assert memory_mib(reader, clock) - before == pytest.approx(50, abs=3)
+
+
+def test_a_child_that_allocates_50_mib_is_seen(trainer, reader, clock):
+    before = memory_mib(reader, clock)
+    trainer.do("fork_waiting(lambda: grow(50))")
+
+    assert memory_mib(reader, clock) - before == pytest.approx(50, abs=5)
+
+
+def test_a_forked_child_does_not_count_its_parents_pages_again(trainer, reader, clock):
+    trainer.do("grow(100)")
+    before = memory_mib(reader, clock)
+    trainer.do("fork_waiting(lambda: None)")
+
+    assert memory_mib(reader, clock) - before == pytest.approx(0, abs=5)
+
+
+def test_what_a_forked_child_allocates_later_is_its_own(trainer, reader, clock):
+    trainer.do("grow(100)")
+    before = memory_mib(reader, clock)
+    trainer.do("fork_waiting(lambda: (time.sleep(0.5), grow(50)))")  # returns when it has grown
+
+    assert memory_mib(reader, clock) - before == pytest.approx(50, abs=5)
+
+
+def test_excluded_processes_and_their_children_are_not_counted(trainer, clock, no_rapl):
+    excluded = int(trainer.do("fork_waiting(lambda: fork_waiting(lambda: grow(50)))"))
+
+    with opened(Site(trainer_pid=trainer.pid, excluded_pids=frozenset({excluded})), clock, no_rapl) as reader:
+        without = memory_mib(reader, clock)
+    with opened(Site(trainer_pid=trainer.pid), clock, no_rapl) as reader:
+        with_them = memory_mib(reader, clock)
+
+    assert with_them - without == pytest.approx(50, abs=5)
+
+
+def test_the_reader_itself_is_not_part_of_the_trainer(clock, no_rapl):
+    code = f"""
+from pathlib import Path
+import os
+from effllm.devices import Site
+from effllm.devices.host import open_device
+blob = bytearray(os.urandom(4096)) * ({100 * MIB} // 4096)
+reader = open_device(Site(trainer_pid=os.getppid()), powercap=Path({str(no_rapl)!r}))
+print(reader.read()[0].memory_bytes)
+reader.close()
+"""
+    measured = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+    with opened(Site(trainer_pid=os.getpid()), clock, no_rapl) as reader:
+        alone = reader.read()[0].memory_bytes
+    assert measured < alone + 50 * MIB
+
+
+def test_the_first_read_has_no_utilization_and_no_failure(reader):
+    sample, failures = reader.read()
+
+    assert (sample.utilization, failures) == (None, {})
+
+
+def cpu_s_between(reader, act):
+    """Return the CPU seconds that the reader sees between two reads around ``act``."""
+    first, _ = reader.read()
+    act()
+    second, _ = reader.read()
+    return second.utilization * (second.time_ns - first.time_ns) / 1e9 * os.cpu_count()
+
+
+def test_a_busy_trainer_is_busy(trainer, reader):
+    assert cpu_s_between(reader, lambda: trainer.do("burn(time.process_time() + 0.3)")) == pytest.approx(0.3, abs=0.06)
+
+
+def test_an_idle_trainer_is_idle(trainer, reader):
+    assert cpu_s_between(reader, lambda: trainer.do("time.sleep(0.2)")) == pytest.approx(0.0, abs=0.03)
+
+
+def test_a_child_that_came_and_went_in_between_has_been_busy(trainer, reader):
+    busy_s = cpu_s_between(reader, lambda: trainer.do("os.waitpid(fork(lambda: burn(0.3)), 0)"))
+
+    assert busy_s == pytest.approx(0.3, abs=0.06)
+
+
+def test_a_child_that_is_waited_for_is_counted_once(trainer, reader, clock):
+    child = trainer.do("fork_waiting(lambda: burn(0.3))")
+    memory_mib(reader, clock)  # the child is known, with its 0.3 s
+
+    assert cpu_s_between(reader, lambda: trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")) < 0.1
+
+
+def test_a_child_that_waits_to_be_waited_for_is_counted_once(trainer, reader, clock):
+    child = trainer.do("fork_waiting(lambda: burn(0.3))")
+    memory_mib(reader, clock)
+    trainer.do(f"os.kill({child}, 9)")
+    wait_until(lambda: Path(f"/proc/{child}/stat").read_text().split()[2] == "Z")
+    reader.read()
+
+    assert cpu_s_between(reader, lambda: trainer.do(f"os.waitpid({child}, 0)")) < 0.1
+
+
+def test_a_child_whose_time_is_lost_never_makes_utilization_negative(trainer, reader, clock):
+    trainer.do("__import__('signal').signal(17, 1)")  # SIGCHLD ignored: no one waits for children
+    child = trainer.do("fork_waiting(lambda: burn(0.3))")
+    memory_mib(reader, clock)
+
+    def act():
+        trainer.do(f"os.kill({child}, 9)")
+        wait_until(lambda: not Path(f"/proc/{child}").exists())
+        trainer.do("burn(time.process_time() + 0.2)")
+
+    assert cpu_s_between(reader, act) == pytest.approx(0.2, abs=0.06)
+
+
+def wait_until(is_true):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_descendants_are_looked_up_every_ten_seconds_only(trainer, reader, clock):
+    before = memory_mib(reader, clock)
+    trainer.do("fork_waiting(lambda: grow(50))")
+
+    clock.now_s += 9.9
+    early, _ = reader.read()
+    clock.now_s += 0.1
+    late, _ = reader.read()
+
+    assert early.memory_bytes / MIB - before < 10
+    assert late.memory_bytes / MIB - before > 40
+
+
+def test_an_ended_trainer_is_a_failure(trainer, reader):
+    reader.read()
+    trainer.end()
+
+    sample, failures = reader.read()
+
+    assert (sample.memory_bytes, sample.utilization) == (None, None)
+    assert failures == dict.fromkeys(["memory_bytes", "utilization"], "the trainer has ended")
+
+
+def test_a_trainer_that_no_one_has_waited_for_has_ended_too(trainer, reader):
+    os.kill(trainer.pid, signal.SIGKILL)
+    wait_until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
+
+    _, failures = reader.read()
+
+    assert failures["memory_bytes"] == "the trainer has ended"
+
+
+def test_a_trainer_that_never_was_is_a_failure_of_reading_and_not_of_opening(clock, no_rapl):
+    with opened(Site(trainer_pid=0), clock, no_rapl) as reader:
+        _, failures = reader.read()
+
+    assert set(failures) == {"memory_bytes", "utilization"}
+
+
+def num_open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_closing_gives_back_all_files_and_may_happen_twice(trainer, clock, no_rapl):
+    trainer.do("fork_waiting(lambda: None)")
+    before = num_open_files()
+    reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl)
+    reader.read()
+    while_open = num_open_files()
+    reader.close()
+    reader.close()
+
+    assert (while_open - before, num_open_files() - before) == (4, 0)
+
+
+# --- RAPL -----------------------------------------------------------------------------------------
+
+
+class Powercap:
+    """A tree as a two-socket server has it, whose counters the test moves."""
+
+    RANGE_UJ = 262_143_328_850
+    ZONES = (
+        ("intel-rapl:0", "package-0"),
+        ("intel-rapl:0:0", "core"),
+        ("intel-rapl:0:1", "dram"),
+        ("intel-rapl:1", "package-1"),
+        ("intel-rapl:1:0", "dram"),
+        ("intel-rapl:2", "psys"),
+        ("intel-rapl-mmio:0", "package-0"),
+    )
+
+    def __init__(self, root):
+        self.root = root
+        for zone, name in self.ZONES:
+            (root / zone).mkdir(parents=True)
+            (root / zone / "name").write_text(name + "\n")
+            (root / zone / "max_energy_range_uj").write_text(f"{self.RANGE_UJ}\n")
+            self.set_j(zone, 1000)
+        (root / "intel-rapl").mkdir()  # the control type, no zone
+
+    def set_j(self, zone, joules):
+        (self.root / zone / "energy_uj").write_text(f"{int(joules * 1e6)}\n")
+
+    def break_zone(self, zone):
+        (self.root / zone / "energy_uj").write_text("")
+
+
+@pytest.fixture
+def powercap(tmp_path):
+    return Powercap(tmp_path / "powercap")
+
+
+@pytest.fixture
+def rapl(powercap, clock):
+    return Rapl(rapl_zones(powercap.root), clock)
+
+
+def test_packages_and_dram_count_but_neither_psys_nor_cores(powercap):
+    names = [zone.name for zone in rapl_zones(powercap.root)]
+
+    assert names == ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
+
+
+def test_the_energy_of_all_zones_adds_up(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 1200)
+    powercap.set_j("intel-rapl:1", 1100)
+    powercap.set_j("intel-rapl:1:0", 1020)
+    powercap.set_j("intel-rapl:2", 2000)
+
+    assert rapl.energy_j() == 200 + 100 + 20
+
+
+def test_a_wrap_around_goes_on_counting(powercap, clock):
+    powercap.set_j("intel-rapl:0", Powercap.RANGE_UJ / 1e6 - 30)
+    rapl = Rapl(rapl_zones(powercap.root), clock)
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 70)
+
+    assert rapl.energy_j() == 30 + 70
+
+
+def test_a_failing_read_is_no_wrap_around(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 1100)
+    assert rapl.energy_j() == 100
+    clock.now_s += 1.0
+    powercap.break_zone("intel-rapl:0")
+    with pytest.raises(ValueError, match="invalid literal"):
+        rapl.energy_j()
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 1250)
+
+    assert rapl.energy_j() == 250
+
+
+def test_a_counter_that_is_reset_is_no_wrap_around(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 0)  # as a wrap-around it would be 261,143 J in a second
+    with pytest.raises(ValueError, match="reset"):
+        rapl.energy_j()
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 50)
+
+    assert rapl.energy_j() == 50
+
+
+def test_a_counter_left_unread_until_it_may_have_wrapped_twice_tells_nothing(powercap, rapl, clock):
+    clock.now_s += 300.0  # at 1,000 W the range of 262 kJ lasts 262 s
+    powercap.set_j("intel-rapl:0", 1100)
+
+    with pytest.raises(ValueError, match="wrapped"):
+        rapl.energy_j()
+
+
+def test_local_rank_0_counts_the_host_once_and_says_its_scope(trainer, powercap, clock):
+    with opened(Site(trainer_pid=trainer.pid, local_rank=0), clock, powercap.root) as reader:
+        clock.now_s += 1.0
+        powercap.set_j("intel-rapl:0", 1300)
+        sample, failures = reader.read()
+
+    assert (reader.device.energy_method, reader.device.power_scope) == ("counter", "cpu")
+    assert (sample.energy_j, sample.power_w, failures) == (300.0, None, {})
+
+
+def test_other_local_ranks_leave_the_energy_to_rank_0(trainer, powercap, clock):
+    with opened(Site(trainer_pid=trainer.pid, local_rank=1), clock, powercap.root) as reader:
+        sample, failures = reader.read()
+
+    assert (reader.device.energy_method, reader.device.not_measured) == (None, (RAPL_ELSEWHERE,))
+    assert (sample.energy_j, failures) == (None, {})
+
+
+def test_unreadable_rapl_names_the_ways_to_grant_it(trainer, powercap, clock, monkeypatch):
+    read_text = Path.read_text
+
+    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, whom no mode stops
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
+    with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
+        sample, failures = reader.read()
+
+    assert (reader.device.energy_method, reader.device.not_measured) == (None, (RAPL_UNREADABLE,))
+    assert (sample.energy_j, failures) == (None, {})
+
+
+def test_rapl_that_fails_while_it_is_read_is_none_and_recovers(trainer, powercap, clock):
+    with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
+        powercap.break_zone("intel-rapl:1")
+        failed, reasons = reader.read()
+        clock.now_s += 1.0
+        powercap.set_j("intel-rapl:1", 1100)
+        sample, failures = reader.read()
+
+    assert failed.energy_j is None
+    assert list(reasons) == ["energy_j"]
+    assert failed.memory_bytes > 0  # the rest goes on
+    assert (sample.energy_j, failures) == (100.0, {})

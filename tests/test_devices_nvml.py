@@ -1,0 +1,340 @@
+"""effllm/devices/nvml.py through the real pynvml, on the tests' own NVML library."""
+
+import os
+import subprocess
+import sys
+import time
+
+import nvml_library
+import pytest
+from nvml_library import GIB, Gpu, Trace, flat, square
+
+from effllm.devices import DeviceUnavailable, Site
+
+# In NVML's order, which is not the order of their buses: that is A, B, C.  Memory tells them apart.
+GPU_C = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", memory=flat(3 * GIB))
+GPU_A = Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0", memory=flat(1 * GIB))
+GPU_B = Gpu("GPU-aaaa0002-0000-4000-8000-000000000002", "00000000:5E:00.0", memory=flat(2 * GIB))
+MIG = Gpu("MIG-dddd0004-0000-5000-8000-000000000004", parent=2, memory=flat(5 * GIB), memory_total=10 * GIB)
+A, B, C = GPU_A.uuid, GPU_B.uuid, GPU_C.uuid
+
+UNKNOWN_ERROR = 999
+NOT_AVAILABLE_32, NOT_AVAILABLE_64 = 2**32 - 1, 2**64 - 1
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
+    if folder is None:
+        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
+    return folder
+
+
+@pytest.fixture
+def trace(library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(GPU_C, GPU_A, GPU_B, MIG)
+    return trace
+
+
+def device_of(trace, **site):
+    """Return what is opened, and the GiB in use there: two witnesses of which device it is."""
+    with trace.reader(Site(**site)) as reader:
+        sample, failures = reader.read()
+        assert not failures
+        return reader.device.key, sample.memory_bytes / GIB
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"),
+    [
+        (None, 0, (A, 1)),
+        (None, 2, (C, 3)),
+        ("2,0,1", 0, (C, 3)),
+        ("2,0,1", 1, (A, 1)),
+        ("1", 0, (B, 2)),
+        ("1", 2, (B, 2)),  # one per rank: the launcher shows rank 2 its own GPU only
+        (f"{C},{A}", 1, (A, 1)),
+        ("GPU-cccc", 0, (C, 3)),
+        (f" {B} , 2 ", 1, (C, 3)),
+        ("1,99,0", 0, (B, 2)),
+    ],
+)
+def test_permuted_visible_devices_lead_to_the_right_gpu(trace, visible, local_rank, expected):
+    assert device_of(trace, visible_devices=visible, local_rank=local_rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank"),
+    [
+        ("", 0),
+        ("-1", 0),
+        ("0,1", 2),
+        (None, 3),
+        ("1,99,0", 2),  # CUDA stops at the first entry that it cannot use
+        ("GPU-aaaa", 0),  # two GPUs begin so
+        ("GPU-none", 0),
+    ],
+)
+def test_a_rank_without_a_visible_gpu_is_told_so(trace, visible, local_rank):
+    with (
+        pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"),
+        trace.reader(Site(visible_devices=visible, local_rank=local_rank)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
+def test_the_uuid_that_torch_gives_outranks_every_position(trace, uuid):
+    assert device_of(trace, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (C, 3)
+
+
+def test_the_bus_that_torch_gives_outranks_every_position(trace):
+    assert device_of(trace, cuda_pci_bus_id="0000:C1:00.0", visible_devices="0,1", local_rank=1) == (C, 3)
+
+
+def test_a_gpu_of_torch_that_nvml_does_not_know_is_never_guessed(trace):
+    with pytest.raises(DeviceUnavailable, match="does not know the GPU"), trace.reader(Site(cuda_uuid="GPU-gone")):
+        pass
+
+
+def test_a_hidden_gpu_has_no_place_in_the_order(trace):
+    trace.fault("1 handle error 4")  # no permission for A, as in a container that was given B and C
+
+    assert device_of(trace, visible_devices="0") == (B, 2)
+
+
+def test_the_device_says_what_it_is(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        device = reader.device
+
+    assert (device.key, device.name, device.is_gpu, device.shared) == (A, "Traced", True, False)
+    assert (device.memory_total_bytes, device.power_limit_w) == (80 * GIB, 700.0)
+    assert (device.energy_method, device.power_scope, device.not_measured) == ("counter", "gpu", ())
+
+
+def test_a_sample_has_the_values_of_its_moment(trace):
+    trace.write(Gpu(A, "0:01:00", power=flat(300.0), utilization=flat(0.37)))
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        before_ns = time.monotonic_ns()
+        sample, failures = reader.read()
+        after_ns = time.monotonic_ns()
+
+    assert failures == {}
+    assert before_ns <= sample.time_ns <= after_ns
+    assert (sample.memory_bytes, sample.utilization, sample.power_w) == (40 * GIB, 0.37, 300.0)
+    assert 300 * before_ns / 1e9 - 0.01 <= sample.energy_j <= 300 * after_ns / 1e9
+
+
+def test_two_reads_of_the_counter_enclose_the_energy_between_them(trace):
+    gpu = Gpu(A, "0:01:00", power=square(100.0, 500.0, 0.02))
+    trace.write(gpu)
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        first, _ = reader.read()
+        last = first
+        while last.time_ns - first.time_ns < 0.1e9:
+            last, _ = reader.read()
+
+    # A read may lie up to its own duration beside its time stamp; at 500 W, 2 ms of it are 1 J.
+    truth_j = gpu.energy_j(first.time_ns / 1e9, last.time_ns / 1e9)
+    assert last.energy_j - first.energy_j == pytest.approx(truth_j, abs=1.0)
+
+
+@pytest.mark.parametrize("field", ["memory", "utilization", "power", "energy"])
+def test_a_failing_read_is_none_never_zero_and_recovers(trace, field):
+    name = {"memory": "memory_bytes", "utilization": "utilization", "power": "power_w", "energy": "energy_j"}[field]
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault(f"1 {field} error {UNKNOWN_ERROR}")
+        failing = [reader.read() for _ in range(2)]
+        trace.fault()
+        sample, failures = reader.read()
+
+    for failed, reasons in failing:
+        assert getattr(failed, name) is None
+        assert reasons == {name: "Unknown Error"}
+    assert getattr(sample, name) > 0
+    assert failures == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "value"),
+    [
+        ("utilization", "utilization", NOT_AVAILABLE_32),
+        ("power", "power_w", NOT_AVAILABLE_32),
+        ("memory", "memory_bytes", NOT_AVAILABLE_64),
+        ("energy", "energy_j", NOT_AVAILABLE_64),
+    ],
+)
+def test_the_mark_for_not_available_is_no_number(trace, field, name, value):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault(f"1 {field} value {value}")
+        sample, failures = reader.read()
+
+    assert getattr(sample, name) is None
+    assert list(failures) == [name]
+    assert "not available" in failures[name]
+
+
+def test_a_utilization_above_one_is_no_number(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault("1 utilization value 250")
+        sample, failures = reader.read()
+
+    assert sample.utilization is None
+    assert "250" in failures["utilization"]
+
+
+def test_a_gpu_without_energy_counter_falls_back_to_power(trace):
+    trace.write(Gpu(A, "0:01:00", power=flat(250.0), unsupported=("energy",)))
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        sample, failures = reader.read()
+        device = reader.device
+
+    assert (device.energy_method, device.power_scope) == ("power", "gpu")
+    assert (sample.energy_j, sample.power_w) == (None, 250.0)
+    assert failures == {}  # what a device does not have is no failure
+
+
+def test_a_gpu_without_any_energy_says_so(trace):
+    trace.write(Gpu(A, "0:01:00", unsupported=("energy", "power", "utilization")))
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        sample, failures = reader.read()
+        device = reader.device
+
+    assert (device.energy_method, device.power_scope) == (None, None)
+    assert [sentence.partition(":")[0] for sentence in device.not_measured] == ["utilization", "power", "energy"]
+    assert (sample.utilization, sample.power_w, sample.energy_j, failures) == (None, None, None, {})
+
+
+def test_a_counter_that_fails_at_the_opening_is_a_failure_and_not_a_lack(trace):
+    trace.fault(f"1 energy error {UNKNOWN_ERROR}")
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        _, failures = reader.read()
+        trace.fault()
+        sample, _ = reader.read()
+        device = reader.device
+
+    assert (device.energy_method, list(failures)) == ("counter", ["energy_j"])
+    assert sample.energy_j > 0
+
+
+def test_a_lost_gpu_comes_back(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault("1 * lost")
+        lost, failures = reader.read()
+        trace.fault()
+        waiting, _ = reader.read()  # NVML was just started anew in vain: not again within the second
+        reader.pass_time(1.0)
+        back, no_failures = reader.read()
+
+    assert (lost.memory_bytes, lost.utilization, lost.power_w, lost.energy_j) == (None, None, None, None)
+    assert set(failures) == {"memory_bytes", "utilization", "power_w", "energy_j"}
+    assert set(failures.values()) == {"GPU is lost"}
+    assert waiting.memory_bytes is None
+    assert (back.memory_bytes, no_failures) == (1 * GIB, {})
+
+
+def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault("1 * lost")
+        reader.read()  # sought at once, in vain; then after 1, 2, 4, 8 s
+        for delay_s in (1.0, 2.0, 4.0):
+            reader.pass_time(delay_s)
+            reader.read()
+        trace.fault()
+        reader.pass_time(7.0)
+        too_early, _ = reader.read()
+        reader.pass_time(1.0)
+        back, _ = reader.read()
+
+    assert too_early.memory_bytes is None
+    assert back.memory_bytes == 1 * GIB
+
+
+def test_a_driver_that_goes_and_returns_is_survived(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault("1 * lost", "init * error 9")
+        reader.read()  # NVML is shut down now, and does not start
+        _, failures = reader.read()
+        trace.fault()
+        reader.pass_time(1.0)
+        sample, _ = reader.read()
+
+    assert set(failures.values()) == {"Uninitialized"}
+    assert sample.memory_bytes == 1 * GIB
+
+
+def test_a_slice_has_memory_but_neither_utilization_nor_energy(trace):
+    with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may name the slice's GPU
+        sample, failures = reader.read()
+        device = reader.device
+
+    assert (device.key, device.memory_total_bytes, device.energy_method) == (MIG.uuid, 10 * GIB, None)
+    assert any("slice" in sentence for sentence in device.not_measured)
+    assert (sample.memory_bytes, sample.utilization, sample.power_w, sample.energy_j) == (5 * GIB, None, None, None)
+    assert failures == {}
+
+
+def test_a_slice_is_found_by_the_bare_uuid_of_torch(trace):
+    assert device_of(trace, cuda_uuid=MIG.uuid.removeprefix("MIG-")) == (MIG.uuid, 5)
+
+
+def test_a_closed_reader_fails_and_does_not_come_back(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        reader.close_device()
+        reader.close_device()
+        sample, failures = reader.read()
+
+    assert sample.memory_bytes is None
+    assert set(failures.values()) == {"Uninitialized"}
+
+
+@pytest.mark.parametrize(("error", "advice"), [(9, "driver is not loaded"), (18, "differ in version"), (20, "Memory")])
+def test_a_driver_that_does_not_start_is_told_in_a_sentence(trace, error, advice):
+    trace.fault(f"init * error {error}")
+
+    with pytest.raises(DeviceUnavailable, match=advice), trace.reader(Site()):
+        pass
+
+
+def run_python(code, **environ):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_missing_library_is_told_in_a_sentence():
+    code = """
+import pynvml
+def fail(name): raise OSError(name)
+pynvml.CDLL = fail
+from effllm.devices import DeviceUnavailable, Site, open_device
+try:
+    open_device("nvml", Site())
+except DeviceUnavailable as error:
+    print(error)
+print(open_device("auto", Site()).device.kind)
+"""
+    sentence, kind = run_python(code).splitlines()
+
+    assert "install the NVIDIA driver" in sentence
+    assert kind == "host"
+
+
+def test_bytes_from_an_old_pynvml_are_text_to_us(trace):
+    code = f"""
+import pynvml
+for name in ("nvmlDeviceGetUUID", "nvmlDeviceGetName"):
+    setattr(pynvml, name, lambda handle, call=getattr(pynvml, name): call(handle).encode())
+from effllm.devices import Site, open_device
+print(open_device("nvml", Site(visible_devices="0")).device.key == {A!r})
+"""
+    assert run_python(code, **trace.environment()) == "True\n"
