@@ -1,0 +1,176 @@
+"""A job of eight GPUs as the aggregator would report it: what the tests of all sinks write."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from effllm import metrics
+from effllm.config import Config
+from effllm.schema import (
+    ClusterReport,
+    ClusterTotals,
+    Coverage,
+    DeviceWindow,
+    EnergySummary,
+    Integrals,
+    Overhead,
+    RankReport,
+    Straggler,
+    Summary,
+    Value,
+)
+from effllm.sinks import Run
+
+GIB = 2**30
+
+
+def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> Run:
+    """Return a run whose files lie in ``folder``."""
+    run = Run(
+        config=Config(),
+        attempt=1,
+        folder=folder,
+        tensorboard_dir=folder / "tensorboard" if folder else None,
+        stdout=stdout if stdout is not None else io.StringIO(),
+    )
+    return Run(**{**{name: getattr(run, name) for name in run.__dataclass_fields__}, **changes})
+
+
+def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
+    """Return what a 7B model on ``gpus`` GPUs does in so many iterations of 0.412 s."""
+    time_s = 0.412 * iterations
+    tokens = 65_536 * iterations
+    return ClusterTotals(
+        parameters=7_000_000_000,
+        iterations=iterations,
+        time_s=time_s,
+        slowest_step_s=0.404 * iterations,
+        slowest_iterations=iterations,
+        wait_s=0.02 * time_s,
+        tokens=tokens,
+        tokens_processed=70_000 * iterations,
+        tokens_loss=60_000 * iterations,
+        samples=32 * iterations,
+        memory_mean_bytes=45.23 * GIB,
+        memory_min_bytes=44.0 * GIB,
+        memory_max_bytes=47.5 * GIB,
+        memory_peak_bytes=71.3 * GIB,
+        utilization_mean=0.987,
+        utilization_min=0.95,
+        utilization_max=0.999,
+        energy_j=612.0 * gpus * time_s,
+        energy_time_s=time_s,
+        energy_tokens=tokens,
+        energy_samples=32 * iterations,
+        energy_iterations=iterations,
+        energy_complete=True,
+        energy_measured_j=612.0 * gpus * time_s,
+        gpus=gpus,
+        world_size=gpus,
+        peak_flops_per_s=989e12 * gpus,
+        flops_per_token=2.05e10,
+    )
+
+
+def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
+    """Return totals on which every metric there is has a value."""
+    return msgspec.structs.replace(totals(iterations, gpus), generated_tokens=5000, generation_s=2.0)
+
+
+def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
+    """Return the window of ten iterations that ends at ``iteration``."""
+    run, last = changes.pop("run", totals(iteration)), changes.pop("last", totals(10))
+    job = changes.pop("job", msgspec.structs.replace(run, time_s=run.time_s + 60, energy_time_s=run.time_s + 60))
+    report = ClusterReport(
+        attempt=1,
+        window=iteration // 10,
+        iteration=iteration,
+        iteration_first=iteration - 9,
+        iteration_last=iteration,
+        time_s=1_700_000_000.0 + 0.412 * iteration,
+        loss=3.245678,
+        run=run,
+        last=last,
+        job=job,
+        values=metrics.evaluate(run, last, job),
+        coverage=Coverage(8, 8, 8, 8, 0, 0, energy=1.0, memory=1.0, utilization=1.0),
+        straggler=Straggler(rank=17, busy_s=4.2, median_busy_s=4.04),
+        total_iterations=5000,
+        remaining_s=2019.0,
+        power_scope="gpu",
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
+    """Return what one rank reports of the window that ends at ``iteration``."""
+    integrals = Integrals(2521.4, 4.12, 45.23 * GIB * 4.12, 4.12, 4.07, 4.12)
+    row = RankReport(
+        agent=f"agent-{rank}",
+        sequence=iteration // 10,
+        rank=rank,
+        window=iteration // 10,
+        iteration_first=iteration - 9,
+        iteration_last=iteration,
+        iteration_shown=iteration,
+        start_time_s=1_700_000_000.0,
+        end_time_s=1_700_000_005.12,
+        wall_s=4.12,
+        busy_s=4.04,
+        wait_s=0.08,
+        phases_s={},
+        tokens=81_920,
+        tokens_processed=87_500,
+        tokens_loss=75_000,
+        samples=40,
+        loss=3.245678,
+        devices=(DeviceWindow(f"GPU-{rank:08x}", integrals, {}, 71.3 * GIB, 690.0),),
+    )
+    return msgspec.structs.replace(row, **changes)
+
+
+def make_summary(status: str = "completed", **changes: Any) -> Summary:
+    """Return the summary of the job after 5,000 iterations."""
+    report = make_report(5000)
+    values = {}
+    for entry in metrics.METRICS.values():
+        for base in entry.bases:
+            if (value := report.values.get(entry.tag(base))) is not None:
+                values[entry.tag(base)] = Value(value, entry.unit)
+    summary = Summary(
+        status=status,
+        iterations=5000,
+        attempts=2,
+        parameters=7_000_000_000,
+        parameters_kind="total",
+        metrics=values,
+        energy=EnergySummary(
+            total_joules=10_085_760.0,
+            measured_joules=10_085_760.0,
+            error_joules=5_000.0,
+            gain_error=0.05,
+            scope="gpu",
+            method="counter",
+            joules_per_token=0.0308,
+            by_class={"iterations": 9_900_000.0, "evaluation": 185_760.0, "checkpoint": None},
+        ),
+        coverage=report.coverage,
+        overhead=Overhead(),
+        started_time_s=1_700_000_000.0,
+        updated_time_s=1_700_002_120.0,
+        elapsed_s=2120.0,
+        time_by_class={"iterations": 2060.0, "evaluation": 40.0, "startup": 20.0},
+        not_measured=(
+            "Inference throughput: nothing was generated.",
+            "SM and tensor activity: the driver of this machine does not tell them to a process without "
+            "administrator's rights.",
+        ),
+        tokens=327_680_000,
+        samples=160_000,
+        loss=2.345678,
+    )
+    return msgspec.structs.replace(summary, **changes)

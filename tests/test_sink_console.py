@@ -1,0 +1,297 @@
+"""The console sink: golden text, the terminal, events and the last table."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from sink_examples import complete_totals, make_report, make_run, make_summary, totals
+
+from effllm import metrics
+from effllm.schema import Coverage, EnergySummary, Event, Straggler, Value
+from effllm.sinks import console, open_sink
+from effllm.summary_text import duration, readable
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Stream(io.StringIO):
+    """A stream that remembers how often it was written and flushed, and says whether it is a terminal."""
+
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.terminal, self.writes, self.flushes = terminal, 0, 0
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def printed(*reports, terminal=False):
+    stream = Stream(terminal)
+    sink = open_sink("console", make_run(stdout=stream))
+    for report in reports:
+        sink.write(report, ())
+    return stream.getvalue()
+
+
+def test_a_report_prints_the_golden_block():
+    assert printed(make_report(100)) == (GOLDEN / "console_block.txt").read_text()
+
+
+def test_a_job_with_holes_on_hosts_prints_the_golden_block():
+    last = msgspec.structs.replace(totals(10), gpus=0, energy_j=None, energy_measured_j=None, flops_per_token=None)
+    run = msgspec.structs.replace(last, parameters=None, utilization_mean=None)
+    report = make_report(
+        70,
+        run=run,
+        last=last,
+        style="Step",
+        loss=None,
+        coverage=Coverage(40, 30, 0, 0, 3, 1, missing_ranks=tuple(range(3, 13))),
+        straggler=Straggler(2, 1.009, 1.0),
+        total_iterations=None,
+        remaining_s=None,
+        simulated=True,
+    )
+
+    assert printed(report) == (GOLDEN / "console_holes.txt").read_text()
+
+
+def test_a_job_that_warms_up_prints_its_window_but_no_block():
+    assert printed(make_report(10, warming_up=True)) == (GOLDEN / "console_warming_up.txt").read_text()
+
+
+def test_inference_throughput_stands_below_the_block_and_above_the_coverage():
+    lines = printed(make_report(100, run=complete_totals())).splitlines()
+
+    assert lines[-2:] == ["  IT (Tokens/Sec): 2500.00", lines[-1]]
+    assert lines[-1].startswith("  Ranks: ")
+    assert lines[-3].startswith("  AEC (Watts): ")
+
+
+def test_what_is_not_finite_has_no_line_in_the_block():
+    broken = dict.fromkeys(make_report().values, math.nan) | {"al_seconds": math.inf, "pcu_ratio": 0.5}
+    text = printed(make_report(100, values=broken, loss=math.nan))
+
+    block = text[text.index("[EfficientLLM Metrics]") :].splitlines()
+    assert [line.split(":")[0] for line in block] == [
+        "[EfficientLLM Metrics] Iteration 100",
+        "  PCU (Ratio)",
+        "  Ranks",
+    ]
+    assert "loss is not finite" in text.splitlines()[0]
+    assert not re.search(r"\b(nan|inf|N/A|None)\b", text)
+
+
+def test_scripts_that_take_the_third_field_of_the_last_hit_get_the_blocks_numbers():
+    stream = Stream()
+    sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream))
+    sink.write(make_report(100, run=complete_totals(10, 10_000)), ())
+    sink.write(make_report(200, run=complete_totals(10, 10_000)), ())
+    sink.summarize(make_summary())
+
+    for entry in metrics.headline():
+        label = entry.console.split("{")[0]
+        hits = [line for line in stream.getvalue().splitlines() if label in line]
+        assert len(hits) == 2
+        assert re.fullmatch(r"[0-9.e+-]+", hits[-1].split()[2])
+
+
+def test_a_report_is_one_write_and_one_flush():
+    stream = Stream(terminal=True)
+    open_sink("console", make_run(stdout=stream)).write(make_report(), ())
+
+    assert (stream.writes, stream.flushes) == (1, 1)
+
+
+def test_corrections_and_windows_without_iterations_print_nothing():
+    assert printed(make_report(correction=True), make_report(iteration_first=101, iteration_last=100)) == ""
+
+
+def test_a_final_window_with_iterations_prints_and_leaves_no_progress_line():
+    text = printed(make_report(100, final=True), terminal=True)
+
+    assert "Iteration 100:" in text
+    assert text.endswith("\n")
+
+
+def test_a_stream_that_is_no_terminal_sees_no_control_characters():
+    text = printed(make_report(100), make_report(110))
+
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
+
+
+def test_a_terminal_sees_a_progress_line_that_is_erased_before_the_next_block():
+    text = printed(make_report(100), make_report(2500), terminal=True)
+
+    first, second = text.split("\r\x1b[2K")
+    progress = first.splitlines()[-1] if not first.endswith("\n") else ""
+    assert progress.startswith("░") and "2 %  iteration 100/5000  34 min left" in first
+    assert second.startswith("iteration 2500/5000")
+    assert "█" * 19 + "░" in second and "50 %" in second
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+@pytest.mark.parametrize("total", [None, 5000, 10])
+def test_the_progress_line_stays_within_the_terminal(width, total):
+    line = console.progress_line(make_report(2500, total_iterations=total), width)
+
+    assert len(line) < width
+    assert not total or width < 40 or f"{100 if total == 10 else 50} %" in line
+
+
+def test_no_line_of_a_report_is_wider_than_the_terminal():
+    missing = Coverage(9999, 9000, 9999, 9000, 10, 10, missing_ranks=tuple(range(1000, 1999)))
+    text = printed(make_report(100, coverage=missing), terminal=True)
+
+    plain = re.sub(r"\x1b\[[0-9;]*[mK]", "", text)
+    watched = plain[: plain.index("[EfficientLLM Metrics]")].splitlines()
+    assert len(watched) == 2
+    assert all(len(line) <= 80 for line in watched)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "colour", "progress"), [("NO_COLOR", "1", False, True), ("TERM", "dumb", False, False)]
+)
+def test_no_color_and_dumb_terminals_are_honoured(monkeypatch, variable, value, colour, progress):
+    monkeypatch.setenv(variable, value)
+    text = printed(make_report(100), terminal=True)
+
+    assert ("\x1b[1;36m" in text) is colour
+    assert ("left\r" in text) is progress
+
+
+def test_the_header_is_coloured_on_a_terminal():
+    assert "\x1b[1;36m[EfficientLLM Metrics] Iteration 100:\x1b[0m\n" in printed(make_report(100), terminal=True)
+
+
+def test_a_real_terminal_of_sixty_columns_is_kept_to():
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb", 0) as screen:
+        import fcntl
+        import struct
+        import termios
+
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        open_sink("console", make_run(stdout=stream)).write(make_report(100), ())
+        text = screen.read(65536).decode()
+
+    lines = re.sub(r"\x1b\[[0-9;]*[mK]", "", text).split("\n")
+    assert len(lines) > 8
+    assert max(len(line.strip("\r")) for line in lines) <= 60
+
+
+def test_an_encoding_without_the_signs_gets_plain_ones():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    open_sink("console", make_run(stdout=stream)).write(make_report(100), ())
+
+    assert b"iteration 100/5000 | 0.412 s/it | " in raw.getvalue()
+
+
+def test_notable_events_print_once_and_without_control_characters():
+    stream = Stream()
+    sink = open_sink("console", make_run(stdout=stream))
+    for kind, text in [("lost", "rank 3 \x1b[31mis\ngone"), ("lost", "rank 3 \x1b[31mis\ngone"), ("joined", "rank 4")]:
+        sink.event(Event(0.0, kind, text))
+
+    assert stream.getvalue() == "[EfficientLLM] rank 3 [31mis gone\n"
+
+
+def test_after_twenty_events_one_line_says_where_the_others_are():
+    stream = Stream()
+    sink = open_sink("console", make_run(stdout=stream))
+    for number in range(100):
+        sink.event(Event(0.0, "lost", f"rank {number} is gone"))
+
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 21
+    assert lines[19] == "[EfficientLLM] rank 19 is gone"
+    assert "events.jsonl" in lines[20]
+
+
+def test_an_event_stands_above_the_progress_line():
+    stream = Stream(terminal=True)
+    sink = open_sink("console", make_run(stdout=stream))
+    sink.write(make_report(100), ())
+    sink.event(Event(0.0, "lost", "rank 3 is gone"))
+    sink.close()
+    sink.close()
+
+    last = stream.getvalue().split("\r\x1b[2K")
+    assert last[1].startswith("[EfficientLLM] rank 3 is gone\n")
+    assert last[1].endswith("left\r")
+    assert last[2:] == [""]
+
+
+def test_the_end_of_a_run_prints_the_golden_table():
+    stream = Stream()
+    sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream))
+    sink.summarize(make_summary("running"))
+    sink.summarize(make_summary("completed"))
+    sink.summarize(make_summary("completed"))
+
+    assert stream.getvalue() == (GOLDEN / "console_summary.txt").read_text()
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
+
+
+def test_the_table_names_every_measured_metric_once_with_its_unit():
+    stream = Stream()
+    report = make_report(100, run=complete_totals(), last=complete_totals(), job=complete_totals())
+    values = {tag: Value(value, metrics.describe(tag).unit) for tag, value in report.values.items()}
+    open_sink("console", make_run(stdout=stream)).summarize(make_summary(metrics=values))
+
+    for entry in metrics.METRICS.values():
+        hits = [line for line in stream.getvalue().splitlines() if line.split()[:1] == [entry.name]]
+        assert len(hits) == 1 and f" {entry.unit} " in hits[0]
+
+
+def test_a_simulated_or_holed_run_says_so_in_its_table():
+    stream = Stream()
+    sink = open_sink("console", make_run(stdout=stream))
+    energy = EnergySummary(measured_joules=3.6e6)
+    values = {"amu_gb": Value(45.0, "GB", error=0.5, coverage=0.5), "new/thing": Value(1.0, "things")}
+    sink.summarize(make_summary("killed", simulated=True, energy=energy, metrics=values))
+
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "[EfficientLLM] Run killed"
+    assert "SIMULATED" in lines[2]
+    assert "  energy        3,600,000 J (1.00 kWh), only in part measured: no total" in lines
+    assert any("45.0 ±0.500" in line and "50 % covered" in line for line in lines)
+    assert any(line.split() == ["new/thing", "1.00", "things"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.412, "0.412"), (0.0308, "0.0308"), (1.234e-6, "1.23e-06"), (71.32, "71.3"), (99.97, "100"),
+     (612.3, "612"), (999.7, "1,000"), (19870.4, "19,870"), (2.5e20, "2.50e+20"), (-5.0, "-5.00")],
+)  # fmt: skip
+def test_numbers_are_readable(value, text):
+    assert readable(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119.4, "119 s"), (119.6, "2 min"), (2019, "34 min"), (7200, "2 h 0 min"), (200_000, "2 d 7 h")],
+)
+def test_times_are_readable(seconds, text):
+    assert duration(seconds) == text
