@@ -1,0 +1,221 @@
+"""TensorBoard: one event file, written with TensorBoard's own record writer; no torch, no TensorFlow.
+
+Its ``EventFileWriter`` is not used: it writes from a thread that dies of the first full disk, and what
+it had half written then hides everything after it from readers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
+from tensorboard.plugins.scalar import metadata as scalar_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from effllm.metrics import METRICS, headline
+from effllm.schema import ClusterReport, Event, RankReport, Summary
+from effllm.sinks import Run, SinkUnavailable
+
+PREFIX = "efficientllm/"
+SUFFIX = "efficientllm"
+
+#: What is no metric of the job but tells how far to trust one: tag -> (unit, help).
+BESIDE: dict[str, tuple[str, str]] = {
+    "health/ranks_reporting": ("ranks", "Ranks whose report of the window came."),
+    "health/gpus_measured": ("GPUs", "GPUs that were measured in the window."),
+    "health/reports_lost": ("reports", "Reports lost so far."),
+    "health/reports_late": ("reports", "Reports so far that came after their window was closed."),
+    "health/energy_coverage_ratio": ("ratio", "Measured device-seconds of energy over expected ones, in the window."),
+    "health/simulated": ("1 if so", "The devices are simulated: no number here was measured."),
+    "straggler/worst_rank": ("rank", "The rank with the longest steps of the window."),
+    "straggler/worst_rank_slowdown_ratio": ("ratio", "Step time of the slowest rank over that of the median rank."),
+}
+
+_BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
+
+
+def open_sink(run: Run) -> TensorBoard:
+    """Open an event file of our own.
+
+    Raises:
+        SinkUnavailable: there is no folder for it, or it cannot be written.
+    """
+    if run.tensorboard_dir is None:
+        raise SinkUnavailable("there is no folder for TensorBoard's event file; set EFFICIENTLLM_TENSORBOARD_DIR")
+    try:
+        return TensorBoard(_EventFile(run.tensorboard_dir))
+    except OSError as error:
+        reason = error.strerror or error
+        raise SinkUnavailable(
+            f"no event file can be made in {run.tensorboard_dir}: {reason}; set EFFICIENTLLM_TENSORBOARD_DIR"
+        ) from error
+
+
+class TensorBoard:
+    """Writes each report as one event, so that a job that is killed has all of its points on disk."""
+
+    def __init__(self, file: _EventFile) -> None:
+        self._file = file
+        self._records = RecordWriter(file)
+        self._described: set[str] = set()
+        self._step: int | None = None
+        self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:  # noqa: ARG002
+        """Write the values of one report as scalars of its iteration."""
+        if not report.values:
+            return
+        values = {tag: value for tag, value in {**report.values, **_beside(report)}.items() if math.isfinite(value)}
+        step = report.iteration
+        if self._step is None:
+            # An attempt that starts behind the last one's end takes back the points after its own first.
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(event_pb2.Event(wall_time=report.time_s, step=step, session_log=start))
+        elif report.correction:
+            # A step before the last one would make TensorBoard forget what lies between.
+            step = max(step, self._step)
+            values = {tag: value for tag, value in values.items() if tag in _CUMULATIVE}
+        new = {tag: value for tag, value in values.items() if tag not in self._described}
+        if new:
+            # TensorBoard takes a tag's name and help from tensors alone, but most scripts that read
+            # event files see plain values alone: each tag starts as both, on one step.
+            described = [_described(tag, value, simulated=report.simulated) for tag, value in new.items()]
+            self._add_summary(report.time_s, step, [*described, _layout(self._described | new.keys())])
+            self._described |= new.keys()
+        plain = [summary_pb2.Summary.Value(tag=PREFIX + tag, simple_value=value) for tag, value in values.items()]
+        self._add_summary(report.time_s, step, plain)
+        self._step = step
+
+    def event(self, event: Event) -> None:
+        """Take nothing: charts show values."""
+
+    def summarize(self, summary: Summary) -> None:
+        """Take nothing: the last report holds the last values."""
+
+    def update_facts(self, facts: dict[str, Any]) -> None:
+        """Take nothing: facts are in run.json."""
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._file.close()
+
+    def _add_summary(self, time_s: float, step: int, values: list[summary_pb2.Summary.Value]) -> None:
+        self._add(event_pb2.Event(wall_time=time_s, step=step, summary=summary_pb2.Summary(value=values)))
+
+    def _add(self, event: event_pb2.Event) -> None:
+        self._records.write(event.SerializeToString())
+
+
+class _EventFile:
+    """An event file that holds whole records only: what a full disk cut short is taken back."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        second, rest_ns = divmod(time.time_ns(), 10**9)
+        # TensorBoard reads files in the order of their names; those of two attempts may start in one second.
+        name = f"events.out.tfevents.{second:010d}.{rest_ns:09d}.{socket.gethostname()}.{os.getpid()}.{SUFFIX}"
+        path = folder / name
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._closed = False
+
+    def write(self, record: bytes) -> None:
+        size = os.fstat(self._descriptor).st_size
+        try:
+            written = 0
+            while written < len(record):
+                written += os.write(self._descriptor, record[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self._descriptor)
+
+
+def _beside(report: ClusterReport) -> dict[str, float]:
+    coverage, slowest = report.coverage, report.straggler
+    values: dict[str, float | None] = {
+        "health/ranks_reporting": coverage.ranks_reporting,
+        "health/gpus_measured": coverage.gpus_measured,
+        "health/reports_lost": coverage.reports_lost,
+        "health/reports_late": coverage.reports_late,
+        "health/energy_coverage_ratio": coverage.energy,
+        "health/simulated": 1.0 if report.simulated else None,
+    }
+    if slowest is not None and slowest.median_busy_s > 0:
+        values["straggler/worst_rank"] = slowest.rank
+        values["straggler/worst_rank_slowdown_ratio"] = slowest.busy_s / slowest.median_busy_s
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def _known() -> dict[str, tuple[str, str]]:
+    """Return unit and help of every tag that there can be."""
+    tags = {
+        entry.tag(base): (entry.unit, f"{_BASES[base]}. {entry.help}")
+        for entry in METRICS.values()
+        for base in entry.bases
+    }
+    return {**tags, **BESIDE}
+
+
+_KNOWN = _known()
+_CUMULATIVE = {entry.tag(base) for entry in METRICS.values() for base in entry.bases if base != "window"} | {
+    "health/reports_lost",
+    "health/reports_late",
+    "health/simulated",
+}
+
+
+def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
+    unit, text = _KNOWN.get(tag, ("", ""))
+    name = f"{PREFIX}{tag} ({unit})" if unit else PREFIX + tag
+    metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
+    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, float_val=[value])
+    return summary_pb2.Summary.Value(tag=PREFIX + tag, tensor=tensor, metadata=metadata)
+
+
+def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
+    """Return the page of the Custom Scalars tab that shows these tags, as a summary value."""
+    page = layout_pb2.Layout(category=[layout_pb2.Category(title=t, chart=c) for t, c in _categories(tags)])
+    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[page.SerializeToString()])
+    return summary_pb2.Summary.Value(
+        tag=layout_metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=layout_metadata.create_summary_metadata()
+    )
+
+
+def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
+    """Yield titles and charts; a chart is the same in every run that has it, so that TensorBoard merges them."""
+    contract = {f"{entry.name} ({entry.unit})": [entry.tag(base) for base in entry.bases] for entry in headline()}
+    yield "efficiency: run to date, window, job", _charts(contract, tags)
+    groups: dict[str, dict[str, list[str]]] = {}
+    grouped = [(entry.tag(base), entry.unit) for entry in METRICS.values() if entry.group for base in entry.bases]
+    for tag, unit in grouped + [(tag, unit) for tag, (unit, _) in BESIDE.items()]:
+        group, _, name = tag.partition("/")
+        # Levels of one unit compare on one chart; rates differ by orders of magnitude, so each has its own.
+        title = f"{name} ({unit})" if "/" in unit else f"{group} ({unit})"
+        groups.setdefault(group, {}).setdefault(title, []).append(tag)
+    for group, charts in groups.items():
+        if shown := _charts(charts, tags):
+            yield group, shown
+
+
+def _charts(charts: dict[str, list[str]], tags: set[str]) -> list[layout_pb2.Chart]:
+    return [
+        layout_pb2.Chart(
+            title=title,
+            multiline=layout_pb2.MultilineChartContent(tag=[f"{re.escape(PREFIX + tag)}$" for tag in members]),
+        )
+        for title, members in charts.items()
+        if tags.intersection(members)
+    ]

@@ -1,0 +1,248 @@
+"""The TensorBoard sink: its event file, read back with TensorBoard's own readers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from sink_examples import complete_totals, make_report, make_row, make_run, totals
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto import event_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
+
+from effllm import metrics
+from effllm.schema import Coverage
+from effllm.sinks import SinkUnavailable, open_sink
+
+
+def written(folder: Path, *reports, attempt=1):
+    sink = open_sink("tensorboard", make_run(folder, attempt=attempt))
+    for report in reports:
+        sink.write(report, ())
+    sink.close()
+    return read(folder)
+
+
+def read(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def event_files(folder: Path) -> list[Path]:
+    return sorted((folder / "tensorboard").iterdir())
+
+
+def raw_events(folder: Path) -> list[event_pb2.Event]:
+    return [
+        event_pb2.Event.FromString(data)
+        for file in event_files(folder)
+        for data in RawEventFileLoader(str(file)).Load()
+    ]
+
+
+def points(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in accumulator.Scalars(f"efficientllm/{tag}")]
+
+
+def whole_report(iteration=100, **changes):
+    whole = complete_totals()
+    return make_report(iteration, run=whole, last=whole, job=whole, **changes)
+
+
+def test_every_value_of_a_report_is_a_scalar_of_its_iteration(tmp_path):
+    report = whole_report()
+    back = written(tmp_path, report)
+
+    for tag, value in report.values.items():
+        assert points(back, tag) == [(100, pytest.approx(value, rel=1e-6))]
+    assert {entry.name for entry in metrics.METRICS.values()} == {tag.rpartition("/")[2] for tag in report.values}
+    assert back.Scalars("efficientllm/amu_gb")[0].wall_time == report.time_s
+
+
+def test_the_six_tags_of_the_contract_are_there(tmp_path):
+    names = "amu_gb pcu_ratio al_seconds tt_tokens_per_param_per_sec st_samples_per_param_per_sec aec_watts"
+
+    assert {f"efficientllm/{name}" for name in names.split()} <= set(written(tmp_path, make_report()).Tags()["scalars"])
+
+
+def test_health_and_the_slowest_rank_stand_beside_the_metrics(tmp_path):
+    back = written(tmp_path, make_report(coverage=Coverage(8, 6, 8, 5, 4, 3, (1, 2), energy=0.625), simulated=True))
+
+    expected = {"ranks_reporting": 6, "gpus_measured": 5, "reports_lost": 4, "reports_late": 3}
+    expected |= {"energy_coverage_ratio": 0.625, "simulated": 1}
+    for name, value in expected.items():
+        assert points(back, f"health/{name}") == [(100, value)]
+    assert points(back, "straggler/worst_rank") == [(100, 17)]
+    assert points(back, "straggler/worst_rank_slowdown_ratio") == [(100, pytest.approx(4.2 / 4.04))]
+
+
+def test_ten_thousand_ranks_make_no_more_than_sixty_tags(tmp_path):
+    missing = tuple(range(0, 10_000, 3))
+    coverage = Coverage(10_000, 6_666, 10_000, 6_666, 9, 9, missing, 0.6, 0.6, 0.6)
+    sink = open_sink("tensorboard", make_run(tmp_path))
+    sink.write(whole_report(coverage=coverage, simulated=True), [make_row(rank) for rank in range(10_000)])
+    sink.close()
+
+    assert 40 < len(read(tmp_path).Tags()["scalars"]) <= 60
+
+
+def test_each_tag_has_its_help_and_unit_where_it_first_appears(tmp_path):
+    written(tmp_path, make_report(100, values={"amu_gb": 45.0}), make_report(110, values={"amu_gb": 45.0, "new": 1.0}))
+
+    described = {
+        value.tag: value.metadata
+        for event in raw_events(tmp_path)
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "scalars"
+    }
+    amu = described["efficientllm/amu_gb"]
+    assert amu.display_name == "efficientllm/amu_gb (GB)"
+    assert amu.summary_description == f"Run to date. {metrics.METRICS['amu_gb'].help}"
+    assert "efficientllm/new" in described
+
+
+def test_a_simulated_run_says_so_in_every_description(tmp_path):
+    written(tmp_path, make_report(simulated=True))
+
+    texts = [
+        v.metadata.summary_description for e in raw_events(tmp_path) for v in e.summary.value if v.HasField("tensor")
+    ]
+    assert len([text for text in texts if text]) > 30
+    assert all(text.startswith("**Simulated.**") for text in texts if text)
+
+
+def test_what_is_not_finite_is_left_out(tmp_path):
+    back = written(tmp_path, make_report(values={"amu_gb": math.nan, "pcu_ratio": math.inf, "al_seconds": 1.5}))
+
+    tags = back.Tags()["scalars"]
+    assert "efficientllm/al_seconds" in tags
+    assert not {"efficientllm/amu_gb", "efficientllm/pcu_ratio"} & set(tags)
+
+
+def test_reports_without_values_write_nothing(tmp_path):
+    back = written(tmp_path, make_report(values={}, warming_up=True))
+
+    assert back.Tags()["scalars"] == []
+    assert len(raw_events(tmp_path)) == 1  # the file's own header
+
+
+def test_a_report_is_on_disk_when_write_returns(tmp_path):
+    sink = open_sink("tensorboard", make_run(tmp_path))
+    sink.write(make_report(100), ())
+
+    assert len(points(read(tmp_path), "amu_gb")) == 1  # and the sink is still open
+    sink.close()
+    sink.close()
+
+
+def layout(folder: Path) -> layout_pb2.Layout:
+    pages = [
+        value.tensor.string_val[0]
+        for event in raw_events(folder)
+        for value in event.summary.value
+        if value.tag == CONFIG_SUMMARY_TAG
+    ]
+    return layout_pb2.Layout.FromString(pages[-1])
+
+
+def test_the_custom_scalars_page_groups_every_tag_into_charts(tmp_path):
+    back = written(tmp_path, make_report(90, values={"window/amu_gb": 1.0}), whole_report(simulated=True))
+    page = layout(tmp_path)
+
+    titles = [category.title for category in page.category]
+    assert titles == ["efficiency: run to date, window, job", "energy", "throughput", "memory", "health", "straggler"]
+    patterns = [tag for category in page.category for chart in category.chart for tag in chart.multiline.tag]
+    for tag in back.Tags()["scalars"]:
+        assert len([pattern for pattern in patterns if re.match(pattern, tag)]) == 1
+    first = page.category[0].chart[0]
+    assert (first.title, len(first.multiline.tag)) == ("amu_gb (GB)", 3)
+
+
+def test_charts_without_any_value_are_not_on_the_page(tmp_path):
+    written(tmp_path, make_report(values={"amu_gb": 45.0}))
+
+    titles = [chart.title for category in layout(tmp_path).category for chart in category.chart]
+    assert "amu_gb (GB)" in titles
+    assert not [title for title in titles if title.startswith(("pcu_ratio", "joules"))]
+
+
+def test_a_correction_never_goes_back_and_never_touches_the_last_window(tmp_path):
+    run = msgspec.structs.replace(totals(100), memory_mean_bytes=2**30)
+    back = written(tmp_path, make_report(100), make_report(200), make_report(100, run=run, last=run, correction=True))
+
+    steps = [step for step, _ in points(back, "amu_gb")]
+    assert steps == [100, 200, 200]
+    assert points(back, "amu_gb")[-1] == (200, 1.0)
+    assert [step for step, _ in points(back, "window/amu_gb")] == [100, 200]
+
+
+def test_an_attempt_that_starts_further_back_takes_the_later_points_back(tmp_path):
+    written(tmp_path, make_report(100), make_report(200), make_report(300))
+    back = written(tmp_path, make_report(210), make_report(220), attempt=2)
+
+    assert [step for step, _ in points(back, "amu_gb")] == [100, 200, 210, 220]
+    assert len(event_files(tmp_path)) == 2
+
+
+def test_the_file_is_recognisable_as_ours(tmp_path):
+    written(tmp_path, make_report())
+
+    (file,) = event_files(tmp_path)
+    assert re.fullmatch(r"events\.out\.tfevents\.\d{10}\.\d{9}\..+\.efficientllm", file.name)
+
+
+def test_a_full_disk_is_told_and_what_comes_after_can_still_be_read(tmp_path):
+    sink = open_sink("tensorboard", make_run(tmp_path))
+    sink.write(make_report(100), ())
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (event_files(tmp_path)[0].stat().st_size + 100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink.write(make_report(110), ())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.write(make_report(120), ())
+    sink.close()
+
+    assert [step for step, _ in points(read(tmp_path), "amu_gb")] == [100, 120]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file")
+
+    with pytest.raises(SinkUnavailable, match=r"tensorboard: File exists; set EFFICIENTLLM_TENSORBOARD_DIR"):
+        open_sink("tensorboard", make_run(tmp_path))
+    with pytest.raises(SinkUnavailable, match="EFFICIENTLLM_TENSORBOARD_DIR"):
+        open_sink("tensorboard", make_run())
+
+
+def test_neither_tensorflow_nor_torch_is_imported_where_they_are_installed(tmp_path):
+    for name in ("tensorflow", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    script = (
+        "import sys; from pathlib import Path; from sink_examples import *; from effllm.sinks import open_sink\n"
+        f"sink = open_sink('tensorboard', make_run(Path({str(tmp_path)!r})))\n"
+        "sink.write(make_report(), ()); sink.close()\n"
+        "print(sorted({'tensorflow', 'torch'} & set(sys.modules)))"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (done.stdout, done.stderr) == ("[]\n", "")
