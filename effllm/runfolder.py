@@ -1,0 +1,155 @@
+"""What the files of a run folder hold and how to read them back, killed or damaged writers included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from effllm.schema import ClusterReport, DeviceWindow, Event, Integrals, RankReport
+
+_SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
+
+Row = TypeVar("Row")
+
+
+class RankRow(Struct, frozen=True):
+    """A line of ``ranks-*.jsonl``: one rank's window, of its first device."""
+
+    attempt: int
+    rank: int
+    window: int
+    iteration_first: int
+    iteration_last: int
+    start_time_s: float
+    end_time_s: float
+    wall_s: float
+    busy_s: float
+    wait_s: float
+    tokens: int
+    samples: int
+    host: str | None = None
+    device: str | None = None
+    iteration_shown: int = 0
+    tokens_processed: int = 0
+    tokens_loss: int = 0
+    loss: float | None = None
+    phases_s: dict[str, float] = {}
+    phases_j: dict[str, float | None] = {}  # the part of energy_j that fell into each phase
+    energy_j: float | None = None
+    energy_error_j: float | None = None
+    energy_gain_error: float | None = None
+    energy_covered_s: float = 0.0
+    memory_byte_seconds: float | None = None
+    memory_covered_s: float = 0.0
+    memory_peak_bytes: float | None = None
+    utilization_seconds: float | None = None
+    utilization_covered_s: float = 0.0
+    power_peak_w: float | None = None
+    coverage: float | None = None  # share of wall_s in which energy was measured; memory, where energy is not
+    other_devices_j: dict[str, float | None] = {}  # energy of devices beside the first, by key
+    final: bool = False
+    iterations_overrun: int = 0
+    simulated: bool = False
+
+
+def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
+    """Flatten a rank's window."""
+    device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
+    wall = device.wall
+    return RankRow(
+        attempt=attempt,
+        rank=row.rank,
+        window=row.window,
+        iteration_first=row.iteration_first,
+        iteration_last=row.iteration_last,
+        iteration_shown=row.iteration_shown,
+        start_time_s=row.start_time_s,
+        end_time_s=row.end_time_s,
+        wall_s=row.wall_s,
+        busy_s=row.busy_s,
+        wait_s=row.wait_s,
+        tokens=row.tokens,
+        tokens_processed=row.tokens_processed,
+        tokens_loss=row.tokens_loss,
+        samples=row.samples,
+        loss=row.loss,
+        host=host,
+        device=device.device or None,
+        phases_s=row.phases_s,
+        phases_j={name: part.energy_j for name, part in device.phases.items()},
+        energy_j=wall.energy_j,
+        energy_covered_s=wall.energy_covered_s,
+        memory_byte_seconds=wall.memory_byte_seconds,
+        memory_covered_s=wall.memory_covered_s,
+        memory_peak_bytes=device.memory_peak_bytes,
+        utilization_seconds=wall.utilization_seconds,
+        utilization_covered_s=wall.utilization_covered_s,
+        power_peak_w=device.power_peak_w,
+        coverage=_coverage(row),
+        other_devices_j={other.device: other.wall.energy_j for other in row.devices[1:]},
+        final=row.final,
+        iterations_overrun=row.iterations_overrun,
+        simulated=simulated,
+    )
+
+
+def _coverage(row: RankReport) -> float | None:
+    if not row.devices or row.wall_s <= 0:
+        return None
+    wall = row.devices[0].wall
+    if wall.energy_j is not None:
+        return min(wall.energy_covered_s / row.wall_s, 1.0)
+    return None if wall.memory_byte_seconds is None else min(wall.memory_covered_s / row.wall_s, 1.0)
+
+
+def segments(folder: Path, stem: str) -> list[Path]:
+    """Return the files ``<stem>-0001.jsonl`` and on that are there, in order."""
+    found = [
+        (int(match[1]), path)
+        for path in folder.glob(f"{stem}-*")
+        if (match := _SEGMENT.fullmatch(path.name[len(stem) :]))
+    ]
+    return [path for _, path in sorted(found)]
+
+
+class Rows(Generic[Row]):
+    """The rows of some JSON Lines files; lines that are torn or make no row are passed over and counted."""
+
+    def __init__(self, paths: Sequence[Path], row: type[Row]) -> None:
+        self.skipped = 0
+        self._paths = paths
+        self._decoder = msgspec.json.Decoder(row)
+
+    def __iter__(self) -> Iterator[Row]:
+        self.skipped = 0
+        for path in self._paths:
+            with path.open("rb") as file:
+                for line in file:
+                    if line.isspace():  # stands where a writer began anew after a torn line
+                        continue
+                    try:
+                        row = self._decoder.decode(line)
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                        self.skipped += 1
+                        continue
+                    yield row
+
+
+def read_windows(folder: Path) -> Rows[ClusterReport]:
+    """Read the windows of a run, oldest first."""
+    return Rows(segments(folder, "windows"), ClusterReport)
+
+
+def read_ranks(folder: Path) -> Rows[RankRow]:
+    """Read the rows of ranks of a run, oldest first."""
+    return Rows(segments(folder, "ranks"), RankRow)
+
+
+def read_events(folder: Path) -> Rows[Event]:
+    """Read the events of a run, oldest first."""
+    return Rows([path for path in [folder / "events.jsonl"] if path.exists()], Event)

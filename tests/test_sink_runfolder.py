@@ -1,0 +1,337 @@
+"""The run folder sink and the readers of what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import stat
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sink_examples import complete_totals, make_report, make_row, make_run, make_summary
+
+from effllm import metrics
+from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
+from effllm.schema import Coverage, DeviceWindow, Event, Integrals, Summary
+from effllm.sinks import Keeper, SinkUnavailable, open_sink
+from effllm.sinks.runfolder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "runs" / "one"
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def wide(ranks):
+    return Coverage(ranks, ranks, ranks, ranks, 0, 0, energy=1.0)
+
+
+def test_what_is_written_is_read_back(folder):
+    report, event = make_report(100), Event(1.0, "lost", "rank 3 is gone", 3)
+    sink = open_sink("runfolder", make_run(folder))
+    sink.write(report, [make_row(rank) for rank in range(8)])
+    sink.event(event)
+    sink.close()
+    sink.close()
+
+    assert list(read_windows(folder)) == [report]
+    assert list(read_events(folder)) == [event]
+    assert [row.rank for row in read_ranks(folder)] == list(range(8))
+
+
+def test_every_metric_that_has_a_value_is_in_the_windows_line(folder):
+    whole = complete_totals()
+    RunFolder(folder, {}).write(make_report(run=whole, last=whole, job=whole), ())
+
+    values = json.loads((folder / "windows-0001.jsonl").read_text())["values"]
+    assert {tag.rpartition("/")[2] for tag in values} == set(metrics.METRICS)
+
+
+def test_files_are_the_owners_alone_whatever_the_umask(folder):
+    before = os.umask(0)
+    try:
+        sink = open_sink("runfolder", make_run(folder, facts={"model": "7B"}))
+        sink.write(make_report(), [make_row()])
+        sink.summarize(make_summary())
+    finally:
+        os.umask(before)
+
+    assert {path.name: mode(path) for path in folder.iterdir()} == dict.fromkeys(
+        ["run.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl", "summary.json"], 0o600
+    )
+    assert (mode(folder), mode(folder.parent)) == (0o700, 0o700)
+
+
+def test_a_ranks_row_has_the_fields_that_the_tools_rely_on(folder):
+    row = make_row(
+        2,
+        phases_s={"evaluation": 1.0},
+        devices=(
+            DeviceWindow("GPU-a", Integrals(100.0, 2.06, 4e9, 4.12, 3.0, 4.12), {"evaluation": Integrals(25.0, 1.0)}),
+            DeviceWindow("module-0", Integrals(130.0, 4.12)),
+        ),
+    )
+    RunFolder(folder, {"ranks": {"2": {"host": "node7", "role": "trainer"}}}).write(make_report(attempt=3), [row])
+
+    line = json.loads((folder / "ranks-0001.jsonl").read_text())
+    expected = {
+        "attempt": 3, "rank": 2, "host": "node7", "device": "GPU-a", "iteration_first": 91, "iteration_last": 100,
+        "start_time_s": 1_700_000_000.0, "end_time_s": 1_700_000_005.12, "tokens": 81_920, "samples": 40,
+        "busy_s": 4.04, "wait_s": 0.08, "wall_s": 4.12, "energy_j": 100.0, "energy_error_j": None,
+        "energy_gain_error": None, "memory_byte_seconds": 4e9, "utilization_seconds": 3.0, "coverage": 0.5,
+        "tokens_processed": 87_500, "tokens_loss": 75_000, "phases_s": {"evaluation": 1.0},
+        "phases_j": {"evaluation": 25.0}, "loss": 3.245678, "window": 10, "other_devices_j": {"module-0": 130.0},
+    }  # fmt: skip
+    assert {name: line[name] for name in expected} == expected
+
+
+def test_coverage_is_that_of_memory_where_energy_is_not_measured_and_unknown_without_both(folder):
+    half = DeviceWindow("cpu", Integrals(None, 0.0, 4e9, 2.06))
+    rows = [
+        make_row(0, devices=(half,)),
+        make_row(1, devices=()),
+        make_row(2, devices=(DeviceWindow("x", Integrals()),)),
+    ]
+    RunFolder(folder, {}).write(make_report(), rows)
+
+    assert [row.coverage for row in read_ranks(folder)] == [0.5, None, None]
+    assert [row.host for row in read_ranks(folder)] == [None] * 3
+
+
+def test_a_world_of_256_is_kept_whole(folder):
+    RunFolder(folder, {}).write(make_report(coverage=wide(256)), [make_row(rank) for rank in range(256)])
+
+    assert len(list(read_ranks(folder))) == 256
+
+
+def test_of_ten_thousand_ranks_only_the_strange_ones_are_kept(folder):
+    rows = [make_row(rank, busy_s=4.0 + 0.001 * (rank % 7)) for rank in range(10_000)]
+    rows[17] = make_row(17, busy_s=5.0)
+    rows[4000] = make_row(4000, busy_s=3.0)
+    rows[9000] = make_row(9000, devices=())
+    rows[9001] = make_row(9001, devices=(DeviceWindow("g", Integrals(1.0, 3.0)),))
+    RunFolder(folder, {}).write(make_report(coverage=wide(10_000)), rows)
+
+    assert [row.rank for row in read_ranks(folder)] == [17, 4000, 9000, 9001]
+
+
+def test_of_ten_thousand_strange_ranks_the_strangest_256_are_kept(folder):
+    rows = [make_row(rank, devices=()) for rank in range(5_000)]
+    rows += [make_row(rank) for rank in range(5_000, 10_000)]
+    rows[-1] = make_row(9_999, busy_s=100.0)
+    sink = RunFolder(folder, {})
+    sink.write(make_report(coverage=wide(10_000)), rows)
+
+    kept = [row.rank for row in read_ranks(folder)]
+    assert (len(kept), kept[-1]) == (256, 9_999)
+
+
+def test_one_percent_of_jitter_makes_nobody_an_outlier(folder):
+    rows = [make_row(rank, busy_s=4.0 if rank else 4.13) for rank in range(300)]
+    RunFolder(folder, {}).write(make_report(coverage=wide(300)), rows)
+
+    assert list(read_ranks(folder)) == []  # 3.25 % above, where 3.5 % would be needed
+
+
+def test_segments_rotate_and_are_read_in_order(folder):
+    sink = RunFolder(folder, {}, segment_bytes=10_000)
+    for iteration in range(10, 310, 10):
+        sink.write(make_report(iteration), [make_row(0, iteration)])
+    sink.close()
+
+    files = sorted(path.name for path in folder.glob("windows-*"))
+    assert len(files) > 3
+    assert files[1] == "windows-0002.jsonl"
+    assert [report.iteration for report in read_windows(folder)] == list(range(10, 310, 10))
+    assert [row.iteration_last for row in read_ranks(folder)] == list(range(10, 310, 10))
+
+
+def test_a_next_attempt_goes_on_in_the_last_segment(folder):
+    for attempt in (1, 2):
+        sink = RunFolder(folder, {"attempt": attempt}, segment_bytes=5_000)
+        for iteration in (10, 20, 30):
+            sink.write(make_report(iteration, attempt=attempt), ())
+        sink.close()
+
+    assert [report.attempt for report in read_windows(folder)] == [1, 1, 1, 2, 2, 2]
+    assert sorted(path.name for path in folder.glob("windows-*"))[0] == "windows-0001.jsonl"
+
+
+def test_the_segment_after_9999_is_the_last(folder):
+    folder.mkdir(parents=True)
+    for number in ("9999", "10000"):
+        (folder / f"windows-{number}.jsonl").touch()
+    RunFolder(folder, {}).write(make_report(), ())
+
+    assert (folder / "windows-10000.jsonl").stat().st_size > 0
+
+
+def test_a_line_torn_by_a_kill_is_counted_and_the_next_one_is_whole(folder):
+    sink = RunFolder(folder, {})
+    sink.write(make_report(100), [make_row()])
+    sink.close()
+    for path in folder.glob("*.jsonl"):
+        path.write_bytes(path.read_bytes()[:-20])
+    sink = RunFolder(folder, {})
+    sink.write(make_report(110), [make_row(iteration=110)])
+    sink.event(Event(1.0, "joined", "rank 0"))
+
+    windows, ranks = read_windows(folder), read_ranks(folder)
+    assert [report.iteration for report in windows] == [110]
+    assert [row.iteration_last for row in ranks] == [110]
+    assert (windows.skipped, ranks.skipped) == (1, 1)
+
+
+def test_a_full_disk_is_told_and_spoils_no_line_after_it(folder):
+    sink = RunFolder(folder, {})
+    sink.write(make_report(100), ())
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "windows-0001.jsonl").stat().st_size + 100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink.write(make_report(110), ())
+        with pytest.raises(OSError, match="File too large"):
+            sink.summarize(make_summary(not_measured=("x" * 10_000,)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    sink.write(make_report(120), ())
+
+    windows = read_windows(folder)
+    assert [report.iteration for report in windows] == [100, 120]
+    assert windows.skipped == 1
+    assert not list(folder.glob("*summary*")) + list(folder.glob(".*"))
+
+
+def test_values_that_are_not_finite_do_not_cost_the_line(folder):
+    sink = RunFolder(folder, {})
+    sink.write(make_report(values={"amu_gb": math.nan, "al_seconds": 1.0}, loss=math.inf), ())
+
+    (report,) = read_windows(folder)
+    assert (report.values, report.loss) == ({"al_seconds": 1.0}, None)
+
+
+def test_the_summary_is_replaced_whole(folder):
+    sink = RunFolder(folder, {})
+    sink.summarize(make_summary("running"))
+    sink.summarize(make_summary("completed"))
+
+    assert msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary) == make_summary("completed")
+    assert sorted(path.name for path in folder.glob(".*")) == []
+
+
+def test_facts_that_come_later_join_the_earlier_ones(folder):
+    sink = RunFolder(folder, {"model": "7B", "folder": folder})
+    sink.update_facts({"ranks": {0: "node1"}})
+    sink.write(make_report(), [make_row(0)])
+    RunFolder(folder, {"model": "8B"})
+
+    assert json.loads((folder / "run.json").read_text()) == {
+        "model": "8B",
+        "folder": str(folder),
+        "ranks": {"0": "node1"},
+    }
+    assert [row.host for row in read_ranks(folder)] == ["node1"]
+
+
+def test_the_state_that_a_replacement_starts_from_is_replaced_whole(folder):
+    sink = open_sink("runfolder", make_run(folder))
+    assert isinstance(sink, Keeper)
+    sink.keep(b"old and longer")
+    sink.keep(b"new")
+
+    assert (folder / "state.json").read_bytes() == b"new"
+    assert mode(folder / "state.json") == 0o600
+
+
+@pytest.mark.parametrize("ranks", [["node1"], {"x": "node1"}, {"0": {"role": "trainer"}}, {"0": 5}, None])
+def test_facts_that_name_no_hosts_cost_no_row(folder, ranks):
+    RunFolder(folder, {"ranks": ranks}).write(make_report(), [make_row(0)])
+
+    assert [row.host for row in read_ranks(folder)] == [None]
+
+
+def test_a_run_json_that_is_no_json_is_replaced(folder):
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{")
+    RunFolder(folder, {"model": "7B"})
+
+    assert json.loads((folder / "run.json").read_text()) == {"model": "7B"}
+
+
+def test_facts_that_do_not_change_are_not_written_again(folder):
+    sink = RunFolder(folder, {"model": "7B"})
+    before = (folder / "run.json").stat().st_ino
+    sink.update_facts({"model": "7B"})
+
+    assert (folder / "run.json").stat().st_ino == before
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_reason_and_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(
+            SinkUnavailable, match=rf"{folder} cannot be written: Not a directory; .*EFFICIENTLLM_RUN_DIR"
+        ):
+            open_sink("runfolder", make_run(folder))
+    with pytest.raises(SinkUnavailable, match="EFFICIENTLLM_RUN_DIR"):
+        open_sink("runfolder", make_run())
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(folder, tmp_path):
+    folder.mkdir(parents=True)
+    (folder / "windows-0001.jsonl").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(SinkUnavailable, match="symbolic links"):
+        open_sink("runfolder", make_run(folder))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_without_files_reads_as_nothing(tmp_path):
+    assert (list(read_windows(tmp_path)), list(read_ranks(tmp_path)), list(read_events(tmp_path))) == ([], [], [])
+
+
+WHOLE = msgspec.json.encode(Event(1.0, "lost", "rank 3 is gone"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=80), st.just(WHOLE), st.integers(1, len(WHOLE) - 1).map(lambda length: WHOLE[:length])
+        )
+    )
+)
+def test_readers_pass_over_garbage_and_count_it(tmp_path, pieces):
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(pieces))
+    lines = [line for line in b"\n".join(pieces).split(b"\n") if line.strip()]
+
+    rows = read_events(tmp_path)
+    found = list(rows)
+
+    assert len(found) == lines.count(WHOLE)
+    assert rows.skipped == len(lines) - len(found)
+    assert list(rows) == found and rows.skipped == len(lines) - len(found)
+
+
+def test_a_line_nested_beyond_reason_is_counted_too(tmp_path):
+    (tmp_path / "events.jsonl").write_bytes(b'{"deep":' + b"[" * 100_000 + b"\n" + WHOLE + b"\n")
+
+    rows = read_events(tmp_path)
+    assert (len(list(rows)), rows.skipped) == (1, 1)
+
+
+def test_rows_of_a_later_version_are_read_by_this_one(tmp_path):
+    (row,) = [RankRow(1, 0, 1, 1, 10, 0.0, 1.0, 1.0, 0.9, 0.1, 5, 1)]
+    plain = {**msgspec.to_builtins(row), "added_later": {"x": [1]}}
+    (tmp_path / "ranks-0001.jsonl").write_text(json.dumps(plain) + "\n")
+
+    assert list(read_ranks(tmp_path)) == [row]
