@@ -312,6 +312,16 @@ def test_closing_gives_back_all_files_and_may_happen_twice(trainer, clock, no_ra
     assert (while_open - before, num_open_files() - before) == (4, 0)
 
 
+def test_a_process_that_is_gone_keeps_no_file_open(trainer, reader, clock):
+    child = trainer.do("fork_waiting(lambda: None)")
+    memory_mib(reader, clock)
+    before = num_open_files()
+    trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")
+    reader.read()
+
+    assert num_open_files() - before == -2
+
+
 # --- RAPL -----------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import nvml_library
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, square
 
-from effllm.devices import DeviceUnavailable, Site
+from effllm.devices import DeviceUnavailable, Site, open_device
 
 # In NVML's order, which is not the order of their buses: that is A, B, C.  Memory tells them apart.
 GPU_C = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", memory=flat(3 * GIB))
@@ -71,7 +71,7 @@ def test_permuted_visible_devices_lead_to_the_right_gpu(trace, visible, local_ra
         ("-1", 0),
         ("0,1", 2),
         (None, 3),
-        ("1,99,0", 2),  # CUDA stops at the first entry that it cannot use
+        ("1,99,0", 1),  # CUDA stops at the first entry that it cannot use
         ("GPU-aaaa", 0),  # two GPUs begin so
         ("GPU-none", 0),
     ],
@@ -257,6 +257,26 @@ def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(trace):
     assert back.memory_bytes == 1 * GIB
 
 
+def test_a_gpu_that_is_lost_again_is_sought_soon(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault("1 * lost")
+        for _ in range(4):  # sought four times in vain: the next delay would be 16 s
+            reader.pass_time(60.0)
+            reader.read()
+        trace.fault()
+        reader.pass_time(60.0)
+        reader.read()
+        trace.fault("1 * lost")
+        reader.pass_time(60.0)
+        lost, _ = reader.read()
+        trace.fault()
+        reader.pass_time(1.0)
+        back, _ = reader.read()
+
+    assert lost.memory_bytes is None
+    assert back.memory_bytes == 1 * GIB
+
+
 def test_a_driver_that_goes_and_returns_is_survived(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost", "init * error 9")
@@ -338,3 +358,20 @@ from effllm.devices import Site, open_device
 print(open_device("nvml", Site(visible_devices="0")).device.key == {A!r})
 """
     assert run_python(code, **trace.environment()) == "True\n"
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_gives_memory_utilization_and_energy():
+    try:
+        reader = open_device("nvml", Site())
+    except DeviceUnavailable as error:
+        pytest.skip(str(error))
+    sample, failures = reader.read()
+    reader.close()
+
+    assert failures == {}
+    assert reader.device.key.startswith("GPU-")
+    assert 0 < sample.memory_bytes <= reader.device.memory_total_bytes
+    assert 0 <= sample.utilization <= 1
+    assert sample.energy_j > 0
+    assert sample.power_w > 0

@@ -58,6 +58,14 @@ def _energy_j(handle: Any) -> float:
     return _known(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 64) / 1e3
 
 
+def _memory_total_bytes(handle: Any) -> float:
+    return float(_known(pynvml.nvmlDeviceGetMemoryInfo(handle).total, 64))
+
+
+def _power_limit_w(handle: Any) -> float:
+    return _known(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle), 32) / 1e3
+
+
 Quantity = Callable[[Any], float]
 
 _QUANTITIES: dict[str, Quantity] = {
@@ -153,16 +161,9 @@ def _has(handle: Any, quantity: Quantity) -> bool:
     return True
 
 
-def _power_limit_w(handle: Any) -> float | None:
+def _or_none(handle: Any, quantity: Quantity) -> float | None:
     try:
-        return _known(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle), 32) / 1e3
-    except (pynvml.NVMLError, _NotAvailable):
-        return None
-
-
-def _memory_total_bytes(handle: Any) -> int | None:
-    try:
-        return _known(pynvml.nvmlDeviceGetMemoryInfo(handle).total, 64)
+        return quantity(handle)
     except (pynvml.NVMLError, _NotAvailable):
         return None
 
@@ -186,12 +187,13 @@ def _not_measured(is_slice: bool, fields: set[str]) -> tuple[str, ...]:
 
 def _describe(handle: Any, is_slice: bool, fields: set[str]) -> Device:
     method = "counter" if "energy_j" in fields else "power" if "power_w" in fields else None
+    memory_total_bytes = _or_none(handle, _memory_total_bytes)
     return Device(
         key=_text(pynvml.nvmlDeviceGetUUID(handle)),
         kind="nvml",
         name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_total_bytes=_memory_total_bytes(handle),
-        power_limit_w=None if is_slice else _power_limit_w(handle),
+        memory_total_bytes=None if memory_total_bytes is None else int(memory_total_bytes),
+        power_limit_w=None if is_slice else _or_none(handle, _power_limit_w),
         energy_method=method,
         power_scope="gpu" if method else None,
         not_measured=_not_measured(is_slice, fields),
