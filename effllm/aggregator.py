@@ -81,6 +81,13 @@ class Snapshot(Struct):
     events: dict[str, int] = {}
     warmed_s: float = 0.0  # iteration time that the warm-up has had
 
+    def next_attempt(self, job: str) -> Snapshot:
+        """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
+        self.attempt, self.job = self.attempt + 1, job
+        self.world_size = self.closed = 0
+        self.ranks, self.warmed_s = {}, 0.0
+        return self
+
 
 class Closed(NamedTuple):
     """A window that closed, and which reports are safe once it is written."""
@@ -295,6 +302,11 @@ class Aggregator:
         if not any(rank.bye for rank in state.ranks.values()) or self._pending:
             return False
         return not (self._waited_for(now_s) - {rank for rank, known in state.ranks.items() if known.bye})
+
+    def all_silent(self, now_s: float) -> bool:
+        """Whether nobody that has not left has been heard for long."""
+        heard = [heard_s for rank, heard_s in self._heard_s.items() if not self._state.ranks[rank].bye]
+        return all(now_s - heard_s > SILENT_AFTER_S for heard_s in heard)
 
     def close_all(self) -> None:
         """Close whatever is pending: the end has come."""

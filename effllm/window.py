@@ -40,6 +40,11 @@ class Series:
         """Time of the newest sample, 0 before the first."""
         return self._samples[-1].time_ns if self._samples else 0
 
+    @property
+    def oldest_ns(self) -> int:
+        """Time of the oldest sample that is kept, 0 before the first."""
+        return self._samples[0].time_ns if self._samples else 0
+
     def add(self, sample: Sample) -> None:
         """Append a sample; one that is not newer than the last is dropped."""
         if sample.time_ns > self.newest_ns:

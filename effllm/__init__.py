@@ -1,0 +1,42 @@
+"""The efficiency ledger of an LLM training job.
+
+Importing this imports nothing else: every name is loaded when it is first asked for (PEP 562), and what
+the training process asks for needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "EfficientLLMCallback": "effllm.hooks.transformers",
+    "EfficientLLMCollector": "effllm.collector",
+    "EfficientLLMMetrics": "effllm.collector",
+    "MetricsCollector": "effllm.collector",
+    "finalize_efficientllm_metrics": "effllm.collector",
+    "get_efficientllm_collector": "effllm.collector",
+    "get_metrics_collector": "effllm.collector",
+    "initialize_efficientllm_metrics": "effllm.collector",
+    "monitor": "effllm.collector",
+    "phase": "effllm.collector",
+    "should_log_metrics": "effllm.collector",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,549 @@
+"""The agent's process, one beside each rank: edges only.
+
+It is exec'ed, never forked, in a session of its own, and tied to its trainer by a pidfd: when the
+trainer is gone it drains the ring, sends the rest, says goodbye and exits within five seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from effllm import __version__
+from effllm.config import Config, state_folder
+from effllm.devices import Site, open_device
+from effllm.ring import END as END_RECORD
+from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
+from effllm.sampler import Sampler
+from effllm.schema import MARKED_PHASES, Ack, Beat, Bye, ByeSeen, Hello, Note, Parameters, Refused, Reports, Welcome
+from effllm.server import Orders
+from effllm.spawn import pidfd, spawn
+from effllm.transport import AgentLink, Outbox, make_context
+from effllm.window import Series, WindowCutter
+
+BEAT_S = 5.0
+LOSS_WAIT_S = 0.5  # a window's loss comes after its end
+EDGE_WAIT_S = 1.0  # and so does the sample at its edge
+HELLO_AGAIN_S = 2.0
+DEVICE_WAIT_S = 3.0
+NOBODY_ANSWERS_S = 10.0
+LAST_WORDS_S = 4.0
+AGGREGATOR_ENDS_S = 4.7
+LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
+LONGEST_GAP_INTERVALS = 5
+STATUSES = ("completed", "failed", "killed")
+
+
+class Log:
+    """The agent's log: kept until the run folder is known, then a file in it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lines: deque[str] = deque(maxlen=200)
+        self._path: Path | None = None
+        self._file: int | None = None
+        self.unsent: deque[tuple[str, str, float]] = deque(maxlen=200)
+
+    def line(self, text: str, kind: str = "agent") -> None:
+        """Take one line, for the file and for the aggregator."""
+        now = time.time()
+        self.unsent.append((kind, text, now))
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+        self._lines.append(f"{stamp}Z rank {self._rank}: {text}\n")
+        self._flush()
+
+    def attach(self, folder: Path) -> None:
+        """Write to a file in ``folder`` from now on; it is made with the first line."""
+        self._path = self._path or folder / f"agent-{self._rank}.log"
+        self._flush()
+
+    def close(self) -> None:
+        """Leave what nobody has seen in the user's state folder."""
+        if self._path is None:
+            self.attach(state_folder() / f"pid-{os.getpid()}")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _flush(self) -> None:
+        if self._path is None or not self._lines:
+            return
+        with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
+            if self._file is None:
+                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._file = os.open(self._path, flags, 0o600)
+            while self._lines:
+                os.write(self._file, self._lines[0].encode())
+                self._lines.popleft()
+
+
+class AggregatorChild:
+    """The aggregator that rank 0's agent starts, and starts again when it dies."""
+
+    def __init__(self, orders: Orders, log: Log) -> None:
+        self._orders = orders
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0
+        self._again_s = 0.0
+        self.descriptor = -1  # pidfd, readable when it has died
+        self.done = False
+
+    def start(self) -> None:
+        """Start it on the listening socket, which stays open here for its successor."""
+        body = msgspec.json.encode(self._orders)
+        memory = os.memfd_create("effllm-orders", 0)
+        os.write(memory, body)
+        orders = self._orders
+        passed = (memory, orders.listen_descriptor, orders.stdout_descriptor, orders.trainer_descriptor)
+        try:
+            self._process = spawn("effllm.server", [str(memory)], passed)
+        except OSError as error:
+            self._log.line(f"the aggregator cannot be started: {error}", "aggregator")
+            self._again_s = time.monotonic() + 5.0
+            return
+        finally:
+            os.close(memory)
+        self._started += 1
+        self.descriptor = pidfd(self._process.pid)
+
+    def look(self, now_s: float) -> None:
+        """Notice its end; one that died before its job was over is replaced, a little later each time."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._process = None
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
+            if code == 0:
+                self.done = True
+                return
+            delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
+            self._again_s = now_s + delay_s
+            self._log.line(f"the aggregator died (exit {code}); starting another", "aggregator")
+        if not self.done and now_s >= self._again_s:
+            self.start()
+
+
+class Agent:
+    """Reads the ring, samples the device, sends windows."""
+
+    def __init__(
+        self, ring: RingReader, board: Board, trainer: int, wake: int, ready: int, facts: dict[str, Any]
+    ) -> None:
+        self._ring, self._board = ring, board
+        self._trainer, self._wake, self._ready = trainer, wake, ready
+        self._facts = facts
+        self._config = Config.from_dict(facts["config"])
+        self._place: dict[str, Any] = facts["place"]
+        self._rank: int = self._place["rank"]
+        self._id = uuid.uuid4().hex[:16]
+        self._log = Log(self._rank)
+        self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sampler = Sampler(self._open, self._config.collection_interval_s, self._log.line, self._sampled)
+        self._outbox = Outbox(self._config.history_size)
+        self._series: list[Series] = []
+        self._cutter: WindowCutter | None = None
+        self._link: AgentLink | None = None
+        self._context = make_context()
+        self._poller = zmq.Poller()
+        self._welcome: Welcome | None = None
+        self._refused = ""
+        self._hello_s = 0.0
+        self._started_s = time.monotonic()
+        self._told_silence = False
+        self._status: str | None = None
+        self._end_ns = 0
+        self._bye_sent = self._bye_seen = False
+        self._aggregator: AggregatorChild | None = None
+        self._watched_child = -1
+        self._next_beat_s = 0.0
+        self._busy_trainer = False
+
+    def run(self) -> None:
+        """Live as long as the trainer, and a little longer."""
+        if self._trainer >= 0:
+            self._poller.register(self._trainer, zmq.POLLIN)
+        self._poller.register(self._sampled, zmq.POLLIN)
+        self._start_aggregator()
+        self._connect()
+        self._sampler.start()
+        self._wait_for_device()
+        self._start_cutting()
+        os.eventfd_write(self._ready, 1)
+        self._poller.register(self._wake, zmq.POLLIN)
+        while self._status is None:
+            self._step()
+        self._last_words()
+
+    # --- start ---
+
+    def _open(self) -> Any:
+        site = Site(
+            local_rank=self._place["local_rank"],
+            trainer_pid=self._facts["trainer_pid"],
+            host=self._facts["host"],
+            cuda_uuid=self._facts.get("cuda_uuid", ""),
+            cuda_pci_bus_id=self._facts.get("cuda_pci_bus_id", ""),
+            visible_devices=self._facts.get("visible_devices"),
+            excluded_pids=frozenset((os.getpid(),)),
+        )
+        return open_device(self._config.device, site)
+
+    def _start_aggregator(self) -> None:
+        listen = self._facts.get("listen_descriptor", -1)
+        if listen < 0:
+            return
+        orders = Orders(
+            config=self._facts["config"],
+            job=self._facts["job"],
+            endpoint=self._facts["endpoint"],
+            folder=self._facts["run_folder"],
+            listen_descriptor=listen,
+            stdout_descriptor=self._facts["stdout_descriptor"],
+            trainer_descriptor=self._trainer,
+            facts=self._facts.get("run", {}),
+        )
+        self._aggregator = AggregatorChild(orders, self._log)
+        self._aggregator.start()
+        self._watch_child()
+
+    def _watch_child(self) -> None:
+        child = self._aggregator
+        if child and child.descriptor != self._watched_child:
+            if self._watched_child >= 0:
+                self._poller.unregister(self._watched_child)
+            self._watched_child = child.descriptor
+            if self._watched_child >= 0:
+                self._poller.register(self._watched_child, zmq.POLLIN)
+
+    def _connect(self) -> None:
+        endpoint = self._facts.get("endpoint", "")
+        if self._link is None and endpoint:
+            self._link = AgentLink(self._context, endpoint)
+            self._link.connect()
+            self._poller.register(self._link.socket, zmq.POLLIN)
+            self._poller.register(self._link.monitor, zmq.POLLIN)
+
+    def _wait_for_device(self) -> None:
+        poll = select.poll()
+        poll.register(self._sampled, select.POLLIN)
+        poll.poll(DEVICE_WAIT_S * 1000)
+
+    def _start_cutting(self) -> None:
+        origin_ns = time.monotonic_ns()
+        self._take_samples()
+        if self._series and self._series[0].newest_ns:
+            origin_ns = self._series[0].oldest_ns
+        slots = self._ring.read()
+        begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
+        state, ordinal, since_ns, _ = self._ring.state()
+        if state == STEP and ordinal == 1:
+            begun.append(since_ns)
+        self._cutter = WindowCutter(
+            agent=self._id,
+            rank=self._rank,
+            log_interval=self._config.log_interval,
+            offset=self._facts.get("first_iteration", 0),
+            origin_ns=min([origin_ns, *begun]),
+            unix_minus_monotonic_s=time.time() - time.monotonic(),
+        )
+        self._take_slots(slots)
+
+    # --- the loop ---
+
+    def _step(self) -> None:
+        events = dict(self._poller.poll(self._timeout_ms()))
+        began_s = time.monotonic()
+        for descriptor in (self._wake, self._sampled):
+            if descriptor in events:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(descriptor)
+        self._look(self._trainer in events or self._is_orphan())
+        if self._wake in events:
+            # Whoever iterates faster than this is read in batches.
+            rest_s = LEAST_LOOP_S - (time.monotonic() - began_s)
+            if self._busy_trainer and rest_s > 0:
+                time.sleep(rest_s)
+            self._busy_trainer = True
+        else:
+            self._busy_trainer = False
+
+    def _is_orphan(self) -> bool:
+        return self._trainer < 0 and os.getppid() != self._facts["trainer_pid"]
+
+    def _timeout_ms(self) -> int:
+        now_s = time.monotonic()
+        until_s = self._next_beat_s if self._trainer >= 0 else min(self._next_beat_s, now_s + 1.0)
+        ended = self._cutter.ended if self._cutter else None
+        if ended is not None:
+            for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
+                if ended.end_ns * 1e-9 + wait_s > now_s:
+                    until_s = min(until_s, ended.end_ns * 1e-9 + wait_s)
+                    break
+            else:
+                until_s = now_s
+        if self._link and self._link.connected and not self._welcome:
+            until_s = min(until_s, self._hello_s + HELLO_AGAIN_S)
+        if self._outbox.unsent() and self._welcome:
+            until_s = min(until_s, now_s + 0.1)
+        return max(int((until_s - now_s) * 1000) + 1, 0)
+
+    def _look(self, trainer_gone: bool) -> None:
+        """Take whatever is there, and send whatever can go."""
+        now_s = time.monotonic()
+        self._take_facts()
+        self._take_samples()
+        self._take_slots(self._ring.read())
+        if trainer_gone and self._status is None:
+            self._take_slots(self._ring.read())
+            self._status, self._end_ns = "killed", time.monotonic_ns()
+        self._cut(now_s)
+        self._talk(now_s)
+        if self._aggregator:
+            self._aggregator.look(now_s)
+            self._watch_child()
+
+    def _take_facts(self) -> None:
+        facts = self._ring.facts()
+        if facts is None:
+            return
+        for text in facts.get("warnings", [])[len(self._facts.get("warnings", [])) :]:
+            self._log.line(text, "warning")
+        self._facts = facts
+        self._connect()
+        if self._welcome:
+            self._say_hello(time.monotonic())
+
+    def _take_samples(self) -> None:
+        samples = self._sampler.take()
+        if not self._series and self._sampler.device is not None:
+            gap_s = LONGEST_GAP_INTERVALS * max(self._config.collection_interval_s, 0.2)
+            self._series = [Series(self._sampler.device, gap_s)]
+            if self._welcome:
+                self._say_hello(time.monotonic())
+        for sample in samples:
+            self._series[0].add(sample)
+
+    def _take_slots(self, slots: list[Slot]) -> None:
+        assert self._cutter is not None
+        for slot in slots:
+            if slot.kind == END_RECORD and self._status is None:
+                self._status, self._end_ns = STATUSES[slot.what], slot.end_ns
+            self._cutter.add(slot)
+
+    def _cut(self, now_s: float) -> None:
+        assert self._cutter is not None
+        while (ended := self._cutter.ended) is not None:
+            edge = all(series.newest_ns >= ended.end_ns for series in self._series)
+            if not edge:
+                self._sampler.ask()
+            _, ordinal, _, _ = self._ring.state()
+            moved_on = ordinal > ended.ordinal or self._cutter.last_ordinal > ended.ordinal or self._status is not None
+            waited_s = now_s - ended.end_ns * 1e-9
+            if (not edge and waited_s < EDGE_WAIT_S) or (not moved_on and waited_s < LOSS_WAIT_S):
+                return
+            row = self._cutter.cut(self._series)
+            if row is not None:
+                self._outbox.add(row)
+
+    def _talk(self, now_s: float) -> None:
+        link = self._link
+        if link is None:
+            self._complain(now_s)
+            return
+        if link.is_new():
+            self._welcome = None
+            self._outbox.send_again()
+            self._bye_sent = self._bye_seen = False
+            self._say_hello(now_s)
+        elif link.connected and not self._welcome and not self._refused and now_s - self._hello_s > HELLO_AGAIN_S:
+            self._say_hello(now_s)
+        for message in link.receive():
+            self._hear(message)
+        if self._welcome is None:
+            self._complain(now_s)
+            return
+        self._send_reports(link)
+        while self._log.unsent:
+            kind, text, time_s = self._log.unsent[0]
+            if not link.send(Note(self._id, self._rank, kind, text, time_s)):
+                break
+            self._log.unsent.popleft()
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            state, ordinal, since_ns, what = self._ring.state()
+            name = MARKED_PHASES[what] if state == PHASE_STATE else STATE_NAMES[state]
+            beat = Beat(self._id, self._rank, ordinal, name, max(now_s - since_ns * 1e-9, 0.0), self._outbox.lost)
+            link.send(beat)
+
+    def _send_reports(self, link: AgentLink) -> None:
+        while rows := self._outbox.unsent():
+            if not link.send(Reports(tuple(rows), self._outbox.lost, time.process_time())):
+                return
+            self._outbox.sent(len(rows))
+
+    def _say_hello(self, now_s: float) -> None:
+        self._hello_s = now_s
+        given = self._facts.get("parameters", {})
+        hello = Hello(
+            job=self._facts["job"],
+            agent=self._id,
+            rank=self._rank,
+            local_rank=self._place["local_rank"],
+            world_size=self._place["world_size"],
+            host=self._facts["host"],
+            role=self._config.role,
+            devices=tuple(series.device for series in self._series),
+            parameters=Parameters(
+                given.get("total"), given.get("trainable"), given.get("active"), bool(given.get("is_share"))
+            ),
+            log_interval=self._config.log_interval,
+            trainer_pid=self._facts["trainer_pid"],
+            offset=self._facts.get("first_iteration", 0),
+            total_iterations=self._facts.get("total_iterations"),
+            flops_per_token=self._facts.get("flops_per_token"),
+            facts=self._facts.get("run", {}) if self._rank == 0 else {},
+            version=__version__,
+        )
+        if self._link:
+            self._link.send(hello)
+
+    def _hear(self, message: Welcome | Ack | Refused | ByeSeen) -> None:
+        if isinstance(message, Welcome):
+            self._welcome = message
+            if message.run_folder and Path(message.run_folder).is_dir():
+                self._log.attach(Path(message.run_folder) / "logs")
+            _silence_stderr()
+        elif isinstance(message, Ack):
+            self._outbox.acknowledged(message.sequence)
+            if message.report:
+                document = {"report": message.report, "iteration": message.iteration, "values": message.values}
+                self._board.write(document)
+        elif isinstance(message, Refused):
+            if message.reason != self._refused:
+                self._refused = message.reason
+                self._log.line(f"refused: {message.reason}")
+                _say(f"rank {self._rank} is left out of the metrics: {message.reason}")
+        else:
+            self._bye_seen = True
+
+    def _complain(self, now_s: float) -> None:
+        if self._told_silence or now_s - self._started_s < NOBODY_ANSWERS_S or self._refused:
+            return
+        self._told_silence = True
+        where = self._facts.get("endpoint", "")
+        text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
+        self._log.line(text)
+        if self._place["local_rank"] == 0:
+            _say(f"{text}: no metrics are shown until one does; training goes on")
+
+    # --- the end ---
+
+    def _last_words(self) -> None:
+        """Cut what is left, send it, and say goodbye: four seconds at most, with or without an answer."""
+        began_s = time.monotonic()
+        if self._trainer >= 0:
+            self._poller.unregister(self._trainer)
+        self._poller.unregister(self._wake)
+        self._wait_for_edge(began_s)
+        assert self._cutter is not None
+        self._ring.skip_torn()
+        for slot in self._ring.read():
+            self._cutter.add(slot)
+        while (row := self._cutter.cut(self._series)) is not None:
+            self._outbox.add(row)
+        self._outbox.add(self._cutter.cut_rest(self._series, self._end_ns))
+        while time.monotonic() - began_s < LAST_WORDS_S and not self._refused:
+            self._look(trainer_gone=False)
+            if self._welcome and not self._outbox.unsent() and not self._bye_sent:
+                last = self._cutter.last_ordinal
+                self._bye_sent = bool(self._link) and self._link.send(  # type: ignore[union-attr]
+                    Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, time.process_time())
+                )
+            if self._bye_seen and not len(self._outbox):
+                break
+            self._poller.poll(50)
+        if len(self._outbox) and not self._bye_seen:
+            where = self._facts.get("endpoint", "no address")
+            self._log.line(f"{len(self._outbox)} reports could not be delivered to {where}")
+            if self._place["local_rank"] == 0:
+                _say(f"rank {self._rank}: {len(self._outbox)} reports could not be delivered to {where}")
+        while self._aggregator and not self._aggregator.done and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
+            self._poller.poll(20)
+            self._look(trainer_gone=False)
+        self._sampler.stop(0.2)
+        self._log.close()
+        if self._link:
+            self._link.close()
+        self._context.destroy(linger=200)
+
+    def fail(self, error: Exception) -> None:
+        """Leave the trace of an error of ours in the log."""
+        self._log.line("".join(traceback.format_exception(error)).rstrip())
+        self._log.close()
+
+    def _wait_for_edge(self, began_s: float) -> None:
+        self._sampler.ask()
+        while time.monotonic() - began_s < LOSS_WAIT_S:
+            self._take_samples()
+            if all(series.newest_ns >= self._end_ns for series in self._series):
+                return
+            self._poller.poll(20)
+
+
+def _say(text: str) -> None:
+    """Write one line for the person, as long as nobody else has taken over telling."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"[EfficientLLM] {text}\n".encode())
+
+
+def _silence_stderr() -> None:
+    # An inherited descriptor would keep `torchrun ... 2>&1 | tee` waiting for us.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the agent on the descriptors that its trainer passed."""
+    parser = argparse.ArgumentParser(prog="effllm.agent")
+    for name in ("ring", "board", "trainer", "wake", "ready"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the trainer is our end, not before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    ring = RingReader(given.ring)
+    agent: Agent | None = None
+    try:
+        agent = Agent(ring, Board(given.board), given.trainer, given.wake, given.ready, ring.facts() or {})
+        agent.run()
+    except Exception as error:  # noqa: BLE001 - the edge of the process: nothing above it may learn of this but by a line
+        _say(f"an agent stopped, its rank has no metrics from now on: {type(error).__name__}: {error}")
+        if agent:
+            agent.fail(error)
+        os._exit(1)
+    os._exit(0)  # a device call that hangs has a thread that cannot be joined
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,659 @@
+"""The public face: starts and stops the agent, and hands the loop's calls to the recorder.
+
+Runs in the training process, so it imports the standard library alone, and nothing here raises into the
+loop: whatever fails costs metrics and one line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import platform
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from effllm import discovery
+from effllm.config import Config, ConfigError, Place, is_enabled, read_config, read_place, this_process
+from effllm.recorder import Recorder
+from effllm.ring import Board, RingError, RingWriter
+from effllm.spawn import pidfd, spawn
+
+READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
+FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
+OTHER_RANKS_END_S = 1.0
+NAN = float("nan")
+
+#: The contract's six tags, with the names of the original's methods.
+HEADLINE = {
+    "amu": "amu_gb",
+    "pcu": "pcu_ratio",
+    "al": "al_seconds",
+    "tt": "tt_tokens_per_param_per_sec",
+    "st": "st_samples_per_param_per_sec",
+    "aec": "aec_watts",
+}
+_IT = "it_tokens_per_sec"
+
+
+@dataclasses.dataclass
+class EfficientLLMMetrics:
+    """The newest run-to-date values of the whole job; ``nan`` is what is not measured."""
+
+    amu: float = NAN
+    pcu: float = NAN
+    al: float = NAN
+    tt: float = NAN
+    st: float = NAN
+    it: float = NAN
+    aec: float = NAN
+
+
+class MetricsCollector:
+    """What a training loop talks to.
+
+    Args:
+        collection_interval: seconds between device samples; the environment's where not given.
+        history_size: slots of the ring; the environment's where not given.
+    """
+
+    def __init__(self, collection_interval: float | None = None, history_size: int | None = None) -> None:
+        self._overrides = {"collection_interval_s": collection_interval, "history_size": history_size}
+        self._facts: dict[str, Any] = {"parameters": {}, "run": {}, "first_iteration": 0, "warnings": []}
+        self._config: Config | None = None
+        self._place = Place()
+        self._session: _Session | None = None
+        self._values: dict[str, float] = {}
+        self._report = 0  # newest report seen
+        self._iteration = 0  # of that report
+        self._written = 0  # newest report given to a writer
+        self._batch = (0, 0)  # tokens and samples that set_batch_config declared
+
+    # --- life ---
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether an agent runs for this rank."""
+        return self._session is not None
+
+    def start_collection(self) -> None:
+        """Start the agent of this rank; a second start does nothing, and off means off."""
+        if self._session is not None or not is_enabled(this_process()):
+            return
+        try:
+            config = self._read_config()
+            self._place = read_place(this_process())
+            self._session = _Session(config, self._place, self._facts)
+            self._session.start()
+        except (ConfigError, RingError, discovery.DiscoveryError, OSError) as error:
+            _say(f"no metrics, training goes on: {error}", self._place)
+            self._abandon()
+
+    def _abandon(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def stop_collection(self, status: str = "completed") -> None:
+        """End the collection: rank 0 waits for the summary, five seconds at most; a second stop does nothing."""
+        session = self._session
+        if session is None:
+            return
+        session.recorder.finish(status)
+        session.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+        self._look()
+        self._session = None
+        session.close()
+
+    def _read_config(self) -> Config:
+        config = read_config(this_process())
+        given = {name: value for name, value in self._overrides.items() if value is not None}
+        interval, slots = given.get("collection_interval_s"), given.get("history_size")
+        if interval is not None and not 0.01 <= interval <= 3600:
+            raise ConfigError("collection_interval", interval, "seconds, 0.01 to 3600")
+        if slots is not None and not 16 <= slots <= 1_000_000:
+            raise ConfigError("history_size", slots, "a whole number, 16 to 1000000")
+        self._config = dataclasses.replace(config, **given)  # type: ignore[arg-type]
+        return self._config
+
+    # --- the loop's calls ---
+
+    def record_iteration_start(self) -> None:
+        """Stamp the start of an iteration: one optimizer step."""
+        session = self._session
+        if session is not None:
+            session.record_start()
+
+    def record_iteration_end(
+        self,
+        tokens_processed: int = 0,
+        samples_processed: int = 0,
+        *,
+        tokens: int | None = None,
+        tokens_loss: int = 0,
+    ) -> None:
+        """Stamp the end of an iteration.
+
+        Args:
+            tokens_processed: this rank's share of the positions, padding included.
+            samples_processed: this rank's share of the samples.
+            tokens: the same without padding, which makes TT; ``tokens_processed`` where not given.
+            tokens_loss: positions with a label.
+        """
+        session = self._session
+        if session is not None:
+            session.record_end(tokens_processed, samples_processed, tokens, tokens_loss)
+
+    def record_step_start(self) -> None:
+        """Stamp the start of a step: `record_iteration_start` by LLaMA-Factory's name."""
+        self._facts["run"].setdefault("style", "Step")
+        self.record_iteration_start()
+
+    def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:
+        """Stamp the end of a step; counts that are not given are those of `set_batch_config`."""
+        tokens, samples = self._batch
+        self.record_iteration_end(
+            tokens if tokens_processed is None else tokens_processed,
+            samples if samples_processed is None else samples_processed,
+        )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a stretch that is not iteration: ``evaluation``, ``checkpoint``, or anything else as ``other``."""
+        session = self._session
+        if session is None:
+            yield
+            return
+        session.recorder.phase_start(name)
+        try:
+            yield
+        finally:
+            session.recorder.phase_end()
+
+    def log_metrics(self, iteration: int, loss: float | None = None, writer: Any = None) -> dict[str, float]:
+        """Record the loss, and return the newest values of the whole job: at once, whatever they are by now.
+
+        Args:
+            iteration: the number of the iteration that ended last, as people know it.
+            loss: its loss, as a number. A tensor on a GPU is not read, for that would be a synchronisation.
+            writer: has ``add_scalar(tag, value, step)``; gets each report's values once.
+
+        Returns:
+            The contract's six tags, ``nan`` where a value is not measured (yet).
+        """
+        session = self._session
+        if session is not None:
+            if getattr(loss, "is_cuda", False):
+                session.warn("log_metrics was given a loss on the GPU, which is not read: pass loss.item()")
+                loss = None
+            session.recorder.loss(iteration, loss)
+        self._look()
+        if writer is not None and self._report > self._written:
+            self._written = self._report
+            self._write(writer)
+        return {f"efficientllm/{tag}": self._values.get(tag, NAN) for tag in HEADLINE.values()}
+
+    def _write(self, writer: Any) -> None:
+        try:
+            for tag in HEADLINE.values():
+                if tag in self._values:
+                    writer.add_scalar(f"efficientllm/{tag}", self._values[tag], self._iteration)
+        except Exception as error:  # noqa: BLE001 - the writer is the caller's: what it raises must not end the loop
+            if self._session is not None:
+                self._session.warn(f"the writer given to log_metrics failed: {type(error).__name__}: {error}")
+
+    def reset(self) -> None:
+        """Let the run-to-date values start anew after the current window."""
+        if self._session is not None:
+            self._session.recorder.reset()
+
+    # --- facts ---
+
+    def set_model_parameters(self, model_parameters: int) -> None:
+        """Say how many parameters the whole model has."""
+        self._learn(parameters={"total": _count(model_parameters), "is_share": False})
+
+    def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
+        """Say how much one step processes on this rank, for loops that do not count."""
+        self._batch = (int(sequence_length) * int(batch_size), int(batch_size))
+        self._learn(run={"sequence_length": int(sequence_length), "batch_size": int(batch_size)})
+
+    def record_facts(self, **facts: str | float | bool | None) -> None:
+        """Add to what ``run.json`` says about the run; of rank 0, whose word it is."""
+        self._learn(run=facts)
+
+    def _learn(self, **facts: Any) -> None:
+        for name, value in facts.items():
+            if isinstance(value, Mapping):
+                self._facts[name] = {**self._facts.get(name, {}), **value}
+            elif value is not None:
+                self._facts[name] = value
+        if self._session is not None:
+            self._session.tell(self._facts)
+
+    # --- values ---
+
+    def calculate_amu(self) -> float:
+        """Return the average memory utilization in GB."""
+        return self._value("amu")
+
+    def calculate_pcu(self) -> float:
+        """Return the peak compute utilization, 0..1."""
+        return self._value("pcu")
+
+    def calculate_al(self) -> float:
+        """Return the average latency in seconds per iteration."""
+        return self._value("al")
+
+    def calculate_tt(self) -> float:
+        """Return the token throughput in tokens per parameter and second."""
+        return self._value("tt")
+
+    def calculate_st(self) -> float:
+        """Return the sample throughput in samples per parameter and second."""
+        return self._value("st")
+
+    def calculate_aec(self) -> float:
+        """Return the average energy consumption in watts."""
+        return self._value("aec")
+
+    def calculate_it(self, tokens_generated: float, total_inference_time: float) -> float:
+        """Return the inference throughput in tokens per second; ``nan`` where no time passed."""
+        return tokens_generated / total_inference_time if total_inference_time > 0 else NAN
+
+    def get_all_metrics(self) -> EfficientLLMMetrics:
+        """Return the newest values."""
+        self._look()
+        found = {name: self._values.get(tag, NAN) for name, tag in HEADLINE.items()}
+        return EfficientLLMMetrics(**found, it=self._values.get(_IT, NAN))
+
+    def should_log(self, iteration: int) -> bool:
+        """Whether a window ends at ``iteration``; never while metrics are off."""
+        if self._session is None or self._config is None:
+            return False
+        return iteration % self._config.log_interval == 0
+
+    def _value(self, name: str) -> float:
+        self._look()
+        return self._values.get(HEADLINE[name], NAN)
+
+    def _look(self) -> None:
+        if self._session is None:
+            return
+        document = self._session.board.read()
+        self._report = document.get("report", self._report)
+        self._iteration = document.get("iteration", self._iteration)
+        self._values = document.get("values", self._values)
+
+
+#: LLaMA-Factory's name.
+EfficientLLMCollector = MetricsCollector
+
+
+class _Session:
+    """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
+
+    _generation = 0
+
+    def __init__(self, config: Config, place: Place, facts: dict[str, Any]) -> None:
+        self._config, self._place = config, place
+        self._facts = facts
+        self._pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener: socket.socket | None = None
+        self._trainer = self._wake = self._ready = -1
+        self._closed = False
+        self._ring = RingWriter(config.history_size)
+        try:
+            self.board = Board()
+        except RingError:
+            self._ring.close()
+            raise
+        self.recorder = Recorder(
+            self._ring,
+            config.log_interval,
+            facts["first_iteration"],
+            wake=self._wake_agent,
+            warn=self.warn,
+        )
+        self.record_start = self.recorder.start
+        self.record_end = self.recorder.end
+
+    def start(self) -> None:
+        """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._trainer = pidfd(os.getpid())
+        self._facts.update(self._own_facts())
+        stdout = -1
+        find = self._discover()
+        if self._listener is not None:
+            stdout = os.dup(1)
+            self._facts |= {"listen_descriptor": self._listener.fileno(), "stdout_descriptor": stdout}
+        self.tell(self._facts)
+        arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
+        arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
+        inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
+        try:
+            self._process = spawn(
+                "effllm.agent", arguments, [*inherited, self._listener.fileno() if self._listener else -1]
+            )
+        finally:
+            if stdout >= 0:
+                os.close(stdout)
+            if self._listener is not None:
+                self._listener.close()  # a forked worker must not keep the port
+        find()
+        poll = select.poll()
+        poll.register(self._ready, select.POLLIN)
+        poll.poll(READY_S * 1000)
+        atexit.register(self._at_exit)
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {
+            "config": self._config.to_dict(),
+            "place": self._place.to_dict(),
+            "trainer_pid": os.getpid(),
+            "host": platform.node(),
+            "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
+            "job": "",
+            "endpoint": "",
+            "run_folder": "",
+            **_cuda_identity(),
+        }
+
+    def _discover(self) -> Callable[[], None]:
+        """Know the endpoint now, or return what will find it once the agent runs."""
+        place, facts = self._place, self._facts
+        if self._config.endpoint:
+            host = self._config.endpoint.removeprefix("tcp://").rpartition(":")[0]
+            if not discovery.is_loopback(host):
+                raise discovery.DiscoveryError(
+                    f"{self._config.endpoint} is on another host, and this version reports over loopback alone"
+                )
+            facts["endpoint"] = self._config.endpoint
+            return lambda: None
+        _Session._generation += 1
+        store = discovery.Store(place, _Session._generation) if place.world_size > 1 else None
+        if place.rank != 0:
+            assert store is not None
+            return lambda: discovery.find(store, self._found, self.warn)
+        try:
+            address = discovery.own_address(place)
+            self._listener = discovery.listen(address)
+        except (discovery.DiscoveryError, OSError) as error:
+            if store is not None:
+                discovery.publish(store, {"refused": str(error)}, self.warn)
+            raise
+        facts["job"] = secrets.token_hex(8)
+        facts["endpoint"] = f"tcp://{address}:{self._listener.getsockname()[1]}"
+        facts["run_folder"] = str(_run_folder(self._config, place))
+        record = {"endpoint": facts["endpoint"], "job": facts["job"]}
+        facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
+        if store is not None:
+            discovery.publish(store, record, self.warn)
+        return lambda: None
+
+    def _found(self, record: dict[str, str]) -> None:
+        if "refused" in record:
+            return  # rank 0 has said why
+        self._facts["endpoint"], self._facts["job"] = record["endpoint"], record["job"]
+        self.tell(self._facts)
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Let the agent know the facts."""
+        if not self._closed and not self._ring.write_facts(facts):
+            facts["run"] = {}  # whatever fills the area, it is what the caller declared
+            self._ring.write_facts(facts)
+        self._wake_agent()
+
+    def warn(self, text: str) -> None:
+        """Have the agent say one line, once; nothing is printed on the training thread."""
+        warnings = self._facts["warnings"]
+        if text not in warnings and len(warnings) < 20:
+            warnings.append(text)
+            self.tell(self._facts)
+
+    def _wake_agent(self) -> None:
+        if self._wake >= 0 and not self._closed:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the agent to finish, for so long."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+
+    def close(self) -> None:
+        """Give up what is left; an agent that still works goes on alone."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self.recorder.disable()
+        for descriptor in (self._trainer, self._wake, self._ready):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._ring.close()
+        self.board.close()
+        if self._process is not None and self._process.poll() is None:
+            # Its exit status is nobody's business any more, and Popen would warn of it.
+            self._process.returncode = 0
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that ran to its end
+        self.recorder.finish(_how_it_ended())
+        self.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+        self.close()
+
+
+def _how_it_ended() -> str:
+    """Return how the interpreter comes to its end: it keeps the exception that nobody caught."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, KeyboardInterrupt):
+        return "killed"
+    return "completed" if error is None else "failed"
+
+
+def _cuda_identity() -> dict[str, str]:
+    """Return torch's current device by UUID and PCI bus id, if torch has one; never starts CUDA."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
+        return {}
+    try:
+        found = cuda.get_device_properties(cuda.current_device())
+    except (RuntimeError, AssertionError, TypeError):
+        return {}
+    uuid = str(getattr(found, "uuid", ""))
+    domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
+    return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
+
+
+def _run_folder(config: Config, place: Place) -> Path:
+    name = config.run_name or _safe(place.run_id)
+    if not name:
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return (Path(config.run_dir) / name).absolute()
+
+
+def _safe(run_id: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run_id).lstrip(".-_")[:100]
+
+
+def _command() -> list[str]:
+    from effllm.provenance import without_secrets
+
+    return without_secrets(list(sys.argv))
+
+
+def _count(value: Any) -> int | None:
+    try:
+        count = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return count if 0 < count < 2**62 else None
+
+
+def _say(text: str, place: Place) -> None:
+    if place.rank == 0:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"[EfficientLLM] {text}", file=sys.stderr, flush=True)  # noqa: T201 - before the first iteration
+
+
+_collector: MetricsCollector | None = None
+
+
+def get_metrics_collector() -> MetricsCollector:
+    """Return the collector of this process; before `initialize_efficientllm_metrics` it collects nothing."""
+    global _collector
+    if _collector is None:
+        _collector = MetricsCollector()
+    return _collector
+
+
+#: LLaMA-Factory's name.
+get_efficientllm_collector = get_metrics_collector
+
+
+def initialize_efficientllm_metrics(
+    model_parameters: int | None = None,
+    *positional: Any,
+    collection_interval: float | None = None,
+    sequence_length: int = 0,
+    batch_size: int = 0,
+    parameter_share: Mapping[str, int] | None = None,
+    first_iteration: int = 0,
+    total_iterations: int | None = None,
+    flops_per_token: float | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> MetricsCollector:
+    """Start the metrics of this rank; call it on every rank, once, before the loop.
+
+    A second call adds what it knows to the first.  After the model and without arguments by position both
+    original signatures are served: ``(n, collection_interval)`` as in Megatron, and
+    ``(n, sequence_length, batch_size, collection_interval)`` as in LLaMA-Factory.
+
+    Args:
+        model_parameters: parameters of the whole model.
+        positional: see above.
+        collection_interval: seconds between device samples; the environment's where not given.
+        sequence_length: tokens of a sample, for `MetricsCollector.record_step_end` without counts.
+        batch_size: samples of a step on this rank, likewise.
+        parameter_share: instead of ``model_parameters``, what this rank alone contributes
+            (``total``, ``trainable``, ``active``): the sum over all ranks is the model.
+        first_iteration: iterations that an earlier run of the job has done.
+        total_iterations: how many there will be, for the remaining time.
+        flops_per_token: model FLOPs of a token, forward and backward, for MFU.
+        facts: what ``run.json`` should say about the run.
+    """
+    if len(positional) == 1:
+        collection_interval = positional[0]
+    elif positional:
+        sequence_length, batch_size = positional[:2]
+        collection_interval = positional[2] if len(positional) > 2 else collection_interval
+    collector = get_metrics_collector()
+    if collection_interval is not None:
+        collector._overrides["collection_interval_s"] = collection_interval
+    if parameter_share is not None:
+        share = {kind: _count_or_zero(parameter_share.get(kind)) for kind in ("total", "trainable", "active")}
+        collector._learn(parameters={**share, "is_share": True})
+    elif model_parameters is not None:
+        collector.set_model_parameters(model_parameters)
+    collector._learn(
+        first_iteration=max(int(first_iteration), 0),
+        total_iterations=_count(total_iterations) if total_iterations else None,
+        flops_per_token=flops_per_token,
+        run=dict(facts or {}),
+    )
+    if sequence_length and batch_size:
+        collector.set_batch_config(sequence_length, batch_size)
+    fresh = not collector.is_collecting
+    collector.start_collection()
+    if fresh and collector.is_collecting and collector._place.rank == 0:
+        _greet(collector)
+    return collector
+
+
+def _count_or_zero(value: Any) -> int | None:
+    return 0 if value == 0 else _count(value)
+
+
+def _greet(collector: MetricsCollector) -> None:
+    config, count = collector._config, collector._facts["parameters"]
+    known = count.get("total") if not count.get("is_share") else None
+    model = f"model with {known:,} parameters" if known else "model"
+    assert config is not None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(f"[EfficientLLM] Metrics collection initialized for {model}")  # noqa: T201 - the original's lines
+        print(  # noqa: T201
+            f"[EfficientLLM] Collection interval: {config.collection_interval_s}s, History size: {config.history_size}",
+            flush=True,
+        )
+
+
+def should_log_metrics(iteration: int) -> bool:
+    """Whether a window ends at ``iteration``: divisible by LOG_INTERVAL; never while metrics are off."""
+    return get_metrics_collector().should_log(iteration)
+
+
+def finalize_efficientllm_metrics() -> None:
+    """End the metrics of this rank; rank 0 waits for the summary, five seconds at most."""
+    get_metrics_collector().stop_collection()
+
+
+def phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Mark a stretch that is not iteration: ``with effllm.phase("evaluation"): ...``."""
+    return get_metrics_collector().phase(name)
+
+
+class Monitor:
+    """What ``with effllm.monitor(...) as m`` gives: one call per iteration."""
+
+    def __init__(self, collector: MetricsCollector) -> None:
+        self._collector = collector
+        self._done = 0
+
+    def iteration(self, tokens: int = 0, samples: int = 0, loss: float | None = None) -> dict[str, float]:
+        """End an iteration and begin the next; return the newest values of the whole job."""
+        self._collector.record_iteration_end(tokens, samples)
+        self._done += 1
+        values = self._collector.log_metrics(self._collector._facts["first_iteration"] + self._done, loss)
+        self._collector.record_iteration_start()
+        return values
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Mark a stretch that is not iteration."""
+        return self._collector.phase(name)
+
+
+@contextlib.contextmanager
+def monitor(parameters: int | None = None, **arguments: Any) -> Iterator[Monitor]:
+    """Measure a loop: ``with effllm.monitor(parameters=n) as m: ... m.iteration(tokens=t, samples=s)``.
+
+    Args:
+        parameters: parameters of the whole model.
+        arguments: those of `initialize_efficientllm_metrics`.
+    """
+    collector = initialize_efficientllm_metrics(parameters, **arguments)
+    collector.record_iteration_start()
+    try:
+        yield Monitor(collector)
+    except KeyboardInterrupt:
+        collector.stop_collection("killed")
+        raise
+    except BaseException:
+        collector.stop_collection("failed")
+        raise
+    collector.stop_collection("completed")

@@ -1,0 +1,390 @@
+"""The aggregator's process: edges only.  Sockets, files, threads and clocks are here; rules are not.
+
+Started by rank 0's agent on a socket that already listens, or on its own by ``effllm serve``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from effllm.aggregator import Aggregator, Closed, Snapshot, restore
+from effllm.config import Config
+from effllm.provenance import gather
+from effllm.schema import Ack, Beat, Bye, ByeSeen, Event, Hello, Note, Refused, Reports, Welcome
+from effllm.sinks import Keeper, Run, Sink, SinkUnavailable, open_sink
+from effllm.transport import FrameError, ServerSocket, decode_from_agent, make_context
+
+TICK_S = 0.5
+SUMMARY_EVERY_S = 60.0
+SINKS_STOP_S = 3.0
+ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
+STATE = "state.json"
+MOST_FRAMES = 1000  # between two looks at everything else
+
+
+class Orders(Struct, frozen=True):
+    """What an aggregator is started with."""
+
+    config: dict[str, Any]
+    job: str
+    endpoint: str
+    folder: str  # the run folder, absolute; empty for none
+    listen_descriptor: int = -1
+    stdout_descriptor: int = 1
+    trainer_descriptor: int = -1  # pidfd of rank 0's trainer
+    facts: dict[str, Any] = {}
+
+
+class SinkThread:
+    """A sink in a thread of its own, behind a bounded queue: it may stall, raise or be slow alone."""
+
+    def __init__(self, name: str, run: Run, report: Callable[[str], None], most: int = 256) -> None:
+        self.name = name
+        self.dropped = 0
+        self._run = run
+        self._report = report
+        self._work: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(most)
+        self._thread = threading.Thread(target=self._loop, name=f"sink-{name}", daemon=True)
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Open the sink, in its thread."""
+        self._thread.start()
+
+    def put(self, work: Callable[[Sink], None]) -> None:
+        """Queue work; where the queue is full it is dropped and counted."""
+        try:
+            self._work.put_nowait(work)
+        except queue.Full:
+            self.dropped += 1
+            self._tell(f"sink {self.name} is too slow: reports are left out")
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the queued work end, for so long."""
+        with contextlib.suppress(queue.Full):
+            self._work.put(None, timeout=timeout_s)
+        self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        try:
+            sink = open_sink(self.name, self._run)
+        except SinkUnavailable as error:
+            self._tell(f"sink {self.name} is off: {error}")
+            sink = None
+        while (work := self._work.get()) is not None:
+            if sink is not None:
+                self._do(sink, work)
+        if sink is not None:
+            self._do(sink, lambda open_sink: open_sink.close())
+
+    def _do(self, sink: Sink, work: Callable[[Sink], None]) -> None:
+        try:
+            work(sink)
+        except Exception as error:  # noqa: BLE001 - a sink is a plug-in: whatever it raises is its own trouble
+            self._tell(f"sink {self.name} failed: {type(error).__name__}: {error}")
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told and len(self._told) < 10:
+            self._told.add(text)
+            self._report(text)
+
+
+class Server:
+    """One aggregator with its socket and its sinks."""
+
+    def __init__(self, orders: Orders, stdout: TextIO) -> None:
+        self._orders = orders
+        self._config = Config.from_dict(orders.config)
+        self._stdout = stdout
+        self._stop_asked = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
+        self._peers: dict[int, bytes] = {}
+        self._sinks: list[SinkThread] = []
+        self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
+        self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
+        self._facts_changed = False
+
+    def run(self) -> str:
+        """Serve until the job is over; return its status.
+
+        Raises:
+            zmq.ZMQError: the endpoint cannot be bound.
+        """
+        context = make_context()
+        self._socket = ServerSocket(context)
+        descriptor = self._orders.listen_descriptor
+        self.address = self._socket.listen(self._orders.endpoint, descriptor if descriptor >= 0 else None)
+        with self._run_folder() as folder:
+            self._start(folder)
+            self._loop()
+            status = self._finish()
+        self._socket.close()
+        context.destroy(linger=500)
+        return status
+
+    def stop(self, *_: object) -> None:
+        """Ask for the end: what has come in is closed and written."""
+        self._stop_asked = True
+
+    # --- start ---
+
+    @contextlib.contextmanager
+    def _run_folder(self) -> Iterator[Path | None]:
+        """Hold the run folder's lock; yield ``None`` where there is no folder to write to."""
+        folder = Path(self._orders.folder) if self._orders.folder else None
+        if folder is None:
+            yield None
+            return
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._warn(f"no run folder: {folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
+            yield None
+            return
+        try:
+            if not _lock(lock, 6.0):
+                self._warn(f"no run folder: another run is writing to {folder}; set EFFICIENTLLM_RUN_NAME")
+                yield None
+                return
+            yield folder
+            (folder / "lock").unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+
+    def _start(self, folder: Path | None) -> None:
+        self._folder = folder
+        snapshot = self._restore()
+        self._aggregator = Aggregator(
+            self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot
+        )
+        event_files = Path(self._config.tensorboard_dir) if self._config.tensorboard_dir else None
+        if event_files is None and folder:
+            event_files = folder / "tensorboard"
+        run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts)
+        for name in self._config.sinks:
+            sink = SinkThread(name, run, self._warn)
+            sink.start()
+            self._sinks.append(sink)
+
+    def _restore(self) -> Snapshot | None:
+        if self._folder is None:
+            return None
+        try:
+            snapshot = restore((self._folder / STATE).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            self._warn(f"{self._folder / STATE} cannot be read, the totals start anew: {error}")
+            return None
+        if snapshot.job == self._orders.job or not self._orders.job:
+            return snapshot
+        return snapshot.next_attempt(self._orders.job)
+
+    # --- the loop ---
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        next_tick_s = next_summary_s = time.monotonic()
+        while not self._stop_asked:
+            poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
+            self._receive()
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._tick(now_s)
+                if self._over(now_s):
+                    return
+            if now_s >= next_summary_s:
+                next_summary_s = now_s + SUMMARY_EVERY_S
+                self._summarize(ended=False)
+            self._hand_out(now_s)
+            if self._aggregator.finished(now_s):
+                return
+
+    def _receive(self) -> None:
+        for _ in range(MOST_FRAMES):
+            received = self._socket.receive()
+            if received is None:
+                return
+            peer, frame = received
+            try:
+                self._take(peer, decode_from_agent(frame))
+            except FrameError as error:
+                self._aggregator.reject(time.time(), str(error))
+
+    def _take(self, peer: bytes, message: Hello | Reports | Beat | Note | Bye) -> None:
+        now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
+        if isinstance(message, Hello):
+            reason = aggregator.hello(message, now_s, time_s)
+            if reason:
+                self._socket.send(peer, Refused(reason))
+                return
+            self._peers[message.rank] = peer
+            self._learn(message)
+            self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or "")))
+        elif isinstance(message, Reports):
+            aggregator.reports(message, now_s, time_s)
+        elif isinstance(message, Beat):
+            aggregator.beat(message, now_s, time_s)
+        elif isinstance(message, Note):
+            aggregator.note(message, now_s, time_s)
+        elif aggregator.bye(message, now_s, time_s):
+            self._socket.send(peer, ByeSeen(message.rank))
+
+    def _learn(self, hello: Hello) -> None:
+        ranks = self._facts.setdefault("ranks", {})
+        ranks[str(hello.rank)] = {
+            "host": hello.host,
+            "role": hello.role,
+            "devices": [msgspec.to_builtins(device) for device in hello.devices],
+        }
+        for name, value in hello.facts.items():
+            self._facts.setdefault(name, value)
+        self._facts["world_size"] = hello.world_size
+        self._facts["parameters"] = self._aggregator.parameters()
+        self._facts_changed = True
+
+    def _tick(self, now_s: float) -> None:
+        self._aggregator.tick(now_s, time.time())
+        if self._facts_changed:
+            self._facts_changed = False
+            facts = {**self._facts, "ranks": dict(self._facts["ranks"])}
+            self._to_sinks(lambda sink: sink.update_facts(facts))
+
+    def _over(self, now_s: float) -> bool:
+        """Whether rank 0's trainer is gone and nobody has been heard for long, so that no farewell will come."""
+        return _has_ended(self._orders.trainer_descriptor) and self._aggregator.all_silent(now_s)
+
+    def _hand_out(self, now_s: float) -> None:
+        for closed in self._aggregator.take_closed():
+            self._write(closed, now_s)
+        for event in self._aggregator.take_events():
+            self._to_sinks(lambda sink, event=event: sink.event(event))  # type: ignore[misc]
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, Event):
+                    self._to_sinks(lambda sink, item=item: sink.event(item))  # type: ignore[misc]
+                else:
+                    self._acknowledge(item)
+        while self._unsafe and now_s - self._unsafe[0][0] > ACK_ANYWAY_S:
+            self._acknowledge(self._unsafe[0][1])
+
+    def _write(self, closed: Closed, now_s: float) -> None:
+        report, rows, safe = closed
+        for sink in self._sinks:
+            sink.put(lambda sink: sink.write(report, rows))
+        if self._folder is None or "runfolder" not in self._config.sinks:
+            self._acknowledge(safe)
+            return
+        self._unsafe.append((now_s, safe))
+        state = self._aggregator.snapshot()
+
+        def keep(sink: Sink) -> None:
+            if isinstance(sink, Keeper):
+                sink.keep(state)
+                self._inbox.put(safe)
+                os.eventfd_write(self._wake, 1)
+
+        for sink in self._sinks:
+            if sink.name == "runfolder":
+                sink.put(keep)
+
+    def _acknowledge(self, safe: dict[int, int]) -> None:
+        self._unsafe = [one for one in self._unsafe if one[1] is not safe]
+        report = self._aggregator.last_report
+        values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
+        iteration = report.iteration if report else 0
+        for rank, sequence in safe.items():
+            if rank in self._peers:
+                ack = Ack(sequence, iteration, values, self._aggregator.report_count)
+                self._socket.send(self._peers[rank], ack)
+
+    def _to_sinks(self, work: Callable[[Sink], None]) -> None:
+        for sink in self._sinks:
+            sink.put(work)
+
+    def _warn(self, text: str) -> None:
+        """Make an event of trouble of our own; called from any thread."""
+        self._inbox.put(Event(time.time(), "sink", text))
+        os.eventfd_write(self._wake, 1)
+
+    # --- the end ---
+
+    def _summarize(self, ended: bool) -> str:
+        usage = time.process_time()
+        summary = self._aggregator.summary(time.time(), ended, aggregator_cpu_s=usage)
+        self._to_sinks(lambda sink: sink.summarize(summary))
+        return summary.status
+
+    def _finish(self) -> str:
+        self._aggregator.close_all()
+        self._tick(time.monotonic())
+        self._hand_out(time.monotonic())
+        status = self._summarize(ended=True)
+        deadline_s = time.monotonic() + SINKS_STOP_S
+        for sink in self._sinks:
+            sink.stop(max(deadline_s - time.monotonic(), 0.0))
+        self._hand_out(time.monotonic())
+        return status
+
+
+def _lock(descriptor: int, timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
+def _has_ended(pidfd: int) -> bool:
+    if pidfd < 0:
+        return False
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the aggregator that the JSON on the descriptor ``arguments[0]`` orders."""
+    # It ends with its job, by protocol; a scheduler's SIGTERM reaches trainers too, which may still save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = int(arguments[0])
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with os.fdopen(descriptor, "rb") as file:
+        orders = msgspec.json.decode(file.read(), type=Orders)
+    stdout = os.fdopen(orders.stdout_descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
+    Server(orders, stdout).run()
+    # A sink that hangs has a thread that cannot be joined.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""How our own processes are started: exec'ed, without the current folder on their path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# `python -m` would put the current folder first on sys.path, where a training script's own json.py or
+# queue.py would shadow the standard library's.
+_PROGRAM = (
+    "import sys; sys.path.pop(0); sys.path.append({parent!r}); "
+    "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
+)
+
+
+def spawn(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start ``module.main(arguments)`` in a session of its own, with these descriptors and our stderr.
+
+    A session of its own, because launchers kill process groups, and what is left of a job's last window
+    is read after that.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+    program = _PROGRAM.format(parent=str(Path(__file__).resolve().parent.parent), module=module)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[one for one in descriptors if one >= 0],
+        start_new_session=True,
+    )
+
+
+def pidfd(pid: int) -> int:
+    """Return a descriptor that is readable when the process has ended, or -1 where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return -1
