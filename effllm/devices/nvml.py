@@ -109,7 +109,7 @@ def _until_invalid(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[str
 
 
 def _text(answer: str | bytes) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer  # pynvml gave bytes before release 11.5
+    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes
 
 
 def _uuids_in_bus_order() -> list[str]:
