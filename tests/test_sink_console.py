@@ -16,7 +16,7 @@ from sink_examples import complete_totals, make_report, make_run, make_summary, 
 from effllm import metrics
 from effllm.schema import Coverage, EnergySummary, Event, Straggler, Value
 from effllm.sinks import console, open_sink
-from effllm.summary_text import duration, readable
+from effllm.summary_text import duration, readable, summary_text
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -278,6 +278,13 @@ def test_a_simulated_or_holed_run_says_so_in_its_table():
     assert "  energy        3,600,000 J (1.00 kWh), only in part measured: no total" in lines
     assert any("45.0 ±0.500" in line and "50 % covered" in line for line in lines)
     assert any(line.split() == ["new/thing", "1.00", "things"] for line in lines)
+
+
+def test_the_command_for_tensorboard_can_be_pasted_and_empty_classes_are_left_out():
+    text = summary_text(make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0}), None, Path("/my runs/one"))
+
+    assert "TensorBoard: tensorboard --logdir '/my runs/one'\n" in text
+    assert "  time          iterations 100.0 %\n" in text
 
 
 @pytest.mark.parametrize(
