@@ -272,10 +272,6 @@ class Agent:
     def _step(self) -> None:
         events = dict(self._poller.poll(self._timeout_ms()))
         began_s = time.monotonic()
-        for descriptor in (self._wake, self._sampled):
-            if descriptor in events:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(descriptor)
         self._look(self._trainer in events or self._is_orphan())
         if self._wake in events:
             # Whoever iterates faster than this is read in batches.
@@ -309,6 +305,9 @@ class Agent:
     def _look(self, trainer_gone: bool) -> None:
         """Take whatever is there, and send whatever can go."""
         now_s = time.monotonic()
+        for descriptor in (self._wake, self._sampled):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(descriptor)
         self._take_facts()
         self._take_samples()
         self._take_slots(self._ring.read())

@@ -331,7 +331,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     offset: int = 0  # iteration number shown = ordinal + offset
     total_iterations: int | None = None
     flops_per_token: float | None = None
-    facts: dict[str, str | int | float | bool | None | list[str]] = {}
+    facts: dict[str, str | int | float | bool | list[str] | None] = {}
     version: str = ""
     tensorboard_dir: str = ""  # the framework's own folder, where this rank knows one
 

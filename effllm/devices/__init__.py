@@ -39,7 +39,7 @@ class Reader(Protocol):
     device: Device
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return a sample, and for each quantity that just failed to read, its field's name and the reason.
+        """Return a sample, and for each quantity that failed to read this time, its field's name and the reason.
 
         A quantity that the device does not have is ``None`` and no failure.  Never raises.
         """
@@ -50,7 +50,7 @@ class Reader(Protocol):
 
 def device_names() -> list[str]:
     """Return the names of all device files, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def open_device(name: str, site: Site) -> Reader:
