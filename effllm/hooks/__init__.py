@@ -1,0 +1,1 @@
+"""What effllm knows about each training system, one file per system."""
