@@ -1,0 +1,207 @@
+"""megatron-core in every layout that runs on a CPU: what its ranks say of model and data adds up to one job."""
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+INTEGRATION = REPOSITORY / "integration" / "megatron_core"
+
+if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
+    pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.torch
+
+HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 256, 16, 2
+EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # words (the output layer is tied to them) and positions
+ATTENTION, MLP = 4 * HIDDEN**2, 8 * HIDDEN**2
+BIASES = 4 * HIDDEN + 5 * HIDDEN  # of both; the mixture has none
+NORMS = 2 * 2 * HIDDEN
+ROUTER = 2 * HIDDEN
+FINAL_NORM = 2 * HIDDEN
+DENSE_MODEL = EMBEDDINGS + LAYERS * (ATTENTION + MLP + BIASES + NORMS) + FINAL_NORM
+EXPERTS_MODEL = EMBEDDINGS + LAYERS * (ATTENTION + ROUTER + 2 * MLP + NORMS) + FINAL_NORM
+
+# name:tensor:pipeline:expert:expert_tensor
+TWO_RANKS = ["dense:1:1:1:1", "dense:2:1:1:2", "dense:1:2:1:1", "experts:1:1:2:1", "experts:2:1:1:1", "experts:2:1:1:2"]
+FOUR_RANKS = ["dense:2:2:1:2", "dense:2:1:1:2"]
+LAYOUTS = [*((name, "two_ranks") for name in TWO_RANKS), *((name, "four_ranks") for name in FOUR_RANKS)]
+TRAINED = [layout for layout in LAYOUTS if layout[0].startswith("dense")]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run_layouts(tmp_path_factory.mktemp("two"), 2, TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return run_layouts(tmp_path_factory.mktemp("four"), 4, FOUR_RANKS)
+
+
+@pytest.fixture(params=LAYOUTS, ids=" on ".join)
+def layout(request):
+    """The name of a layout and what each of its ranks said."""
+    name, job = request.param
+    return name, request.getfixturevalue(job)[name]
+
+
+def run_layouts(folder, num_ranks, layouts):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    rank = str(REPOSITORY / "tests" / "megatron_core_rank.py")
+    with subprocess.Popen(
+        [*command, "--nproc_per_node", str(num_ranks), rank, str(folder), *layouts],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(INTEGRATION)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+        try:
+            said, _ = job.communicate(timeout=110)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # torchrun ends its ranks then
+            raise
+    assert job.returncode == 0, said[-4000:]
+    return {
+        layout: [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(num_ranks)]
+        for layout in layouts
+    }
+
+
+def test_the_shares_of_all_ranks_add_up_to_the_model(layout):
+    name, ranks = layout
+
+    total = sum(rank["share"]["total"] for rank in ranks)
+
+    assert total == (DENSE_MODEL if name.startswith("dense") else EXPERTS_MODEL)
+
+
+def test_what_is_frozen_is_not_trainable_and_still_a_parameter(layout):
+    name, ranks = layout
+    frozen = 0 if name.startswith("dense") else VOCABULARY * HIDDEN
+
+    assert sum(rank["share"]["total"] - rank["share"]["trainable"] for rank in ranks) == frozen
+
+
+def test_one_rank_alone_would_have_miscounted(two_ranks):
+    held = {name: sum(rank["held"] for rank in ranks) for name, ranks in two_ranks.items()}
+
+    assert held["dense:1:1:1:1"] == 2 * DENSE_MODEL  # each replica holds it
+    assert held["dense:2:1:1:2"] > DENSE_MODEL  # norms are on both ranks
+    assert held["dense:1:2:1:1"] == DENSE_MODEL + VOCABULARY * HIDDEN  # so is the tied embedding
+
+
+def test_each_sample_is_given_by_one_rank(layout):
+    name, ranks = layout
+    tensor, pipeline = (int(size) for size in name.split(":")[1:3])
+
+    assert sum(rank["reports_data"] for rank in ranks) == len(ranks) // (tensor * pipeline)
+    if name.startswith("dense"):
+        assert sum(rank["samples"] for rank in ranks) == 3 * 8
+
+
+@pytest.mark.parametrize("layout", TRAINED, ids=" on ".join, indirect=True)
+def test_one_rank_has_the_loss_of_the_job(layout):
+    _, ranks = layout
+
+    (losses,) = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]
+
+    assert losses[0] == pytest.approx(5.5, abs=0.3)  # ln 256, before anything is learnt
+    assert losses[2] < losses[0]
+
+
+def test_tensor_parallelism_gives_the_losses_of_data_parallelism(two_ranks, four_ranks):
+    replicated, split = two_ranks["dense:1:1:1:1"][0]["losses"], two_ranks["dense:2:1:1:2"][0]["losses"]
+
+    assert split == pytest.approx(replicated, rel=1e-3)
+    assert four_ranks["dense:2:1:1:2"][0]["losses"] == pytest.approx(replicated, rel=1e-3)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    monkeypatch.syspath_prepend(str(INTEGRATION))
+    return importlib.import_module("settings")
+
+
+def write(folder, text):
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_run_configuration_of_the_demo_loads(settings):
+    demo = settings.read_settings(REPOSITORY / "configs" / "demo.yaml")
+
+    assert demo.training.iterations == 60
+    assert settings.data_parallel_size(demo, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: {}", "section 'modle' is not known; did you mean 'model'?"),
+        ("model: {hiden_size: 8}", "model: 'hiden_size' is not known; did you mean 'hidden_size'?"),
+        ("model: {xyzzy: 8}", "model: 'xyzzy' is not known; known: "),
+        ("model: {num_layers: two}", "model.num_layers='two' must be of type int"),
+        ("model: {num_layers: true}", "model.num_layers=True must be of type int"),
+        ("data: {sequence_length: 0}", "data.sequence_length=0 must be at least 1"),
+        ("training: {learning_rate: .nan}", "training.learning_rate=nan must be at least"),
+        ("model: 3", "model: names with values are expected, not 3"),
+        ("[1, 2]", "names with values are expected"),
+        ("system: torchtitan", "'system' must be megatron_core"),
+        ("model: {", "cannot read"),
+    ],
+)
+def test_a_wrong_run_configuration_is_refused_with_the_reason(settings, tmp_path, text, message):
+    with pytest.raises(settings.SettingsError) as refusal:
+        settings.read_settings(write(tmp_path, text))
+
+    assert message in str(refusal.value)
+
+
+def test_what_is_left_out_has_its_default(settings, tmp_path):
+    path = write(tmp_path, "training: {iterations: 3, learning_rate: 1}\nmodel:\n")
+
+    assert settings.read_settings(path) == settings.Settings(
+        training=settings.Training(iterations=3, learning_rate=1.0)
+    )
+
+
+def test_flags_override_the_file(settings, tmp_path):
+    path = write(tmp_path, "parallelism: {tensor: 2}\ntraining: {seed: 5}")
+
+    given = settings.parse_arguments(["--config", str(path), "--tp", "1", "--pp", "2", "--iterations", "7"])
+
+    assert given.parallelism == settings.Parallelism(tensor=1, pipeline=2)
+    assert (given.training.iterations, given.training.seed) == (7, 5)
+
+
+def test_a_wrong_flag_ends_with_a_line_that_names_it(settings, capsys):
+    with pytest.raises(SystemExit):
+        settings.parse_arguments(["--iterations", "0"])
+
+    assert "--iterations: training.iterations=0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "pipeline", "message"),
+    [
+        (3, 2, 1, "processes=3 does not divide by 2"),
+        (8, 8, 1, "model.num_attention_heads=4 does not divide by 8"),
+        (4, 1, 4, "model.num_layers=2 does not divide by 4"),
+        (3, 1, 1, "data.global_batch_size=32 does not divide by 12"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(settings, world_size, tensor, pipeline, message):
+    given = settings.Settings(parallelism=settings.Parallelism(tensor, pipeline))
+
+    with pytest.raises(settings.SettingsError) as refusal:
+        settings.data_parallel_size(given, world_size)
+
+    assert message in str(refusal.value)
