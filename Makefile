@@ -1,0 +1,59 @@
+# Everything here starts from a bare clone with Python and make: what is needed goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# Settings of the caller's shell that would make Python or pip look elsewhere than in .venv.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+
+.NOTPARALLEL:
+.PHONY: help demo test check bench clean
+
+help: ## Say what there is (the default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and watch its efficiency; a minute
+	@PYTHON=$(BIN)/python; export PYTHON; . launch/efficientllm_config.sh && \
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local_addr 127.0.0.1 \
+		--nproc_per_node "$$($(NUM_PROCESSES))" integration/megatron_core/train.py --config configs/demo.yaml && \
+	echo && echo 'Demo complete.'
+
+test: $(VENV)/.ready ## Run the tests
+	@$(BIN)/python -m pytest && echo 'Tests passed.'
+
+check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
+	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
+
+bench: $(VENV)/.ready ## Measure what measuring costs
+	@$(BIN)/python -m benchmarks
+
+clean: ## Remove what these targets made; run folders are kept
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A process for each GPU, at most two.  torch, slow to start, is only asked where there is a GPU.
+NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
+	then $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count() or 2, 2))'; else echo 2; fi
+
+# torch is the user's to bring; the demo and the tests bring one of their own.
+$(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
+	@echo 'Installing effllm, megatron-core and torch into $(VENV): a few minutes, once'
+	@$(PIP_INSTALL) -e '.[megatron,test]' torch
+	@touch $@
+
+$(VENV)/.checkers: $(VENV)/.made pyproject.toml constraints.txt
+	@echo 'Installing effllm and its checkers into $(VENV)'
+	@$(PIP_INSTALL) -e '.[check]'
+	@touch $@
+
+$(VENV)/.made:
+	@command -v '$(PYTHON)' >/dev/null || \
+		{ echo "make: there is no $(PYTHON): install Python 3.10 or newer, or say PYTHON=/path/to/python3" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		"make: Python 3.10 or newer is needed, and $(PYTHON) is %d.%d: say PYTHON=/path/to/python3" % sys.version_info[:2])'
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot make virtual environments: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+	@'$(PYTHON)' -m venv --clear $(VENV)
+	@touch $@

@@ -1,0 +1,37 @@
+# shellcheck shell=sh
+# Turns effllm's metrics on for every training job that is started from this shell:
+#
+#   source launch/efficientllm_config.sh
+#
+# A variable that is already set is kept.  For bash and zsh, from any folder, as often as you like.
+# docs/configuration.md says what each variable does and which others there are.
+
+export EFFICIENTLLM_METRICS_ENABLED="${EFFICIENTLLM_METRICS_ENABLED:-true}"
+export EFFICIENTLLM_COLLECTION_INTERVAL="${EFFICIENTLLM_COLLECTION_INTERVAL:-1.0}"
+export EFFICIENTLLM_HISTORY_SIZE="${EFFICIENTLLM_HISTORY_SIZE:-1000}"
+export EFFICIENTLLM_LOG_INTERVAL="${EFFICIENTLLM_LOG_INTERVAL:-10}"
+export EFFICIENTLLM_SINKS="${EFFICIENTLLM_SINKS:-console,tensorboard,runfolder}"
+export EFFICIENTLLM_RUN_DIR="${EFFICIENTLLM_RUN_DIR:-efficientllm_runs}"
+export EFFICIENTLLM_ATTACH="${EFFICIENTLLM_ATTACH:-1}"
+
+case "$(printf '%s' "$EFFICIENTLLM_METRICS_ENABLED" | tr -d '[:space:]' | tr '[:upper:]' '[:lower:]')" in
+true | 1 | yes | on)
+  printf '%s\n' 'EfficientLLM metrics'
+  printf '  %-12s %s\n' \
+    'samples' "every $EFFICIENTLLM_COLLECTION_INTERVAL s" \
+    'reports' "every $EFFICIENTLLM_LOG_INTERVAL iterations" \
+    'history' "$EFFICIENTLLM_HISTORY_SIZE iterations" \
+    'sinks' "$EFFICIENTLLM_SINKS" \
+    'run folders' "$EFFICIENTLLM_RUN_DIR"
+  # A package that only the current folder provides is not installed: the training script would not find it.
+  if ! "${PYTHON:-python3}" -c 'import sys; sys.path = [p for p in sys.path if p]; import effllm.schema' 2>/dev/null; then
+    printf '%s\n' "effllm: ${PYTHON:-python3} cannot import effllm: no metrics until it is installed in the environment that trains" >&2
+  elif ! "${PYTHON:-python3}" -m effllm env --check; then
+    printf '%s\n' 'effllm: correct the EFFICIENTLLM_* variables named above and source this file again' >&2
+    return 1
+  fi
+  ;;
+*)
+  printf '%s\n' "EfficientLLM metrics are off (EFFICIENTLLM_METRICS_ENABLED=$EFFICIENTLLM_METRICS_ENABLED)"
+  ;;
+esac

@@ -1,0 +1,148 @@
+"""launch/efficientllm_config.sh, sourced by the shells that people have."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from effllm.config import PREFIX, SWITCHES, VARIABLES
+
+REPOSITORY = Path(__file__).parent.parent
+CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"
+SHELLS = {"bash": ["bash", "--noprofile", "--norc", "-c"], "zsh": ["zsh", "-f", "-c"]}
+
+#: What a shell prints of itself: names of variables and functions, and its options with their states.
+LISTING = {
+    "bash": "compgen -v; compgen -A function; set +o; shopt",
+    "zsh": "print -l ${(k)parameters} ${(k)functions}; setopt; unsetopt",
+}
+
+
+@pytest.fixture(params=SHELLS)
+def shell(request):
+    if shutil.which(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    return request.param
+
+
+def run(shell, script, cwd=None, **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+    return subprocess.run(
+        [*SHELLS[shell], script],
+        env={**environment, "PYTHON": "true", **variables},  # a python that agrees with everything
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def exported(shell, **variables):
+    shown = run(shell, f"source '{CONFIG}' >/dev/null; env", **variables).stdout
+    return dict(line.split("=", 1) for line in shown.splitlines() if line.startswith(PREFIX))
+
+
+def test_a_strict_shell_can_source_it_twice_from_any_folder(shell, tmp_path):
+    done = run(shell, f"set -eu; source '{CONFIG}'; source '{CONFIG}'; echo done", cwd=tmp_path)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("done\n")
+
+
+def test_its_defaults_are_those_of_the_package(shell):
+    defaults = {PREFIX + variable.name: variable.default for variable in VARIABLES}
+
+    values = exported(shell)
+
+    assert values.pop(SWITCHES[0]) == "1"
+    assert sorted(values) == [
+        PREFIX + name
+        for name in ("COLLECTION_INTERVAL", "HISTORY_SIZE", "LOG_INTERVAL", "METRICS_ENABLED", "RUN_DIR", "SINKS")
+    ]
+    assert values == {name: defaults[name] for name in values}
+
+
+def test_a_variable_that_is_already_set_is_kept(shell):
+    assert exported(shell, EFFICIENTLLM_LOG_INTERVAL="7")["EFFICIENTLLM_LOG_INTERVAL"] == "7"
+
+
+def test_the_summary_is_a_heading_and_aligned_lines(shell):
+    heading, *lines = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_LOG_INTERVAL="25").stdout.splitlines()
+
+    assert heading == "EfficientLLM metrics"
+    assert "  reports      every 25 iterations" in lines
+    assert all(line.startswith("  ") and line[14] == " " and line[15] != " " for line in lines)
+
+
+@pytest.mark.parametrize("switch", ["false", "0", "nonsense"])
+def test_metrics_that_are_off_are_told_in_one_line_and_checked_by_nobody(shell, switch):
+    done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch, PYTHON="/nowhere/python")
+
+    assert done.returncode == 0
+    assert done.stdout == f"EfficientLLM metrics are off (EFFICIENTLLM_METRICS_ENABLED={switch})\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("switch", ["true", "TRUE", " yes ", "on", "1"])
+def test_every_spelling_that_the_package_takes_for_on_is_on(shell, switch):
+    done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch)
+
+    assert done.stdout.startswith("EfficientLLM metrics\n")
+
+
+def test_a_python_without_effllm_is_told_in_one_line_and_is_no_error(shell):
+    done = run(shell, f"set -eu; source '{CONFIG}'", PYTHON="false")
+
+    assert done.returncode == 0
+    assert done.stderr.count("\n") == 1
+    assert "false cannot import effllm: no metrics until it is installed" in done.stderr
+
+
+def test_an_effllm_that_only_the_current_folder_provides_is_not_installed(shell, tmp_path):
+    libraries = sysconfig.get_path("purelib")
+    if (Path(libraries) / "effllm").exists():
+        pytest.skip("effllm is installed without being editable, so that its libraries cannot be had without it")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{libraries}" exec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+
+    done = run(shell, f"source '{CONFIG}'", cwd=REPOSITORY, PYTHON=str(python))
+
+    assert "cannot import effllm" in done.stderr
+
+
+def test_a_wrong_value_fails_loudly_and_leaves_the_shell_alive(shell):
+    done = run(
+        shell,
+        f"source '{CONFIG}' || echo status $?; echo alive",
+        PYTHON=sys.executable,
+        EFFICIENTLLM_LOG_INTERVAL="0",
+    )
+
+    assert done.stdout.endswith("status 1\nalive\n")
+    assert "EFFICIENTLLM_LOG_INTERVAL='0'" in done.stderr
+
+
+def test_a_misspelt_variable_fails_with_the_name_that_was_meant(shell):
+    done = run(shell, f"set -e; source '{CONFIG}'; echo on", PYTHON=sys.executable, EFFICIENTLLM_LOG_INTERVALL="5")
+
+    assert done.returncode != 0
+    assert not done.stdout.endswith("on\n")
+    assert "did you mean EFFICIENTLLM_LOG_INTERVAL?" in done.stderr
+
+
+@pytest.mark.parametrize("python", ["true", "false"])
+def test_it_leaves_behind_its_exports_and_nothing_else(shell, tmp_path, python):
+    before, after = tmp_path / "before", tmp_path / "after"
+    listing = LISTING[shell]
+
+    run(shell, f"{{ {listing}; }} >'{before}'; source '{CONFIG}'; {{ {listing}; }} >'{after}'", PYTHON=python)
+
+    changed = set(after.read_text().splitlines()) ^ set(before.read_text().splitlines())
+    assert sum(name.startswith(PREFIX) for name in changed) == 7
+    assert {name for name in changed if not name.startswith(PREFIX)} <= {"PIPESTATUS", "BASH_REMATCH", "_"}

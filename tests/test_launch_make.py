@@ -1,0 +1,74 @@
+"""The Makefile on machines that cannot run it, where one line has to say why."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """As much of a clone as make looks at before it builds."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    return tmp_path
+
+
+def make(clone, *arguments):
+    inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON")}
+    return subprocess.run(
+        ["make", *arguments], cwd=clone, env=inherited, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def python_where(clone, statement):
+    """A python in whose every program ``statement`` comes first."""
+    python = clone / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "import sys; {statement}\n$2"\n')
+    python.chmod(0o755)
+    return f"PYTHON={python}"
+
+
+def test_make_alone_says_what_there_is(clone):
+    done = make(clone)
+
+    assert done.returncode == 0
+    assert re.findall(r"^make (\w+)", done.stdout, re.MULTILINE) == ["help", "demo", "test", "check", "bench", "clean"]
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "bench"])
+def test_an_old_python_is_refused_by_its_version(clone, target):
+    done = make(clone, target, python_where(clone, "sys.version_info = (3, 9, 18)"))
+
+    assert done.returncode != 0
+    assert done.stderr.startswith(f"make: Python 3.10 or newer is needed, and {clone}/python is 3.9: ")
+
+
+def test_a_missing_python_is_named(clone):
+    done = make(clone, "check", "PYTHON=python-of-nowhere")
+
+    assert done.stderr.startswith("make: there is no python-of-nowhere: ")
+
+
+def test_a_python_that_cannot_make_environments_names_the_package_to_install(clone):
+    done = make(clone, "check", python_where(clone, "sys.modules['ensurepip'] = None"))
+
+    assert done.returncode != 0
+    assert "apt install python3-venv" in done.stderr.splitlines()[0]
+    assert not (clone / ".venv").exists()
+
+
+def test_every_pinned_requirement_is_one_that_the_package_or_its_demo_has(clone):
+    requirement = re.compile(r'"([\w-]+)(?:>=[^"]*)?"')
+    declared = {name.lower() for name in requirement.findall((clone / "pyproject.toml").read_text())}
+    pinned = set(re.findall(r"^([\w-]+)==", (clone / "constraints.txt").read_text(), re.MULTILINE))
+
+    assert {name for name in pinned if name.lower() not in declared} == {"torch"}

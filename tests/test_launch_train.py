@@ -1,0 +1,234 @@
+"""The scripts in launch/ that start training, with a torchrun that writes down how it was called, or the real one."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm.config import PREFIX
+
+REPOSITORY = Path(__file__).parent.parent
+LAUNCH = REPOSITORY / "launch"
+TRAIN = LAUNCH / "train_with_efficientllm.sh"
+TORCHRUN_HERE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
+
+
+@pytest.fixture
+def commands(tmp_path):
+    """A folder of commands that stands first on PATH: a python that agrees with everything, and torchrun."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    add_command(folder, "python3", "exit 0")
+    add_command(folder, "torchrun", 'printf "%s\\n" "$@"')
+    return folder
+
+
+def add_command(folder, name, script):
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def environment(commands, **variables):
+    own = ("PYTHON", "MASTER_ADDR", "MASTER_PORT", "NNODES", "NODE_RANK", "NPROC_PER_NODE")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in own}
+    return {**inherited, "PATH": f"{commands}:/usr/bin:/bin", **variables}
+
+
+def start(script, *arguments, commands, cwd=None, **variables):
+    return subprocess.run(
+        ["bash", script, *arguments],
+        env=environment(commands, **variables),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def called_with(done):
+    """What the command at the end of the chain wrote down, below the summary of the configuration."""
+    return done.stdout.split("efficientllm_runs\n")[1].splitlines()
+
+
+def test_a_python_script_is_started_by_torchrun_with_a_process_per_gpu(commands, tmp_path):
+    (tmp_path / "my training.py").touch()
+
+    done = start(TRAIN, "my training.py", "8", "--lr", "3e-4", commands=commands, cwd=tmp_path)
+
+    assert called_with(done) == [*TORCHRUN_HERE, "8", "my training.py", "--lr", "3e-4"]
+
+
+def test_a_run_configuration_is_run_by_the_system_that_it_names(commands, tmp_path):
+    demo = str(REPOSITORY / "configs" / "demo.yaml")
+
+    done = start(TRAIN, demo, "2", "--tp", "2", commands=commands, cwd=tmp_path)
+
+    script = str(REPOSITORY / "integration" / "megatron_core" / "train.py")
+    assert called_with(done) == [*TORCHRUN_HERE, "2", script, "--config", demo, "--tp", "2"]
+    assert Path(script).is_file()
+
+
+def test_a_shell_script_runs_as_it_is_and_is_told_the_number_of_gpus(commands, tmp_path):
+    script = tmp_path / "pretrain.sh"
+    script.write_text('echo "$GPUS_PER_NODE $NPROC_PER_NODE $EFFICIENTLLM_METRICS_ENABLED $*"')
+
+    done = start(TRAIN, str(script), "4", "7B", "bf16", commands=commands)
+
+    assert called_with(done) == ["4 4 true 7B bf16"]
+
+
+def test_the_interpreter_that_PYTHON_names_trains(commands, tmp_path):
+    add_command(commands, "chosen", 'case "$1" in -m) shift; printf "%s\\n" "$@" ;; esac')
+    add_command(commands, "torchrun", "echo the wrong one")
+    (tmp_path / "train.py").touch()
+
+    done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path, PYTHON=str(commands / "chosen"))
+
+    assert called_with(done)[-7:] == ["torch.distributed.run", *TORCHRUN_HERE, "1", "train.py"]
+
+
+def test_the_exit_status_is_that_of_the_training(commands, tmp_path):
+    add_command(commands, "torchrun", "exit 7")
+    (tmp_path / "train.py").touch()
+
+    assert start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path).returncode == 7
+
+
+def test_nothing_is_trained_with_settings_that_do_not_pass(commands, tmp_path):
+    add_command(commands, "python3", 'test "$1" = -c')  # importable, and not content with the variables
+    (tmp_path / "train.py").touch()
+
+    done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert "--standalone" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a script and a number of GPUs are needed"),
+        (["train.py"], "a script and a number of GPUs are needed"),
+        (["missing.py", "2"], "there is no file missing.py"),
+        (["train.py", "two"], "at least 1, not 'two'"),
+        (["train.py", "0"], "at least 1, not '0'"),
+        (["train.txt", "2"], "neither a .py, a .yaml nor a .sh file"),
+        (["unknown.yaml", "2"], "there is no integration/unheard_of/train.py"),
+        (["outside.yaml", "2"], "has no 'system:' key"),
+    ],
+)
+def test_wrong_arguments_are_answered_with_the_reason_and_the_usage(commands, tmp_path, arguments, message):
+    for name, text in {
+        "train.py": "",
+        "train.txt": "",
+        "unknown.yaml": "system: unheard_of\n",
+        "outside.yaml": "system: ../../elsewhere\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+
+    done = start(TRAIN, *arguments, commands=commands, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "usage: train_with_efficientllm.sh" in done.stderr
+
+
+def test_help_shows_examples_and_is_no_error(commands):
+    done = start(TRAIN, "-h", commands=commands)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "launch/train_with_efficientllm.sh configs/demo.yaml 2" in done.stdout
+
+
+def test_without_torchrun_it_says_what_to_activate(commands, tmp_path):
+    (commands / "torchrun").unlink()
+    (tmp_path / "train.py").touch()
+
+    done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert "torchrun is not on PATH" in done.stderr
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.torch
+def test_two_torchruns_on_one_machine_make_one_job_of_two_nodes(commands, tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "say.py"
+    script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    add_command(commands, "torchrun", f'exec "{sys.executable}" -m torch.distributed.run "$@"')
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+
+    nodes = [
+        subprocess.Popen(
+            ["bash", str(LAUNCH / "torchrun_two_nodes.sh"), str(script)],
+            env=environment(commands, NODE_RANK=str(node), **job),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [ended(node) for node in nodes]
+
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert [text.splitlines()[-1] for text in said] == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def ended(process):
+    try:
+        return process.communicate(timeout=90)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its own processes then
+        process.communicate()
+        raise
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
+def test_a_node_that_does_not_know_its_place_says_which_variable_is_missing(commands, missing):
+    place = {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"}
+    del place[missing]
+
+    done = start(LAUNCH / "torchrun_two_nodes.sh", "train.py", commands=commands, **place)
+
+    assert done.returncode != 0
+    assert f"{missing}: set it to" in done.stderr
+
+
+def test_slurm_starts_a_torchrun_on_each_node_of_its_job(commands):
+    add_command(commands, "scontrol", "printf 'node7\\nnode8\\n'")
+    add_command(commands, "srun", 'shift; SLURM_NODEID=1 exec "$@"')
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_JOB_ID": "31234",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+
+    done = start(LAUNCH / "slurm.sbatch", "train.py", "--lr", "1", commands=commands, **slurm)
+
+    node = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "node7", "--master_port", "21234"]
+    assert called_with(done) == [*node, "--nproc_per_node", "8", "train.py", "--lr", "1"]
+
+
+def test_the_shell_scripts_pass_shellcheck():
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [*LAUNCH.iterdir(), REPOSITORY / ".ci" / "run"]
+
+    done = subprocess.run(
+        [shellcheck, "--external-sources", *scripts], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (0, "")
