@@ -294,23 +294,21 @@ class Server:
 
     def _write(self, closed: Closed, now_s: float) -> None:
         report, rows, safe = closed
-        for sink in self._sinks:
-            sink.put(lambda sink: sink.write(report, rows))
         if self._folder is None or "runfolder" not in self._config.sinks:
+            self._to_sinks(lambda sink: sink.write(report, rows))
             self._acknowledge(safe)
             return
         self._unsafe.append((now_s, safe))
         state = self._aggregator.snapshot()
 
-        def keep(sink: Sink) -> None:
-            if isinstance(sink, Keeper):
+        def write(sink: Sink) -> None:
+            sink.write(report, rows)
+            if isinstance(sink, Keeper):  # not reached where the write failed: then the agents keep their copies
                 sink.keep(state)
                 self._inbox.put(safe)
                 os.eventfd_write(self._wake, 1)
 
-        for sink in self._sinks:
-            if sink.name == "runfolder":
-                sink.put(keep)
+        self._to_sinks(write)
 
     def _acknowledge(self, safe: dict[int, int]) -> None:
         self._unsafe = [one for one in self._unsafe if one[1] is not safe]

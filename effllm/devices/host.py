@@ -31,7 +31,6 @@ RAPL_UNREADABLE = (
     "energy: only root may read the RAPL counters; run as root, or make /sys/class/powercap/intel-rapl:*/energy_uj "
     "readable (chmod or a udev rule), or give Python the capability CAP_DAC_READ_SEARCH"
 )
-RAPL_ELSEWHERE = "energy: the host's is read once, by its local rank 0"
 
 
 class Usage(NamedTuple):
@@ -254,7 +253,7 @@ def rapl_zones(root: Path) -> list[Path]:
 def _open_rapl(root: Path, local_rank: int, clock: Callable[[], float]) -> tuple[Rapl | None, str]:
     """Return the counters, or none and the sentence that says why."""
     if local_rank != 0:
-        return None, RAPL_ELSEWHERE
+        return None, ""  # node power is read once per node
     try:
         zones = rapl_zones(root)
         return (Rapl(zones, clock), "") if zones else (None, NO_RAPL)

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from effllm.config import Config
 from effllm.schema import ClusterReport, Event, RankReport, Summary
@@ -46,8 +46,19 @@ class Sink(Protocol):
     def summarize(self, summary: Summary) -> None:
         """Take the run as it stands: every minute, and last of all at the end."""
 
+    def update_facts(self, facts: dict[str, Any]) -> None:
+        """Take what is known about the run, whenever more of it is."""
+
     def close(self) -> None:
         """Finish what was begun; may be called twice."""
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A sink that can also keep the aggregator's state, so that a killed one is replaced without loss."""
+
+    def keep(self, state: bytes) -> None:
+        """Replace the kept state; what has been written before this returns is safe."""
 
 
 def sink_names() -> list[str]:
