@@ -112,6 +112,7 @@ class Server:
         self._config = Config.from_dict(orders.config)
         self._stdout = stdout
         self._stop_asked = False
+        self.address = ""  # known once `run` has bound it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
         self._peers: dict[int, bytes] = {}

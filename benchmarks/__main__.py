@@ -1,0 +1,76 @@
+"""Measure everything, or what is named: ``python -m benchmarks [recorder importing agent latency training]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figure import Figure
+
+NAMES = ("recorder", "importing", "latency", "agent", "training")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Measure, show a table, and keep the figures as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all without a name")
+    parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(NAMES):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(NAMES)}")
+    console = Console()
+    figures: list[Figure] = []
+    for name in given.names or NAMES:
+        with console.status(f"measuring: {name}"):
+            figures += importlib.import_module(f"benchmarks.{name}").measure()
+    console.print(_table(figures))
+    if given.keep:
+        console.print(f"kept in {_keep(figures)}")
+
+
+def _table(figures: list[Figure]) -> Table:
+    table = Table(title="What measuring costs")
+    for column, justify in (("figure", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for figure in figures:
+        value = f"{figure.value:.4g} {figure.unit}"
+        if figure.interval:
+            value += f"\n95 %: {figure.interval[0]:.4f} to {figure.interval[1]:.4f}"
+        goal = "" if figure.goal is None else f"{figure.goal:g}"
+        table.add_row(figure.name, value, goal, {True: "met", False: "not met", None: ""}[figure.met])
+    return table
+
+
+def _keep(figures: list[Figure]) -> Path:
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "changed": bool(_git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpu": "none: not measured on a GPU",
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{machine['date']}-cpu.json"
+    body = {"machine": machine, "figures": [figure.to_dict() for figure in figures]}
+    path.write_text(json.dumps(body, indent=2) + "\n")
+    return path
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

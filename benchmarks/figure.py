@@ -1,0 +1,45 @@
+"""One measured figure, with its goal."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that somebody may rely on.
+
+    ``goal`` is the largest value that meets it; ``detail`` holds what the number was made of.
+    """
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+    interval: tuple[float, float] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; ``None`` without one."""
+        return None if self.goal is None else self.value <= self.goal
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for the results file."""
+        return {**asdict(self), "met": self.met}
+
+
+def interval_95(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> tuple[float, float]:
+    """Return the bootstrap percentile interval of a statistic: 4000 resamples, the same at every call."""
+    chance = random.Random(20261120)
+    resampled = sorted(statistic(chance.choices(values, k=len(values))) for _ in range(4000))
+    return resampled[100], resampled[3899]
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median."""
+    return statistics.median(values)

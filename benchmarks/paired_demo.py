@@ -1,0 +1,87 @@
+"""The demo's training, with stretches of metrics on and off that take turns; run by training.py under torchrun.
+
+Off means that the calls are left out and that agent and aggregator are stopped by SIGSTOP: the bare job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+import train as demo
+from settings import data_parallel_size, parse_arguments
+
+import effllm
+from effllm.hooks.megatron import parameter_share
+
+UNTIMED = 2  # after a change of sides
+
+
+def main(times: Path, pairs: int, iterations: int) -> None:
+    settings = parse_arguments([])
+    replicas = data_parallel_size(settings, int(os.environ["WORLD_SIZE"]))
+    job = demo.prepare(settings, demo.join_processes(settings), replicas)
+    collector = effllm.initialize_efficientllm_metrics(parameter_share=parameter_share(job.trainee.chunks))
+    ours = psutil.Process().children(recursive=True)
+    done = 0
+
+    def train(measured: bool) -> float:
+        nonlocal done
+        began_s = 0.0
+        for turn in range(UNTIMED + iterations):
+            if turn == UNTIMED:
+                dist.barrier()
+                began_s = time.perf_counter()
+            done += 1
+            batch = job.corpus.training_batch(done, job.replica, job.replicas)
+            if measured:
+                collector.record_iteration_start()
+            demo.train_step(job, batch)
+            if measured:
+                collector.record_iteration_end(len(batch) * settings.data.sequence_length, len(batch))
+                collector.log_metrics(done, 1.0)
+        dist.barrier()
+        return (time.perf_counter() - began_s) / iterations
+
+    train(measured=True)
+    order = random.Random(7)
+    seconds = []
+    for _ in range(pairs):
+        pair = {}
+        for measured in order.sample([True, False], 2):
+            if measured:
+                pair[measured] = train(measured)
+            else:
+                with stopped(ours):
+                    pair[measured] = train(measured)
+        seconds.append((pair[True], pair[False]))
+    effllm.finalize_efficientllm_metrics()
+    if dist.get_rank() == 0:
+        times.write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    """Keep our processes from running at all."""
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+
+
+if __name__ == "__main__":
+    path, *numbers = sys.argv[1:]
+    main(Path(path), *map(int, numbers))
