@@ -35,7 +35,8 @@ def dense(tensor, pipeline):
     losses, samples = [], 0
     for iteration in range(1, 4):
         batch = corpus.training_batch(iteration, job.replica, replicas)
-        losses.append(train.mean_over_replicas(train.train_step(job, batch)))
+        loss = train.train_step(job, batch)
+        losses.append(None if loss is None else loss.item())
         samples += len(batch) if reports_data() else 0
     return trainee.chunks, {"losses": losses, "samples": samples}
 

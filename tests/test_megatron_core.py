@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from effllm.config import PREFIX
+
 REPOSITORY = Path(__file__).parent.parent
 INTEGRATION = REPOSITORY / "integration" / "megatron_core"
 
@@ -53,11 +55,19 @@ def layout(request):
 
 
 def run_layouts(folder, num_ranks, layouts):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
-    rank = str(REPOSITORY / "tests" / "megatron_core_rank.py")
+    run_job(num_ranks, REPOSITORY / "tests" / "megatron_core_rank.py", folder, *layouts, PYTHONPATH=str(INTEGRATION))
+    return {
+        layout: [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(num_ranks)]
+        for layout in layouts
+    }
+
+
+def run_job(num_ranks, script, *arguments, **variables):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
     with subprocess.Popen(
-        [*command, "--nproc_per_node", str(num_ranks), rank, str(folder), *layouts],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(INTEGRATION)},
+        [*torchrun, "--nproc_per_node", str(num_ranks), script, *arguments],
+        env={**inherited, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -68,10 +78,7 @@ def run_layouts(folder, num_ranks, layouts):
             job.terminate()  # torchrun ends its ranks then
             raise
     assert job.returncode == 0, said[-4000:]
-    return {
-        layout: [json.loads((folder / f"{layout}-{rank}.json").read_text()) for rank in range(num_ranks)]
-        for layout in layouts
-    }
+    return said
 
 
 def test_the_shares_of_all_ranks_add_up_to_the_model(layout):
@@ -121,6 +128,27 @@ def test_tensor_parallelism_gives_the_losses_of_data_parallelism(two_ranks, four
 
     assert split == pytest.approx(replicated, rel=1e-3)
     assert four_ranks["dense:2:1:1:2"][0]["losses"] == pytest.approx(replicated, rel=1e-3)
+
+
+def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"model: {{hidden_size: {HIDDEN}, num_layers: {LAYERS}}}\n"
+        f"data: {{sequence_length: {LENGTH}, micro_batch_size: 2, global_batch_size: 8}}\n"
+        "training: {iterations: 12, evaluation_interval: 6, checkpoint_interval: 8}\n"
+        "metrics: {facts: {task: a test}}\n"
+    )
+    runs = {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run", "EFFICIENTLLM_LOG_INTERVAL": "4"}
+
+    said = run_job(2, INTEGRATION / "train.py", "--config", job, "--tp", "2", **runs)
+
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["parameters"], summary["iterations"]) == ("completed", DENSE_MODEL, 12)
+    assert (summary["samples"], summary["tokens"]) == (12 * 8, 12 * 8 * LENGTH)
+    assert summary["time_by_class"]["evaluation"] > 0
+    assert summary["time_by_class"]["checkpoint"] > 0
+    assert said.count("[EfficientLLM Metrics] Iteration ") == 3
+    assert said.count("  Loss: ") == 3
 
 
 @pytest.fixture

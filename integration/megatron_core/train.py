@@ -85,7 +85,7 @@ def train(job: Job) -> None:
         samples = len(batch) if reports_data() else 0
         collector.record_iteration_end(samples * job.settings.data.sequence_length, samples)
         if effllm.should_log_metrics(iteration):
-            collector.log_metrics(iteration, mean_over_replicas(loss))
+            collector.log_metrics(iteration, None if loss is None else loss.item())
         # ---- effllm: what is no training is marked, and does not make training look slow ------------
         if is_due(training.evaluation_interval, iteration):
             with effllm.phase("evaluation"):
@@ -98,6 +98,8 @@ def train(job: Job) -> None:
 
 def join_processes(settings: Settings) -> torch.device:
     """Make this process a rank of the job, on the GPU of its own or else on the CPU."""
+    if "RANK" not in os.environ:
+        raise SystemExit("train.py: start it with torchrun, as its first lines show")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -130,14 +132,15 @@ def prepare(settings: Settings, device: torch.device, replicas: int) -> Job:
 
 
 def train_step(job: Job, batch: torch.Tensor) -> torch.Tensor | None:
-    """Take one optimizer step; return this replica's loss where it is known."""
+    """Take one optimizer step; return the job's loss on the rank that reports it."""
     for chunk in job.trainee.chunks:
         chunk.zero_grad_buffer()
     job.trainee.optimizer.zero_grad()
     loss = pass_through(job, batch, forward_only=False)
     job.trainee.optimizer.step()
     job.trainee.schedule.step(increment=1)
-    return loss
+    # In every iteration: ranks that wait for each other must not depend on whether one of them logs.
+    return mean_over_replicas(loss)
 
 
 def evaluate(job: Job, iteration: int) -> None:
@@ -155,7 +158,7 @@ def evaluate(job: Job, iteration: int) -> None:
         chunk.train()
     known = [loss for loss in losses if loss is not None]
     if known:
-        print(f"Evaluation after iteration {iteration}: loss {sum(known) / len(known):.4f}", flush=True)
+        print(f"Evaluation after iteration {iteration}: loss {torch.stack(known).mean():.4f}", flush=True)
 
 
 def save_checkpoint(job: Job, iteration: int) -> None:
@@ -202,13 +205,13 @@ def mean_loss(loss_of_tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, tor
     return loss, {"loss": loss.detach().clone()}
 
 
-def mean_over_replicas(loss: torch.Tensor | None) -> float | None:
+def mean_over_replicas(loss: torch.Tensor | None) -> torch.Tensor | None:
     """Return the job's loss on the one rank that reports it, and None on all others."""
     if loss is None:
         return None
     dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
     is_reporter = reports_data() and parallel_state.get_data_parallel_rank() == 0
-    return float(loss) / parallel_state.get_data_parallel_world_size() if is_reporter else None
+    return loss / parallel_state.get_data_parallel_world_size() if is_reporter else None
 
 
 def facts(job: Job) -> dict[str, Any]:
