@@ -176,6 +176,7 @@ class Agent:
         self._watched_child = -1
         self._next_beat_s = 0.0
         self._busy_trainer = False
+        self._address: dict[str, str] = {}  # found after the start
 
     def run(self) -> None:
         """Live as long as the trainer, and a little longer."""
@@ -321,9 +322,17 @@ class Agent:
             self._watch_child()
 
     def _take_facts(self) -> None:
+        address = self._ring.address()
+        if address is not None and "failed" in address:
+            self._log.line(address["failed"])
+        elif address is not None:
+            self._address = address
+            self._facts.update(address)
+            self._connect()
         facts = self._ring.facts()
         if facts is None:
             return
+        facts.update(self._address)
         for text in facts.get("warnings", [])[len(self._facts.get("warnings", [])) :]:
             self._log.line(text, "warning")
         self._facts = facts

@@ -385,13 +385,13 @@ class _Session:
         store = discovery.Store(place, _Session._generation) if place.world_size > 1 else None
         if place.rank != 0:
             assert store is not None
-            return lambda: discovery.find(store, self._found, self.warn)
+            return lambda: discovery.find(store, self._found, self._not_found)
         try:
             address = discovery.own_address(place)
             self._listener = discovery.listen(address)
         except (discovery.DiscoveryError, OSError) as error:
             if store is not None:
-                discovery.publish(store, {"refused": str(error)}, self.warn)
+                discovery.publish(store, {"refused": str(error)}, self._not_found)
             raise
         facts["job"] = secrets.token_hex(8)
         facts["endpoint"] = f"tcp://{address}:{self._listener.getsockname()[1]}"
@@ -399,14 +399,20 @@ class _Session:
         record = {"endpoint": facts["endpoint"], "job": facts["job"]}
         facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
         if store is not None:
-            discovery.publish(store, record, self.warn)
+            discovery.publish(store, record, self._not_found)
         return lambda: None
 
-    def _found(self, record: dict[str, str]) -> None:
-        if "refused" in record:
-            return  # rank 0 has said why
-        self._facts["endpoint"], self._facts["job"] = record["endpoint"], record["job"]
-        self.tell(self._facts)
+    # These two may run in the discovery thread, so they touch nothing that the loop's thread writes.
+
+    def _found(self, record: Mapping[str, str]) -> None:
+        if "refused" not in record and not self._closed:  # rank 0 has said why
+            self._ring.write_address({"endpoint": record["endpoint"], "job": record["job"]})
+            self._wake_agent()
+
+    def _not_found(self, text: str) -> None:
+        if not self._closed:
+            self._ring.write_address({"failed": text})
+            self._wake_agent()
 
     def tell(self, facts: dict[str, Any]) -> None:
         """Let the agent know the facts."""

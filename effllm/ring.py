@@ -30,7 +30,9 @@ _PAGE = 4096
 _FACTS_AT = _PAGE
 _FACTS_BYTES = 64 * 1024
 _DOCUMENT = struct.Struct("<QII")  # version, length, checksum
-_SLOTS_AT = _FACTS_AT + _FACTS_BYTES
+_ADDRESS_AT = _FACTS_AT + _FACTS_BYTES
+_ADDRESS_BYTES = 4 * 1024
+_SLOTS_AT = _ADDRESS_AT + _ADDRESS_BYTES
 _SLOT_BYTES = 128
 _BOARD_BYTES = 32 * 1024
 
@@ -134,6 +136,10 @@ class RingWriter:
         """Replace the facts; ``False`` where they are too large for their area, which then keeps the old."""
         return _write_document(self._map, _FACTS_AT, _FACTS_BYTES, facts)
 
+    def write_address(self, record: dict[str, str]) -> bool:
+        """Say where the aggregator is; apart from the facts, because another thread may find it."""
+        return _write_document(self._map, _ADDRESS_AT, _ADDRESS_BYTES, record)
+
     def close(self) -> None:
         """Give up the map and the descriptor; may be called twice."""
         if self.descriptor >= 0:
@@ -151,7 +157,7 @@ class RingReader:
         if magic != MAGIC or slot_bytes != _SLOT_BYTES:
             raise RingError("this is not a ring of this version of effllm")
         self._next = 1
-        self._facts_version = 0
+        self._facts_version = self._address_version = 0
         self.overrun = 0  # records that were overwritten before they were read
 
     def read(self) -> list[Slot]:
@@ -203,6 +209,13 @@ class RingReader:
         if facts is not None:
             self._facts_version = version
         return facts
+
+    def address(self) -> dict[str, Any] | None:
+        """Return what was found out about the aggregator's address since the last call, else ``None``."""
+        version, record = _read_document(self._map, _ADDRESS_AT, _ADDRESS_BYTES, self._address_version)
+        if record is not None:
+            self._address_version = version
+        return record
 
     def close(self) -> None:
         """Give up the map; may be called twice."""

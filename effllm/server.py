@@ -148,10 +148,10 @@ class Server:
     @contextlib.contextmanager
     def _run_folder(self) -> Iterator[Path | None]:
         """Hold the run folder's lock; yield ``None`` where there is no folder to write to."""
-        folder = Path(self._orders.folder) if self._orders.folder else None
-        if folder is None:
+        if not self._orders.folder:
             yield None
             return
+        folder = _unfinished(Path(self._orders.folder))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -262,14 +262,14 @@ class Server:
         for name, value in hello.facts.items():
             self._facts.setdefault(name, value)
         self._facts["world_size"] = hello.world_size
-        self._facts["parameters"] = self._aggregator.parameters()
         self._facts_changed = True
 
     def _tick(self, now_s: float) -> None:
         self._aggregator.tick(now_s, time.time())
         if self._facts_changed:
             self._facts_changed = False
-            facts = {**self._facts, "ranks": dict(self._facts["ranks"])}
+            known = {"ranks": dict(self._facts["ranks"]), "parameters": self._aggregator.parameters()}
+            facts = {**self._facts, **known}
             self._to_sinks(lambda sink: sink.update_facts(facts))
 
     def _over(self, now_s: float) -> bool:
@@ -347,7 +347,26 @@ class Server:
         for sink in self._sinks:
             sink.stop(max(deadline_s - time.monotonic(), 0.0))
         self._hand_out(time.monotonic())
+        if status == "completed" and self._folder is not None:
+            with contextlib.suppress(OSError):  # what is over is not gone on with
+                (self._folder / STATE).unlink(missing_ok=True)
         return status
+
+
+def _unfinished(folder: Path) -> Path:
+    """Return the folder, or the first of NAME-2, NAME-3, ... that holds no completed run: those are not continued."""
+    candidate, number = folder, 1
+    while _status(candidate) == "completed":
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+def _status(folder: Path) -> str:
+    try:
+        return str(msgspec.json.decode((folder / "summary.json").read_bytes()).get("status", ""))
+    except (OSError, msgspec.MsgspecError, AttributeError):
+        return ""
 
 
 def _lock(descriptor: int, timeout_s: float) -> bool:
