@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import re
 import secrets
 import select
 import socket
@@ -31,6 +32,8 @@ READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may t
 FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
 OTHER_RANKS_END_S = 1.0
 NAN = float("nan")
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 #: The contract's six tags, with the names of the original's methods.
 HEADLINE = {
@@ -488,10 +491,15 @@ def _cuda_identity() -> dict[str, str]:
 
 
 def _run_folder(config: Config, place: Place) -> Path:
-    name = config.run_name or _safe(place.run_id)
-    if not name:
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    return (Path(config.run_dir) / name).absolute()
+    parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
+    if config.run_name:
+        return parent / config.run_name
+    if run_id and not _UUID.fullmatch(run_id):
+        return parent / run_id
+    # torchrun makes up an id where it is given none; its restarts find the folder by the end of the name.
+    end = run_id[:8] or secrets.token_hex(4)
+    earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
+    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
 
 
 def _safe(run_id: str) -> str:
