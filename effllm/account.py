@@ -182,33 +182,38 @@ class Account(Struct):
             self.tokens_loss += row.tokens_loss
             self.samples += row.samples
 
-    def add_devices(self, merged: Mapping[str, MergedDevice]) -> None:
-        """Add the memory and utilization of a window's devices."""
+    def add_devices(self, merged: Mapping[str, MergedDevice], sign: int = 1) -> None:
+        """Add the memory and utilization of a window's devices; with a sign of -1 take them back."""
         for key, one in merged.items():
             integrals = one.wall if self.wall else one.iterations
             sums = self.devices.setdefault(key, DeviceSums())
-            sums.memory_byte_seconds += integrals.memory_byte_seconds or 0.0
-            sums.memory_covered_s += integrals.memory_covered_s
-            sums.utilization_seconds += integrals.utilization_seconds or 0.0
-            sums.utilization_covered_s += integrals.utilization_covered_s
+            sums.memory_byte_seconds += sign * (integrals.memory_byte_seconds or 0.0)
+            sums.memory_covered_s += sign * integrals.memory_covered_s
+            sums.utilization_seconds += sign * (integrals.utilization_seconds or 0.0)
+            sums.utilization_covered_s += sign * integrals.utilization_covered_s
             if one.memory_peak_bytes is not None:
                 sums.memory_peak_bytes = max(one.memory_peak_bytes, sums.memory_peak_bytes or 0.0)
 
-    def add_energy(self, energy: WindowEnergy, rows: Sequence[RankReport], least_coverage: float) -> None:
-        """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured."""
+    def add_energy(
+        self, energy: WindowEnergy, rows: Sequence[RankReport], least_coverage: float, sign: int = 1
+    ) -> None:
+        """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured.
+
+        With a sign of -1 take it back, for a late row changes all of it.
+        """
         joules = energy.wall_j if self.wall else energy.iterations_j
-        self.measured_j += joules
+        self.measured_j += sign * joules
         if not is_covered(energy.coverage, least_coverage):
-            self.holes += 1
+            self.holes += sign
             return
-        self.energy_windows += 1
-        self.energy_j += joules
-        self.energy_iterations += max((row.iterations for row in rows), default=0)
+        self.energy_windows += sign
+        self.energy_j += sign * joules
+        self.energy_iterations += sign * max((row.iterations for row in rows), default=0)
         for row in rows:
             sums = self.ranks.setdefault(row.rank, RankSums())
-            sums.energy_time_s += row.wall_s if self.wall else row.time_s
-            self.energy_tokens += row.tokens
-            self.energy_samples += row.samples
+            sums.energy_time_s += sign * (row.wall_s if self.wall else row.time_s)
+            self.energy_tokens += sign * row.tokens
+            self.energy_samples += sign * row.samples
 
     def totals(
         self,

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm import metrics
-from effllm.account import Account, MergedDevice, WindowEnergy, is_covered, merge_devices, window_energy
+from effllm.account import Account, MergedDevice, WindowEnergy, merge_devices, window_energy
 from effllm.config import Config
 from effllm.schema import (
     SHUTDOWN,
@@ -80,11 +80,12 @@ class Snapshot(Struct):
     iteration_shown: int = 0
     events: dict[str, int] = {}
     warmed_s: float = 0.0  # iteration time that the warm-up has had
+    run_after: int = 0  # windows up to this one are not in the run-to-date values: warm-up, or a reset
 
     def next_attempt(self, job: str) -> Snapshot:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
         self.attempt, self.job = self.attempt + 1, job
-        self.world_size = self.closed = 0
+        self.world_size = self.closed = self.run_after = 0
         self.ranks, self.warmed_s = {}, 0.0
         return self
 
@@ -104,8 +105,8 @@ class _Pending(Struct):
 
 class _Recent(Struct):
     rows: dict[int, RankReport]
-    counted: bool  # its energy is in the sums
-    warming: bool
+    merged: dict[str, MergedDevice]
+    energy: WindowEnergy
 
 
 class Aggregator:
@@ -269,8 +270,19 @@ class Aggregator:
         return events
 
     def snapshot(self) -> bytes:
-        """Return the state as JSON, for a replacement."""
-        return msgspec.json.encode(self._state)
+        """Return the state as JSON, for a replacement.
+
+        Rows of windows that are still open are not in it, so it says that they have not come: whoever
+        sent them will send them again.
+        """
+        safe, replace = self._safe(), msgspec.structs.replace
+        ranks = {
+            rank: known
+            if safe[rank] == known.last_sequence
+            else replace(known, last_sequence=safe[rank], last_window=self._state.closed, bye="")
+            for rank, known in self._state.ranks.items()
+        }
+        return msgspec.json.encode(replace(self._state, ranks=ranks))
 
     @property
     def attempt(self) -> int:
@@ -398,14 +410,16 @@ class Aggregator:
     def _close(self, window: int) -> None:
         state = self._state
         rows = self._pending.pop(window).rows
-        ordered = [rows[rank] for rank in sorted(rows)]
+        ordered = _in_order(rows)
         state.closed = window
         absent = self._absent(rows)
         merged = merge_devices(ordered, self._devices, self._members)
         energy = window_energy(merged, self._devices, len(absent - set(self._hellos)))
         warming = self._is_warming(ordered)
-        self._count(ordered, merged, energy, warming)
-        self._recent[window] = _Recent(rows, is_covered(energy.coverage, self._config.min_coverage), warming)
+        if warming:
+            state.run_after = window
+        self._count(window, ordered, merged, energy)
+        self._recent[window] = _Recent(rows, merged, energy)
         while len(self._recent) > RECENT:
             del self._recent[min(self._recent)]
         if any(row.iterations > 0 for row in ordered):
@@ -415,7 +429,7 @@ class Aggregator:
             self._event("missing", f"window {window} closed without rank {names}", ordered[-1].end_time_s)
         self._emit(window, ordered, merged, energy, absent, warming, correction=False)
         if any(row.reset for row in ordered):
-            state.run = Account()
+            state.run, state.run_after = Account(), window
 
     def _absent(self, rows: dict[int, RankReport]) -> set[int]:
         left = {rank for rank, known in self._state.ranks.items() if known.bye}
@@ -428,23 +442,39 @@ class Aggregator:
         state.warmed_s += max(row.time_s for row in rows)
         return warming
 
+    def _accounts(self, window: int) -> Sequence[Account]:
+        state = self._state
+        return (state.whole,) if window <= state.run_after else (state.whole, state.run)
+
     def _count(
-        self, rows: Sequence[RankReport], merged: dict[str, MergedDevice], energy: WindowEnergy, warming: bool
+        self, window: int, rows: Sequence[RankReport], merged: dict[str, MergedDevice], energy: WindowEnergy
     ) -> None:
         state = self._state
-        for account in (state.whole,) if warming else (state.whole, state.run):
+        for account in self._accounts(window):
             account.add_rows(rows)
-            account.add_devices(merged)
-            account.add_energy(energy, rows, self._config.min_coverage)
-        for key, joules in energy.by_device_j.items():
-            state.devices_j[key] = state.devices_j.get(key, 0.0) + joules
-        for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
-            state.classes_j[name] = state.classes_j.get(name, 0.0) + joules
+        self._count_devices(window, rows, merged, energy)
         self._count_time(rows)
         losses = [row.loss for row in rows if row.loss is not None]
         state.loss = losses[0] if losses else state.loss
         state.iteration_last = max(state.iteration_last, *(row.iteration_last for row in rows))
         state.iteration_shown = max(row.iteration_shown for row in rows)
+
+    def _count_devices(
+        self,
+        window: int,
+        rows: Sequence[RankReport],
+        merged: dict[str, MergedDevice],
+        energy: WindowEnergy,
+        sign: int = 1,
+    ) -> None:
+        state = self._state
+        for account in self._accounts(window):
+            account.add_devices(merged, sign)
+            account.add_energy(energy, rows, self._config.min_coverage, sign)
+        for key, joules in energy.by_device_j.items():
+            state.devices_j[key] = state.devices_j.get(key, 0.0) + sign * joules
+        for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
+            state.classes_j[name] = state.classes_j.get(name, 0.0) + sign * joules
 
     def _count_time(self, rows: Sequence[RankReport]) -> None:
         classes_s = self._state.classes_s
@@ -457,45 +487,27 @@ class Aggregator:
         state = self._state
         state.late += 1
         self._event("late", f"rank {row.rank} reported window {row.window} after it had closed", time_s, row.rank)
-        recent = self._recent.get(row.window)
-        warming = recent.warming if recent else self._config.warmup_iterations >= row.iteration_first
-        accounts = (state.whole,) if warming else (state.whole, state.run)
-        for account in accounts:
+        for account in self._accounts(row.window):
             account.add_rows([row])
         self._count_time([row])
+        recent = self._recent.get(row.window)
         if recent:
-            self._complete(recent, row, accounts)
+            self._complete(recent, row)
         if self._last_report:
-            rows = recent.rows if recent else {row.rank: row}
-            self._emit(row.window, [rows[rank] for rank in sorted(rows)], {}, None, set(), warming, correction=True)
+            warming = self._last_report.warming_up
+            rows, merged, energy = {row.rank: row}, {}, None
+            if recent:
+                rows, merged, energy = recent.rows, recent.merged, recent.energy
+            self._emit(row.window, _in_order(rows), merged, energy, self._absent(rows), warming, correction=True)
 
-    def _complete(self, recent: _Recent, row: RankReport, accounts: Sequence[Account]) -> None:
-        known = {one.device for other in recent.rows.values() for one in other.devices}
+    def _complete(self, recent: _Recent, row: RankReport) -> None:
+        self._count_devices(row.window, _in_order(recent.rows), recent.merged, recent.energy, sign=-1)
         recent.rows[row.rank] = row
-        rows = [recent.rows[rank] for rank in sorted(recent.rows)]
-        merged = merge_devices(rows, self._devices, self._members)
-        new = {key: one for key, one in merged.items() if key not in known}
-        for account in accounts:
-            account.add_devices(new)
-        added = window_energy(new, {}, 0)
-        state = self._state
-        for key, joules in added.by_device_j.items():
-            state.devices_j[key] = state.devices_j.get(key, 0.0) + joules
-        for name, joules in {"iterations": added.iterations_j, **added.phases_j}.items():
-            state.classes_j[name] = state.classes_j.get(name, 0.0) + joules
-        energy = window_energy(merged, self._devices, len(self._absent(recent.rows) - set(self._hellos)))
-        counted = is_covered(energy.coverage, self._config.min_coverage)
-        for account in accounts:
-            if counted and not recent.counted:
-                already_j = (
-                    (energy.wall_j - added.wall_j) if account.wall else (energy.iterations_j - added.iterations_j)
-                )
-                account.holes -= 1
-                account.measured_j -= already_j
-                account.add_energy(energy, rows, self._config.min_coverage)
-            else:
-                account.measured_j += added.wall_j if account.wall else added.iterations_j
-        recent.counted = recent.counted or counted
+        rows = _in_order(recent.rows)
+        recent.merged = merge_devices(rows, self._devices, self._members)
+        absent = self._absent(recent.rows) - set(self._hellos)
+        recent.energy = window_energy(recent.merged, self._devices, len(absent))
+        self._count_devices(row.window, rows, recent.merged, recent.energy)
 
     def _emit(
         self,
@@ -517,6 +529,9 @@ class Aggregator:
         worked = last.iterations > 0
         values = metrics.evaluate(run, last if worked and not correction else ClusterTotals(), whole)
         losses = [row.loss for row in rows if row.loss is not None]
+        coverage = self._coverage(merged, absent, energy, {row.rank: row for row in rows})
+        if energy is None and self._last_report:  # a row so late that nobody remembers the others of its window
+            coverage = msgspec.structs.replace(self._last_report.coverage, reports_late=state.late)
         total = next((h.total_iterations for h in self._hellos.values() if h.total_iterations), None)
         shown = max(row.iteration_shown for row in rows)
         report = ClusterReport(
@@ -531,7 +546,7 @@ class Aggregator:
             last=last,
             job=whole,
             values=values,
-            coverage=self._coverage(merged, absent, energy, {row.rank: row for row in rows}),
+            coverage=coverage,
             straggler=_straggler(rows),
             total_iterations=total,
             remaining_s=_remaining_s(whole, total, shown),
@@ -666,6 +681,10 @@ class Aggregator:
     def _classes_s(self) -> dict[str, float]:
         ranks = len(self._state.whole.ranks) or 1
         return {name: self._state.classes_s[name] / ranks for name in CLASSES if name in self._state.classes_s}
+
+
+def _in_order(rows: dict[int, RankReport]) -> list[RankReport]:
+    return [rows[rank] for rank in sorted(rows)]
 
 
 def _is_measured(one: MergedDevice) -> bool:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
+_SECRET = re.compile(r"(?i)(key|token(?!iz|s)|secret|password|passwd|credential)")
 _PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvidia-ml-py", "pyzmq", "msgspec")
 
 
@@ -32,6 +32,8 @@ def gather(folder: Path) -> dict[str, Any]:
 
 def without_secrets(command: list[str]) -> list[str]:
     """Return a command line with the values of arguments named like secrets left out.
+
+    Words such as ``--tokenizer`` and ``--max-tokens`` are no secrets.
 
     >>> without_secrets(["train.py", "--lr", "1", "--api-key", "abc", "--hf_token=x"])
     ['train.py', '--lr', '1', '--api-key', '***', '--hf_token=***']

@@ -112,13 +112,20 @@ class Recorder:
         if tokens is None:
             tokens = tokens_processed
         try:
-            if tokens < 0 or tokens_processed < 0 or samples < 0 or tokens_loss < 0:
+            if not (type(tokens) is type(tokens_processed) is type(tokens_loss) is type(samples) is int):
+                tokens, tokens_processed = _count(tokens), _count(tokens_processed)
+                tokens_loss, samples = _count(tokens_loss), _count(samples)
+            if min(tokens, tokens_processed, tokens_loss, samples) < 0:
                 raise ValueError  # noqa: TRY301 - handled as the wrong types are
-            self._tokens += int(tokens)
-            self._tokens_processed += int(tokens_processed)
-            self._tokens_loss += int(tokens_loss)
-            self._samples += int(samples)
-        except (TypeError, ValueError, OverflowError):
+            tokens += self._tokens
+            tokens_processed += self._tokens_processed
+            tokens_loss += self._tokens_loss
+            samples += self._samples
+            if max(tokens, tokens_processed, tokens_loss, samples) >= _MOST:
+                raise OverflowError  # noqa: TRY301
+            self._tokens, self._tokens_processed = tokens, tokens_processed
+            self._tokens_loss, self._samples = tokens_loss, samples
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal + 1} counts none")
         self.ordinal = ordinal = self.ordinal + 1
         self._put(ring.ITERATION, 0, ordinal, 0, start_ns, end_ns, 0.0)
@@ -134,7 +141,7 @@ class Recorder:
         self._phase_depth += 1
         if self._phase_depth > 1:
             return
-        self._phase = _PHASES.index(name) if name in _PHASES else 2
+        self._phase = _PHASES.index(name) if isinstance(name, str) and name in _PHASES else 2
         self._phase_start_ns = time.monotonic_ns()
         self._writer.state(ring.PHASE_STATE, self.ordinal, self._phase_start_ns, self._phase)
 
@@ -174,7 +181,7 @@ class Recorder:
         try:
             number = int(number)
             value = float("nan") if loss is None else float(loss)
-        except (TypeError, ValueError, OverflowError):
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once("log_metrics takes an iteration number and a loss that is a number; ignored")
             return
         if not -_MOST < number < _MOST:
@@ -199,7 +206,8 @@ class Recorder:
         while self._phase_depth:  # an exception may have left one open
             self.phase_end()
         now_ns = time.monotonic_ns()
-        self._put(ring.END, _STATUSES.index(status), self.ordinal, 0, now_ns, now_ns, 0.0)
+        what = _STATUSES.index(status) if status in _STATUSES else _STATUSES.index("failed")
+        self._put(ring.END, what, self.ordinal, 0, now_ns, now_ns, 0.0)
         self._writer.state(ring.FINISHED, self.ordinal, now_ns)
         self._on = False
         self._wake()
@@ -218,13 +226,19 @@ class Recorder:
 
     def _without_start(self) -> int:
         self._once("an iteration ended that had not started; it counts from the end of the one before")
-        return self._end_ns + self._paused_between_ns if self._end_ns else self._made_ns
+        return (self._end_ns or self._made_ns) + self._paused_between_ns
 
     def _once(self, line: str) -> None:
         kind = line[:24]
         if kind not in self._warned:
             self._warned.add(kind)
             self._warn(line)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
+        raise TypeError  # reading a tensor on a GPU would be a synchronisation
+    return int(value)
 
 
 def _disable_all() -> None:

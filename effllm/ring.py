@@ -152,6 +152,8 @@ class RingReader:
     """The agent's end of the ring."""
 
     def __init__(self, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size < _SLOTS_AT:
+            raise RingError("this is not a ring of effllm: it is too short")
         self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         magic, self._slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
         if magic != MAGIC or slot_bytes != _SLOT_BYTES:

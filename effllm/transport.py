@@ -75,7 +75,7 @@ def _check_row(row: RankReport) -> None:
         raise FrameError("a count is negative or beyond reason")
     if not all(math.isfinite(value) for value in (*times, row.start_time_s, row.end_time_s)):
         raise FrameError("a time is not a finite number")
-    if row.wall_s < 0 or row.busy_s < 0:
+    if min(times) < 0:
         raise FrameError("a time is negative")
     if row.loss is not None and not math.isfinite(row.loss):
         raise FrameError("the loss is not a finite number")

@@ -6,6 +6,7 @@ no sample was taken for long, is not covered, and says so in the seconds that it
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -107,7 +108,8 @@ def subtract(whole: Integrals, parts: Iterable[Integrals]) -> Integrals:
     for part in parts:
         for i, (value, covered_s) in enumerate(_fields(part)):
             if value is not None and values[i][0] is not None:
-                values[i] = (values[i][0] - value, max(values[i][1] - covered_s, 0.0))  # type: ignore[operator]
+                left = values[i][0] - value  # type: ignore[operator]
+                values[i] = (max(left, 0.0), max(values[i][1] - covered_s, 0.0))  # sums of floats differ by a rounding
     # Below a microsecond what is left is rounding, and its quotient would be noise.
     return _integrals([pair if pair[1] > 1e-6 else (None, 0.0) for pair in values])
 
@@ -154,15 +156,16 @@ class WindowCutter:
         self._totals: tuple[int, ...] = _NO_TOTALS  # at the row's start
         self._newest: Iteration | None = None
         self._newest_totals: tuple[int, ...] = _NO_TOTALS
-        self._open: deque[tuple[Iteration, tuple[int, ...]]] = deque()  # windows that ended, not yet cut
+        self._open: deque[tuple[Iteration, tuple[int, ...], int]] = deque()  # windows that ended, not yet cut
         self._phases: list[Phase] = []
         self._first_start_ns = 0
         self._losses: deque[tuple[int, float]] = deque()
         self._shown_minus_ordinal = offset
         self._reset_at = 0
         self._sequence = 0
-        self._overrun = 0
         self._seen = 0  # iterations whose record was read
+        self._overrun = 0  # ... and was not, so far
+        self._row_overrun = 0  # of those, at the row's start
 
     @property
     def last_ordinal(self) -> int:
@@ -186,7 +189,7 @@ class WindowCutter:
             self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
         elif slot.kind == ring.LOSS:
             self._shown_minus_ordinal = slot.number - slot.ordinal
-            if slot.value == slot.value:  # not nan: there is a loss
+            if math.isfinite(slot.value):  # nan: none was given, or training diverged
                 self._losses.append((slot.ordinal, slot.value))
         elif slot.kind == ring.RESET:
             self._reset_at = max(slot.ordinal, 1)
@@ -214,22 +217,22 @@ class WindowCutter:
         # An overrun may have taken the record on a boundary: then the window is told by the next one on it.
         self._newest, self._newest_totals = iteration, totals
         if (iteration.ordinal + self._offset) % self._log_interval == 0:
-            self._open.append((iteration, totals))
+            self._open.append((iteration, totals, self._overrun))
 
     def cut(self, series: Sequence[Series]) -> RankReport | None:
         """Return the oldest window that has ended, or ``None``."""
         if not self._open:
             return None
-        iteration, totals = self._open.popleft()
-        return self._row(iteration.ordinal, iteration.end_ns, totals, series, final=False)
+        iteration, totals, overrun = self._open.popleft()
+        return self._row(iteration.ordinal, iteration.end_ns, totals, overrun, series, final=False)
 
     def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
         """Return the last row: what ran since the last boundary, and the shut-down until ``end_ns``."""
         end_ns = max(end_ns, self._row_start_ns)
-        return self._row(self.last_ordinal, end_ns, self._newest_totals, series, final=True)
+        return self._row(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
 
     def _row(
-        self, last: int, end_ns: int, totals: tuple[int, ...], series: Sequence[Series], final: bool
+        self, last: int, end_ns: int, totals: tuple[int, ...], overrun: int, series: Sequence[Series], final: bool
     ) -> RankReport:
         start_ns = self._row_start_ns
         change = [now - before for now, before in zip(totals, self._totals, strict=True)]
@@ -272,11 +275,11 @@ class WindowCutter:
             devices=tuple(self._device(one, start_ns, end_ns, inside, phases_s) for one in series),
             final=final,
             reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
-            iterations_overrun=self._overrun,
+            iterations_overrun=overrun - self._row_overrun,
         )
         if report.reset:
             self._reset_at = 0
-        self._row_start_ns, self._row_first, self._totals = end_ns, last + 1, totals
+        self._row_start_ns, self._row_first, self._totals, self._row_overrun = end_ns, last + 1, totals, overrun
         for one in series:
             one.forget_before(end_ns)
         return report
