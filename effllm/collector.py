@@ -87,6 +87,11 @@ class MetricsCollector:
         """Whether an agent runs for this rank."""
         return self._session is not None
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether anybody has said how many parameters the model has."""
+        return self._facts["parameters"].get("total") is not None
+
     def start_collection(self) -> None:
         """Start the agent of this rank; a second start does nothing, and off means off."""
         if self._session is not None or not is_enabled(this_process()):
