@@ -241,7 +241,8 @@ class MetricsCollector:
     def _learn(self, **facts: Any) -> None:
         for name, value in facts.items():
             if isinstance(value, Mapping):
-                self._facts[name] = {**self._facts.get(name, {}), **value}
+                plain = {_text(key): _plain(one) for key, one in value.items()}
+                self._facts[name] = {**self._facts.get(name, {}), **plain}
             elif value is not None:
                 self._facts[name] = value
         if self._session is not None:
@@ -514,7 +515,7 @@ def _safe(run_id: str) -> str:
 def _command() -> list[str]:
     from effllm.provenance import without_secrets
 
-    return without_secrets(list(sys.argv))
+    return [_text(word) for word in without_secrets(list(sys.argv))]
 
 
 def _count(value: Any) -> int | None:
@@ -523,6 +524,31 @@ def _count(value: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return count if 0 < count < 2**62 else None
+
+
+def _positive(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if 0 < number < float("inf") else None
+
+
+def _plain(value: Any) -> Any:
+    """Return a fact as JSON and the wire can carry it: as it is, or as text."""
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else str(value)
+    return [_text(one) for one in value] if isinstance(value, (list, tuple)) else _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        text = str(value)
+    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
+        text = f"<{type(value).__name__}>"
+    return text.encode("utf-8", "replace").decode()  # bytes of the command line that are no text are surrogates
 
 
 def _say(text: str, place: Place) -> None:
@@ -593,7 +619,7 @@ def initialize_efficientllm_metrics(
     collector._learn(
         first_iteration=max(int(first_iteration), 0),
         total_iterations=_count(total_iterations) if total_iterations else None,
-        flops_per_token=flops_per_token,
+        flops_per_token=_positive(flops_per_token),
         run=dict(facts or {}),
     )
     if sequence_length and batch_size:
