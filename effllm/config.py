@@ -138,7 +138,11 @@ class Variable:
     @property
     def default(self) -> str:
         """The default as one would write it in a shell; empty where there is none."""
-        value = getattr(Config(), self.field)
+        return self.text(getattr(Config(), self.field))
+
+    @staticmethod
+    def text(value: Any) -> str:
+        """Return a value as one would write it in a shell; empty for ``None``."""
         if value is None:
             return ""
         if isinstance(value, tuple):

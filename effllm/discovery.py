@@ -56,15 +56,17 @@ def own_address(place: Place) -> str:
     return address
 
 
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens on an unused port.
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on a port; 0 is one that nobody uses.
 
     Raises:
-        OSError: the address is not this host's.
+        OSError: the address is not this host's, or the port is in use.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
+        if port:  # one who served on it a minute ago must not keep it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

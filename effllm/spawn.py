@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # `python -m` would put the current folder first on sys.path, where a training script's own json.py or
@@ -16,8 +16,12 @@ _PROGRAM = (
 )
 
 
-def spawn(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+def spawn(
+    module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start ``module.main(arguments)`` in a session of its own, with these descriptors and our stderr.
+
+    Its environment is ours where none is given.
 
     A session of its own, because launchers kill process groups, and what is left of a job's last window
     is read after that.
@@ -32,6 +36,7 @@ def spawn(module: str, arguments: Sequence[str], descriptors: Sequence[int]) -> 
         stdout=subprocess.DEVNULL,
         pass_fds=[one for one in descriptors if one >= 0],
         start_new_session=True,
+        env=environ,
     )
 
 

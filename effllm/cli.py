@@ -1,0 +1,20 @@
+"""The command line: ``effllm COMMAND``, or ``python -m effllm COMMAND``.
+
+Two commands start without typer and rich, which cost a tenth of a second: ``env``, which every sourced
+shell runs, and ``run``, whose process is the training itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+_LIGHT = ("env", "run")
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names, and exit with its status."""
+    command, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
+    if command in _LIGHT and arguments[:1] not in (["--help"], ["-h"]):
+        sys.exit(import_module(f"effllm.commands.{command}").main(arguments))
+    import_module("effllm.commands.app").main()

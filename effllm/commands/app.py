@@ -1,0 +1,194 @@
+"""The face of the command line: every command with its options and examples, in the order of the help.
+
+What a command imports, it imports when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="effllm",
+    help="The efficiency ledger of LLM training jobs: AMU, PCU, AL, TT, ST and AEC of the whole cluster.",
+    epilog="Start with: effllm demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help reads well at any width, and starts in half the time
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names, and exit with its status."""
+    app(prog_name="effllm")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from effllm import __version__
+
+        print(f"effllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The efficiency ledger of LLM training jobs: AMU, PCU, AL, TT, ST and AEC of the whole cluster."""
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Simulated ranks, a process each.")] = 4,
+    iterations: Annotated[int, typer.Option(min=1, metavar="N", help="Iterations of each rank.")] = 60,
+    step_seconds: Annotated[
+        float, typer.Option(min=0.001, max=60.0, metavar="S", help="Seconds of an iteration.")
+    ] = 0.05,
+    log_interval: Annotated[int, typer.Option(min=1, metavar="N", help="Iterations between reports.")] = 10,
+    run_dir: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Where the run folder is made. [default: EFFICIENTLLM_RUN_DIR]")
+    ] = "",
+) -> None:
+    """Watch a small simulated job: no GPU, no torch, a few seconds.
+
+    Real processes, agents and messages, with simulated GPUs: every output says so. The last rank is 8 % slower than
+    the others, an evaluation stands in the middle, and the loss falls.
+
+    \b
+    Examples:
+      effllm demo
+      effllm demo --ranks 8 --iterations 200
+      effllm demo --run-dir /tmp/demo
+      tensorboard --logdir efficientllm_runs        # then, in a browser
+
+    Exit status: 0 the demo completed, 1 it did not, 2 wrong use, 130 stopped with Ctrl-C.
+    """
+    from effllm.commands import demo as command
+
+    raise typer.Exit(command.main(ranks, iterations, step_seconds, log_interval, run_dir))
+
+
+@app.command()
+def check(
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device to look at. [default: EFFICIENTLLM_DEVICE]")] = "",
+    show_all: Annotated[bool, typer.Option("--all", help="Show every metric, not the usual ones alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Say what can be measured here, and by what.
+
+    It tries everything out: sensors, their cost, the folder, the network. Where a metric cannot be measured it says
+    why, and what to do. Nothing is left behind.
+
+    \b
+    Examples:
+      effllm check
+      effllm check --device host
+      effllm check --json | jq .device
+      srun --ntasks-per-node 1 effllm check         # on every node
+
+    Exit status: 0 a run would be measured, 1 something that it needs is broken, 2 wrong use.
+    """
+    from effllm.commands import check as command
+
+    raise typer.Exit(command.main(device, show_all=show_all, as_json=as_json))
+
+
+@app.command()
+def env(
+    check: Annotated[bool, typer.Option("--check", help="Print nothing; name what is wrong, on stderr.")] = False,
+    shell: Annotated[bool, typer.Option("--shell", help="Print the exports alone, without comments.")] = False,
+) -> None:
+    """Print the settings as a shell exports them, or check them.
+
+    Each is the value that a run would use: the variable's where it is set, else the default.
+
+    \b
+    Examples:
+      effllm env                                    # what there is to set
+      eval "$(effllm env)"                          # set it in this shell
+      effllm env --check && torchrun ... train.py
+
+    Exit status: 0 all is well, 2 a setting is wrong.
+    """
+    from effllm.commands import env as command
+
+    raise typer.Exit(command.main(["--check"] * check + ["--shell"] * shell))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m and a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Handed on to it.")] = None,
+) -> None:
+    """Run a training script with its ledger.
+
+    The script runs as python would run it, and its ledger is closed however it ends. It must call effllm itself:
+    initialize_efficientllm_metrics(parameters), then record_iteration_start and record_iteration_end around each
+    step; or effllm.monitor. Hooks that do this for a framework by themselves come in a later version.
+
+    The exit status and the traceback are the script's own. An exception, or an exit status that is not 0, makes the
+    run "failed".
+
+    \b
+    Examples:
+      effllm run train.py --lr 3e-4
+      effllm run -m my_package.train --lr 3e-4
+      torchrun --nproc_per_node 2 -m effllm run train.py
+      EFFICIENTLLM_LOG_INTERVAL=50 effllm run train.py
+    """
+    from effllm.commands import run as command
+
+    raise typer.Exit(command.main([script, *(arguments or [])]))
+
+
+@app.command()
+def serve(
+    bind: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 is a free one.")] = (
+        "127.0.0.1:0"
+    ),
+    run_dir: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Where the run folder is made. [default: EFFICIENTLLM_RUN_DIR]")
+    ] = "",
+    run_name: Annotated[
+        str, typer.Option(metavar="NAME", help="Its name. [default: EFFICIENTLLM_RUN_NAME, else time and id]")
+    ] = "",
+    job: Annotated[
+        str, typer.Option(metavar="ID", help="Id of the job; a new one in an old folder is its next attempt.")
+    ] = "",
+) -> None:
+    """Run an aggregator on its own, apart from rank 0.
+
+    It prints the variable that the training processes need, ends when all ranks have left, and writes the summary;
+    so it does after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same here and there.
+
+    \b
+    Examples:
+      effllm serve                                  # on a free port, which it prints
+      effllm serve --bind 127.0.0.1:5555 --run-name llama-7b
+      EFFICIENTLLM_ENDPOINT=tcp://127.0.0.1:5555 torchrun ... train.py
+
+    Exit status: 0 the summary is written, 1 the port cannot be had, 2 wrong use.
+    """
+    from effllm.commands import serve as command
+
+    raise typer.Exit(command.main(bind, run_dir, run_name, job))
+
+
+@app.command()
+def metrics() -> None:
+    """List every metric with its unit, tag and meaning.
+
+    \b
+    Examples:
+      effllm metrics
+      effllm metrics | grep energy
+    """
+    from effllm.commands import metrics as command
+
+    command.main()

@@ -1,0 +1,105 @@
+"""``effllm check``: what can be measured here, by what, at which cost, and what to do about the rest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from effllm.config import this_process
+from effllm.devices import device_names
+from effllm.metrics import METRICS
+from effllm.survey import BROKEN, MISSING, Cost, Finding, Measurable, Survey, survey
+
+_USUAL = ("mfu_ratio", "joules_per_token")  # beside the contract's seven
+_MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}
+
+
+def main(device: str, *, show_all: bool, as_json: bool) -> int:
+    """Print what was found; return 1 where a run would not be measured, 2 for wrong use."""
+    if device and device not in ("auto", *device_names()):
+        names = ", ".join(("auto", *device_names()))
+        print(f"effllm check: --device {device}: there is no such device; there are: {names}", file=sys.stderr)
+        return 2
+    found = survey(this_process(), device)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        console = Console(highlight=False)
+        for part in _parts(found, show_all):
+            console.print(part)
+    return 0 if found.measured else 1
+
+
+def _parts(found: Survey, show_all: bool) -> Iterator[Table | str]:
+    yield _findings(found.findings)
+    yield ""
+    yield _metrics([one for one in found.metrics if show_all or _is_usual(one.metric)])
+    yield ""
+    yield from _costs(found)
+    if found.measured:
+        yield "[bold green]A run would be measured here.[/]"
+    else:
+        yield "[bold red]A run would not be measured here as it is configured:[/]"
+        for finding in found.findings:
+            if finding.state == BROKEN:
+                yield f"  {escape(finding.name)}: {escape(_told(finding))}"
+
+
+def _findings(findings: list[Finding]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_told(finding)))
+    return table
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.text}; {finding.advice}" if finding.advice else finding.text
+
+
+def _metrics(metrics: list[Measurable]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in metrics:
+        mark = "[green]yes[/]" if one.measured else "[yellow]no[/]"
+        table.add_row(_label(one.metric), mark, escape("; ".join(_joined(one.by) if one.measured else one.why_not)))
+    return table
+
+
+def _joined(sources: list[str]) -> Iterator[str]:
+    """Yield the sources, those that share their first word under one."""
+    merged: dict[str, list[str]] = {}
+    for source in sources:
+        head, _, tail = source.partition(": ")
+        merged.setdefault(head, []).append(tail)
+    for head, tails in merged.items():
+        yield f"{head}: {', '.join(tails)}" if any(tails) else head
+
+
+def _costs(found: Survey) -> Iterator[str]:
+    cost: Cost = found.cost
+    if found.device and cost.read_ms is not None and cost.core_share is not None:
+        yield (
+            f"A read of the device takes {cost.read_ms:.2f} ms: every {cost.interval_s:g} s, "
+            f"{100 * cost.core_share:.2g} % of a core per rank."
+        )
+    if cost.stamps_us is not None:
+        yield f"The training thread gives {cost.stamps_us:.1f} µs to an iteration."
+
+
+def _is_usual(name: str) -> bool:
+    return bool(METRICS[name].console) or name in _USUAL
+
+
+def _label(name: str) -> str:
+    console = METRICS[name].console
+    return console.partition(" ")[0] if console else {"mfu_ratio": "MFU", "joules_per_token": "J/token"}.get(name, name)

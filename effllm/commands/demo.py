@@ -1,0 +1,106 @@
+"""``effllm demo``: a job of a few simulated ranks, measured as a real one is."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from effllm import discovery
+from effllm.config import PREFIX, Config, ConfigError, read_config, this_process
+from effllm.server import Orders, Server
+from effllm.spawn import pidfd, spawn
+
+RANKS_END_S = 6.0  # rank 0 waits five seconds at most for the summary
+SAMPLES_PER_S = 10
+
+
+def main(ranks: int, iterations: int, step_seconds: float, log_interval: int, run_dir: str) -> int:
+    """Run the demo to its end; return 0, 1 where it did not complete, or 128 + the signal that stopped it."""
+    try:
+        folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
+    except ConfigError as error:
+        print(f"effllm demo: {error}", file=sys.stderr)
+        return 2
+    name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    config = Config(
+        collection_interval_s=1 / SAMPLES_PER_S,
+        log_interval=log_interval,
+        run_dir=str(folder),
+        run_name=name,
+        device="simulated",
+    )
+    print(f"effllm demo: {ranks} simulated ranks, {iterations} iterations of {step_seconds:g} s")
+    print("No hardware is measured: these GPUs, their watts and their bytes are simulated.\n", flush=True)
+    return _Job(config, ranks, [str(iterations), str(step_seconds)]).run()
+
+
+class _Job:
+    """The ranks, in processes of their own, and the aggregator, in this one."""
+
+    def __init__(self, config: Config, num_ranks: int, arguments: Sequence[str]) -> None:
+        self._config = config
+        self._num_ranks = num_ranks
+        self._arguments = arguments
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._signal = 0
+
+    def run(self) -> int:
+        listener = discovery.listen("127.0.0.1")
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        try:
+            for rank in range(self._num_ranks):
+                environ = _environment(self._config, endpoint, rank, self._num_ranks)
+                self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
+            status = Server(self._orders(endpoint, listener.detach()), sys.stdout).run()
+        finally:
+            self._end_ranks()
+        return 128 + self._signal if self._signal else int(status != "completed")
+
+    def _orders(self, endpoint: str, listen_descriptor: int) -> Orders:
+        return Orders(
+            config=self._config.to_dict(),
+            job=secrets.token_hex(8),
+            endpoint=endpoint,
+            folder=str(Path(self._config.run_dir) / self._config.run_name),
+            listen_descriptor=listen_descriptor,
+            trainer_descriptor=pidfd(self._ranks[0].pid),
+            facts={"launcher": "demo", "command": ["effllm", *sys.argv[1:]]},
+        )
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        """End the ranks; their agents report that, and with their farewells the aggregator ends by itself."""
+        self._signal = number
+        for rank in self._ranks:
+            rank.terminate()
+
+    def _end_ranks(self) -> None:
+        deadline_s = time.monotonic() + RANKS_END_S
+        for rank in self._ranks:
+            try:
+                rank.wait(max(deadline_s - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
+
+
+def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
+    """Return the environment of a rank: this one's, without what it says about another job."""
+    foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
+    environ = {name: value for name, value in this_process().items() if not name.startswith(foreign)}
+    environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    settings = {
+        "ENDPOINT": endpoint,
+        "DEVICE": config.device,
+        "LOG_INTERVAL": str(config.log_interval),
+        "COLLECTION_INTERVAL": str(config.collection_interval_s),
+    }
+    return environ | {PREFIX + name: value for name, value in settings.items()}

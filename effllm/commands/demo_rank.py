@@ -1,0 +1,43 @@
+"""One rank of ``effllm demo``: a training loop that only sleeps, with the calls that a real one would make."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import effllm
+from effllm.config import read_place, this_process
+
+PARAMETERS = 124_000_000  # GPT-2 small's
+SAMPLES = 8  # a rank and iteration
+TOKENS = SAMPLES * 1024
+SLOWDOWN = 1.08  # of the last rank
+DATA_SHARE = 0.04  # of an iteration is spent waiting for data
+EVALUATION_STEPS = 6
+
+
+def main(arguments: list[str]) -> None:
+    """Train, that is: sleep, for ``[iterations, step_seconds]``."""
+    iterations, step_s = int(arguments[0]), float(arguments[1])
+    place, launcher = read_place(this_process()), os.getppid()
+    is_slow = place.world_size > 1 and place.rank == place.world_size - 1
+    collector = effllm.initialize_efficientllm_metrics(PARAMETERS, total_iterations=iterations)
+    for iteration in range(1, iterations + 1):
+        time.sleep(DATA_SHARE * step_s)
+        collector.record_iteration_start()
+        time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
+        collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
+        collector.log_metrics(iteration, loss=loss(iteration))
+        if iteration == iterations // 2:
+            with effllm.phase("evaluation"):
+                time.sleep(EVALUATION_STEPS * step_s)
+        if os.getppid() != launcher:  # nobody would stop us any more
+            collector.stop_collection("killed")
+            return
+    effllm.finalize_efficientllm_metrics()
+
+
+def loss(iteration: int) -> float:
+    """Return a loss that falls, and is never quite smooth."""
+    return 2.8 + 8.0 * math.exp(-iteration / 25) + 0.05 * math.sin(iteration * 1.7)

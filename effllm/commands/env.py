@@ -1,0 +1,51 @@
+"""``effllm env``: the settings as a shell exports them, and whether they are right."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from effllm.config import PREFIX, SWITCHES, VARIABLES, read_config, this_process
+from effllm.preflight import problems
+
+_OPTIONS = ("--check", "--shell")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the settings, or with ``--check`` nothing; return 2 where one of them is wrong."""
+    for argument in arguments:
+        if argument not in _OPTIONS:
+            print(f"effllm env: {argument!r} is not one of {', '.join(_OPTIONS)}", file=sys.stderr)
+            return 2
+    environ = this_process()
+    found = problems(environ)
+    if found:
+        print("\n".join(f"effllm: {line}" for line in found), file=sys.stderr)
+        return 2
+    if "--check" not in arguments:
+        lines = statements(environ) if "--shell" in arguments else commented(environ)
+        print("\n".join(lines))
+    return 0
+
+
+def statements(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the exports alone, which ``eval`` takes on one line, too."""
+    for name, value, _ in _settings(environ):
+        if value:
+            yield f"export {name}={shlex.quote(value)};"
+
+
+def commented(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the exports with what they mean; what is unset is a comment."""
+    for name, value, meaning in _settings(environ):
+        yield f"# {meaning}"
+        yield f"export {name}={shlex.quote(value)}" if value else f"# export {name}="
+
+
+def _settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    config = read_config(environ)
+    for variable in VARIABLES:
+        yield PREFIX + variable.name, variable.text(getattr(config, variable.field)), variable.meaning
+    for name in SWITCHES:
+        yield name, environ.get(name, "") or "1", "frameworks are hooked as they are imported"

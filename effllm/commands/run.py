@@ -1,0 +1,94 @@
+"""``effllm run``: a training script as ``python`` would run it, and its ledger closed however it ends.
+
+The process is the training's own, so this imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from effllm.config import ConfigError, is_enabled, read_place, this_process
+
+_USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (effllm run --help says more)"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the arguments name; return 2 where they name nothing, and let whatever it raises pass."""
+    if not arguments or arguments == ["-m"]:
+        print(_USAGE, file=sys.stderr)
+        return 2
+    if arguments[0] == "-m":
+        return _run(arguments[1], arguments[2:], is_module=True)
+    if arguments[0].startswith("-"):
+        print(f"effllm run: {arguments[0]} is not an option of it; {_USAGE.partition(': ')[2]}", file=sys.stderr)
+        return 2
+    if not Path(arguments[0]).exists():
+        print(f"effllm run: there is no file {arguments[0]}; a module needs -m before it", file=sys.stderr)
+        return 2
+    return _run(arguments[0], arguments[1:], is_module=False)
+
+
+def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
+    pid = os.getpid()
+    sys.argv[:] = [name, *arguments]
+    # As python does, and as little where it was told to be careful (-P, -I, PYTHONSAFEPATH).
+    if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
+        sys.path[0] = str(Path.cwd()) if is_module else str(Path(name).resolve().parent)
+    show = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: show(kind, error, _cut(error, trace))
+    status = "failed"
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+        status = "completed"
+    except SystemExit as end:
+        status = "failed" if end.code else "completed"
+        raise
+    except KeyboardInterrupt:
+        status = "killed"
+        raise
+    finally:
+        if os.getpid() == pid:  # a child that the script forked has no ledger to close
+            _close(name, status)
+    return 0
+
+
+def _close(name: str, status: str) -> None:
+    collector = sys.modules.get("effllm.collector")
+    if collector is not None:
+        collector.get_metrics_collector().stop_collection(status)
+    elif status == "completed" and is_enabled(this_process()) and _speaks():
+        print(
+            f"[EfficientLLM] {name} made no call to effllm, so nothing was measured; see effllm run --help",
+            file=sys.stderr,
+        )
+
+
+def _speaks() -> bool:
+    try:
+        return read_place(this_process()).rank == 0
+    except ConfigError:
+        return True
+
+
+def _cut(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """Take the frames above the script from the traceback: those of the command line and of runpy."""
+    cut, below = trace, False
+    while cut is not None and (not below or _is_runpy(cut)):
+        below = below or _is_runpy(cut)
+        cut = cut.tb_next
+    if below:
+        error.__traceback__ = cut
+        return cut
+    return trace
+
+
+def _is_runpy(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_globals.get("__name__") == "runpy"

@@ -1,0 +1,61 @@
+"""``effllm serve``: an aggregator on its own."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from effllm import discovery
+from effllm.config import PREFIX, read_config, this_process
+from effllm.preflight import problems
+from effllm.server import Orders, Server
+
+_BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+
+
+def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
+    """Serve one job; return 1 where the port cannot be had, 2 for wrong use."""
+    options = {f"{PREFIX}RUN_DIR": run_dir, f"{PREFIX}RUN_NAME": run_name}
+    environ = {**this_process(), **{name: value for name, value in options.items() if value}}
+    environ.pop(f"{PREFIX}ENDPOINT", None)  # of the shell that trains, or of an earlier one of us
+    wrong = problems(environ)
+    match = _BIND.fullmatch(bind)
+    if match is None or int(match["port"]) > 65535:
+        wrong.append(f"--bind {bind} is not HOST:PORT, such as 127.0.0.1:5555")
+    elif not discovery.is_loopback(match["host"]):
+        wrong.append(f"--bind {bind}: this version serves on loopback alone: use 127.0.0.1:{match['port']}")
+    if wrong or match is None:
+        return _complain(wrong, 2)
+    config = read_config(environ)
+    name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    try:
+        listener = discovery.listen(match["host"].strip("[]"), int(match["port"]))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return _complain([f"cannot listen on {bind}: {reason}; choose another port, or 0 for a free one"], 1)
+    endpoint = f"tcp://{match['host']}:{listener.getsockname()[1]}"
+    orders = Orders(
+        config=replace(config, run_name=name).to_dict(),
+        job=job,
+        endpoint=endpoint,
+        folder=str((Path(config.run_dir) / name).absolute()),
+        listen_descriptor=listener.detach(),
+        facts={"launcher": "serve"},
+    )
+    server = Server(orders, sys.stdout)
+    signal.signal(signal.SIGINT, server.stop)
+    signal.signal(signal.SIGTERM, server.stop)
+    print("An aggregator is ready. In the shell that trains:\n")
+    print(f"  export {PREFIX}ENDPOINT={endpoint}\n", flush=True)
+    server.run()
+    return 0
+
+
+def _complain(lines: list[str], status: int) -> int:
+    print("\n".join(f"effllm serve: {line}" for line in lines), file=sys.stderr)
+    return status

@@ -1,0 +1,364 @@
+"""What can be measured on this machine, by what and at which cost: tried out, not looked up.
+
+Which quantities a metric needs is asked of the metric itself: its formula gives no value without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from effllm import __version__
+from effllm.config import PREFIX, Config, ConfigError, is_enabled, read_config
+from effllm.devices import DeviceUnavailable, Site, open_device
+from effllm.metrics import METRICS
+from effllm.preflight import problems
+from effllm.recorder import Recorder
+from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
+from effllm.schema import Beat, ClusterTotals, Device
+from effllm.spawn import pidfd
+from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
+
+READS = 15
+READS_APART_S = 0.02
+STAMPS = 2000
+LOOPBACK_S = 5.0
+
+OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run lives without what is missing
+
+_WHOLE = ClusterTotals(
+    parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
+    tokens=1, tokens_processed=1, tokens_loss=1, samples=1, generated_tokens=1, generation_s=1.0,
+    memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
+    utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
+    energy_j=1.0, energy_time_s=1.0, energy_tokens=1, energy_samples=1, energy_iterations=1,
+    energy_complete=True, energy_measured_j=1.0, gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0,
+)  # fmt: skip
+
+#: What a metric may need -> how the totals look without it.
+NEEDS: dict[str, dict[str, Any]] = {
+    "memory": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")},
+    "utilization": {f"utilization_{kind}": None for kind in ("mean", "min", "max")},
+    "energy": {"energy_j": None, "energy_measured_j": None, "energy_complete": False},
+    "gpu": {"gpus": 0},
+    "iterations": {"time_s": 0.0, "slowest_iterations": 0, "iterations": 0, "energy_time_s": 0.0},
+    "tokens": {"tokens": 0, "energy_tokens": 0},
+    "samples": {"samples": 0, "energy_samples": 0},
+    "parameters": {"parameters": None},
+    "FLOPs": {"flops_per_token": None},
+    "peak": {"peak_flops_per_s": None},
+    "generated tokens": {"generated_tokens": 0, "generation_s": 0.0},
+}
+
+#: Told by the training loop, not measured by us.
+TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs")
+
+
+class Finding(Struct, frozen=True):
+    """One thing that was tried."""
+
+    name: str
+    state: str  # OK, BROKEN or MISSING
+    text: str
+    advice: str = ""
+
+
+class Source(Struct, frozen=True):
+    """Where a quantity comes from here, or why it does not, and what to do."""
+
+    by: str = ""
+    why_not: str = ""
+
+
+class Measurable(Struct, frozen=True):
+    """Whether a metric can be measured here."""
+
+    metric: str
+    tag: str
+    unit: str
+    measured: bool
+    needs: list[str]
+    by: list[str]
+    why_not: list[str]
+
+
+class Cost(Struct, frozen=True):
+    """What measuring takes here."""
+
+    read_ms: float | None = None  # median of a device read
+    core_share: float | None = None  # of a core, at the configured interval
+    interval_s: float | None = None
+    stamps_us: float | None = None  # of the training thread, per iteration
+
+
+class Survey(Struct, frozen=True):
+    """Everything that was found."""
+
+    measured: bool
+    device: Device | None
+    metrics: list[Measurable]
+    findings: list[Finding]
+    cost: Cost
+
+
+def survey(environ: Mapping[str, str], device: str) -> Survey:
+    """Try everything out; ``device`` is looked at instead of the configured one."""
+    findings = [_python(), *_settings(environ)]
+    try:
+        config = read_config({**environ, f"{PREFIX}DEVICE": device} if device else environ)
+    except ConfigError:
+        config = Config(device=device or "auto")
+    opened, sources, read_ms, read_cpu_s, about = _device(config, environ)
+    sources |= {need: Source(by=f"your loop: {need}") for need in TOLD}
+    sources["peak"] = _peak(config)
+    sources["generated tokens"] = Source(why_not="this version counts no generated tokens during a run")
+    stamps_us, memory = _shared_memory(config)
+    findings += [about, *_driver(), _torch(), *_sinks(config), _run_folder(config), _loopback(), *_endpoint(config)]
+    findings += [memory, _pidfd()]
+    return Survey(
+        measured=not any(finding.state == BROKEN for finding in findings),
+        device=opened,
+        metrics=[_measurable(name, sources) for name in METRICS],
+        findings=findings,
+        cost=Cost(
+            read_ms=read_ms,
+            core_share=None if read_cpu_s is None else read_cpu_s / config.collection_interval_s,
+            interval_s=config.collection_interval_s,
+            stamps_us=stamps_us,
+        ),
+    )
+
+
+def needs_of(name: str) -> list[str]:
+    """Return what a metric cannot do without.
+
+    >>> needs_of("tt_tokens_per_param_per_sec")
+    ['iterations', 'tokens', 'parameters']
+    """
+    formula = METRICS[name].formula
+    return [need for need, blank in NEEDS.items() if formula(msgspec.structs.replace(_WHOLE, **blank)) is None]
+
+
+def _measurable(name: str, sources: Mapping[str, Source]) -> Measurable:
+    entry, needs = METRICS[name], needs_of(name)
+    why_not = [sources[need].why_not for need in needs if sources[need].why_not]
+    by = [sources[need].by for need in needs if sources[need].by]
+    return Measurable(name, entry.tag(entry.bases[0]), entry.unit, not why_not, needs, by, why_not)
+
+
+# --- the device ----------------------------------------------------------------------------------
+
+
+def _device(
+    config: Config, environ: Mapping[str, str]
+) -> tuple[Device | None, dict[str, Source], float | None, float | None, Finding]:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    site = Site(trainer_pid=os.getpid(), host=platform.node(), visible_devices=visible)
+    try:
+        reader = open_device(config.device, site)
+    except DeviceUnavailable as error:
+        advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
+        nothing = Source(why_not=f"no device: {error}")
+        sources = dict.fromkeys(("memory", "utilization", "energy", "gpu"), nothing)
+        return None, sources, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
+    wall_s, samples = [], []
+    failures: dict[str, str] = {}
+    cpu_s = time.thread_time()
+    for _ in range(READS):
+        began_s = time.perf_counter()
+        sample, failed = reader.read()
+        wall_s.append(time.perf_counter() - began_s)
+        samples.append(sample)
+        failures |= failed
+        time.sleep(READS_APART_S)
+    cpu_s = (time.thread_time() - cpu_s) / READS
+    reader.close()
+    device = reader.device
+    missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
+
+    def source(quantity: str, by: str, *fields: str) -> Source:
+        if any(getattr(sample, field) is not None for sample in samples for field in fields):
+            return Source(by=f"{device.kind}: {by}")
+        reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
+        return Source(why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not give it'}")
+
+    scope = f" ({device.power_scope})" if device.power_scope else ""
+    energy = {"counter": f"energy counter{scope}", "power": f"power readings, integrated{scope}"}
+    sources = {
+        "memory": source("memory", "memory in use", "memory_bytes"),
+        "utilization": source("utilization", "busy share of time", "utilization"),
+        "energy": source("energy", energy.get(device.energy_method or "", "energy"), "energy_j", "power_w"),
+        "gpu": Source(by="") if device.is_gpu else Source(why_not=f"gpu: device {device.kind} is none"),
+    }
+    simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
+    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
+    return device, sources, 1e3 * statistics.median(wall_s), cpu_s, about
+
+
+def _peak(config: Config) -> Source:
+    if config.peak_tflops:
+        return Source(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
+    return Source(why_not=f"peak: set {PREFIX}PEAK_TFLOPS to that of one device")
+
+
+def _driver() -> Iterator[Finding]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        reason = f"no NVIDIA driver that answers ({error})"
+        yield Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
+        return
+    try:
+        driver, library = (_text(ask()) for ask in (pynvml.nvmlSystemGetDriverVersion, pynvml.nvmlSystemGetNVMLVersion))
+        yield Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            yield _gpu(pynvml, index)
+    except pynvml.NVMLError as error:
+        yield Finding("driver", BROKEN, f"NVML fails: {error}", "nvidia-smi should say more; reload the driver")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(pynvml: Any, index: int) -> Finding:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name, uuid = (_text(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
+    except pynvml.NVMLError as error:
+        return Finding(f"GPU {index}", MISSING, f"cannot be read: {error}", "nvidia-smi should say more")
+    return Finding(f"GPU {index}", OK, f"{name}, {uuid}")
+
+
+def _text(answer: str | bytes) -> str:
+    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes
+
+
+# --- what surrounds it ---------------------------------------------------------------------------
+
+
+def _python() -> Finding:
+    return Finding("Python", OK, f"{platform.python_version()}, effllm {__version__}")
+
+
+def _settings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    found = problems(environ)
+    for line in found:
+        yield Finding("settings", BROKEN, line)
+    if not is_enabled(environ):
+        text = f"metrics are off: {PREFIX}METRICS_ENABLED={environ[f'{PREFIX}METRICS_ENABLED']}"
+        yield Finding("settings", BROKEN, text, f"export {PREFIX}METRICS_ENABLED=true")
+    elif not found:
+        yield Finding("settings", OK, "valid")
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", OK, metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        advice = "jobs of several ranks need it, or EFFICIENTLLM_ENDPOINT, to find each other"
+        return Finding("torch", MISSING, "not in this environment", advice)
+
+
+def _sinks(config: Config) -> Iterator[Finding]:
+    for name in config.sinks:
+        try:
+            importlib.import_module(f"effllm.sinks.{name}")
+        except ImportError as error:
+            advice = f"install it, or leave {name} out of {PREFIX}SINKS"
+            yield Finding("sinks", BROKEN, f"{name} cannot be imported: {error}", advice)
+
+
+def _run_folder(config: Config) -> Finding:
+    folder = Path(config.run_dir).absolute()
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return Finding("run folders", OK, f"in {folder}")
+    except OSError as error:
+        text = f"{folder} cannot be written: {error.strerror or error}"
+        return Finding("run folders", BROKEN, text, f"set {PREFIX}RUN_DIR to a folder that can")
+
+
+def _loopback() -> Finding:
+    """Send one message as an agent does, and receive it as the aggregator does."""
+    context = make_context()
+    server = ServerSocket(context)
+    link: AgentLink | None = None
+    began_s = time.monotonic()
+    try:
+        link = AgentLink(context, server.listen("tcp://127.0.0.1:*"))
+        link.connect()
+        sent = Beat("check", 0, 0, "check", 0.0)
+        arrived = None
+        while arrived is None and time.monotonic() - began_s < LOOPBACK_S:
+            link.send(sent)
+            server.socket.poll(20)
+            arrived = server.receive()
+        if arrived is None or decode_from_agent(arrived[1]) != sent:
+            return Finding(
+                "ZeroMQ", BROKEN, f"no message over 127.0.0.1 in {LOOPBACK_S:g} s", "is loopback up? ip link"
+            )
+    except (zmq.ZMQError, FrameError) as error:
+        return Finding("ZeroMQ", BROKEN, f"loopback fails: {error}", "is loopback up, and not filtered? ip link")
+    finally:
+        if link:
+            link.close()
+        server.close()
+        context.destroy(linger=0)
+    return Finding("ZeroMQ", OK, f"{zmq.zmq_version()}, over loopback in {1e3 * (time.monotonic() - began_s):.0f} ms")
+
+
+def _endpoint(config: Config) -> Iterator[Finding]:
+    if not config.endpoint:
+        return
+    host, _, port = config.endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LOOPBACK_S).close()
+        yield Finding("aggregator", OK, f"somebody listens at {config.endpoint}")
+    except OSError as error:
+        text = f"nobody answers at {config.endpoint}: {error.strerror or error}"
+        yield Finding("aggregator", BROKEN, text, f"start effllm serve, or unset {PREFIX}ENDPOINT")
+
+
+def _shared_memory(config: Config) -> tuple[float | None, Finding]:
+    """Make the ring that a trainer would make, and stamp iterations into it."""
+    size = ring_bytes(config.history_size)
+    try:
+        os.close(make_memory("effllm-check", size))
+        writer = RingWriter(config.history_size)
+    except RingError as error:
+        advice = f"free memory, or lower {PREFIX}HISTORY_SIZE={config.history_size}"
+        return None, Finding("shared memory", BROKEN, str(error), advice)
+    recorder = Recorder(writer, STAMPS + 1)
+    stamps_s = []
+    for _ in range(STAMPS):
+        began_s = time.perf_counter()
+        recorder.start()
+        recorder.end(1, 1)
+        stamps_s.append(time.perf_counter() - began_s)
+    recorder.disable()
+    writer.close()
+    return 1e6 * statistics.median(stamps_s), Finding("shared memory", OK, f"{size / 1024:.0f} KiB for the ring")
+
+
+def _pidfd() -> Finding:
+    descriptor = pidfd(os.getpid())
+    if descriptor < 0:
+        advice = "agents look once a second instead, whether their trainer lives"
+        return Finding("pidfd", MISSING, "this kernel, or the container's seccomp profile, has none", advice)
+    os.close(descriptor)
+    return Finding("pidfd", OK, "works")
