@@ -206,8 +206,8 @@ class Recorder:
         while self._phase_depth:  # an exception may have left one open
             self.phase_end()
         now_ns = time.monotonic_ns()
-        what = _STATUSES.index(status) if status in _STATUSES else _STATUSES.index("failed")
-        self._put(ring.END, what, self.ordinal, 0, now_ns, now_ns, 0.0)
+        known = isinstance(status, str) and status in _STATUSES
+        self._put(ring.END, _STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
         self._writer.state(ring.FINISHED, self.ordinal, now_ns)
         self._on = False
         self._wake()

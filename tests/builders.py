@@ -1,0 +1,77 @@
+"""What a rank sends, made by hand: the defaults are ten iterations of a second on a GPU that draws 100 W."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from effllm.schema import Device, DeviceWindow, Hello, Integrals, Parameters, RankReport, Reports
+
+GIB = 2**30
+NS = 1_000_000_000
+
+
+def gpu(name: str = "GPU-0", **changes: Any) -> Device:
+    """Return a GPU whose energy is measured."""
+    known: dict[str, Any] = {"key": name, "kind": "nvml", "energy_method": "counter", "power_scope": "gpu"}
+    return Device(**{**known, **changes})
+
+
+def full(wall_s: float, watts: float = 100.0, memory_bytes: float = GIB, utilization: float = 0.5) -> Integrals:
+    """Return the integrals of constant readings that cover the whole stretch."""
+    return Integrals(watts * wall_s, wall_s, memory_bytes * wall_s, wall_s, utilization * wall_s, wall_s)
+
+
+def device_window(name: str = "GPU-0", wall_s: float = 10.0, watts: float = 100.0, **changes: Any) -> DeviceWindow:
+    """Return a fully covered window of one device."""
+    known: dict[str, Any] = {"wall": full(wall_s, watts), "memory_peak_bytes": GIB, "power_peak_w": watts}
+    return DeviceWindow(name, **{**known, **changes})
+
+
+def row(rank: int = 0, window: int = 1, **changes: Any) -> RankReport:
+    """Return a window of ten iterations: a second each, of which a tenth is waiting for data."""
+    busy_s, wait_s = changes.get("busy_s", 9.0), changes.get("wait_s", 1.0)
+    phases_s = changes.get("phases_s", {})
+    wall_s = busy_s + wait_s + sum(phases_s.values())
+    known: dict[str, Any] = {
+        "agent": f"agent-{rank}",
+        "sequence": window,
+        "rank": rank,
+        "window": window,
+        "iteration_first": 10 * window - 9,
+        "iteration_last": 10 * window,
+        "iteration_shown": 10 * window,
+        "start_time_s": 1000.0 + 10.0 * (window - 1),
+        "end_time_s": 1000.0 + 10.0 * window,
+        "wall_s": wall_s,
+        "busy_s": busy_s,
+        "wait_s": wait_s,
+        "phases_s": phases_s,
+        "tokens": 1000,
+        "tokens_processed": 1000,
+        "tokens_loss": 0,
+        "samples": 10,
+        "devices": (device_window(f"GPU-{rank}", wall_s),),
+    }
+    return RankReport(**{**known, **changes})
+
+
+def hello(rank: int = 0, world_size: int = 2, **changes: Any) -> Hello:
+    """Return the introduction of a rank with a GPU of its own."""
+    known: dict[str, Any] = {
+        "job": "job",
+        "agent": f"agent-{rank}",
+        "rank": rank,
+        "local_rank": rank,
+        "world_size": world_size,
+        "host": "node0",
+        "role": "trainer",
+        "devices": (gpu(f"GPU-{rank}"),),
+        "parameters": Parameters(total=1000),
+        "log_interval": 10,
+    }
+    return Hello(**{**known, **changes})
+
+
+def reports(*rows: RankReport, **changes: Any) -> Reports:
+    """Return the message that carries these rows."""
+    return Reports(rows, **changes)

@@ -1,0 +1,475 @@
+"""effllm/recorder.py: what the training loop's calls write, and that they never hurt it."""
+
+import subprocess
+import sys
+import threading
+import tracemalloc
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import recorder as recorder_module
+from effllm import ring
+from effllm.recorder import Recorder
+from effllm.ring import RingReader, RingWriter
+
+MADE_NS = 1000
+
+
+class Loop:
+    """A training loop whose clock says what the test wants."""
+
+    def __init__(self, log_interval, offset, slots):
+        self.now_ns = MADE_NS
+        self.warnings = []
+        self.wakes = 0
+        self.writer = RingWriter(slots)
+        self.reader = RingReader(self.writer.descriptor)
+        self.recorder = Recorder(self.writer, log_interval, offset, self._wake, self.warnings.append)
+
+    def _wake(self):
+        self.wakes += 1
+
+    def clock(self):
+        return self.now_ns
+
+    def start(self, at_ns):
+        self.now_ns = at_ns
+        self.recorder.start(_now=self.clock)
+
+    def end(self, at_ns, *counts, **named):
+        self.now_ns = at_ns
+        self.recorder.end(*counts, **named, _now=self.clock)
+
+    def phase(self, name, from_ns, to_ns):
+        self.now_ns = from_ns
+        self.recorder.phase_start(name)
+        self.now_ns = to_ns
+        self.recorder.phase_end()
+
+    def slots(self, kind=None):
+        return [slot for slot in self.reader.read() if kind in (None, slot.kind)]
+
+    def iterations(self):
+        return self.slots(ring.ITERATION)
+
+
+@contextmanager
+def looping(log_interval=10, offset=0, slots=256):
+    with pytest.MonkeyPatch.context() as patch:
+        loop = None
+        patch.setattr(recorder_module, "time", SimpleNamespace(monotonic_ns=lambda: loop.now_ns if loop else MADE_NS))
+        loop = Loop(log_interval, offset, slots)
+        try:
+            yield loop
+        finally:
+            loop.reader.close()
+            loop.writer.close()
+
+
+@pytest.fixture
+def loop():
+    with looping() as loop:
+        yield loop
+
+
+def phases_ns(slot):
+    return (slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns)
+
+
+def test_an_iteration_runs_from_end_to_end_with_the_data_wait_apart(loop):
+    loop.start(2000)
+    loop.end(2900)
+    loop.start(3000)  # 100 of wait
+    loop.end(3500)  # 500 of step
+
+    first, second = loop.iterations()
+    assert (first.start_ns, first.end_ns, first.step_ns, first.wait_ns) == (2000, 2900, 900, 0)
+    assert (second.start_ns, second.end_ns, second.step_ns, second.wait_ns) == (3000, 3500, 1400, 100)
+
+
+def test_phases_are_neither_wait_nor_step(loop):
+    loop.start(2000)
+    loop.phase("checkpoint", 2100, 2400)
+    loop.end(3000)  # 1000 less 300
+    loop.phase("evaluation", 3100, 3900)
+    loop.start(4000)  # 1000 less 800
+    loop.end(4500)
+
+    slot = loop.iterations()[-1]
+    assert (slot.step_ns, slot.wait_ns) == (700 + 500, 200)
+    assert phases_ns(slot) == (800, 300, 0)
+
+
+def test_a_phase_inside_a_phase_belongs_to_the_outer(loop):
+    loop.start(2000)
+    loop.now_ns = 2100
+    loop.recorder.phase_start("evaluation")
+    loop.phase("checkpoint", 2200, 2300)
+    loop.now_ns = 2600
+    loop.recorder.phase_end()
+    loop.end(3000)
+
+    assert phases_ns(loop.iterations()[0]) == (500, 0, 0)
+
+
+def test_iterations_inside_a_phase_have_no_time_of_their_own(loop):
+    loop.start(2000)
+    loop.end(2500)
+    loop.now_ns = 2600
+    loop.recorder.phase_start("evaluation")
+    loop.start(2700)
+    loop.end(2900)
+    loop.now_ns = 3000
+    loop.recorder.phase_end()
+    loop.start(3100)
+    loop.end(3400)
+
+    slot = loop.iterations()[-1]
+    # wait: 2500 to 2600 and 3000 to 3100; step: 2000 to 2500 and 3100 to 3400
+    assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (800, 200, (400, 0, 0))
+
+
+def test_an_unknown_phase_is_other(loop):
+    loop.start(2000)
+    loop.phase("coffee", 2100, 2200)
+    loop.phase(None, 2300, 2400)
+    loop.end(3000)
+
+    assert phases_ns(loop.iterations()[0]) == (0, 0, 200)
+
+
+def test_a_second_start_replaces_the_first(loop):
+    loop.start(2000)
+    loop.end(2100)
+    loop.start(2200)
+    loop.start(2500)  # whatever lay between was no step
+    loop.end(2600)
+
+    slot = loop.iterations()[-1]
+    assert (slot.start_ns, slot.step_ns, slot.wait_ns) == (2500, 200, 400)
+
+
+def test_an_end_without_a_start_counts_from_the_end_before_and_warns_once(loop):
+    loop.phase("other", 1100, 1300)
+    loop.end(2000)  # from 1000, less 200
+    loop.end(2600)
+
+    first, second = loop.iterations()
+    assert (first.step_ns, second.step_ns, second.wait_ns) == (800, 1400, 0)
+    assert len(loop.warnings) == 1
+    assert "had not started" in loop.warnings[0]
+
+
+COMMANDS = st.tuples(st.integers(0, 5), st.sampled_from(["start", "end", "evaluation", "checkpoint", "phase_end"]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(COMMANDS, max_size=60))
+def test_every_nanosecond_belongs_to_exactly_one_class(commands):
+    # The model: time is put aside until an end says whether it was wait, step or start-up.
+    phases, between, inside, step, wait, startup = {}, 0, 0, 0, 0, 0
+    started = ended = False
+    open_phases = []
+    with looping() as loop:
+        for advance, command in commands:
+            loop.now_ns += advance
+            if open_phases:
+                phases[open_phases[0]] = phases.get(open_phases[0], 0) + advance
+            elif started:
+                inside += advance
+            else:
+                between += advance
+            if command == "start":
+                between, inside, started = between + inside, 0, True
+                loop.start(loop.now_ns)
+            elif command == "end":
+                if not started:
+                    step += between
+                else:
+                    step += inside
+                    wait, startup = (wait + between, startup) if ended else (wait, startup + between)
+                between, inside, started, ended = 0, 0, False, True
+                loop.end(loop.now_ns)
+            elif command == "phase_end":
+                open_phases = open_phases[:-1]
+                loop.recorder.phase_end()
+            else:
+                open_phases.append(command)
+                loop.recorder.phase_start(command)
+
+            for slot in loop.iterations():
+                expected = (phases.get("evaluation", 0), phases.get("checkpoint", 0), 0)
+                assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (step, wait, expected)
+                assert step + wait + sum(expected) + startup == loop.now_ns - MADE_NS
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(COMMANDS, max_size=60))
+def test_the_records_of_phases_are_disjoint_and_add_up_to_their_totals(commands):
+    with looping() as loop:
+        for advance, command in commands:
+            loop.now_ns += advance
+            if command in ("start", "end"):
+                getattr(loop, command)(loop.now_ns)
+            elif command == "phase_end":
+                loop.recorder.phase_end()
+            else:
+                loop.recorder.phase_start(command)
+        loop.recorder.finish()
+
+        slots = loop.slots()
+        marked = [slot for slot in slots if slot.kind == ring.PHASE]
+        assert all(a.end_ns <= b.start_ns for a, b in zip(marked, marked[1:], strict=False))
+        for what, total_ns in enumerate(phases_ns(slots[-1])):
+            assert sum(slot.end_ns - slot.start_ns for slot in marked if slot.what == what) == total_ns
+
+
+def test_counts_are_running_totals_and_tokens_default_to_the_processed_ones(loop):
+    loop.start(2000)
+    loop.end(2100, 512, 4)
+    loop.start(2200)
+    loop.end(2300, 512, 4, 500, 480)
+
+    slot = loop.iterations()[-1]
+    assert (slot.tokens_processed, slot.samples, slot.tokens, slot.tokens_loss) == (1024, 8, 1012, 480)
+    assert loop.warnings == []
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", b"5", 2**62, 10**400, [1], object()])
+@pytest.mark.parametrize("place", range(4))
+def test_a_count_that_is_none_keeps_the_iteration_and_warns_once(loop, bad, place):
+    counts = [7, 7, 7, 7]
+    counts[place] = bad
+    for at_ns in (2000, 3000):
+        loop.start(at_ns)
+        loop.end(at_ns + 100, *counts)
+    loop.start(4000)
+    loop.end(4100, 5, 5, 5, 5)
+
+    slot = loop.iterations()[-1]
+    # One bad count of four, and none of the four is believed.
+    assert (slot.ordinal, slot.tokens, slot.tokens_processed, slot.tokens_loss, slot.samples) == (3, 5, 5, 5, 5)
+    assert len(loop.warnings) == 1
+    assert "iteration 1 counts none" in loop.warnings[0]
+
+
+def test_totals_stay_within_what_a_record_can_hold(loop):
+    for ordinal in range(1, 6):
+        loop.end(MADE_NS + ordinal, 2**60)
+
+    # The fourth would reach 2**62; the first three stay.
+    assert loop.iterations()[-1].tokens == 3 * 2**60
+
+
+def test_counts_of_other_number_types_are_taken(loop):
+    class Scalar:  # as NumPy's and torch's are
+        def __int__(self):
+            return 7
+
+    loop.end(2000, Scalar(), 3.0, tokens=True)
+
+    slot = loop.iterations()[0]
+    assert (slot.tokens_processed, slot.samples, slot.tokens) == (7, 3, 1)
+
+
+def test_a_count_on_a_gpu_is_not_read_for_that_would_be_a_synchronisation(loop):
+    reads = []
+
+    class OnGpu:
+        is_cuda = True
+
+        def __int__(self):
+            reads.append("int")
+            return 7
+
+        def __lt__(self, other):
+            reads.append("<")
+            return False
+
+    loop.start(2000)
+    loop.end(2100, OnGpu())
+
+    assert reads == []
+    assert loop.iterations()[0].tokens == 0
+    assert len(loop.warnings) == 1
+
+
+class Hostile:
+    """Raises whatever is asked of it."""
+
+    def _raise(self, *_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    __int__ = __float__ = __index__ = __bool__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __str__ = _raise
+    __hash__ = object.__hash__
+
+    @property
+    def is_cuda(self):
+        raise RuntimeError
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-(10**400), 10**400),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.lists(st.integers(), max_size=2),
+    st.builds(Hostile),
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_no_argument_whatever_makes_a_call_raise_or_lose_an_iteration(data):
+    with looping(log_interval=2) as loop:
+        for at_ns in range(2000, 2008, 2):
+            loop.start(at_ns)
+            loop.recorder.phase_start(data.draw(ANYTHING))
+            loop.recorder.phase_end()
+            loop.end(at_ns + 1, *data.draw(st.lists(ANYTHING, max_size=4)))
+            loop.recorder.loss(data.draw(ANYTHING), data.draw(ANYTHING))
+        loop.recorder.reset()
+        loop.recorder.finish(data.draw(ANYTHING))
+
+        slots = loop.slots()
+        assert [slot.ordinal for slot in slots if slot.kind == ring.ITERATION] == [1, 2, 3, 4]
+        assert slots[-1].kind == ring.END
+        assert len(loop.warnings) <= 4
+
+
+def test_the_loss_goes_with_the_iteration_that_ended_and_the_callers_number(loop):
+    loop.end(2000)
+    loop.recorder.loss(5001, 3.25)
+    loop.recorder.loss(5001, None)
+
+    first, second = loop.slots(ring.LOSS)
+    assert (first.ordinal, first.number, first.value) == (1, 5001, 3.25)
+    assert second.value != second.value, "a loss that was not given is not a number"
+
+
+def test_an_iteration_number_that_goes_back_is_told_once_and_kept(loop):
+    for number in (10, 9, 8):
+        loop.recorder.loss(number, 1.0)
+
+    assert [slot.number for slot in loop.slots(ring.LOSS)] == [10, 9, 8]
+    assert len(loop.warnings) == 1
+    assert "went back from 10 to 9" in loop.warnings[0]
+
+
+def test_the_agent_is_woken_at_the_end_of_a_window_and_when_the_next_iteration_starts():
+    with looping(log_interval=3, offset=1) as loop:
+        woken = []
+        for at_ns in range(2000, 2500, 100):
+            loop.start(at_ns)
+            loop.end(at_ns + 50)
+            woken.append(loop.wakes)
+
+    # Iterations 2 to 6 are counted: 3 and 6 end windows, which are the second and the fifth of them.
+    assert woken == [0, 1, 2, 2, 3]
+
+
+def test_the_state_follows_the_loop(loop):
+    states = []
+    loop.start(2000)
+    states.append(loop.reader.state())
+    loop.recorder.phase_start("checkpoint")
+    states.append(loop.reader.state())
+    loop.recorder.phase_end()
+    states.append(loop.reader.state())
+    loop.end(2100)
+    states.append(loop.reader.state())
+    loop.recorder.finish()
+    states.append(loop.reader.state())
+
+    assert [state[0] for state in states] == [ring.STEP, ring.PHASE_STATE, ring.STEP, ring.BETWEEN, ring.FINISHED]
+    assert [state[1] for state in states] == [1, 0, 1, 1, 1]
+    assert states[1][3] == 1, "checkpoint is the second of the marked phases"
+
+
+def test_finishing_closes_an_open_phase_and_ends_the_record(loop):
+    loop.end(2000)
+    loop.recorder.phase_start("evaluation")
+    loop.recorder.phase_start("checkpoint")
+    loop.now_ns = 2500
+    loop.recorder.finish("failed")
+    loop.recorder.finish("completed")
+    loop.start(3000)
+    loop.end(3100)
+    loop.recorder.loss(1, 1.0)
+
+    slots = loop.slots()
+    assert [slot.kind for slot in slots] == [ring.ITERATION, ring.PHASE, ring.END]
+    assert (slots[-1].what, slots[-1].evaluation_ns) == (1, 500)
+
+
+def test_an_end_of_a_phase_that_had_not_begun_is_told_once_and_ignored(loop):
+    loop.recorder.phase_end()
+    loop.recorder.phase_end()
+
+    assert loop.slots() == []
+    assert len(loop.warnings) == 1
+
+
+def test_a_forked_child_records_nothing_and_its_parent_goes_on():
+    # In a process of its own: forking one that other tests gave threads is warned of since Python 3.12.
+    program = """
+import os
+from effllm.recorder import Recorder
+from effllm.ring import RingReader, RingWriter
+
+writer = RingWriter(16)
+recorder = Recorder(writer, 1)
+recorder.start(); recorder.end(5, 1)
+child = os.fork()
+if child == 0:
+    recorder.start(); recorder.end(5, 1); recorder.loss(1, 1.0); recorder.phase_start("other"); recorder.phase_end()
+    recorder.reset(); recorder.finish()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+recorder.start(); recorder.end(5, 1)
+reader = RingReader(writer.descriptor)
+print([(slot.ordinal, slot.tokens) for slot in reader.read()], reader.state()[:2])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[(1, 5), (2, 10)] (1, 2)\n"
+
+
+def test_nothing_grows_over_a_hundred_thousand_iterations(loop):
+    recorder = loop.recorder
+
+    def iterate(times):
+        for number in range(times):
+            recorder.start()
+            recorder.end(512, 4, -1)  # a mistake in each, too
+            recorder.loss(number, 1.0)
+
+    iterate(1000)
+    tracemalloc.start()
+    try:
+        iterate(100)
+        before, _ = tracemalloc.get_traced_memory()
+        iterate(100_000)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert after - before < 2000
+
+
+def test_recording_starts_no_thread(loop):
+    before = threading.active_count()
+
+    for at_ns in range(2000, 4000, 100):
+        loop.start(at_ns)
+        loop.end(at_ns + 50, 1, 1)
+
+    assert threading.active_count() == before

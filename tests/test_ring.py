@@ -1,0 +1,260 @@
+"""effllm/ring.py: what one process writes the other reads whole, or not at all."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import ring
+from effllm.ring import Board, RingError, RingReader, RingWriter
+
+ZEROS = (0,) * 9
+
+
+@pytest.fixture
+def writer():
+    writer = RingWriter(16)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def reader(writer):
+    reader = RingReader(writer.descriptor)
+    yield reader
+    reader.close()
+
+
+def put(writer, ordinal, tokens=0):
+    totals = (*ZEROS[:5], tokens, tokens, 0, 0)
+    writer.put(ring.ITERATION, 0, ordinal, 0, ordinal * 10, ordinal * 10 + 5, 0.0, totals)
+
+
+def test_records_come_back_in_order_and_once(writer, reader):
+    for ordinal in (1, 2, 3):
+        put(writer, ordinal)
+
+    assert [slot.ordinal for slot in reader.read()] == [1, 2, 3]
+    assert reader.read() == []
+    put(writer, 4)
+    assert [slot.ordinal for slot in reader.read()] == [4]
+    assert reader.overrun == 0
+
+
+def test_every_field_of_a_record_comes_back(writer, reader):
+    writer.put(ring.LOSS, 2, 7, -9, 11, 12, 3.25, (1, 2, 3, 4, 5, 6, 7, 8, 2**62))
+
+    assert reader.read() == [(1, ring.LOSS, 2, 7, -9, 11, 12, 3.25, 1, 2, 3, 4, 5, 6, 7, 8, 2**62)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(bursts=st.lists(st.integers(0, 40), max_size=12))
+def test_an_overrun_loses_detail_and_never_a_token(bursts):
+    writer = RingWriter(16)
+    reader = RingReader(writer.descriptor)
+    written, seen, newest = 0, 0, None
+    for burst in bursts:
+        for _ in range(burst):
+            written += 1
+            put(writer, written, tokens=100 * written)
+        slots = reader.read()
+        seen += len(slots)
+        newest = slots[-1] if slots else newest
+
+        # Whatever was overwritten is counted, and the newest record has the tokens of all before it.
+        assert seen + reader.overrun == written
+        assert newest is None or newest.tokens == 100 * written
+    reader.close()
+    writer.close()
+
+
+def test_an_overrun_of_seven_leaves_the_newest_sixteen(writer, reader):
+    for ordinal in range(1, 24):  # 23 records into 16 slots
+        put(writer, ordinal)
+
+    assert [slot.ordinal for slot in reader.read()] == list(range(8, 24))
+    assert reader.overrun == 7
+
+
+def test_a_torn_record_is_not_believed_until_it_is_whole(writer, reader):
+    put(writer, 1)
+    put(writer, 2)
+    at = ring._SLOTS_AT + ring._SLOT_BYTES + 40  # within the second record
+    whole = os.pread(writer.descriptor, 1, at)
+    os.pwrite(writer.descriptor, bytes([whole[0] ^ 0xFF]), at)
+
+    assert [slot.ordinal for slot in reader.read()] == [1]
+    os.pwrite(writer.descriptor, whole, at)
+    assert [slot.ordinal for slot in reader.read()] == [2]
+
+
+def test_a_record_that_never_becomes_whole_is_given_up_and_counted(writer, reader):
+    put(writer, 1)
+    os.pwrite(writer.descriptor, b"\xff", ring._SLOTS_AT + 40)
+    put(writer, 2)
+
+    assert reader.read() == []
+    reader.skip_torn()
+    assert [slot.ordinal for slot in reader.read()] == [2]
+    assert reader.overrun == 1
+
+
+def test_giving_up_what_is_torn_keeps_what_is_whole(writer, reader):
+    put(writer, 1)
+
+    reader.skip_torn()
+
+    assert [slot.ordinal for slot in reader.read()] == [1]
+
+
+def test_a_record_overtaken_while_it_is_read_is_counted(writer, reader):
+    put(writer, 1)
+    for ordinal in range(2, 18):  # the seventeenth takes the place of the first
+        put(writer, ordinal)
+    # As if the reader had looked at the count before the last one was published.
+    os.pwrite(writer.descriptor, (16).to_bytes(8, "little"), ring._NEWEST_AT)
+
+    assert [slot.ordinal for slot in reader.read()] == list(range(2, 17))
+    assert reader.overrun == 1
+
+
+def test_a_reader_beside_a_busy_writer_sees_rising_totals_and_loses_none(writer, reader):
+    last = 20_000
+
+    def write():
+        for ordinal in range(1, last + 1):
+            put(writer, ordinal, tokens=ordinal)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = []
+    while not seen or seen[-1].ordinal < last:
+        seen += reader.read()
+    thread.join()
+
+    assert all(slot.tokens == slot.ordinal == slot.sequence for slot in seen)
+    assert sorted({slot.ordinal for slot in seen}) == [slot.ordinal for slot in seen]
+    assert len(seen) + reader.overrun == last
+
+
+def test_the_state_of_the_loop_comes_back(writer, reader):
+    writer.state(ring.PHASE_STATE, 12, 345, 1)
+
+    assert reader.state() == (ring.PHASE_STATE, 12, 345, 1)
+
+
+def test_facts_come_back_once_for_each_change(writer, reader):
+    facts = {"parameters": {"total": 7_000_000_000}, "text": "Größe \udc80", "none": None}
+
+    assert reader.facts() is None
+    assert writer.write_facts(facts)
+    assert reader.facts() == facts
+    assert reader.facts() is None
+
+
+def test_facts_that_are_too_large_are_refused_and_the_old_ones_stay(writer, reader):
+    writer.write_facts({"a": 1})
+
+    assert not writer.write_facts({"a": "x" * 64 * 1024})
+    assert reader.facts() == {"a": 1}
+
+
+def test_the_largest_facts_touch_neither_the_address_nor_the_first_record(writer, reader):
+    writer.write_address({"endpoint": "tcp://127.0.0.1:1"})
+    put(writer, 1)
+    room = ring._FACTS_BYTES - ring._DOCUMENT.size - len('{"a":""}')
+
+    assert writer.write_facts({"a": "x" * room})
+    assert not writer.write_facts({"a": "x" * (room + 1)})
+    assert reader.address() == {"endpoint": "tcp://127.0.0.1:1"}
+    assert [slot.ordinal for slot in reader.read()] == [1]
+
+
+def test_half_written_facts_are_not_read(writer, reader):
+    writer.write_facts({"a": 1})
+    at = ring._FACTS_AT + ring._DOCUMENT.size
+    os.pwrite(writer.descriptor, b'{"a":2', at)  # the payload is there, its checksum not yet
+
+    assert reader.facts() is None
+    os.pwrite(writer.descriptor, b'{"a":1', at)
+    assert reader.facts() == {"a": 1}
+
+
+def test_the_board_shows_the_newest_whole_document():
+    board = Board()
+    other = Board(os.dup(board.descriptor))
+
+    assert other.read() == {}
+    assert board.write({"report": 1})
+    assert other.read() == other.read() == {"report": 1}
+    assert board.write({"report": 2})
+    os.pwrite(board.descriptor, b"!", ring._DOCUMENT.size)
+    assert other.read() == {"report": 1}, "a half-written document hides the one before"
+    assert not board.write({"text": "x" * 32 * 1024})
+    board.close()
+    other.close()
+
+
+def test_closing_twice_is_allowed():
+    writer, board = RingWriter(16), Board()
+    reader = RingReader(writer.descriptor)
+    for _ in range(2):
+        reader.close()
+        writer.close()
+        board.close()
+
+    assert writer.descriptor == board.descriptor == -1
+
+
+@pytest.mark.parametrize("size", [0, 10, ring.ring_bytes(16)])
+def test_memory_that_is_no_ring_is_refused(size):
+    foreign = os.memfd_create("foreign")
+    os.truncate(foreign, size)
+
+    with pytest.raises(RingError, match="not a ring"):
+        RingReader(foreign)
+    os.close(foreign)
+
+
+def test_a_ring_of_another_version_is_refused(writer):
+    os.pwrite(writer.descriptor, b"EFFLRNG0", 0)
+
+    with pytest.raises(RingError, match="this version"):
+        RingReader(writer.descriptor)
+
+
+def test_no_room_for_the_ring_is_an_error_of_ours_and_leaves_nothing_open(monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = len(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(RingError, match="no room for .* No space left"):
+        RingWriter(16)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_limit_on_file_sizes_is_an_error_of_ours():
+    # In a process of its own, because the limit cannot be raised again and its signal would kill us.
+    program = (
+        "import resource, signal; from effllm.ring import RingError, RingWriter\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try: RingWriter(1000)\n"
+        "except RingError as error: print('refused', error)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.startswith("refused no room for")
+
+
+def test_the_pages_of_a_ring_are_reserved_from_the_start(writer):
+    # A page that is not there yet is a SIGBUS in the training loop when memory has run out.
+    assert os.fstat(writer.descriptor).st_blocks * 512 >= ring.ring_bytes(16)
