@@ -5,12 +5,15 @@ The process is the training's own, so this imports the standard library alone.
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from effllm.config import ConfigError, is_enabled, read_place, this_process
 
@@ -45,8 +48,10 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
     try:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
+        elif Path(name).suffix in (".zip", ".pyz") or Path(name).is_dir():
             runpy.run_path(name, run_name="__main__")
+        else:
+            _run_script(Path(name).absolute())
         status = "completed"
     except SystemExit as end:
         status = "failed" if end.code else "completed"
@@ -58,6 +63,16 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         if os.getpid() == pid:  # a child that the script forked has no ledger to close
             _close(name, status)
     return 0
+
+
+def _run_script(path: Path) -> None:
+    """Execute a file as ``__main__``, which it stays: runpy would take it away from threads and exit handlers."""
+    main = ModuleType("__main__")
+    vars(main).update(__file__=str(path), __builtins__=builtins, __loader__=SourceFileLoader("__main__", str(path)))
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    exec(code, vars(main))  # noqa: S102 - this is what we were asked to do
 
 
 def _close(name: str, status: str) -> None:
@@ -80,15 +95,12 @@ def _speaks() -> bool:
 
 def _cut(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
     """Take the frames above the script from the traceback: those of the command line and of runpy."""
-    cut, below = trace, False
-    while cut is not None and (not below or _is_runpy(cut)):
-        below = below or _is_runpy(cut)
+    cut = trace
+    while cut is not None and cut.tb_frame.f_code is not _run.__code__:
         cut = cut.tb_next
-    if below:
-        error.__traceback__ = cut
-        return cut
-    return trace
-
-
-def _is_runpy(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_globals.get("__name__") == "runpy"
+    if cut is None:
+        return trace  # not the script's: another thread's, or one of our own
+    while cut is not None and cut.tb_frame.f_globals.get("__name__") in ("runpy", __name__):
+        cut = cut.tb_next
+    error.__traceback__ = cut
+    return cut
