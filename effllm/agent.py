@@ -43,6 +43,7 @@ DEVICE_WAIT_S = 3.0
 NOBODY_ANSWERS_S = 10.0
 LAST_WORDS_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
+REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
 LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
 LONGEST_GAP_INTERVALS = 5
 STATUSES = ("completed", "failed", "killed")
@@ -176,6 +177,7 @@ class Agent:
         self._watched_child = -1
         self._next_beat_s = 0.0
         self._busy_trainer = False
+        self._connected_s = 0.0  # when the link was last seen connected, at the end
         self._address: dict[str, str] = {}  # found after the start
 
     def run(self) -> None:
@@ -486,7 +488,7 @@ class Agent:
                 self._bye_sent = bool(self._link) and self._link.send(  # type: ignore[union-attr]
                     Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, time.process_time())
                 )
-            if self._bye_seen and not len(self._outbox):
+            if self._is_heard(time.monotonic()):
                 break
             self._poller.poll(50)
         if len(self._outbox) and not self._bye_seen:
@@ -502,6 +504,18 @@ class Agent:
         if self._link:
             self._link.close()
         self._context.destroy(linger=200)
+
+    def _is_heard(self, now_s: float) -> bool:
+        """Whether the aggregator has all there is.
+
+        What it says last may be lost: a link with ZMQ_IMMEDIATE drops what is unread when the connection ends.
+        """
+        if self._aggregator and self._aggregator.done:
+            return True
+        if self._link and self._link.connected:
+            self._connected_s = now_s
+        may_come_back = self._aggregator or now_s - self._connected_s < REPLACED_WITHIN_S
+        return self._bye_seen and not (len(self._outbox) and may_come_back)
 
     def fail(self, error: Exception) -> None:
         """Leave the trace of an error of ours in the log."""
