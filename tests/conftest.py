@@ -1,0 +1,46 @@
+"""What holds for every test: a clean environment before it, and nothing of it left running after it."""
+
+import os
+import uuid
+from pathlib import Path
+
+import jobs
+import pytest
+
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVML_TRACE")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_environment(tmp_path_factory):
+    """Take away what the caller's shell says about metrics, launchers and GPUs; mark what the tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("EFFICIENTLLM_", *LAUNCHERS)) or name in (*PLACES, *DEVICES):
+                patch.delenv(name)
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv(jobs.SESSION, uuid.uuid4().hex)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(clean_environment):
+    """Fail a test after which a process that it started, or shared memory with a name, is still there."""
+    before = set(jobs.processes_of_session()), _shared_memory()
+    yield
+    left = jobs.gone(lambda: set(jobs.processes_of_session()) - before[0], within_s=8.0)
+    assert not left, f"still running: {[jobs.describe(pid) for pid in left]}"
+    assert _shared_memory() <= before[1]
+
+
+def _shared_memory():
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if "effllm" in path.name} if folder.is_dir() else set()
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start jobs of real processes in the test's own folder; those that outlive the test are ended."""
+    with jobs.launching(tmp_path) as launch:
+        yield launch

@@ -1,0 +1,366 @@
+"""Jobs of real processes: starts them, finds the processes that belong to them, reads what they left.
+
+Every process that a test starts carries a token of the session in its environment, and one of its job,
+so that agents and aggregators, which live in sessions of their own, are found without guessing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from effllm.config import Config
+from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
+from effllm.schema import ClusterReport, Event, Summary
+from effllm.server import Orders
+from effllm.spawn import spawn
+
+SESSION, JOB = "TESTS_OF_SESSION", "TESTS_OF_JOB"
+SCRIPTS = Path(__file__).parent / "scripts"
+
+needs_torch = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+
+#: The contract: labels, order and formats of the block, and the line of its coverage below.
+BLOCK = re.compile(
+    r"^\[EfficientLLM Metrics\] (?P<style>Iteration|Step) (?P<iteration>\d+):\n"
+    r"(?:  Loss: (?P<loss>-?\d+\.\d{6})\n)?"
+    r"(?:  AMU \(GB\): (?P<amu_gb>\d+\.\d{2})\n)?"
+    r"(?:  PCU \(Ratio\): (?P<pcu_ratio>\d\.\d{3})\n)?"
+    r"(?:  AL \(Seconds\): (?P<al_seconds>\d+\.\d{4})\n)?"
+    r"(?:  TT \(Tokens/Param/Sec\): (?P<tt_tokens_per_param_per_sec>\d\.\d{2}e[+-]\d{2})\n)?"
+    r"(?:  ST \(Samples/Param/Sec\): (?P<st_samples_per_param_per_sec>\d\.\d{2}e[+-]\d{2})\n)?"
+    r"(?:  AEC \(Watts\): (?P<aec_watts>\d+\.\d{2})\n)?"
+    r"  Ranks: (?P<ranks>\d+/\d+)  GPUs: (?P<gpus>\d+/\d+)  lost (?P<lost>\d+)  late (?P<late>\d+)(?P<rest>.*)\n",
+    re.MULTILINE,
+)
+FORMATS = {
+    "amu_gb": "{:.2f}",
+    "pcu_ratio": "{:.3f}",
+    "al_seconds": "{:.4f}",
+    "tt_tokens_per_param_per_sec": "{:.2e}",
+    "st_samples_per_param_per_sec": "{:.2e}",
+    "aec_watts": "{:.2f}",
+}
+
+
+def until(condition: Callable[[], Any], within_s: float = 15.0) -> Any:
+    """Return the first true value of ``condition``; fail when there is none in time."""
+    deadline_s = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not so within {within_s} s"
+        time.sleep(0.01)
+    return value
+
+
+def gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
+    """Return what is left when nothing is, or when the time is over."""
+    deadline_s = time.monotonic() + within_s
+    while (pids := left()) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return pids
+
+
+def processes(token: str) -> Iterator[int]:
+    """Yield the living processes, other than this one, whose environment holds ``token``."""
+    wanted = token.encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # ended meanwhile, or another user's
+                if wanted in (entry / "environ").read_bytes():
+                    yield int(entry.name)
+
+
+def processes_of_session() -> Iterator[int]:
+    """Yield what the tests of this session have running, less what Python keeps for itself to its end."""
+    for pid in processes(f"{SESSION}={os.environ[SESSION]}"):
+        if "resource_tracker" not in describe(pid):
+            yield pid
+
+
+def describe(pid: int) -> str:
+    """Return the command line of a process, empty when it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def unused_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def place(rank: int, world_size: int, local_rank: int | None = None) -> dict[str, str]:
+    """Return the variables by which a launcher tells a process where it stands."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank if local_rank is None else local_rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+class Ledger:
+    """What a run left in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def summary(self) -> Summary:
+        """summary.json."""
+        return msgspec.json.decode((self.folder / "summary.json").read_bytes(), type=Summary)
+
+    @property
+    def windows(self) -> list[ClusterReport]:
+        """Every line of windows-*.jsonl; none may be torn."""
+        return _whole(read_windows(self.folder))
+
+    @property
+    def ranks(self) -> list[RankRow]:
+        """Every line of ranks-*.jsonl; none may be torn."""
+        return _whole(read_ranks(self.folder))
+
+    @property
+    def events(self) -> list[Event]:
+        """Every line of events.jsonl; none may be torn."""
+        return _whole(read_events(self.folder))
+
+    def told(self, kind: str) -> list[str]:
+        """Return the texts of the events of a kind."""
+        return [event.text for event in self.events if event.kind == kind]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """run.json."""
+        return msgspec.json.decode((self.folder / "run.json").read_bytes(), type=dict[str, Any])
+
+
+def _whole(rows: Any) -> list[Any]:
+    read = list(rows)
+    assert rows.skipped == 0
+    return read
+
+
+class Job:
+    """Processes that carry one token, the first of them ours to wait for."""
+
+    def __init__(self, folder: Path, runs: Path) -> None:
+        self.folder = folder  # where stdout.txt, stderr.txt and what the script wrote are
+        self.token = f"{JOB}={uuid.uuid4().hex}"
+        self._runs = runs
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, command: Sequence[str], environ: dict[str, str]) -> Job:
+        """Start the first process."""
+        name, _, value = self.token.partition("=")
+        with (self.folder / "stdout.txt").open("wb") as out, (self.folder / "stderr.txt").open("wb") as err:
+            self.process = subprocess.Popen(
+                command, env={**environ, name: value}, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+        return self
+
+    def wait(self, within_s: float = 40.0) -> Job:
+        """Wait for the first process."""
+        assert self.process
+        self.process.wait(within_s)
+        return self
+
+    def done(self, within_s: float = 40.0) -> Job:
+        """Wait for the first process, which must succeed, and for all that belongs to it."""
+        assert self.wait(within_s).code == 0, self.stderr
+        assert not self.left(within_s=8.0)
+        return self
+
+    def left(self, within_s: float) -> set[int]:
+        """Return who is still there after so long."""
+        return gone(lambda: set(processes(self.token)), within_s)
+
+    @property
+    def code(self) -> int | None:
+        """Exit status of the first process."""
+        assert self.process
+        return self.process.returncode
+
+    def find(self, module: str) -> list[int]:
+        """Return the processes of the job that run a module of ours."""
+        return [pid for pid in processes(self.token) if f"import_module({module!r})" in describe(pid)]
+
+    @property
+    def stdout(self) -> str:
+        """What has been printed."""
+        return (self.folder / "stdout.txt").read_text()
+
+    @property
+    def stderr(self) -> str:
+        """What has been printed there."""
+        return (self.folder / "stderr.txt").read_text()
+
+    @property
+    def our_errors(self) -> list[str]:
+        """Our lines on stderr."""
+        return [line for line in self.stderr.splitlines() if "EfficientLLM" in line or "effllm" in line]
+
+    @property
+    def blocks(self) -> list[dict[str, str | None]]:
+        """The blocks of the console; every header must begin a whole one."""
+        found = [match.groupdict() for match in BLOCK.finditer(self.stdout)]
+        assert len(found) == self.stdout.count("[EfficientLLM Metrics]")
+        return found
+
+    def told(self, name: str = "truth.json") -> Any:
+        """Return what the script wrote into a JSON file."""
+        return msgspec.json.decode((self.folder / name).read_bytes())
+
+    def runs(self) -> list[Path]:
+        """Return the run folders."""
+        return sorted(self._runs.iterdir()) if self._runs.is_dir() else []
+
+    @property
+    def ledger(self) -> Ledger:
+        """The one run folder."""
+        (folder,) = self.runs()
+        return Ledger(folder)
+
+    def end(self) -> None:
+        """End what still runs, by its id."""
+        for pid in processes(self.token):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process:
+            self.process.wait(10)
+        gone(lambda: set(processes(self.token)), 8.0)
+
+
+class Launcher:
+    """Starts jobs; settings are keywords by the names of the variables: ``log_interval=5``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._jobs: list[Job] = []
+
+    def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
+        """Return an environment with these settings over quick and simulated ones."""
+        defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
+        chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}
+        return {**os.environ, "OMP_NUM_THREADS": "1", **chosen, **variables}
+
+    def _job(self) -> Job:
+        folder = self._folder / f"job{len(self._jobs)}"
+        folder.mkdir()
+        job = Job(folder, self._folder / "runs")
+        self._jobs.append(job)
+        return job
+
+    def python(self, *arguments: Any, environ: dict[str, str] | None = None, **settings: Any) -> Job:
+        """Start a script, of ``tests/scripts/`` or by its path, with its arguments."""
+        script, *rest = arguments
+        command = [sys.executable, str(SCRIPTS / script), *map(str, rest)]
+        return self._job().start(command, self.environ(settings, **(environ or {})))
+
+    def code(self, code: str, environ: dict[str, str] | None = None, **settings: Any) -> Job:
+        """Start a script that is written here."""
+        job = self._job()
+        script = job.folder / "script.py"
+        script.write_text(code)
+        return job.start([sys.executable, str(script)], self.environ(settings, **(environ or {})))
+
+    def torchrun(self, options: Sequence[str], script: str, *arguments: Any, **settings: Any) -> Job:
+        """Start a script under torchrun."""
+        command = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPTS / script)]
+        return self._job().start([*command, *map(str, arguments)], self.environ(settings))
+
+    def aggregator(self, **settings: Any) -> Aggregator:
+        """Start an aggregator on its own, for ranks that are told its endpoint."""
+        job = self._job()
+        chosen = self.environ(settings)
+        return Aggregator(job, self._folder / "runs" / "served", chosen)
+
+    def ranks(self, aggregator: Aggregator, world_size: int, *arguments: Any, **settings: Any) -> list[Job]:
+        """Start all ranks of a job on an aggregator, each a script with the same arguments."""
+        endpoint = {"endpoint": aggregator.endpoint}
+        return [
+            self.python(*arguments, environ=place(rank, world_size), **{**settings, **endpoint})
+            for rank in range(world_size)
+        ]
+
+    def close(self) -> None:
+        """End what still runs."""
+        for job in self._jobs:
+            job.end()
+
+
+class Aggregator:
+    """An aggregator that no agent started."""
+
+    def __init__(self, job: Job, run_folder: Path, environ: dict[str, str]) -> None:
+        from effllm.config import read_config
+
+        self.job = job
+        self.ledger = Ledger(run_folder)
+        config: Config = read_config(environ)
+        with socket.socket() as listener, (job.folder / "stdout.txt").open("wb") as out:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(64)
+            self.port: int = listener.getsockname()[1]
+            self.endpoint = f"tcp://127.0.0.1:{self.port}"
+            orders = Orders(
+                config=config.to_dict(),
+                job="",
+                endpoint=self.endpoint,
+                folder=str(run_folder),
+                listen_descriptor=listener.fileno(),
+                stdout_descriptor=out.fileno(),
+            )
+            with memory_file(msgspec.json.encode(orders)) as file, pytest.MonkeyPatch.context() as patch:
+                patch.setenv(*job.token.split("="))
+                job.process = spawn("effllm.server", [str(file)], [file, listener.fileno(), out.fileno()])
+        (job.folder / "stderr.txt").touch()
+
+
+@contextmanager
+def memory_file(content: bytes) -> Iterator[int]:
+    """Yield the descriptor of a file in memory."""
+    descriptor = os.memfd_create("test")
+    try:
+        os.write(descriptor, content)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def launching(folder: Path) -> Iterator[Launcher]:
+    """Yield a launcher for jobs in ``folder``."""
+    launcher = Launcher(folder)
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports on which a process listens."""
+    process = psutil.Process(pid)
+    connections = process.net_connections if hasattr(process, "net_connections") else process.connections
+    return {one.laddr.port for one in connections("tcp") if one.status == psutil.CONN_LISTEN}

@@ -1,0 +1,51 @@
+"""A training loop without torch, which at one iteration may come to an end of its own kind."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import effllm.efficientllm_metrics as effllm
+
+ENDS = {
+    "raise": lambda: 1 / 0,
+    "exit": lambda: sys.exit(3),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "leave": lambda: os._exit(4),
+}
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=20)
+parser.add_argument("--step-s", type=float, default=0.01)
+parser.add_argument("--wait-s", type=float, default=0.0, help="for data, before each step")
+parser.add_argument("--tokens", type=int, default=100)
+parser.add_argument("--samples", type=int, default=2)
+parser.add_argument("--parameters", type=int, default=1000)
+parser.add_argument("--at", type=int, default=0, help="the iteration after which it ends as --end says")
+parser.add_argument("--end", choices=ENDS)
+given = parser.parse_args()
+
+effllm.initialize_efficientllm_metrics(given.parameters)
+collector = effllm.get_metrics_collector()
+threads = [thread.name for thread in threading.enumerate()]
+steps, logging_s, values = [], [], {}
+for iteration in range(1, given.iterations + 1):
+    time.sleep(given.wait_s)
+    start = time.monotonic()
+    collector.record_iteration_start()
+    time.sleep(given.step_s)
+    collector.record_iteration_end(given.tokens, given.samples)
+    steps.append((start, time.monotonic()))
+    values = collector.log_metrics(iteration, 10 / iteration)
+    logging_s.append(time.monotonic() - steps[-1][1])
+    if iteration == given.at:
+        ENDS[given.end]()
+effllm.finalize_efficientllm_metrics()
+truth = {"steps": steps, "logging_s": logging_s, "threads": threads, "values": values}
+Path("truth.json").write_text(json.dumps(truth))

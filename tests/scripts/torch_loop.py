@@ -1,0 +1,45 @@
+"""Data-parallel training on gloo: the same global batch and model however many ranks share the work."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import effllm.efficientllm_metrics as effllm
+
+GLOBAL_SAMPLES, SEQUENCE_LENGTH, WIDTH = 8, 32, 64
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=43)
+given = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(1)
+model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+samples = GLOBAL_SAMPLES // world_size
+values = {}
+
+effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()))
+collector = effllm.get_metrics_collector()
+dist.barrier()  # so that no rank has begun before every rank's agent is there
+for iteration in range(1, given.iterations + 1):
+    collector.record_iteration_start()
+    batch = torch.randn(samples, SEQUENCE_LENGTH, WIDTH)
+    loss = (model(batch) - batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    time.sleep(0.01)
+    collector.record_iteration_end(samples * SEQUENCE_LENGTH, samples)
+    if effllm.should_log_metrics(iteration):
+        values = collector.log_metrics(iteration, loss.item())
+effllm.finalize_efficientllm_metrics()
+Path(f"truth-{rank}.json").write_text(json.dumps(values))
+dist.destroy_process_group()

@@ -1,0 +1,256 @@
+"""Whole jobs under torchrun: training on gloo, agents, aggregator, TCP, run folder and event file."""
+
+import itertools
+import math
+
+import jobs
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = jobs.needs_torch
+
+ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
+ITERATIONS, LOG_INTERVAL = 43, 10
+TOKENS, SAMPLES, PARAMETERS = 43 * 8 * 32, 43 * 8, 64 * 64
+WINDOWS = [10, 20, 30, 40, 43]  # the last one is the rest
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """The same training on one, two and four ranks, each job run once and ended with all that belongs to it."""
+    done = {}
+    for world_size in (1, 2, 4):
+        with jobs.launching(tmp_path_factory.mktemp("world")) as launch:
+            job = launch.torchrun([*ONE_NODE, str(world_size)], "torch_loop.py", "--iterations", ITERATIONS)
+            done[world_size] = job.done()
+    return done
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids="{} ranks".format)
+def world(request, worlds):
+    """One of them, and how many ranks it had."""
+    return worlds[request.param], request.param
+
+
+def tensorboard(folder):
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {tag: accumulator.Scalars(tag) for tag in accumulator.Tags()["scalars"]}
+
+
+def seconds_of(rows):
+    """T: the iteration time of each rank first, the maximum over ranks last."""
+    by_rank = {}
+    for row in rows:
+        by_rank[row.rank] = by_rank.get(row.rank, 0.0) + row.busy_s + row.wait_s
+    return max(by_rank.values())
+
+
+def test_the_same_work_is_counted_the_same_however_many_ranks_share_it(worlds):
+    summaries = {world_size: job.ledger.summary for world_size, job in worlds.items()}
+
+    for world_size, summary in summaries.items():
+        assert (summary.tokens, summary.samples) == (TOKENS, SAMPLES)
+        assert (summary.iterations, summary.parameters, summary.attempts) == (ITERATIONS, PARAMETERS, 1)
+        assert summary.status == "completed"
+        assert summary.coverage.ranks_reporting == summary.coverage.ranks_expected == world_size
+        assert summary.coverage.gpus_measured == summary.coverage.gpus_expected == world_size
+        assert (summary.coverage.reports_lost, summary.coverage.reports_late) == (0, 0)
+
+
+def test_tt_and_st_can_be_worked_out_from_the_rows_of_the_ranks(world):
+    job, _ = world
+    rows, metrics = job.ledger.ranks, job.ledger.summary.metrics
+    time_s = seconds_of(rows)
+
+    tt = sum(row.tokens for row in rows) / PARAMETERS / time_s
+    st = sum(row.samples for row in rows) / PARAMETERS / time_s
+
+    assert metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(tt, rel=1e-9)
+    assert metrics["st_samples_per_param_per_sec"].value == pytest.approx(st, rel=1e-9)
+
+
+def test_al_is_the_largest_mean_step_of_a_rank(world):
+    job, world_size = world
+    rows = job.ledger.ranks
+    steps = [sum(row.busy_s for row in rows if row.rank == rank) / ITERATIONS for rank in range(world_size)]
+
+    assert job.ledger.summary.metrics["al_seconds"].value == pytest.approx(max(steps), rel=1e-9)
+    assert max(steps) > 0.01  # what the loop sleeps
+
+
+def test_aec_times_t_is_the_energy_of_the_iterations(world):
+    job, _ = world
+    summary = job.ledger.summary
+    aec, time_s = summary.metrics["aec_watts"].value, seconds_of(job.ledger.ranks)
+
+    assert aec * time_s == pytest.approx(summary.energy.by_class["iterations"], rel=1e-9)
+    assert aec * time_s / TOKENS == pytest.approx(summary.energy.joules_per_token, rel=1e-9)
+    assert sum(summary.energy.by_device.values()) == pytest.approx(summary.energy.total_joules, rel=1e-9)
+    assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.total_joules, rel=1e-9)
+
+
+def test_each_rank_has_one_row_for_each_window_and_no_iteration_is_in_two(world):
+    job, world_size = world
+    for rank in range(world_size):
+        rows = [row for row in job.ledger.ranks if row.rank == rank]
+        assert [row.iteration_last for row in rows] == WINDOWS
+        assert [row.iteration_first for row in rows] == [1, 11, 21, 31, 41]
+        assert [row.final for row in rows] == [False, False, False, False, True]
+        for before, after in itertools.pairwise(rows):
+            assert after.start_time_s == pytest.approx(before.end_time_s, abs=1e-6)
+        for row in rows:
+            assert row.wall_s == pytest.approx(row.busy_s + row.wait_s + sum(row.phases_s.values()), abs=1e-6)
+
+
+def test_the_block_is_printed_once_per_window_in_the_form_that_scripts_parse(world):
+    job, world_size = world
+    blocks = job.blocks
+    values = {window.iteration: window.values for window in job.ledger.windows}
+
+    assert [int(block["iteration"]) for block in blocks] == WINDOWS
+    for block in blocks:
+        assert (block["ranks"], block["gpus"]) == (f"{world_size}/{world_size}",) * 2
+        for tag, form in jobs.FORMATS.items():
+            assert block[tag] == form.format(values[int(block["iteration"])][tag])
+        assert (block["loss"] is None) == (block["iteration"] == "43")  # the loop logged none after 40
+
+
+def test_a_script_that_takes_the_last_hit_and_the_third_field_finds_the_summary(world):
+    job, _ = world
+    for label, tag in [("AMU (GB):", "amu_gb"), ("AL (Seconds):", "al_seconds"), ("AEC (Watts):", "aec_watts")]:
+        hit = [line for line in job.stdout.splitlines() if label in line][-1]
+        value = job.ledger.summary.metrics[tag].value
+        assert hit.split()[2] == jobs.FORMATS[tag].format(value)
+
+
+def test_tensorboard_shows_what_the_console_and_the_summary_say(world):
+    job, _ = world
+    scalars = tensorboard(job.ledger.folder / "tensorboard")
+    windows = job.ledger.windows
+
+    for tag in jobs.FORMATS:
+        shown = scalars[f"efficientllm/{tag}"]
+        assert [event.step for event in shown] == WINDOWS
+        for event, window in zip(shown, windows, strict=True):
+            assert event.value == pytest.approx(window.values[tag], rel=1e-6)  # single precision
+        assert shown[-1].value == pytest.approx(job.ledger.summary.metrics[tag].value, rel=1e-6)
+    assert all(math.isfinite(event.value) for events in scalars.values() for event in events)
+    assert len(scalars) <= 60
+
+
+def test_no_tag_is_named_after_a_rank(worlds):
+    tags = [set(tensorboard(job.ledger.folder / "tensorboard")) for job in worlds.values()]
+
+    assert tags[1] == tags[2]
+
+
+def test_every_rank_is_given_the_values_of_the_whole_job(world):
+    job, world_size = world
+    reported = [{f"efficientllm/{tag}": w.values[tag] for tag in jobs.FORMATS} for w in job.ledger.windows]
+    for rank in range(world_size):
+        values = job.told(f"truth-{rank}.json")
+        assert set(values) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
+        assert values in reported
+
+
+def test_one_greeting_and_one_table_are_printed_and_nothing_on_stderr(world):
+    job, _ = world
+
+    assert job.stdout.count("[EfficientLLM] Metrics collection initialized for model with 4,096 parameters") == 1
+    assert job.stdout.count("[EfficientLLM] Run completed") == 1
+    assert not job.our_errors
+
+
+def test_the_ledger_says_where_its_numbers_come_from(world):
+    job, world_size = world
+    facts = job.ledger.facts
+
+    assert facts["launcher"] == "torchrun"
+    assert facts["world_size"] == world_size
+    assert facts["parameters"] == PARAMETERS
+    assert sorted(facts["ranks"], key=int) == [str(rank) for rank in range(world_size)]
+    assert {row.host for row in job.ledger.ranks} == {facts["aggregator_host"]}
+    assert len({row.device for row in job.ledger.ranks}) == world_size
+
+
+def test_nothing_happened_but_joining_and_leaving(world):
+    job, world_size = world
+
+    assert job.ledger.summary.events == {"joined": world_size, "left": world_size}
+
+
+def test_agents_and_aggregator_are_gone_soon_after_a_normal_end(launch):
+    job = launch.torchrun([*ONE_NODE, "2"], "torch_loop.py", "--iterations", "12").wait()
+
+    assert not job.left(within_s=1.0)
+    assert job.ledger.summary.overhead.agents_cpu_s < 2.0
+
+
+def test_two_nodes_are_one_job_with_one_run_folder(launch):
+    master = ["--master_addr", "127.0.0.1", "--master_port", str(jobs.unused_port())]
+    nodes = [
+        launch.torchrun(
+            ["--nnodes", "2", "--node_rank", str(node), "--nproc_per_node", "1", *master],
+            "torch_loop.py",
+            "--iterations",
+            ITERATIONS,
+        )
+        for node in (0, 1)
+    ]
+    first, second = [node.done(within_s=60) for node in nodes]
+    summary = first.ledger.summary
+
+    assert (summary.tokens, summary.samples, summary.iterations) == (TOKENS, SAMPLES, ITERATIONS)
+    assert summary.status == "completed"
+    assert [block["ranks"] for block in first.blocks] == ["2/2"] * len(WINDOWS)
+    assert "EfficientLLM" not in second.stdout
+    assert {row.rank for row in first.ledger.ranks} == {0, 1}
+
+
+LOADER = """
+import os, socket, stat, sys, time
+import torch
+import effllm.efficientllm_metrics as effllm
+
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        collector.record_iteration_start()
+        collector.record_iteration_end(1_000_000, 1_000)
+        collector.log_metrics(index, 99.0)
+        listening = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as held:
+                        if held.family in (socket.AF_INET, socket.AF_INET6):  # torch has others of its own
+                            listening += held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            except (OSError, ValueError):
+                pass
+        return os.getpid(), listening
+
+workers = set()
+collector.record_iteration_start()
+for pids, listening in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
+    workers.update(pids.tolist())
+    assert not listening.any()
+    collector.record_iteration_end(10, 1)
+    collector.record_iteration_start()
+assert len(workers) == 2 and os.getpid() not in workers
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_the_workers_of_a_data_loader_record_nothing_and_hold_no_port(launch):
+    job = launch.code(LOADER, log_interval=5).done()
+    summary = job.ledger.summary
+
+    assert (summary.iterations, summary.tokens, summary.samples) == (10, 100, 10)
+    assert summary.status == "completed"
+    assert summary.loss is None

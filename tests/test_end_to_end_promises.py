@@ -1,0 +1,260 @@
+"""Training never waits for us and never dies of us: whatever ends, and whoever is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jobs
+import psutil
+import pytest
+
+LOOP = "loop.py"
+SLOWEST_CALL_S = 0.1  # of a call that takes microseconds, on a machine that does other things too
+
+
+def longest_step_s(truth):
+    return max(end - start for start, end in truth["steps"])
+
+
+# --- who is killed ---
+
+
+def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_token(launch):
+    job = launch.python(LOOP, "--iterations", 400, "--tokens", 7)
+    killed, ports = [], []
+    for windows in (3, 12):
+        jobs.until(lambda windows=windows: job.runs() and len(job.ledger.windows) >= windows)
+        (pid,) = jobs.until(lambda: [pid for pid in job.find("effllm.server") if pid not in killed])
+        killed.append(pid)
+        ports.append(jobs.listening_ports(pid))
+        os.kill(pid, signal.SIGKILL)
+    job.done()
+    summary = job.ledger.summary
+
+    assert (summary.iterations, summary.tokens, summary.samples) == (400, 2800, 800)
+    assert summary.status == "completed"
+    assert summary.coverage.reports_lost == 0
+    assert ports[0] == ports[1]
+    assert len(job.told()["steps"]) == 400
+    assert longest_step_s(job.told()) < 0.01 + SLOWEST_CALL_S
+    assert [row.iteration_last for row in job.ledger.ranks] == [*range(10, 401, 10), 400]
+    assert any("aggregator died" in text for text in job.ledger.told("aggregator"))
+
+
+@pytest.fixture
+def without_agent(launch):
+    """A job of two ranks, the second of which loses its agent in its first second."""
+    aggregator = launch.aggregator()
+    ranks = launch.ranks(aggregator, 2, LOOP, "--iterations", 700)
+    jobs.until(lambda: (aggregator.ledger.folder / "windows-0001.jsonl").exists() and aggregator.ledger.windows)
+    (agent,) = ranks[1].find("effllm.agent")
+    os.kill(agent, signal.SIGKILL)
+    return aggregator, ranks
+
+
+def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_agent):
+    aggregator, ranks = without_agent
+    for rank in ranks:
+        rank.done()
+        assert len(rank.told()["steps"]) == 700
+        assert longest_step_s(rank.told()) < 0.01 + SLOWEST_CALL_S
+    assert not aggregator.job.left(within_s=25)  # after three beats that did not come
+    ledger = aggregator.ledger
+
+    assert ledger.windows[-1].coverage.missing_ranks == (1,)
+    assert "missing 1" in aggregator.job.blocks[-1]["rest"]
+    assert any("closed without rank 1" in text for text in ledger.told("missing"))
+    assert ledger.summary.status == "killed"
+    rows = [row for row in ledger.ranks if row.rank == 0]
+    assert sum(row.tokens for row in rows) == 70_000
+
+
+def test_the_last_iteration_of_a_killed_trainer_is_in_the_ledger(launch):
+    job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill").wait()
+
+    assert job.code == -signal.SIGKILL
+    assert not job.left(within_s=5.0)
+    summary = job.ledger.summary
+    assert (summary.status, summary.iterations, summary.tokens, summary.samples) == ("killed", 57, 5700, 114)
+    assert job.ledger.ranks[-1].iteration_last == 57
+    assert job.blocks[-1]["iteration"] == "57"
+
+
+def test_a_trainer_that_is_killed_before_its_first_iteration_leaves_a_summary(launch):
+    job = launch.code(
+        "import os, signal, effllm\neffllm.initialize_efficientllm_metrics(5)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    ).wait()
+
+    assert not job.left(within_s=5.0)
+    assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("killed", 0)
+    assert not job.blocks
+
+
+def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch):
+    job = launch.python(LOOP, "--iterations", 300)
+    jobs.until(lambda: job.runs() and (job.ledger.folder / "windows-0001.jsonl").exists() and job.ledger.windows)
+    stopped = job.find("effllm.agent") + job.find("effllm.server")
+    assert len(stopped) == 2
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.0)  # a hundred iterations
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    job.done()
+
+    assert longest_step_s(job.told()) < 0.01 + SLOWEST_CALL_S
+    assert max(job.told()["logging_s"]) < SLOWEST_CALL_S
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (300, 30_000)
+
+
+# --- how it ends ---
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [
+        ("raise", 1, "failed"),
+        ("exit", 3, "completed"),
+        ("terminate", -signal.SIGTERM, "killed"),
+        ("interrupt", -signal.SIGINT, "killed"),
+        ("leave", 4, "killed"),
+    ],
+)
+def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, end, code, status):
+    job = launch.python(LOOP, "--at", 15, "--end", end).wait()
+
+    assert job.code == code
+    assert not job.left(within_s=5.0)
+    summary = job.ledger.summary
+    assert (summary.status, summary.iterations, summary.tokens) == (status, 15, 1500)
+    assert f"[EfficientLLM] Run {status}" in job.stdout
+
+
+def test_one_failed_rank_makes_a_failed_job(launch):
+    aggregator = launch.aggregator()
+    endpoint = aggregator.endpoint
+    first = launch.python(LOOP, environ=jobs.place(0, 2), endpoint=endpoint)
+    second = launch.python(LOOP, "--at", 10, "--end", "raise", environ=jobs.place(1, 2), endpoint=endpoint)
+    assert (first.wait().code, second.wait().code) == (0, 1)
+    assert not aggregator.job.left(within_s=8.0)
+
+    assert aggregator.ledger.summary.status == "failed"
+    assert aggregator.ledger.summary.tokens == 3000
+
+
+def test_the_end_of_a_normal_job_waits_for_the_summary_and_for_nothing_else(launch):
+    job = launch.python(LOOP).wait()
+
+    assert job.ledger.summary.status == "completed"  # it is there when the trainer is gone
+    assert not job.left(within_s=1.0)
+    assert list(job.ledger.folder.glob("lock")) == []
+
+
+# --- what it costs while it runs ---
+
+
+def test_no_thread_of_ours_is_in_the_trainer(launch):
+    job = launch.python(LOOP).done()
+
+    assert job.told()["threads"] == ["MainThread"]
+
+
+def test_nothing_but_the_standard_library_is_imported_into_the_trainer(launch):
+    job = launch.code(
+        """
+import json, sys
+before = set(sys.modules)
+import effllm
+with effllm.monitor(parameters=10) as monitor:
+    for _ in range(3):
+        monitor.iteration(tokens=1)
+ours = {name.partition(".")[0] for name in set(sys.modules) - before}
+json.dump(sorted(ours - set(sys.stdlib_module_names)), open("truth.json", "w"))
+"""
+    ).done()
+
+    assert job.told() == ["effllm"]
+
+
+def test_log_metrics_returns_its_six_keys_at_once(launch):
+    job = launch.python(LOOP, "--iterations", 60).done()
+    truth = job.told()
+
+    assert set(truth["values"]) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
+    assert sorted(truth["logging_s"])[30] < 0.001
+    assert max(truth["logging_s"]) < SLOWEST_CALL_S
+
+
+def test_agents_take_a_small_part_of_a_cpu(launch):
+    job = launch.python(LOOP, "--iterations", 10, "--step-s", 0.3, collection_interval=1.0)
+    (agent,) = jobs.until(lambda: job.find("effllm.agent"))
+    jobs.until(lambda: job.runs() and (job.ledger.folder / "run.json").exists())
+    before = psutil.Process(agent).cpu_times()
+    time.sleep(1.5)
+    after = psutil.Process(agent).cpu_times()
+    job.done()
+
+    assert (after.user + after.system) - (before.user + before.system) < 0.15
+
+
+# --- who is forked ---
+
+FORKS = """
+import os, socket, stat, sys
+import effllm.efficientllm_metrics as effllm
+
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+for iteration in range(1, 21):
+    collector.record_iteration_start()
+    if iteration in (5, 12):
+        child = os.fork()
+        if child == 0:
+            collector.record_iteration_end(1_000_000, 1_000)
+            for number in range(100):
+                collector.record_iteration_start()
+                collector.record_iteration_end(1_000_000, 1_000)
+                collector.log_metrics(number, 99.0)
+            with collector.phase("evaluation"):
+                pass
+            ports = 0
+            for name in os.listdir("/proc/self/fd"):
+                try:
+                    ports += stat.S_ISSOCK(os.stat(int(name)).st_mode)
+                except OSError:
+                    pass
+            if iteration == 5:
+                os._exit(40 if ports else 0)
+            if ports:
+                os._exit(41)
+            effllm.finalize_efficientllm_metrics()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    collector.record_iteration_end(10, 1)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_forked_children_record_nothing_hold_no_port_and_end_nothing(launch):
+    job = launch.code(FORKS, log_interval=5).done()
+    summary = job.ledger.summary
+
+    assert (summary.status, summary.iterations, summary.tokens, summary.samples) == ("completed", 20, 200, 20)
+    assert summary.loss is None
+    assert [row.iteration_last for row in job.ledger.ranks] == [5, 10, 15, 20, 20]
+
+
+def test_a_pipe_that_reads_a_killed_job_ends_within_five_seconds(launch, tmp_path):
+    environ = launch.environ({})
+    command = [sys.executable, str(jobs.SCRIPTS / LOOP), "--at", "15", "--end", "kill"]
+    with subprocess.Popen(
+        command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        process.wait(20)
+        killed_s = time.monotonic()
+        said = process.stdout.read()
+
+    assert time.monotonic() - killed_s < 5.0
+    assert b"[EfficientLLM] Run killed" in said
