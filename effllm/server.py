@@ -266,6 +266,9 @@ class Server:
 
     def _tick(self, now_s: float) -> None:
         self._aggregator.tick(now_s, time.time())
+        self._tell_facts()
+
+    def _tell_facts(self) -> None:
         if self._facts_changed:
             self._facts_changed = False
             known = {"ranks": dict(self._facts["ranks"]), "parameters": self._aggregator.parameters()}
@@ -295,6 +298,7 @@ class Server:
 
     def _write(self, closed: Closed, now_s: float) -> None:
         report, rows, safe = closed
+        self._tell_facts()  # a row names its host, which the run folder learns from them
         if self._folder is None or "runfolder" not in self._config.sinks:
             self._to_sinks(lambda sink: sink.write(report, rows))
             self._acknowledge(safe)
