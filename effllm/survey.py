@@ -116,7 +116,7 @@ class Survey(Struct, frozen=True):
 
 def survey(environ: Mapping[str, str], device: str) -> Survey:
     """Try everything out; ``device`` is looked at instead of the configured one."""
-    findings = [_python(), *_settings(environ)]
+    findings = [*_python(), *_settings(environ)]
     try:
         config = read_config({**environ, f"{PREFIX}DEVICE": device} if device else environ)
     except ConfigError:
@@ -126,7 +126,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     sources["peak"] = _peak(config)
     sources["generated tokens"] = Source(why_not="this version counts no generated tokens during a run")
     stamps_us, memory = _shared_memory(config)
-    findings += [about, *_driver(), _torch(), *_sinks(config), _run_folder(config), _loopback(), *_endpoint(config)]
+    findings += [about, *_driver(), *_sinks(config), _run_folder(config), _loopback(), *_endpoint(config)]
     findings += [memory, _pidfd()]
     return Survey(
         measured=not any(finding.state == BROKEN for finding in findings),
@@ -250,8 +250,14 @@ def _text(answer: str | bytes) -> str:
 # --- what surrounds it ---------------------------------------------------------------------------
 
 
-def _python() -> Finding:
-    return Finding("Python", OK, f"{platform.python_version()}, effllm {__version__}")
+def _python() -> Iterator[Finding]:
+    about = f"{platform.python_version()}, effllm {__version__}"
+    try:
+        yield Finding("Python", OK, f"{about}, torch {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        yield Finding("Python", OK, about)
+        advice = f"several ranks need it to find each other, or {PREFIX}ENDPOINT"
+        yield Finding("torch", MISSING, "not in this environment", advice)
 
 
 def _settings(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -263,14 +269,6 @@ def _settings(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("settings", BROKEN, text, f"export {PREFIX}METRICS_ENABLED=true")
     elif not found:
         yield Finding("settings", OK, "valid")
-
-
-def _torch() -> Finding:
-    try:
-        return Finding("torch", OK, metadata.version("torch"))
-    except metadata.PackageNotFoundError:
-        advice = "jobs of several ranks need it, or EFFICIENTLLM_ENDPOINT, to find each other"
-        return Finding("torch", MISSING, "not in this environment", advice)
 
 
 def _sinks(config: Config) -> Iterator[Finding]:

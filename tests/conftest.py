@@ -4,6 +4,7 @@ import os
 import uuid
 from pathlib import Path
 
+import cli_process
 import jobs
 import pytest
 
@@ -44,3 +45,11 @@ def launch(tmp_path):
     """Start jobs of real processes in the test's own folder; those that outlive the test are ended."""
     with jobs.launching(tmp_path) as launch:
         yield launch
+
+
+@pytest.fixture
+def cli(tmp_path):
+    """Run the command line in the test's own folder."""
+    command_line = cli_process.CommandLine(tmp_path)
+    yield command_line
+    command_line.close()

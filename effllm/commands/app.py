@@ -169,7 +169,7 @@ def serve(
 
     \b
     Examples:
-      effllm serve                                  # on a free port, which it prints
+      effllm serve                            # on a free port, which it prints
       effllm serve --bind 127.0.0.1:5555 --run-name llama-7b
       EFFICIENTLLM_ENDPOINT=tcp://127.0.0.1:5555 torchrun ... train.py
 

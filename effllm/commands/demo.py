@@ -59,6 +59,8 @@ class _Job:
             for rank in range(self._num_ranks):
                 environ = _environment(self._config, endpoint, rank, self._num_ranks)
                 self._ranks.append(spawn("effllm.commands.demo_rank", self._arguments, [], environ))
+            if self._signal:  # those that were started after it
+                self._stop(self._signal, None)
             status = Server(self._orders(endpoint, listener.detach()), sys.stdout).run()
         finally:
             self._end_ranks()

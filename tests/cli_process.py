@@ -1,0 +1,65 @@
+"""The command line as tests run it: real processes, in the test's own folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+
+class CommandLine:
+    """Starts ``python -m effllm`` in one folder, with 80 columns."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self._started = []
+
+    def environ(self, **variables):
+        return {**os.environ, "COLUMNS": "80", **variables}
+
+    def run(self, *arguments, **variables):
+        return subprocess.run(
+            [sys.executable, "-m", "effllm", *arguments],
+            env=self.environ(**variables),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def start(self, *arguments, **variables):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "effllm", *arguments],
+            env=self.environ(**variables),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def script(self, text, name="train.py"):
+        path = self.folder / name
+        path.write_text(text)
+        return str(path)
+
+    def summary(self, folder="efficientllm_runs"):
+        [path] = (self.folder / folder).glob("*/summary.json")
+        return json.loads(path.read_text())
+
+    def close(self):
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def read_until(process, text):
+    """Return the lines of a process's output up to the one that holds ``text``."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"it ended without {text!r}: {''.join(lines)}")

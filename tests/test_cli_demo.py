@@ -1,0 +1,81 @@
+"""effllm demo: a whole simulated job, from one command."""
+
+import signal
+
+import pytest
+from cli_process import read_until
+
+from effllm.commands.demo_rank import SAMPLES, TOKENS, loss
+
+SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02"]
+
+
+def test_it_ends_with_a_summary_that_counts_every_token_and_says_simulated(cli):
+    done = cli.run("demo", *SHORT)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("[EfficientLLM Metrics] Iteration") == 2
+    assert "SIMULATED" in done.stdout
+    assert "TensorBoard: tensorboard --logdir" in done.stdout
+    summary = cli.summary()
+    assert (summary["status"], summary["simulated"]) == ("completed", True)
+    assert (summary["tokens"], summary["samples"]) == (2 * 20 * TOKENS, 2 * 20 * SAMPLES)
+    assert (summary["iterations"], summary["coverage"]["ranks_reporting"]) == (20, 2)
+    assert summary["loss"] == pytest.approx(loss(20))
+    assert summary["time_by_class"]["evaluation"] == pytest.approx(6 * 0.02, rel=0.5)
+
+
+def test_the_slow_rank_is_named(cli):
+    shown = cli.run("demo", "--ranks", "3", "--iterations", "10", "--step-seconds", "0.05").stdout
+
+    assert "slowest rank 2 +" in shown
+
+
+def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):
+    other = {"METRICS_ENABLED": "false", "RUN_NAME": "precious", "LOG_INTERVAL": "7", "SINKS": "runfolder"}
+    variables = {f"EFFICIENTLLM_{name}": value for name, value in other.items()}
+
+    done = cli.run("demo", *SHORT, EFFICIENTLLM_RUN_DIR="elsewhere", MASTER_PORT="none", SLURM_PROCID="9", **variables)
+
+    assert done.returncode == 0
+    assert [path.name[:5] for path in (cli.folder / "elsewhere").iterdir()] == ["demo-"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_of_it_with_a_summary(cli, number):
+    process = cli.start("demo", "--ranks", "2", "--iterations", "2000")
+    read_until(process, "Iteration 10:")
+
+    process.send_signal(number)
+
+    shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert "[EfficientLLM] Run killed" in shown
+    assert cli.summary()["status"] == "killed"
+
+
+def test_a_signal_before_anything_has_begun_ends_it_too(cli):
+    process = cli.start("demo", "--iterations", "2000")
+    read_until(process, "No hardware is measured")
+
+    process.send_signal(signal.SIGINT)
+
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--ranks", "0"], ["--iterations", "none"], ["--step-seconds", "-1"], ["--rank", "2"]]
+)
+def test_wrong_use_starts_nothing(cli, wrong):
+    done = cli.run("demo", *wrong)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert wrong[0] in done.stderr
+
+
+def test_a_wrong_setting_is_one_line(cli):
+    done = cli.run("demo", EFFICIENTLLM_LOG_INTERVAL="0")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: a whole number, at least 1\n"

@@ -1,0 +1,96 @@
+"""effllm env: what a shell exports, and what is wrong with it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from effllm.config import PREFIX, SWITCHES, VARIABLES
+
+
+def evaluated(cli, statement, **variables):
+    """Return the EFFICIENTLLM_* variables of a shell that has evaluated ``statement``."""
+    command = f"{statement.replace('effllm', f'{sys.executable} -m effllm')}; env -0"
+    done = subprocess.run(["sh", "-c", command], env=cli.environ(**variables), capture_output=True, text=True)
+    pairs = (line.partition("=")[::2] for line in done.stdout.split("\0"))
+    return {name.removeprefix(PREFIX): value for name, value in pairs if name.startswith(PREFIX)}
+
+
+@pytest.mark.parametrize(
+    "statement", ['eval "$(effllm env)"', 'eval "$(effllm env --shell)"', "eval $(effllm env --shell)"]
+)
+def test_a_shell_that_evaluates_it_has_every_setting_that_has_a_value(cli, statement):
+    values = evaluated(cli, statement)
+
+    assert values.pop("ATTACH") == "1"
+    assert values == {variable.name: variable.default for variable in VARIABLES if variable.default}
+
+
+def test_what_is_set_is_kept_and_quoted(cli):
+    awkward = "my runs; it's $(false)"
+
+    values = evaluated(cli, 'eval "$(effllm env)"', EFFICIENTLLM_RUN_DIR=awkward, EFFICIENTLLM_LOG_INTERVAL="7")
+
+    assert (values["RUN_DIR"], values["LOG_INTERVAL"]) == (awkward, "7")
+
+
+def test_every_variable_stands_there_with_its_meaning(cli):
+    shown = cli.run("env").stdout
+
+    for variable in VARIABLES:
+        assert f"# {variable.meaning}\n" in shown
+        assert f"{PREFIX}{variable.name}=" in shown
+    assert f"{SWITCHES[0]}=1" in shown
+
+
+def test_right_settings_are_checked_in_silence(cli):
+    done = cli.run("env", "--check", EFFICIENTLLM_LOG_INTERVAL="50")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("option", [[], ["--check"], ["--shell"]])
+def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
+    done = cli.run("env", *option, EFFICIENTLLM_LOG_INTERVAL="0", EFFICIENTLLM_MIN_COVERAGE="2")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "effllm: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: a whole number, at least 1",
+        "effllm: EFFICIENTLLM_MIN_COVERAGE='2' is not usable: a ratio, 0 to 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SINKS", "consol", "there is no sink 'consol'; there are: console,"),
+        ("DEVICE", "gpu", "there is no such device; there are: auto, host, nvml, simulated"),
+        ("ENDPOINT", "10.0.0.1:5555", "loopback alone"),
+        ("LOG_INTERVALL", "5", "did you mean EFFICIENTLLM_LOG_INTERVAL?"),
+    ],
+)
+def test_names_that_nothing_answers_to_are_told_with_those_there_are(cli, name, value, said):
+    done = cli.run("env", "--check", **{PREFIX + name: value})
+
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_an_option_that_it_does_not_have_is_wrong_use(cli):
+    done = cli.run("env", "--chekc")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'--chekc' is not one of --check, --shell" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["env", "--check"], ["run", "train.py"]])
+def test_it_starts_without_what_only_a_person_at_a_terminal_needs(cli, command):
+    cli.script("")
+    start = [sys.executable, "-X", "importtime", "-m", "effllm", *command]
+
+    done = subprocess.run(start, env=cli.environ(), cwd=cli.folder, capture_output=True, text=True, check=True)
+
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "effllm" in imported
+    assert not imported & {"typer", "click", "rich", "zmq", "torch", "tensorboard", "pynvml"}

@@ -1,0 +1,48 @@
+"""The face of the command line: its help, its version, and the table of metrics."""
+
+import pytest
+
+from effllm import __version__
+from effllm.metrics import METRICS
+
+COMMANDS = ["demo", "check", "env", "run", "serve", "metrics"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_worked_examples_that_fit_80_columns(cli, command):
+    done = cli.run(command, "--help")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"effllm {command}" in done.stdout.split("Examples:")[1]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_without_a_command_it_shows_what_there_is(cli):
+    done = cli.run()
+
+    shown = done.stdout + done.stderr
+    assert [command for command in COMMANDS if f"\n  {command}  " in shown] == COMMANDS
+
+
+def test_its_version_is_the_packages(cli):
+    assert cli.run("--version").stdout == f"effllm {__version__}\n"
+
+
+def test_a_command_that_is_not_there_is_wrong_use(cli):
+    done = cli.run("dmeo")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "dmeo" in done.stderr
+
+
+def test_every_metric_is_listed_with_its_unit_and_meaning(cli):
+    done = cli.run("metrics")
+
+    shown = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    for entry in METRICS.values():
+        assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} {entry.help}" in shown
+
+
+def test_metrics_takes_no_argument(cli):
+    assert cli.run("metrics", "amu").returncode == 2

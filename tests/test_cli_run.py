@@ -1,0 +1,148 @@
+"""effllm run: a script as python runs it, and the end of its ledger."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from cli_process import read_until
+
+QUIET = {
+    "EFFICIENTLLM_SINKS": "runfolder",
+    "EFFICIENTLLM_DEVICE": "simulated",
+    "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1",
+}
+
+MEASURED = """
+import os, sys, threading, time
+import effllm
+collector = effllm.initialize_efficientllm_metrics(1000)
+for _ in range(10):
+    collector.record_iteration_start()
+    collector.record_iteration_end(100, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "status"),
+    [
+        ("", 0, "completed"),
+        ("sys.exit(0)", 0, "completed"),
+        ("sys.exit(3)", 3, "failed"),
+        ("sys.exit('no data')", 1, "failed"),
+        ("raise KeyError('step')", 1, "failed"),
+    ],
+)
+def test_the_exit_status_is_the_scripts_and_the_ledger_knows_it(cli, ending, code, status):
+    done = cli.run("run", cli.script(MEASURED + ending), **QUIET)
+
+    assert done.returncode == code
+    assert cli.summary()["status"] == status
+    assert cli.summary()["tokens"] == 1000
+
+
+def test_a_script_that_is_interrupted_was_killed(cli):
+    script = cli.script(MEASURED + "print('ready', flush=True)\ntime.sleep(60)")
+    process = cli.start("run", script, **QUIET)
+    read_until(process, "ready")
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(20) == -signal.SIGINT
+    assert cli.summary()["status"] == "killed"
+
+
+@pytest.mark.parametrize("text", ["def step():\n    raise KeyError('x')\n\nstep()\n", "x = = 3\n", "import nowhere\n"])
+def test_the_traceback_is_what_python_shows(cli, text):
+    script = cli.script(text)
+    expected = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr
+
+    assert cli.run("run", script).stderr == expected
+
+
+def test_a_script_sees_the_process_that_python_would_give_it(cli):
+    script = cli.script("""
+import atexit, sys, __main__
+print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
+mine = "its own until the end"
+atexit.register(lambda: print(__main__.mine))
+""")
+    expected = subprocess.run([sys.executable, script, "-x", "1"], capture_output=True, text=True, check=False).stdout
+
+    assert cli.run("run", script, "-x", "1").stdout == expected
+
+
+def test_a_module_runs_from_the_current_folder_as_with_python_m(cli):
+    text = "import sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])"
+    (cli.folder / "package").mkdir()
+    cli.script(text, "package/train.py")
+    expected = subprocess.run(
+        [sys.executable, "-m", "package.train", "--lr", "1"],
+        cwd=cli.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert cli.run("run", "-m", "package.train", "--lr", "1").stdout == expected.stdout
+
+
+def test_a_child_that_the_script_forks_does_not_close_the_ledger(cli):
+    script = cli.script(
+        MEASURED
+        + """
+if os.fork() == 0:
+    sys.exit(7)
+os.wait()
+collector.record_iteration_start()
+collector.record_iteration_end(100, 1)
+"""
+    )
+
+    assert cli.run("run", script, **QUIET).returncode == 0
+    assert (cli.summary()["status"], cli.summary()["tokens"]) == ("completed", 1100)
+
+
+def test_a_script_that_never_calls_effllm_is_told_so_in_one_line(cli):
+    done = cli.run("run", cli.script("print('trained')"))
+
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert done.stderr.count("\n") == 1
+    assert "made no call to effllm" in done.stderr
+
+
+def test_off_means_off(cli):
+    done = cli.run("run", cli.script(MEASURED), EFFICIENTLLM_METRICS_ENABLED="false")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not (cli.folder / "efficientllm_runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give a script, or -m and a module"),
+        (["-m"], "give a script, or -m and a module"),
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["--lr", "1"], "--lr is not an option of it"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(cli, arguments, said):
+    done = cli.run("run", *arguments)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+@pytest.mark.torch
+def test_under_torchrun_every_rank_is_in_one_ledger(cli):
+    pytest.importorskip("torch")
+    script = cli.script("import torch.distributed\n" + MEASURED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    command = [*torchrun, "--nproc_per_node", "2", "-m", "effllm", "run", script]
+
+    subprocess.run(command, env=cli.environ(**QUIET), cwd=cli.folder, capture_output=True, timeout=60, check=True)
+
+    summary = cli.summary()
+    assert (summary["status"], summary["tokens"], summary["coverage"]["ranks_expected"]) == ("completed", 2000, 2)

@@ -1,0 +1,88 @@
+"""effllm serve: an aggregator on its own, and a training loop in another process."""
+
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from cli_process import read_until
+
+SINKS = {"EFFICIENTLLM_SINKS": "console,runfolder"}
+
+LOOP = """
+import effllm
+with effllm.monitor(parameters=1000) as m:
+    for _ in range(20):
+        m.iteration(tokens=100, samples=2, loss=1.5)
+"""
+
+
+def ready(process):
+    """Return the address that a started aggregator prints for the shell that trains."""
+    line = read_until(process, "EFFICIENTLLM_ENDPOINT=")[-1]
+    return line.strip().removeprefix("export EFFICIENTLLM_ENDPOINT=")
+
+
+def train(cli, endpoint):
+    environ = cli.environ(EFFICIENTLLM_ENDPOINT=endpoint, EFFICIENTLLM_DEVICE="simulated")
+    return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_it_takes_the_reports_of_a_loop_and_ends_when_the_loop_has(cli):
+    process = cli.start("serve", "--run-dir", "runs", "--run-name", "one", **SINKS)
+
+    done = train(cli, ready(process))
+
+    shown, _ = process.communicate(timeout=20)
+    assert (done.returncode, done.stderr, process.returncode) == (0, "", 0)
+    assert "[EfficientLLM Metrics] Iteration 20:" in shown
+    summary = cli.summary("runs")
+    assert (summary["status"], summary["tokens"], summary["simulated"]) == ("completed", 2000, True)
+    assert (cli.folder / "runs" / "one" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_writes_the_summary_when_it_is_told_to_end(cli, number):
+    process = cli.start("serve", **SINKS)
+    ready(process)
+
+    process.send_signal(number)
+
+    shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "[EfficientLLM] Run killed" in shown
+    assert cli.summary()["status"] == "killed"
+
+
+def test_a_port_in_use_is_one_line_and_1(cli):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        bind = f"127.0.0.1:{other.getsockname()[1]}"
+
+        done = cli.run("serve", "--bind", bind)
+
+    assert (done.returncode, done.stdout) == (1, "")
+    expected = (
+        f"effllm serve: cannot listen on {bind}: Address already in use; choose another port, or 0 for a free one\n"
+    )
+    assert done.stderr == expected
+    assert not (cli.folder / "efficientllm_runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (["--bind", "0.0.0.0:5555"], {}, "serves on loopback alone: use 127.0.0.1:5555"),
+        (["--bind", "node7:5555"], {}, "serves on loopback alone"),
+        (["--bind", "5555"], {}, "is not HOST:PORT"),
+        (["--bind", "127.0.0.1:70000"], {}, "is not HOST:PORT"),
+        (["--run-name", "../up"], {}, "EFFICIENTLLM_RUN_NAME='../up' is not usable"),
+        ([], {"EFFICIENTLLM_SINKS": "consol"}, "there is no sink 'consol'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(cli, arguments, variables, said):
+    done = cli.run("serve", *arguments, **variables)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
