@@ -6,34 +6,19 @@ loop: whatever fails costs metrics and one line.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import os
-import platform
-import re
-import secrets
-import select
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from effllm import discovery
 from effllm.config import Config, ConfigError, Place, is_enabled, read_config, read_place, this_process
-from effllm.recorder import Recorder
-from effllm.ring import Board, RingError, RingWriter
-from effllm.spawn import pidfd, spawn
+from effllm.discovery import DiscoveryError
+from effllm.facts import count, plain, positive, text
+from effllm.ring import RingError
+from effllm.session import Session
 
-READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
-FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
-OTHER_RANKS_END_S = 1.0
 NAN = float("nan")
-
-_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 #: The contract's six tags, with the names of the original's methods.
 HEADLINE = {
@@ -73,7 +58,7 @@ class MetricsCollector:
         self._facts: dict[str, Any] = {"parameters": {}, "run": {}, "first_iteration": 0, "warnings": []}
         self._config: Config | None = None
         self._place = Place()
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._values: dict[str, float] = {}
         self._report = 0  # newest report seen
         self._iteration = 0  # of that report
@@ -99,9 +84,9 @@ class MetricsCollector:
         try:
             config = self._read_config()
             self._place = read_place(this_process())
-            self._session = _Session(config, self._place, self._facts)
+            self._session = Session(config, self._place, self._facts)
             self._session.start()
-        except (ConfigError, RingError, discovery.DiscoveryError, OSError) as error:
+        except (ConfigError, RingError, DiscoveryError, OSError) as error:
             _say(f"no metrics, training goes on: {error}", self._place)
             self._abandon()
 
@@ -115,8 +100,7 @@ class MetricsCollector:
         session = self._session
         if session is None:
             return
-        session.recorder.finish(status)
-        session.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+        session.finish(status)
         self._look()
         self._session = None
         session.close()
@@ -162,7 +146,8 @@ class MetricsCollector:
 
     def record_step_start(self) -> None:
         """Stamp the start of a step: `record_iteration_start` by LLaMA-Factory's name."""
-        self._facts["run"].setdefault("style", "Step")
+        if "style" not in self._facts["run"]:
+            self._learn(run={"style": "Step"})
         self.record_iteration_start()
 
     def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:
@@ -227,7 +212,7 @@ class MetricsCollector:
 
     def set_model_parameters(self, model_parameters: int) -> None:
         """Say how many parameters the whole model has."""
-        self._learn(parameters={"total": _count(model_parameters), "is_share": False})
+        self._learn(parameters={"total": count(model_parameters), "is_share": False})
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Say how much one step processes on this rank, for loops that do not count."""
@@ -241,8 +226,8 @@ class MetricsCollector:
     def _learn(self, **facts: Any) -> None:
         for name, value in facts.items():
             if isinstance(value, Mapping):
-                plain = {_text(key): _plain(one) for key, one in value.items()}
-                self._facts[name] = {**self._facts.get(name, {}), **plain}
+                declared = {text(key): plain(one) for key, one in value.items()}
+                self._facts[name] = {**self._facts.get(name, {}), **declared}
             elif value is not None:
                 self._facts[name] = value
         if self._session is not None:
@@ -305,250 +290,6 @@ class MetricsCollector:
 
 #: LLaMA-Factory's name.
 EfficientLLMCollector = MetricsCollector
-
-
-class _Session:
-    """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
-
-    _generation = 0
-
-    def __init__(self, config: Config, place: Place, facts: dict[str, Any]) -> None:
-        self._config, self._place = config, place
-        self._facts = facts
-        self._pid = os.getpid()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._listener: socket.socket | None = None
-        self._trainer = self._wake = self._ready = -1
-        self._closed = False
-        self._ring = RingWriter(config.history_size)
-        try:
-            self.board = Board()
-        except RingError:
-            self._ring.close()
-            raise
-        self.recorder = Recorder(
-            self._ring,
-            config.log_interval,
-            facts["first_iteration"],
-            wake=self._wake_agent,
-            warn=self.warn,
-        )
-        self.record_start = self.recorder.start
-        self.record_end = self.recorder.end
-
-    def start(self) -> None:
-        """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._trainer = pidfd(os.getpid())
-        self._facts.update(self._own_facts())
-        stdout = -1
-        find = self._discover()
-        if self._listener is not None:
-            stdout = os.dup(1)
-            self._facts |= {"listen_descriptor": self._listener.fileno(), "stdout_descriptor": stdout}
-        self.tell(self._facts)
-        arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
-        arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
-        inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
-        try:
-            self._process = spawn(
-                "effllm.agent", arguments, [*inherited, self._listener.fileno() if self._listener else -1]
-            )
-        finally:
-            if stdout >= 0:
-                os.close(stdout)
-            if self._listener is not None:
-                self._listener.close()  # a forked worker must not keep the port
-        find()
-        poll = select.poll()
-        poll.register(self._ready, select.POLLIN)
-        poll.poll(READY_S * 1000)
-        atexit.register(self._at_exit)
-
-    def _own_facts(self) -> dict[str, Any]:
-        return {
-            "config": self._config.to_dict(),
-            "place": self._place.to_dict(),
-            "trainer_pid": os.getpid(),
-            "host": platform.node(),
-            "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
-            "job": "",
-            "endpoint": "",
-            "run_folder": "",
-            **_cuda_identity(),
-        }
-
-    def _discover(self) -> Callable[[], None]:
-        """Know the endpoint now, or return what will find it once the agent runs."""
-        place, facts = self._place, self._facts
-        if self._config.endpoint:
-            host = self._config.endpoint.removeprefix("tcp://").rpartition(":")[0]
-            if not discovery.is_loopback(host):
-                raise discovery.DiscoveryError(
-                    f"{self._config.endpoint} is on another host, and this version reports over loopback alone"
-                )
-            facts["endpoint"] = self._config.endpoint
-            return lambda: None
-        _Session._generation += 1
-        store = discovery.Store(place, _Session._generation) if place.world_size > 1 else None
-        if place.rank != 0:
-            assert store is not None
-            return lambda: discovery.find(store, self._found, self._not_found)
-        try:
-            address = discovery.own_address(place)
-            self._listener = discovery.listen(address)
-        except (discovery.DiscoveryError, OSError) as error:
-            if store is not None:
-                discovery.publish(store, {"refused": str(error)}, self._not_found)
-            raise
-        facts["job"] = secrets.token_hex(8)
-        facts["endpoint"] = f"tcp://{address}:{self._listener.getsockname()[1]}"
-        facts["run_folder"] = str(_run_folder(self._config, place))
-        record = {"endpoint": facts["endpoint"], "job": facts["job"]}
-        facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
-        if store is not None:
-            discovery.publish(store, record, self._not_found)
-        return lambda: None
-
-    # These two may run in the discovery thread, so they touch nothing that the loop's thread writes.
-
-    def _found(self, record: Mapping[str, str]) -> None:
-        if "refused" not in record and not self._closed:  # rank 0 has said why
-            self._ring.write_address({"endpoint": record["endpoint"], "job": record["job"]})
-            self._wake_agent()
-
-    def _not_found(self, text: str) -> None:
-        if not self._closed:
-            self._ring.write_address({"failed": text})
-            self._wake_agent()
-
-    def tell(self, facts: dict[str, Any]) -> None:
-        """Let the agent know the facts."""
-        if not self._closed and not self._ring.write_facts(facts):
-            facts["run"] = {}  # whatever fills the area, it is what the caller declared
-            self._ring.write_facts(facts)
-        self._wake_agent()
-
-    def warn(self, text: str) -> None:
-        """Have the agent say one line, once; nothing is printed on the training thread."""
-        warnings = self._facts["warnings"]
-        if text not in warnings and len(warnings) < 20:
-            warnings.append(text)
-            self.tell(self._facts)
-
-    def _wake_agent(self) -> None:
-        if self._wake >= 0 and not self._closed:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._wake, 1)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for the agent to finish, for so long."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
-
-    def close(self) -> None:
-        """Give up what is left; an agent that still works goes on alone."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        self.recorder.disable()
-        for descriptor in (self._trainer, self._wake, self._ready):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._ring.close()
-        self.board.close()
-        if self._process is not None and self._process.poll() is None:
-            # Its exit status is nobody's business any more, and Popen would warn of it.
-            self._process.returncode = 0
-
-    def _at_exit(self) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child that ran to its end
-        self.recorder.finish(_how_it_ended())
-        self.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
-        self.close()
-
-
-def _how_it_ended() -> str:
-    """Return how the interpreter comes to its end: it keeps the exception that nobody caught."""
-    error = getattr(sys, "last_value", None)
-    if isinstance(error, KeyboardInterrupt):
-        return "killed"
-    return "completed" if error is None else "failed"
-
-
-def _cuda_identity() -> dict[str, str]:
-    """Return torch's current device by UUID and PCI bus id, if torch has one; never starts CUDA."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
-        return {}
-    try:
-        found = cuda.get_device_properties(cuda.current_device())
-    except (RuntimeError, AssertionError, TypeError):
-        return {}
-    uuid = str(getattr(found, "uuid", ""))
-    domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
-    return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
-
-
-def _run_folder(config: Config, place: Place) -> Path:
-    parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
-    if config.run_name:
-        return parent / config.run_name
-    if run_id and not _UUID.fullmatch(run_id):
-        return parent / run_id
-    # torchrun makes up an id where it is given none; its restarts find the folder by the end of the name.
-    end = run_id[:8] or secrets.token_hex(4)
-    earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
-    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
-
-
-def _safe(run_id: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run_id).lstrip(".-_")[:100]
-
-
-def _command() -> list[str]:
-    from effllm.provenance import without_secrets
-
-    return [_text(word) for word in without_secrets(list(sys.argv))]
-
-
-def _count(value: Any) -> int | None:
-    try:
-        count = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return count if 0 < count < 2**62 else None
-
-
-def _positive(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if 0 < number < float("inf") else None
-
-
-def _plain(value: Any) -> Any:
-    """Return a fact as JSON and the wire can carry it: as it is, or as text."""
-    if value is None or isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < 2**63 else str(value)
-    return [_text(one) for one in value] if isinstance(value, (list, tuple)) else _text(value)
-
-
-def _text(value: Any) -> str:
-    try:
-        text = str(value)
-    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
-        text = f"<{type(value).__name__}>"
-    return text.encode("utf-8", "replace").decode()  # bytes of the command line that are no text are surrogates
 
 
 def _say(text: str, place: Place) -> None:
@@ -618,8 +359,8 @@ def initialize_efficientllm_metrics(
         collector.set_model_parameters(model_parameters)
     collector._learn(
         first_iteration=max(int(first_iteration), 0),
-        total_iterations=_count(total_iterations) if total_iterations else None,
-        flops_per_token=_positive(flops_per_token),
+        total_iterations=count(total_iterations) if total_iterations else None,
+        flops_per_token=positive(flops_per_token),
         run=dict(facts or {}),
     )
     if sequence_length and batch_size:
@@ -632,7 +373,7 @@ def initialize_efficientllm_metrics(
 
 
 def _count_or_zero(value: Any) -> int | None:
-    return 0 if value == 0 else _count(value)
+    return 0 if value == 0 else count(value)
 
 
 def _greet(collector: MetricsCollector) -> None:

@@ -1,0 +1,246 @@
+"""From one start of the metrics to their stop: the maps, the agent, the way to the aggregator.
+
+Runs in the training process, before the first iteration and after the last; standard library alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import platform
+import re
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from effllm import discovery
+from effllm.config import Config, Place, this_process
+from effllm.facts import text
+from effllm.provenance import without_secrets
+from effllm.recorder import Recorder
+from effllm.ring import Board, RingError, RingWriter
+from effllm.spawn import pidfd, spawn
+
+READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
+FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
+OTHER_RANKS_END_S = 1.0
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class Session:
+    """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
+
+    _generation = 0
+
+    def __init__(self, config: Config, place: Place, facts: dict[str, Any]) -> None:
+        self._config, self._place = config, place
+        self._facts = facts
+        self._pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener: socket.socket | None = None
+        self._trainer = self._wake = self._ready = -1
+        self._closed = False
+        self._ring = RingWriter(config.history_size)
+        try:
+            self.board = Board()
+        except RingError:
+            self._ring.close()
+            raise
+        self.recorder = Recorder(
+            self._ring,
+            config.log_interval,
+            facts["first_iteration"],
+            wake=self._wake_agent,
+            warn=self.warn,
+        )
+        self.record_start = self.recorder.start
+        self.record_end = self.recorder.end
+
+    def start(self) -> None:
+        """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._trainer = pidfd(os.getpid())
+        self._facts.update(self._own_facts())
+        stdout = -1
+        find = self._discover()
+        if self._listener is not None:
+            stdout = os.dup(1)
+            self._facts |= {"listen_descriptor": self._listener.fileno(), "stdout_descriptor": stdout}
+        self.tell(self._facts)
+        arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
+        arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
+        inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
+        try:
+            self._process = spawn(
+                "effllm.agent", arguments, [*inherited, self._listener.fileno() if self._listener else -1]
+            )
+        finally:
+            if stdout >= 0:
+                os.close(stdout)
+            if self._listener is not None:
+                self._listener.close()  # a forked worker must not keep the port
+        find()
+        poll = select.poll()
+        poll.register(self._ready, select.POLLIN)
+        poll.poll(READY_S * 1000)
+        atexit.register(self._at_exit)
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {
+            "config": self._config.to_dict(),
+            "place": self._place.to_dict(),
+            "trainer_pid": os.getpid(),
+            "host": platform.node(),
+            "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
+            "job": "",
+            "endpoint": "",
+            "run_folder": "",
+            **_cuda_identity(),
+        }
+
+    def _discover(self) -> Callable[[], None]:
+        """Know the endpoint now, or return what will find it once the agent runs."""
+        place, facts = self._place, self._facts
+        if self._config.endpoint:
+            host = self._config.endpoint.removeprefix("tcp://").rpartition(":")[0]
+            if not discovery.is_loopback(host):
+                raise discovery.DiscoveryError(
+                    f"{self._config.endpoint} is on another host, and this version reports over loopback alone"
+                )
+            facts["endpoint"] = self._config.endpoint
+            return lambda: None
+        Session._generation += 1
+        store = discovery.Store(place, Session._generation) if place.world_size > 1 else None
+        if place.rank != 0:
+            assert store is not None
+            return lambda: discovery.find(store, self._found, self._not_found)
+        try:
+            address = discovery.own_address(place)
+            self._listener = discovery.listen(address)
+        except (discovery.DiscoveryError, OSError) as error:
+            if store is not None:
+                discovery.publish(store, {"refused": str(error)}, self._not_found)
+            raise
+        facts["job"] = secrets.token_hex(8)
+        facts["endpoint"] = f"tcp://{address}:{self._listener.getsockname()[1]}"
+        facts["run_folder"] = str(_run_folder(self._config, place))
+        record = {"endpoint": facts["endpoint"], "job": facts["job"]}
+        facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
+        if store is not None:
+            discovery.publish(store, record, self._not_found)
+        return lambda: None
+
+    # These may run in the discovery thread, so they touch nothing that the loop's thread writes.
+
+    def _found(self, record: Mapping[str, str]) -> None:
+        if "refused" not in record:  # of that, rank 0 has said why
+            self._write_address({"endpoint": record["endpoint"], "job": record["job"]})
+
+    def _not_found(self, line: str) -> None:
+        self._write_address({"failed": line})
+
+    def _write_address(self, record: dict[str, str]) -> None:
+        with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over
+            self._ring.write_address(record)
+            self._wake_agent()
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Let the agent know the facts."""
+        if not self._closed and not self._ring.write_facts(facts):
+            facts["run"] = {}  # whatever fills the area, it is what the caller declared
+            self._ring.write_facts(facts)
+        self._wake_agent()
+
+    def warn(self, line: str) -> None:
+        """Have the agent say one line, once; nothing is printed on the training thread."""
+        warnings = self._facts["warnings"]
+        if line not in warnings and len(warnings) < 20:
+            warnings.append(line)
+            self.tell(self._facts)
+
+    def _wake_agent(self) -> None:
+        if self._wake >= 0 and not self._closed:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+
+    def finish(self, status: str) -> None:
+        """Record how the loop ended, and wait for the agent: on rank 0 until the summary is written, 5 s at most."""
+        self.recorder.finish(status)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+
+    def close(self) -> None:
+        """Give up what is left; an agent that still works goes on alone."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self.recorder.disable()
+        for descriptor in (self._trainer, self._wake, self._ready):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._ring.close()
+        self.board.close()
+        if self._process is not None and self._process.poll() is None:
+            # Its exit status is nobody's business any more, and Popen would warn of it.
+            self._process.returncode = 0
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that ran to its end
+        self.finish(_how_it_ended())
+        self.close()
+
+
+def _how_it_ended() -> str:
+    """Return how the interpreter comes to its end: it keeps the exception that nobody caught."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, KeyboardInterrupt):
+        return "killed"
+    return "completed" if error is None else "failed"
+
+
+def _cuda_identity() -> dict[str, str]:
+    """Return torch's current device by UUID and PCI bus id, if torch has one; never starts CUDA."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
+        return {}
+    try:
+        found = cuda.get_device_properties(cuda.current_device())
+    except (RuntimeError, AssertionError, TypeError):
+        return {}
+    uuid = str(getattr(found, "uuid", ""))
+    domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
+    return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
+
+
+def _run_folder(config: Config, place: Place) -> Path:
+    parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
+    if config.run_name:
+        return parent / config.run_name
+    if run_id and not _UUID.fullmatch(run_id):
+        return parent / run_id
+    # torchrun makes up an id where it is given none; its restarts find the folder by the end of the name.
+    end = run_id[:8] or secrets.token_hex(4)
+    earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
+    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
+
+
+def _safe(run_id: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run_id).lstrip(".-_")[:100]
+
+
+def _command() -> list[str]:
+    return [text(word) for word in without_secrets(list(sys.argv))]
