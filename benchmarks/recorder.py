@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
+import tempfile
 import time
 from collections.abc import Callable
 
+import effllm
 from benchmarks.figure import Figure, median
-from effllm.recorder import Recorder
-from effllm.ring import RingWriter
 
 ROUNDS, CALLS = 40, 5000
 
 
 def measure() -> list[Figure]:
-    """Time both in turn; the cost of timing nothing is taken off both."""
-    writer = RingWriter(1000)
-    recorder = Recorder(writer, log_interval=10)
+    """Time both in turn, with an agent at work; the cost of timing nothing is taken off both."""
     fields = struct.Struct("<Qhhqqqqdqqqqqqqqq")
     memory = mmap.mmap(-1, 4096)
     pack, now = fields.pack_into, time.monotonic_ns
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EFFICIENTLLM_RUN_DIR"] = folder
+        os.environ["EFFICIENTLLM_SINKS"] = "runfolder"
+        collector = effllm.initialize_efficientllm_metrics(1_000_000)
 
-    def nothing() -> None:
-        pass
+        def nothing() -> None:
+            pass
 
-    def bare() -> None:
-        start, end = now(), now()
-        pack(memory, 0, 1, 1, 0, 1, 1, start, end, 0.0, 1, 1, 1, 1, 1, 1, 1, 1, 1)
+        def bare() -> None:
+            start, end = now(), now()
+            pack(memory, 0, 1, 1, 0, 1, 1, start, end, 0.0, 1, 1, 1, 1, 1, 1, 1, 1, 1)
 
-    def ours() -> None:
-        recorder.start()
-        recorder.end(4096, 2)
+        def ours() -> None:
+            collector.record_iteration_start()
+            collector.record_iteration_end(4096, 2)
 
-    costs: dict[Callable[[], None], list[float]] = {nothing: [], bare: [], ours: []}
-    for _ in range(ROUNDS):
-        for call, collected in costs.items():
-            collected.append(_median_ns(call))
+        costs: dict[Callable[[], None], list[float]] = {nothing: [], bare: [], ours: []}
+        for _ in range(ROUNDS):
+            for call, collected in costs.items():
+                collected.append(_median_ns(call))
+        effllm.finalize_efficientllm_metrics()
     overhead, bare_ns, ours_ns = (median(costs[call]) for call in (nothing, bare, ours))
-    recorder.disable()
-    writer.close()
     return [
-        Figure("recorder: start and end of an iteration", (ours_ns - overhead) / 1000, "us", goal=2.0),
+        Figure("start and end of an iteration, in the training thread", (ours_ns - overhead) / 1000, "us", goal=2.0),
         Figure(
-            "recorder: the same over two clock reads and a pack",
+            "the same, over two clock reads and a pack",
             (ours_ns - overhead) / (bare_ns - overhead),
             "ratio",
             detail={"bare_us": (bare_ns - overhead) / 1000},

@@ -82,8 +82,8 @@ class MetricsCollector:
         if self._session is not None or not is_enabled(this_process()):
             return
         try:
-            config = self._read_config()
             self._place = read_place(this_process())
+            config = self._read_config()
             self._session = Session(config, self._place, self._facts)
             self._session.start()
         except (ConfigError, RingError, DiscoveryError, OSError) as error:
