@@ -36,4 +36,4 @@ def share_of(first: Sample, second: Sample, from_ns: int, to_ns: int, joules: fl
         return joules * share
     middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / span_ns
     local_w = first.power_w + (second.power_w - first.power_w) * middle
-    return joules * share * local_w / ((first.power_w + second.power_w) / 2.0)
+    return joules * share * (2.0 * local_w / (first.power_w + second.power_w))

@@ -183,10 +183,13 @@ class WindowCutter:
 
     def add(self, slot: ring.Slot) -> None:
         """Take the next record of the ring."""
+        if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
+            self._row_start_ns = min(self._row_start_ns, slot.start_ns)  # the loop was faster than its agent
         if slot.kind == ring.ITERATION:
             self._add_iteration(slot)
         elif slot.kind == ring.PHASE:
-            self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
+            if slot.end_ns > slot.start_ns:
+                self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
         elif slot.kind == ring.LOSS:
             self._shown_minus_ordinal = slot.number - slot.ordinal
             if math.isfinite(slot.value):  # nan: none was given, or training diverged

@@ -1,13 +1,77 @@
-"""What a rank sends, made by hand: the defaults are ten iterations of a second on a GPU that draws 100 W."""
+"""A rank made by hand: a loop with a clock of the test's own, and what its agent sends.
+
+The defaults are ten iterations of a second on a GPU that draws 100 W.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from effllm import recorder as recorder_module
+from effllm import ring
+from effllm.recorder import Recorder
+from effllm.ring import RingReader, RingWriter
 from effllm.schema import Device, DeviceWindow, Hello, Integrals, Parameters, RankReport, Reports
 
 GIB = 2**30
 NS = 1_000_000_000
+
+MADE_NS = 1000
+
+
+class Loop:
+    """A training loop whose clock says what the test wants."""
+
+    def __init__(self, log_interval: int, offset: int, slots: int) -> None:
+        self.now_ns = MADE_NS
+        self.warnings = []
+        self.wakes = 0
+        self.writer = RingWriter(slots)
+        self.reader = RingReader(self.writer.descriptor)
+        self.recorder = Recorder(self.writer, log_interval, offset, self._wake, self.warnings.append)
+
+    def _wake(self):
+        self.wakes += 1
+
+    def clock(self):
+        return self.now_ns
+
+    def start(self, at_ns):
+        self.now_ns = at_ns
+        self.recorder.start(_now=self.clock)
+
+    def end(self, at_ns, *counts, **named):
+        self.now_ns = at_ns
+        self.recorder.end(*counts, **named, _now=self.clock)
+
+    def phase(self, name, from_ns, to_ns):
+        self.now_ns = from_ns
+        self.recorder.phase_start(name)
+        self.now_ns = to_ns
+        self.recorder.phase_end()
+
+    def slots(self, kind=None):
+        return [slot for slot in self.reader.read() if kind in (None, slot.kind)]
+
+    def iterations(self):
+        return self.slots(ring.ITERATION)
+
+
+@contextmanager
+def looping(log_interval=10, offset=0, slots=256):
+    with pytest.MonkeyPatch.context() as patch:
+        loop = None
+        patch.setattr(recorder_module, "time", SimpleNamespace(monotonic_ns=lambda: loop.now_ns if loop else MADE_NS))
+        loop = Loop(log_interval, offset, slots)
+        try:
+            yield loop
+        finally:
+            loop.reader.close()
+            loop.writer.close()
 
 
 def gpu(name: str = "GPU-0", **changes: Any) -> Device:

@@ -4,70 +4,14 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from contextlib import contextmanager
-from types import SimpleNamespace
+from itertools import pairwise
 
 import pytest
+from builders import MADE_NS, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm import recorder as recorder_module
 from effllm import ring
-from effllm.recorder import Recorder
-from effllm.ring import RingReader, RingWriter
-
-MADE_NS = 1000
-
-
-class Loop:
-    """A training loop whose clock says what the test wants."""
-
-    def __init__(self, log_interval, offset, slots):
-        self.now_ns = MADE_NS
-        self.warnings = []
-        self.wakes = 0
-        self.writer = RingWriter(slots)
-        self.reader = RingReader(self.writer.descriptor)
-        self.recorder = Recorder(self.writer, log_interval, offset, self._wake, self.warnings.append)
-
-    def _wake(self):
-        self.wakes += 1
-
-    def clock(self):
-        return self.now_ns
-
-    def start(self, at_ns):
-        self.now_ns = at_ns
-        self.recorder.start(_now=self.clock)
-
-    def end(self, at_ns, *counts, **named):
-        self.now_ns = at_ns
-        self.recorder.end(*counts, **named, _now=self.clock)
-
-    def phase(self, name, from_ns, to_ns):
-        self.now_ns = from_ns
-        self.recorder.phase_start(name)
-        self.now_ns = to_ns
-        self.recorder.phase_end()
-
-    def slots(self, kind=None):
-        return [slot for slot in self.reader.read() if kind in (None, slot.kind)]
-
-    def iterations(self):
-        return self.slots(ring.ITERATION)
-
-
-@contextmanager
-def looping(log_interval=10, offset=0, slots=256):
-    with pytest.MonkeyPatch.context() as patch:
-        loop = None
-        patch.setattr(recorder_module, "time", SimpleNamespace(monotonic_ns=lambda: loop.now_ns if loop else MADE_NS))
-        loop = Loop(log_interval, offset, slots)
-        try:
-            yield loop
-        finally:
-            loop.reader.close()
-            loop.writer.close()
 
 
 @pytest.fixture
@@ -223,7 +167,7 @@ def test_the_records_of_phases_are_disjoint_and_add_up_to_their_totals(commands)
 
         slots = loop.slots()
         marked = [slot for slot in slots if slot.kind == ring.PHASE]
-        assert all(a.end_ns <= b.start_ns for a, b in zip(marked, marked[1:], strict=False))
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(marked))
         for what, total_ns in enumerate(phases_ns(slots[-1])):
             assert sum(slot.end_ns - slot.start_ns for slot in marked if slot.what == what) == total_ns
 

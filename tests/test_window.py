@@ -1,0 +1,457 @@
+"""effllm/window.py: samples and records to sums that hold, and to seconds that say what they cover."""
+
+from itertools import pairwise
+
+import pytest
+from builders import GIB, MADE_NS, NS, gpu, looping
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import ring
+from effllm.schema import DeviceWindow, Integrals, Sample
+from effllm.window import Series, WindowCutter, add, iterations_only, subtract
+
+GAP_S = 5.0
+
+
+def series(*samples, gap_s=GAP_S):
+    one = Series(gpu(), gap_s)
+    for sample in samples:
+        one.add(sample)
+    return one
+
+
+def cutter(log_interval=10, offset=0, origin_ns=MADE_NS):
+    return WindowCutter("agent", 0, log_interval, offset, origin_ns, 1_700_000_000.0)
+
+
+def cut_all(slots, samples, end_ns, **arguments):
+    """Return the rows of a whole run and, apart, its one device's windows."""
+    one, all_series = cutter(**arguments), [series(*samples)]
+    for slot in slots:
+        one.add(slot)
+    rows = []
+    while (cut := one.cut(all_series)) is not None:
+        rows.append(cut)
+    rows.append(one.cut_rest(all_series, end_ns))
+    return rows
+
+
+def steady(until_s, every_s=1.0, watts=100.0, start_ns=MADE_NS):
+    """Return samples of constant readings, from MADE_NS until after ``until_s``."""
+    count = int(until_s / every_s) + 2
+    times = [start_ns + int(i * every_s * NS) for i in range(count)]
+    return [Sample(at, GIB, 0.5, watts, watts * (at - start_ns) / NS) for at in times]
+
+
+# --- integrals ---------------------------------------------------------------------------------
+
+WATTS = st.integers(0, 1_000_000).map(lambda milliwatts: milliwatts / 1000)  # as sensors give them
+STEPS_MS = st.lists(st.integers(1, 4000), min_size=2, max_size=30)
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS_MS, WATTS, WATTS, st.data())
+def test_linear_power_and_memory_are_integrated_exactly_whatever_the_sampling(steps_ms, base, slope, data):
+    # p(t) = base + slope t, whose integral over [a, b] is (b - a) (p(a) + p(b)) / 2.
+    times = [0]
+    for step in steps_ms:
+        times.append(times[-1] + step)
+    a, b = sorted(data.draw(st.tuples(st.integers(0, times[-1]), st.integers(0, times[-1]))))
+    samples = [Sample(t * 1_000_000 + 1, base + slope * t / 1000, None, base + slope * t / 1000) for t in times]
+
+    found = series(*samples).integrals(a * 1_000_000 + 1, b * 1_000_000 + 1)
+
+    seconds = (b - a) / 1000
+    expected = seconds * (base + slope * (a + b) / 2000)
+    assert found.energy_covered_s == found.memory_covered_s == pytest.approx(seconds)
+    assert (found.energy_j or 0.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert (found.memory_byte_seconds or 0.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS_MS, st.data())
+def test_integrals_of_neighbouring_stretches_add_up_whatever_was_read(steps_ms, data):
+    reading = st.none() | WATTS
+    samples, at_ns = [], 1
+    for step in steps_ms:
+        samples.append(Sample(at_ns, *data.draw(st.tuples(reading, reading, reading, reading))))
+        at_ns += step * 2_000_000  # up to 8 s: some are gaps
+    edges = [1, *sorted(data.draw(st.lists(st.integers(2, at_ns), max_size=4))), at_ns + 1]
+    one = series(*samples)
+
+    total = one.integrals(1, at_ns + 1)
+    parts = Integrals()
+    for a, b in pairwise(edges):
+        parts = add(parts, one.integrals(a, b))
+
+    for name in Integrals.__struct_fields__:
+        part, whole = getattr(parts, name), getattr(total, name)
+        assert (part is None) == (whole is None), name
+        assert (part or 0.0) == pytest.approx(whole or 0.0, rel=1e-9, abs=1e-9), name
+
+
+def test_utilization_is_the_mean_since_the_sample_before():
+    one = series(Sample(1), Sample(2 * NS + 1, utilization=0.25), Sample(3 * NS + 1, utilization=1.0))
+
+    found = one.integrals(1 * NS + 1, 3 * NS + 1)
+
+    assert (found.utilization_seconds, found.utilization_covered_s) == (0.25 + 1.0, 2.0)
+
+
+def test_a_failed_reading_leaves_a_hole_on_both_sides_and_no_zero():
+    readings = [100.0, 100.0, None, 100.0, 100.0]
+    one = series(*[Sample(i * NS + 1, memory_bytes=r, power_w=r) for i, r in enumerate(readings)])
+
+    found = one.integrals(1, 4 * NS + 1)
+
+    assert (found.energy_j, found.energy_covered_s) == (200.0, 2.0)
+    assert (found.memory_byte_seconds, found.memory_covered_s) == (200.0, 2.0)
+
+
+def test_a_long_gap_is_a_hole_for_all_but_the_counter():
+    one = series(Sample(1, 7.0, 0.5, 100.0, 0.0), Sample(10 * NS + 1, 7.0, 0.5, 100.0, 1234.0), gap_s=5.0)
+
+    assert one.integrals(1, 10 * NS + 1) == Integrals(1234.0, 10.0, None, 0.0, None, 0.0)
+
+
+def test_what_was_never_read_is_none_with_nothing_covered():
+    assert series().integrals(1, NS) == Integrals()
+    assert series(Sample(1), Sample(NS)).integrals(1, NS) == Integrals()
+    assert series(*steady(3)).integrals(10 * NS, 20 * NS) == Integrals()
+
+
+def test_a_sample_that_is_not_newer_is_dropped():
+    one = series(Sample(2 * NS, power_w=1.0), Sample(2 * NS, power_w=9.0), Sample(NS, power_w=9.0))
+
+    assert (one.oldest_ns, one.newest_ns) == (2 * NS, 2 * NS)
+    assert one.peak(0, 3 * NS, "power_w") == 1.0
+
+
+def test_forgetting_keeps_what_later_stretches_need():
+    one = series(*steady(10))
+    before = one.integrals(MADE_NS + int(4.5 * NS), MADE_NS + 8 * NS)
+
+    one.forget_before(MADE_NS + int(4.5 * NS))
+
+    assert one.integrals(MADE_NS + int(4.5 * NS), MADE_NS + 8 * NS) == before
+    assert one.oldest_ns == MADE_NS + 4 * NS
+
+
+def test_what_is_left_of_a_subtraction_is_never_negative():
+    # 0.1 + 0.2 is a little more than 0.3; a negative integral would cost the whole frame it is sent in.
+    left = subtract(
+        Integrals(0.3, 3.0, 0.3, 3.0, 0.3, 3.0), [Integrals(0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)]
+    )
+
+    assert left == Integrals(0.0, 2.0, 0.0, 2.0, 0.0, 2.0)
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+def iterate(loop, count, step_s=1.0, wait_s=0.5, tokens=100, samples=4):
+    for _ in range(count):
+        start_ns = loop.now_ns + int(wait_s * NS)
+        loop.start(start_ns)
+        loop.end(start_ns + int(step_s * NS), tokens, samples)
+
+
+def test_a_row_spans_from_the_end_of_the_one_before_to_its_own():
+    with looping(log_interval=2) as loop:
+        iterate(loop, 5)
+        loop.recorder.finish()
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
+
+    # Iterations end at 1.5, 3, 4.5, 6 and 7.5 s; the run a second later.
+    assert [(r.window, r.iteration_first, r.iteration_last, r.final) for r in rows] == [
+        (1, 1, 2, False),
+        (2, 3, 4, False),
+        (3, 5, 5, True),
+    ]
+    assert [r.wall_s for r in rows] == pytest.approx([3.0, 3.0, 2.5])
+    assert [r.tokens for r in rows] == [200, 200, 100]
+    assert [r.devices[0].wall.energy_j for r in rows] == pytest.approx([300.0, 300.0, 250.0])
+    assert [r.sequence for r in rows] == [1, 2, 3]
+
+
+def test_start_up_and_shut_down_are_phases_with_joules_of_their_own():
+    with looping() as loop:
+        loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)  # loads one before the first iteration
+        loop.now_ns = MADE_NS + 3 * NS
+        iterate(loop, 2)  # 3.5 to 6 s
+        loop.phase("checkpoint", MADE_NS + 6 * NS, MADE_NS + 7 * NS)  # ... and saves one after the last
+        loop.recorder.finish()
+        (row,) = cut_all(loop.slots(), steady(10), MADE_NS + 9 * NS)
+
+    assert row.phases_s == pytest.approx({"checkpoint": 2.0, "startup": 2.5, "shutdown": 2.0})
+    assert (row.busy_s, row.wait_s, row.wall_s) == pytest.approx((2.0, 0.5, 9.0))
+    joules = {name: part.energy_j for name, part in row.devices[0].phases.items()}
+    assert joules == pytest.approx({"checkpoint": 200.0, "startup": 250.0, "shutdown": 200.0})
+    assert iterations_only(row.devices[0]).energy_j == pytest.approx(250.0)
+
+
+def test_a_run_without_an_iteration_is_all_start_up():
+    with looping() as loop:
+        loop.phase("other", MADE_NS + NS, MADE_NS + 2 * NS)
+        loop.recorder.finish("failed")
+        (row,) = cut_all(loop.slots(), steady(10), MADE_NS + 5 * NS)
+
+    assert (row.iterations, row.final) == (0, True)
+    assert row.phases_s == pytest.approx({"other": 1.0, "startup": 4.0})
+    assert row.devices[0].phases["startup"].energy_j == pytest.approx(400.0)
+
+
+def test_the_rest_after_the_last_boundary_is_a_row_of_the_next_window():
+    with looping(log_interval=2) as loop:
+        iterate(loop, 2)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
+
+    assert [(r.window, r.iteration_first, r.iteration_last, r.iterations) for r in rows] == [(1, 1, 2, 2), (2, 3, 2, 0)]
+    assert rows[-1].phases_s == pytest.approx({"shutdown": 1.0})
+
+
+def test_boundaries_lie_where_the_number_known_at_start_is_divisible():
+    with looping(log_interval=10, offset=25) as loop:
+        iterate(loop, 7)  # 26 to 32
+        rows = cut_all(loop.slots(), steady(20), loop.now_ns, log_interval=10, offset=25)
+
+    assert [(r.window, r.iteration_shown, r.iterations) for r in rows] == [(3, 30, 5), (4, 32, 2)]
+
+
+def test_the_number_shown_follows_log_metrics_and_the_boundaries_do_not():
+    with looping(log_interval=2) as loop:
+        iterate(loop, 1)
+        loop.recorder.loss(5001, None)
+        iterate(loop, 1)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
+
+    assert (rows[0].window, rows[0].iteration_last, rows[0].iteration_shown) == (1, 2, 5002)
+
+
+def test_a_loss_that_comes_after_the_end_is_in_its_window():
+    with looping(log_interval=2) as loop:
+        for loss in (4.0, 3.0, 2.0):
+            iterate(loop, 1)
+            loop.recorder.loss(loop.recorder.ordinal, loss)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
+
+    assert [row.loss for row in rows] == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan"), None])
+def test_a_loss_that_is_no_finite_number_is_no_loss(loss):
+    with looping(log_interval=1) as loop:
+        iterate(loop, 1)
+        loop.recorder.loss(1, loss)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=1)
+
+    assert rows[0].loss is None
+
+
+def test_a_reset_is_said_once_by_the_window_it_came_in():
+    with looping(log_interval=2) as loop:
+        iterate(loop, 3)
+        loop.recorder.reset()
+        iterate(loop, 3)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
+
+    assert [row.reset for row in rows] == [False, True, False, False]
+
+
+def test_a_reset_at_a_boundary_belongs_to_the_window_that_ended():
+    with looping(log_interval=2) as loop:
+        iterate(loop, 2)
+        loop.recorder.reset()
+        iterate(loop, 2)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=2)
+
+    assert [row.reset for row in rows] == [True, False, False]
+
+
+def test_an_overrun_of_a_boundary_makes_one_longer_window_and_loses_no_token():
+    with looping(log_interval=2, slots=64) as loop:
+        iterate(loop, 6)
+        slots = [slot for slot in loop.slots() if slot.ordinal not in (3, 4)]  # the second window's
+        rows = cut_all(slots, steady(10), loop.now_ns, log_interval=2)
+
+    assert [(r.window, r.iteration_first, r.iteration_last) for r in rows[:2]] == [(1, 1, 2), (3, 3, 6)]
+    assert [r.tokens for r in rows] == [200, 400, 0]
+    assert [r.busy_s for r in rows] == pytest.approx([2.0, 4.0, 0.0])
+    assert [r.iterations_overrun for r in rows] == [0, 2, 0], "those of the row, not of the run"
+
+
+def test_a_loop_that_was_faster_than_its_agent_begins_with_its_own_first_record():
+    with looping() as loop:
+        loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)
+        iterate(loop, 1)
+        (row,) = cut_all(loop.slots(), steady(10), loop.now_ns, origin_ns=MADE_NS + int(1.5 * NS))
+
+    assert row.wall_s == pytest.approx(row.busy_s + row.wait_s + sum(row.phases_s.values()))
+    assert row.wall_s == pytest.approx(2.5)
+
+
+def test_unix_times_are_those_of_the_monotonic_clock_shifted():
+    with looping(log_interval=1) as loop:
+        iterate(loop, 1, step_s=2.0, wait_s=0.0)
+        rows = cut_all(loop.slots(), [], loop.now_ns, log_interval=1)
+
+    assert rows[0].end_time_s - rows[0].start_time_s == pytest.approx(2.0, abs=1e-6)
+    assert rows[0].end_time_s == pytest.approx(1_700_000_002.000001, abs=1e-6)
+    assert rows[0].devices[0].wall == Integrals()
+
+
+def test_peaks_are_the_largest_readings_within_the_row():
+    with looping(log_interval=1) as loop:
+        iterate(loop, 2, step_s=2.0, wait_s=0.0)
+        samples = [
+            Sample(MADE_NS + i * NS, m * GIB, None, p)
+            for i, (m, p) in enumerate([(1, 10), (3, 20), (2, 90), (1, 5), (0, 7)])
+        ]
+        rows = cut_all(loop.slots(), samples, loop.now_ns, log_interval=1)
+
+    assert [(r.devices[0].memory_peak_bytes, r.devices[0].power_peak_w) for r in rows[:2]] == [
+        (3 * GIB, 90),
+        (2 * GIB, 90),
+    ]
+
+
+# --- what holds for every run --------------------------------------------------------------------
+
+MILLISECONDS = st.integers(0, 3000)
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["iteration"] * 6 + ["evaluation", "checkpoint", "around", "inside"]),
+        MILLISECONDS,
+        st.integers(1, 3000),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def play(loop, events):
+    """Run a loop of these events, each (kind, pause before it, length) in milliseconds."""
+    for kind, pause, length in events:
+        at_ns, length_ns = loop.now_ns + pause * 1_000_000, length * 1_000_000
+        if kind in ("evaluation", "checkpoint"):
+            loop.phase(kind, at_ns, at_ns + length_ns)
+            continue
+        if kind == "around":  # a phase that starts before the iteration and ends in the middle of it
+            loop.now_ns = at_ns - pause * 500_000
+            loop.recorder.phase_start("evaluation")
+        loop.start(at_ns)
+        if kind == "around":
+            loop.now_ns = at_ns + length_ns // 2
+            loop.recorder.phase_end()
+        if kind == "inside":
+            loop.phase("checkpoint", at_ns + length_ns // 4, at_ns + length_ns // 2)
+        loop.end(at_ns + length_ns, length, pause % 7)
+    loop.recorder.finish()
+
+
+@st.composite
+def runs(draw):
+    """Return the records of a run, samples that cover it, and its end."""
+    with looping() as loop:
+        play(loop, draw(EVENTS))
+        slots, end_ns = loop.slots(), loop.now_ns + draw(MILLISECONDS) * 1_000_000
+    samples, at_ns, counter = [], MADE_NS, 0.0
+    steps, watts = draw(st.lists(st.integers(50, 3000), min_size=1)), draw(st.lists(WATTS, min_size=1))
+    i = 0
+    while not samples or samples[-1].time_ns <= end_ns:
+        power_w = watts[i % len(watts)]
+        samples.append(Sample(at_ns, GIB * (1 + i % 5), 0.1 * (i % 10), power_w, counter))
+        counter += power_w * steps[i % len(steps)] / 1000
+        at_ns += steps[i % len(steps)] * 1_000_000
+        i += 1
+    return slots, samples, end_ns
+
+
+def close(value):
+    return pytest.approx(value, rel=1e-9, abs=1e-6)  # nanoseconds in, seconds and joules out
+
+
+@settings(deadline=None, max_examples=80)
+@given(runs(), st.integers(1, 12))
+def test_seconds_and_joules_of_a_row_are_each_in_one_class(run, log_interval):
+    slots, samples, end_ns = run
+
+    rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
+
+    for row in rows:
+        window = row.devices[0]
+        assert row.wall_s == close(row.busy_s + row.wait_s + sum(row.phases_s.values()))
+        assert min(row.busy_s, row.wait_s, *row.phases_s.values(), 0.0) == 0.0
+        assert window.wall.energy_covered_s == close(row.wall_s)
+        # Each class's integrals cover exactly its seconds, so no joule is in two of them.
+        for name, seconds in row.phases_s.items():
+            assert window.phases[name].energy_covered_s == close(seconds), name
+        assert iterations_only(window).energy_covered_s == close(row.time_s)
+        parts = [part.energy_j or 0.0 for part in window.phases.values()]
+        assert (window.wall.energy_j or 0.0) == close(sum(parts) + (iterations_only(window).energy_j or 0.0))
+
+
+@settings(deadline=None, max_examples=80)
+@given(runs(), st.integers(1, 12))
+def test_rows_lie_end_to_end_from_the_origin_to_the_end(run, log_interval):
+    slots, samples, end_ns = run
+
+    rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
+
+    assert sum(row.wall_s for row in rows) == close((end_ns - MADE_NS) / NS)
+    for first, second in pairwise(rows):
+        assert first.end_time_s == second.start_time_s
+        assert first.iteration_last + 1 == second.iteration_first
+        assert first.window < second.window
+
+
+@settings(deadline=None, max_examples=80)
+@given(runs(), st.integers(2, 12))
+def test_windows_of_any_length_have_the_same_totals(run, log_interval):
+    slots, samples, end_ns = run
+
+    def totals(rows):
+        walls, parts = [row.devices[0].wall for row in rows], [iterations_only(row.devices[0]) for row in rows]
+        return {
+            **{name: sum(getattr(row, name) for row in rows) for name in ("tokens", "samples", "iterations")},
+            **{name: sum(getattr(row, name) for row in rows) for name in ("wall_s", "busy_s", "wait_s")},
+            "phases": sum(sum(row.phases_s.values()) for row in rows),
+            **{name: sum(getattr(wall, name) or 0.0 for wall in walls) for name in Integrals.__struct_fields__},
+            "energy of iterations": sum(part.energy_j or 0.0 for part in parts),
+        }
+
+    one = totals(cut_all(slots, samples, end_ns, log_interval=1))
+    many = totals(cut_all(slots, samples, end_ns, log_interval=log_interval))
+
+    assert many == {name: pytest.approx(value, rel=1e-9, abs=1e-6) for name, value in one.items()}
+
+
+@settings(deadline=None, max_examples=50)
+@given(runs(), st.integers(1, 4))
+def test_cutting_as_records_come_gives_the_rows_of_cutting_them_at_the_end(run, log_interval):
+    slots, samples, end_ns = run
+    live, rows = cutter(log_interval), []
+    one = series(*samples)
+    for slot in slots:
+        live.add(slot)
+        if (cut := live.cut([one])) is not None:
+            rows.append(cut)
+    rows.append(live.cut_rest([one], end_ns))
+
+    assert rows == cut_all(slots, samples, end_ns, log_interval=log_interval)
+
+
+def test_iterations_only_of_a_window_without_phases_is_the_window():
+    wall = Integrals(10.0, 2.0, 4.0, 2.0, 1.0, 2.0)
+
+    assert iterations_only(DeviceWindow("GPU-0", wall)) == wall
+
+
+def test_the_phase_names_of_the_ring_are_those_of_the_rows():
+    with looping() as loop:
+        for name in ("evaluation", "checkpoint", "other"):
+            loop.phase(name, loop.now_ns, loop.now_ns + NS)
+        assert [slot.what for slot in loop.slots(ring.PHASE)] == [0, 1, 2]
+        (row,) = cut_all([], [], MADE_NS + 3 * NS)
+    assert row.phases_s == pytest.approx({"startup": 3.0})
