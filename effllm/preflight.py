@@ -13,9 +13,8 @@ _HERE = "this version reports over loopback alone: use tcp://127.0.0.1:PORT"
 
 def problems(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that a run would not take, or would not do what it says."""
-    found = list(_wrong_values(environ))
-    if not found:
-        found += map(str, _wrong_names(read_config(environ)))
+    found = [str(error) for _, error in _wrong_values(environ)]
+    found += map(str, _wrong_names(read_config(usable(environ))))
     try:
         read_place(environ)
     except ConfigError as error:
@@ -23,12 +22,18 @@ def problems(environ: Mapping[str, str]) -> list[str]:
     return found + unknown_variables(environ)
 
 
-def _wrong_values(environ: Mapping[str, str]) -> Iterator[str]:
+def usable(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the settings that no run would take."""
+    wrong = {name for name, _ in _wrong_values(environ)}
+    return {name: value for name, value in environ.items() if name not in wrong}
+
+
+def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
     for name in (PREFIX + variable.name for variable in VARIABLES):
         try:
             read_config({name: environ.get(name, "")})
         except ConfigError as error:
-            yield str(error)
+            yield name, error
 
 
 def _wrong_names(config: Config) -> Iterator[ConfigError]:

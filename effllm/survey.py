@@ -22,10 +22,10 @@ import zmq
 from msgspec import Struct
 
 from effllm import __version__
-from effllm.config import PREFIX, Config, ConfigError, is_enabled, read_config
+from effllm.config import PREFIX, Config, is_enabled, read_config
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.metrics import METRICS
-from effllm.preflight import problems
+from effllm.preflight import problems, usable
 from effllm.recorder import Recorder
 from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
 from effllm.schema import Beat, ClusterTotals, Device
@@ -117,10 +117,7 @@ class Survey(Struct, frozen=True):
 def survey(environ: Mapping[str, str], device: str) -> Survey:
     """Try everything out; ``device`` is looked at instead of the configured one."""
     findings = [*_python(), *_settings(environ)]
-    try:
-        config = read_config({**environ, f"{PREFIX}DEVICE": device} if device else environ)
-    except ConfigError:
-        config = Config(device=device or "auto")
+    config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     opened, sources, read_ms, read_cpu_s, about = _device(config, environ)
     sources |= {need: Source(by=f"your loop: {need}") for need in TOLD}
     sources["peak"] = _peak(config)
@@ -171,7 +168,7 @@ def _device(
         reader = open_device(config.device, site)
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
-        nothing = Source(why_not=f"no device: {error}")
+        nothing = Source(why_not="no device, see above")
         sources = dict.fromkeys(("memory", "utilization", "energy", "gpu"), nothing)
         return None, sources, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
     wall_s, samples = [], []

@@ -150,10 +150,12 @@ def test_the_table_fits_80_columns_and_has_no_colours_in_a_pipe(cli, arguments):
 
 
 def test_the_table_ends_with_what_is_broken(cli):
-    done = cli.run("check", EFFICIENTLLM_RUN_DIR="/dev/null/runs")
+    done = cli.run("check", EFFICIENTLLM_RUN_DIR="/dev/null/runs", EFFICIENTLLM_LOG_INTERVAL="0")
 
+    end = " ".join(done.stdout.split("would not be measured")[1].split())
     assert done.returncode == 1
-    assert "/dev/null/runs cannot be written" in " ".join(done.stdout.split("would not be measured")[1].split())
+    assert "settings: EFFICIENTLLM_LOG_INTERVAL='0' is not usable" in end
+    assert "run folders: /dev/null/runs cannot be written" in end
 
 
 def test_a_device_that_no_file_reads_is_wrong_use(cli):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from effllm.config import this_process
@@ -35,7 +36,7 @@ def main(device: str, *, show_all: bool, as_json: bool) -> int:
     return 0 if found.measured else 1
 
 
-def _parts(found: Survey, show_all: bool) -> Iterator[Table | str]:
+def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     yield _findings(found.findings)
     yield ""
     yield _metrics([one for one in found.metrics if show_all or _is_usual(one.metric)])
@@ -47,7 +48,7 @@ def _parts(found: Survey, show_all: bool) -> Iterator[Table | str]:
         yield "[bold red]A run would not be measured here as it is configured:[/]"
         for finding in found.findings:
             if finding.state == BROKEN:
-                yield f"  {escape(finding.name)}: {escape(_told(finding))}"
+                yield Padding(escape(f"{finding.name}: {_told(finding)}"), (0, 0, 0, 2))
 
 
 def _findings(findings: list[Finding]) -> Table:
