@@ -1,0 +1,219 @@
+"""Whole jobs on devices whose truth is known: traced GPUs behind the real pynvml, and the simulated one."""
+
+import time
+
+import jobs
+import nvml_library
+import pytest
+from nvml_library import GIB, Gpu, Trace, flat, sine
+
+from effllm.devices.simulated import waveform_of
+
+LOOP = "loop.py"
+TICK_S = 0.02  # between two steps of the energy counter, as on an H100
+INTERVAL_S = 0.05
+# In NVML's order, which is not that of their buses: there it is A, B, IDLE.
+IDLE = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", power=flat(60.0), utilization=flat(0.0))
+A = Gpu(
+    "GPU-aaaa0001-0000-4000-8000-000000000001",
+    "00000000:3B:00.0",
+    power=sine(200.0, 600.0, 1.3),
+    memory=sine(20.0 * GIB, 40.0 * GIB, 1.7),
+    utilization=flat(0.25),
+    tick_s=TICK_S,
+)
+B = Gpu(
+    "GPU-bbbb0002-0000-4000-8000-000000000002",
+    "00000000:5E:00.0",
+    power=sine(100.0, 300.0, 0.9),
+    memory=flat(10.0 * GIB),
+    utilization=flat(0.75),
+    tick_s=TICK_S,
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
+    if folder is None:
+        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
+    return folder
+
+
+@pytest.fixture
+def trace(library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(IDLE, A, B)
+    return trace
+
+
+def train_on(launch, trace, *arguments, visible=(None, None), **settings):
+    """Train with a rank for each of ``visible``; return the ledger and what each rank did."""
+    aggregator = launch.aggregator(**settings)
+    world_size = len(visible)
+    ranks = [
+        launch.python(
+            LOOP,
+            *arguments,
+            environ=jobs.place(rank, world_size)
+            | trace.environment()
+            | ({} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}),
+            **{"device": "nvml", "collection_interval": INTERVAL_S, "endpoint": aggregator.endpoint, **settings},
+        )
+        for rank, shown in enumerate(visible)
+    ]
+    truths = [rank.done().told()["steps"] for rank in ranks]
+    assert not aggregator.job.left(within_s=8.0)
+    return aggregator, truths
+
+
+def span(steps):
+    """When the first iteration of a rank began and its last one ended: its iteration time, for nothing interrupts."""
+    return steps[0][0], steps[-1][1]
+
+
+def tick_error_w(gpu, seconds):
+    """What two readings of a counter that moves in ticks can hide: one tick at its highest power."""
+    return gpu.power.high * gpu.tick_s / seconds
+
+
+def test_two_ranks_on_two_gpus_add_their_power_and_average_the_rest(launch, trace):
+    aggregator, truths = train_on(launch, trace, "--iterations", 150)
+    summary = aggregator.ledger.summary
+    values = {tag: value.value for tag, value in summary.metrics.items()}
+    spans = dict(zip((A, B), map(span, truths), strict=True))
+    seconds = {gpu: end - start for gpu, (start, end) in spans.items()}
+    joules = {gpu: gpu.energy_j(*spans[gpu]) for gpu in spans}
+    means = [gpu.memory.integral(*spans[gpu]) / seconds[gpu] / GIB for gpu in spans]
+
+    # Two counters, each read at two edges, of which each may lie a tick and the edge of a sample away.
+    allowed_w = sum(2 * tick_error_w(gpu, seconds[gpu]) for gpu in spans)
+    assert values["aec_watts"] == pytest.approx(sum(joules.values()) / max(seconds.values()), abs=allowed_w)
+    assert values["pcu_ratio"] == pytest.approx((0.25 + 0.75) / 2, abs=1e-6)
+    # Straight lines between samples of a sine are at most (omega h)^2 / 8 of its amplitude off: 0.05 GiB.
+    assert values["amu_gb"] == pytest.approx(sum(means) / 2, abs=0.1)
+    assert set(summary.energy.by_device) == {A.uuid, B.uuid}
+    assert (summary.coverage.gpus_measured, summary.coverage.gpus_expected) == (2, 2)
+    assert summary.energy.method == "counter"
+
+
+def test_two_ranks_on_one_gpu_add_its_power_once(launch, trace):
+    aggregator, truths = train_on(launch, trace, "--iterations", 100, visible=("0", "0"))
+    summary = aggregator.ledger.summary
+    start, end = span(truths[0])
+
+    assert summary.metrics["aec_watts"].value == pytest.approx(
+        A.energy_j(start, end) / (end - start),
+        abs=2 * tick_error_w(A, end - start) + 600 * abs(truths[1][-1][1] - end) / (end - start) + 5.0,
+    )
+    assert set(summary.energy.by_device) == {A.uuid}
+    assert summary.coverage.gpus_expected == 1
+    assert summary.metrics["pcu_ratio"].value == pytest.approx(0.25, abs=1e-6)
+    assert summary.tokens == 20_000  # what the ranks did adds up all the same
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ((None, None), (A, B)),  # in the order of their buses, as CUDA has them
+        (("2,0", "2,0"), (IDLE, A)),
+        ((f"{B.uuid},{A.uuid}",) * 2, (B, A)),
+        (("GPU-bbbb,GPU-cccc",) * 2, (B, IDLE)),
+        (("2", "1"), (IDLE, B)),  # one for each rank
+    ],
+    ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
+)
+def test_the_row_of_a_rank_names_the_gpu_that_cuda_gives_to_it(launch, trace, visible, expected):
+    aggregator, _ = train_on(launch, trace, visible=visible)
+
+    named = {row.rank: row.device for row in aggregator.ledger.ranks}
+
+    assert named == {rank: gpu.uuid for rank, gpu in enumerate(expected)}
+
+
+def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch, trace):
+    # The ranks are up within a second; four seconds of iterations then see it good, lost and good again.
+    lost_s, back_s = time.monotonic() + 1.8, time.monotonic() + 3.0
+    trace.fault(f"2 energy error 999 {lost_s} {back_s}", f"2 power error 999 {lost_s} {back_s}")
+    aggregator, _ = train_on(launch, trace, "--iterations", 200, "--step-s", 0.02)
+    ledger, summary = aggregator.ledger, aggregator.ledger.summary
+    to_unix_s = time.time() - time.monotonic()
+    lost_s, back_s = lost_s + to_unix_s, back_s + to_unix_s
+
+    rows = {}
+    for row in ledger.ranks:
+        rows.setdefault(row.window, []).append(row)
+    good = bad = 0
+    for window in ledger.windows[:-1]:  # in the last one, the shut-down, no iteration ended
+        start_s = min(row.start_time_s for row in rows[window.window]) - 2 * INTERVAL_S
+        end_s = max(row.end_time_s for row in rows[window.window]) + 2 * INTERVAL_S
+        if end_s < lost_s or start_s > back_s + 0.1:
+            good += 1
+            assert window.values["window/aec_watts"] > 0
+        elif start_s > lost_s and end_s < back_s:
+            bad += 1
+            assert "window/aec_watts" not in window.values
+            assert window.coverage.energy == pytest.approx(0.5, abs=0.1)
+            assert window.values["window/amu_gb"] > 0  # means stand
+    assert good >= 4
+    assert bad >= 2
+
+    assert summary.energy.total_joules is None
+    assert summary.energy.measured_joules > 0
+    assert "energy/total_joules" not in summary.metrics
+    said = ledger.told("agent")
+    assert any(f"{B.uuid}: energy_j is not measured" in text for text in said)
+    assert any(f"{B.uuid}: energy_j is measured again" in text for text in said)
+    assert "only in part measured: no total" in aggregator.job.stdout
+    # Run to date, the joules of whole windows are divided by the seconds of whole windows.
+    both_w = 400 + 200
+    assert summary.metrics["aec_watts"].value == pytest.approx(both_w, rel=0.2)
+
+
+def test_a_job_whose_gpus_have_no_energy_has_no_energy_line_and_says_why(launch, trace):
+    trace.write(Gpu("GPU-a", "0:01:00", memory=flat(4 * GIB), unsupported=("energy", "power")))
+    aggregator, _ = train_on(launch, trace, visible=(None,))
+    summary = aggregator.ledger.summary
+
+    assert all(block["aec_watts"] is None and block["amu_gb"] == "4.00" for block in aggregator.job.blocks)
+    assert not [tag for tag in summary.metrics if "watts" in tag or "joules" in tag]
+    assert (summary.energy.total_joules, summary.energy.measured_joules) == (None, None)
+    assert any(text.startswith("energy: NVML gives neither") for text in summary.not_measured)
+
+
+def test_a_rank_without_a_gpu_is_counted_by_time_and_tokens_alone(launch, trace):
+    aggregator, _ = train_on(launch, trace, visible=("",))
+    summary = aggregator.ledger.summary
+
+    assert set(summary.metrics) & set(jobs.FORMATS) == {
+        "al_seconds",
+        "tt_tokens_per_param_per_sec",
+        "st_samples_per_param_per_sec",
+    }
+    assert any("no device is sampled" in text for text in aggregator.ledger.told("agent"))
+
+
+def test_a_simulated_gpu_is_measured_as_its_waveform_says(launch):
+    job = launch.python(LOOP, "--iterations", 150, collection_interval=0.1).done()
+    wave = waveform_of(0)
+    start, end = span(job.told()["steps"])
+    values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
+
+    assert values["aec_watts"] == pytest.approx(wave.energy_j(start, end) / (end - start), rel=2e-3)
+    assert values["amu_gb"] == pytest.approx(wave.memory_byte_seconds(start, end) / (end - start) / GIB, rel=2e-3)
+    assert values["pcu_ratio"] == pytest.approx(wave.utilization_seconds(start, end) / (end - start), rel=2e-3)
+    assert job.ledger.summary.simulated
+    assert "SIMULATED" in job.stdout
+    assert all("simulated" in block["rest"] for block in job.blocks)
+
+
+def test_al_is_the_time_of_a_step_and_t_the_time_of_an_iteration(launch):
+    job = launch.python(LOOP, "--iterations", 40, "--wait-s", 0.01).done()
+    steps = job.told()["steps"]
+    start, end = span(steps)
+    values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
+
+    step_s = sum(after - before for before, after in steps) / 40
+    assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's own stamps lie outside
+    assert values["tt_tokens_per_param_per_sec"] == pytest.approx(40 * 100 / 1000 / (end - start), rel=0.005)
+    assert values["st_samples_per_param_per_sec"] == pytest.approx(40 * 2 / 1000 / (end - start), rel=0.005)

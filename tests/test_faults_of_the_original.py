@@ -1,0 +1,390 @@
+"""What the module that effllm replaces does wrong, each as a test that would fail on it."""
+
+import math
+import time
+
+import jobs
+import nvml_library
+import pytest
+from nvml_library import GIB, Gpu, Trace, flat, square
+
+LOOP = "loop.py"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
+    if folder is None:
+        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
+    return folder
+
+
+@pytest.fixture
+def trace(library, tmp_path):
+    return Trace(library, tmp_path / "trace")
+
+
+def value(job, tag):
+    return job.ledger.summary.metrics[tag].value
+
+
+# 1. Tokens were cumulative, but time came from a bounded buffer.
+
+
+def test_1_tt_and_st_do_not_inflate_when_a_run_is_longer_than_the_history(launch):
+    job = launch.python(LOOP, "--iterations", 400, "--step-s", 0.002, history_size=16).done()
+    steps = job.told()["steps"]
+    seconds = steps[-1][1] - steps[0][0]
+
+    assert value(job, "tt_tokens_per_param_per_sec") == pytest.approx(400 * 100 / 1000 / seconds, rel=0.02)
+    assert value(job, "st_samples_per_param_per_sec") == pytest.approx(400 * 2 / 1000 / seconds, rel=0.02)
+
+
+# 2. Disabled was not off: blocks of zeros were printed.
+
+DISABLED = """
+import sys, os, threading
+import effllm.efficientllm_metrics as effllm
+before = set(os.listdir("/proc/self/fd"))
+effllm.initialize_efficientllm_metrics(1000, 0.5)
+collector = effllm.get_metrics_collector()
+for iteration in range(1, 31):
+    collector.record_iteration_start()
+    collector.record_iteration_end(10, 1)
+    assert not effllm.should_log_metrics(iteration)
+    values = collector.log_metrics(iteration, 1.0)
+    assert len(values) == 6 and all(value != value for value in values.values())
+    with collector.phase("evaluation"):
+        pass
+assert collector.calculate_al() != collector.calculate_al()
+effllm.finalize_efficientllm_metrics()
+assert set(os.listdir("/proc/self/fd")) == before
+assert threading.active_count() == 1
+assert not open(f"/proc/self/task/{os.getpid()}/children").read()
+assert not {"zmq", "pynvml", "msgspec"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("off", ["false", "0", "no", "off", "FALSE", "nonsense"])
+def test_2_disabled_is_silent_no_process_no_file_no_line(launch, off):
+    job = launch.code(DISABLED, metrics_enabled=off, log_interval="also nonsense").done()
+
+    assert (job.stdout, job.stderr) == ("", "")
+    assert not job.runs()
+    assert sorted(path.name for path in job.folder.iterdir()) == ["script.py", "stderr.txt", "stdout.txt"]
+
+
+@pytest.mark.parametrize("on", ["true", "True", "1", "yes", "on"])
+def test_2_each_word_for_on_is_on(launch, on):
+    job = launch.python(LOOP, "--iterations", 2, metrics_enabled=on, log_interval=1).done()
+
+    assert job.ledger.summary.iterations == 2
+
+
+# 3. LOG_INTERVAL=0 was a ZeroDivisionError in the loop, a bad number a ValueError.
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "allowed"),
+    [
+        ("log_interval", "0", "a whole number, at least 1"),
+        ("log_interval", "ten", "a whole number, at least 1"),
+        ("log_interval", "1.5", "a whole number, at least 1"),
+        ("collection_interval", "0", "seconds, 0.01 to 3600"),
+        ("collection_interval", "nan", "seconds, 0.01 to 3600"),
+        ("collection_interval", "1s", "seconds, 0.01 to 3600"),
+        ("history_size", "3", "a whole number, 16 to 1000000"),
+        ("history_size", "-1", "a whole number, 16 to 1000000"),
+    ],
+)
+def test_3_a_wrong_number_costs_the_metrics_and_one_clear_line_but_no_step(launch, name, wrong, allowed):
+    job = launch.python(LOOP, "--iterations", 12, "--step-s", 0.001, **{name: wrong}).done()
+    variable = f"EFFICIENTLLM_{name.upper()}"
+
+    assert job.stderr == (
+        f"[EfficientLLM] no metrics, training goes on: {variable}='{wrong}' is not usable: {allowed}\n"
+    )
+    assert len(job.told()["steps"]) == 12
+    assert set(job.told()["values"]) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
+    assert all(math.isnan(value) for value in job.told()["values"].values())
+    assert job.stdout == ""
+    assert not job.runs()
+
+
+# 4. AMU and AEC were means of samples, whenever those were taken.
+
+BURSTS = """
+import time
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+time.sleep(1 - time.monotonic() % 1)
+begin = int(time.monotonic() + 0.5)
+for second in range(3):  # a burst of short iterations while memory is high, a long one while it is low
+    for tick in range(1, 9):
+        collector.record_iteration_start()
+        time.sleep(max(begin + second + tick * 0.03125 - time.monotonic(), 0))
+        collector.record_iteration_end(1, 1)
+    collector.record_iteration_start()
+    time.sleep(begin + second + 1 - time.monotonic())
+    collector.record_iteration_end(1, 1)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_4_amu_and_aec_are_weighted_by_time_not_by_samples(launch, trace):
+    trace.write(Gpu("GPU-a", "0:01:00", memory=square(8 * GIB, 72 * GIB, 1.0, 0.25), power=square(100, 900, 1.0, 0.25)))
+    job = launch.code(
+        BURSTS, environ=trace.environment(), device="nvml", log_interval=1, collection_interval=0.06
+    ).done()
+
+    # A quarter of the time is high; but of the samples, one at each end of a window among them, half are.
+    assert value(job, "amu_gb") == pytest.approx(0.25 * 72 + 0.75 * 8, abs=3.0)
+    assert value(job, "aec_watts") == pytest.approx(0.25 * 900 + 0.75 * 100, abs=30.0)
+
+
+# 5. A reading that failed was stored as 0.
+
+
+@pytest.mark.parametrize("fault", ["memory error 999", "memory value 18446744073709551615"])
+def test_5_a_reading_that_fails_is_no_zero(launch, trace, fault):
+    trace.write(Gpu("GPU-a", "0:01:00", memory=flat(40 * GIB), utilization=flat(0.5)))
+    now_s = time.monotonic()
+    trace.fault(*(f"0 {fault} {now_s + at_s} {now_s + at_s + 0.2}" for at_s in (0.7, 1.1, 1.5)))
+    job = launch.python(LOOP, "--iterations", 150, environ=trace.environment(), device="nvml").done()
+
+    assert value(job, "amu_gb") == pytest.approx(40.0, rel=1e-9)
+    assert value(job, "pcu_ratio") == pytest.approx(0.5, rel=1e-9)
+    assert min(window.coverage.memory for window in job.ledger.windows) < 1.0
+    assert {block["amu_gb"] for block in job.blocks} <= {"40.00", None}
+
+
+# 6. Every GPU of the node was read, and memory of the first alone.
+
+
+def test_6_gpus_of_others_are_neither_in_the_power_nor_in_the_utilization(launch, trace):
+    mine = Gpu("GPU-b", "0:02:00", power=flat(400.0), utilization=flat(0.9), memory=flat(30 * GIB))
+    others = [
+        Gpu(f"GPU-{name}", f"0:0{bus}:00", power=flat(500.0), utilization=flat(0.1)) for name, bus in ["a1", "c3"]
+    ]
+    trace.write(others[0], mine, others[1])
+    environ = trace.environment() | {"CUDA_VISIBLE_DEVICES": "1"}
+    job = launch.python(LOOP, environ=environ, device="nvml").done()
+
+    assert value(job, "aec_watts") == pytest.approx(400.0, rel=0.01)
+    assert value(job, "pcu_ratio") == pytest.approx(0.9, rel=1e-9)
+    assert value(job, "amu_gb") == pytest.approx(30.0, rel=1e-9)
+
+
+# 7. Of several ranks one spoke for all: parameters were a shard's, tokens one replica's, the rest zero.
+
+SHARES = """
+import os, time
+import effllm.efficientllm_metrics as effllm
+rank = int(os.environ["RANK"])
+effllm.initialize_efficientllm_metrics(parameter_share={"total": 600 if rank == 0 else 400, "trainable": rank})
+collector = effllm.get_metrics_collector()
+for _ in range(20):
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(100 * (rank + 1), rank + 1)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_7_parameters_are_the_whole_models_and_tokens_the_whole_jobs(launch):
+    aggregator = launch.aggregator()
+    ranks = [launch.code(SHARES, environ=jobs.place(rank, 2), endpoint=aggregator.endpoint) for rank in (0, 1)]
+    for rank in ranks:
+        rank.done()
+    assert not aggregator.job.left(within_s=8.0)
+    summary = aggregator.ledger.summary
+    rows = aggregator.ledger.ranks
+    seconds = max(sum(row.busy_s + row.wait_s for row in rows if row.rank == rank) for rank in (0, 1))
+
+    assert (summary.parameters, summary.tokens, summary.samples) == (1000, 20 * 300, 20 * 3)
+    assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(6000 / 1000 / seconds, rel=1e-9)
+
+
+def test_7_ranks_that_disagree_on_the_model_are_told_once(launch):
+    aggregator = launch.aggregator()
+    endpoint = aggregator.endpoint
+    ranks = [
+        launch.python(LOOP, "--parameters", count, environ=jobs.place(rank, 3), endpoint=endpoint)
+        for rank, count in enumerate([1000, 500, 250])
+    ]
+    for rank in ranks:
+        rank.done()
+    assert not aggregator.job.left(within_s=8.0)
+
+    (told,) = aggregator.ledger.told("disagreement")
+    assert "disagree on the parameters of the whole model" in told
+    assert aggregator.ledger.summary.parameters in (1000, 500, 250)
+
+
+# 9. Nothing was printed without a TensorBoard writer, and an early end skipped the finalisation.
+
+
+def test_9_the_console_needs_no_writer(launch):
+    job = launch.python(LOOP, sinks="console").done()
+
+    assert [block["iteration"] for block in job.blocks] == ["10", "20"]
+
+
+@pytest.mark.parametrize("end", ["exit", "raise"])
+def test_9_an_early_end_is_finalised_too(launch, end):
+    job = launch.python(LOOP, "--at", 14, "--end", end).wait()
+
+    assert not job.left(within_s=5.0)
+    assert job.ledger.summary.iterations == 14
+    assert job.blocks[-1]["iteration"] == "14"
+    assert "[EfficientLLM] Run" in job.stdout
+
+
+def test_9_a_writer_gets_each_report_once_under_the_contracts_tags(launch):
+    job = launch.code(
+        """
+import json, time
+import effllm.efficientllm_metrics as effllm
+
+class Writer:
+    def __init__(self):
+        self.got = []
+    def add_scalar(self, tag, value, step):
+        self.got.append((tag, value, step))
+
+writer = Writer()
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+for iteration in range(1, 61):
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(100, 2)
+    collector.log_metrics(iteration, 1.0, writer)
+effllm.finalize_efficientllm_metrics()
+json.dump(writer.got, open("truth.json", "w"))
+"""
+    ).done()
+    got = job.told()
+    windows = {window.iteration: window.values for window in job.ledger.windows}
+
+    assert len({(tag, step) for tag, _, step in got}) == len(got) > 0
+    assert {tag for tag, _, _ in got} == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
+    for tag, shown, step in got:
+        assert shown == windows[step][tag.removeprefix("efficientllm/")]
+
+
+# 10. A second initialisation leaked a thread; evaluation was in AMU, PCU and AEC, but not in AL and TT.
+
+
+def test_10_initialising_again_and_again_leaks_no_thread_no_process_and_no_descriptor(launch):
+    job = launch.code(
+        """
+import json, os, threading
+import effllm.efficientllm_metrics as effllm
+
+def held():
+    children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    return [threading.active_count(), len(children), len(os.listdir("/proc/self/fd"))]
+
+counts = []
+for _ in range(4):
+    effllm.initialize_efficientllm_metrics(1000)
+    effllm.initialize_efficientllm_metrics(1000)
+    collector = effllm.get_metrics_collector()
+    for _ in range(5):
+        collector.record_iteration_start()
+        collector.record_iteration_end(100, 2)
+    effllm.finalize_efficientllm_metrics()
+    effllm.finalize_efficientllm_metrics()
+    counts.append(held())
+json.dump(counts, open("truth.json", "w"))
+""",
+        log_interval=5,
+    ).done()
+
+    assert job.told() == [job.told()[0]] * 4
+    assert job.told()[0][:2] == [1, 0]
+    assert len(job.runs()) == 4
+    assert {jobs.Ledger(folder).summary.tokens for folder in job.runs()} == {500}
+
+
+PHASES = """
+import time
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+def until(second):
+    time.sleep(max(second - time.monotonic(), 0))
+until(int(time.monotonic()) + 1)
+begin = int(time.monotonic() + 0.1)
+for second in range(3):
+    name = "checkpoint" if second == 1 else "evaluation"
+    with collector.phase(name):  # while power, memory and utilization are high
+        until(begin + second + 0.5)
+    for step in range(1, 11):
+        collector.record_iteration_start()
+        until(begin + second + 0.5 + step * 0.05)
+        collector.record_iteration_end(100, 2)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_10_evaluation_and_checkpoints_are_classes_of_their_own_and_in_none_of_the_six(launch, trace):
+    trace.write(
+        Gpu(
+            "GPU-a",
+            "0:01:00",
+            power=square(100.0, 900.0, 1.0),
+            memory=square(10 * GIB, 50 * GIB, 1.0),
+            utilization=square(0.2, 1.0, 1.0),
+        )
+    )
+    job = launch.code(PHASES, environ=trace.environment(), device="nvml", collection_interval=0.01).done()
+    summary = job.ledger.summary
+
+    assert value(job, "al_seconds") == pytest.approx(0.05, abs=0.003)
+    assert value(job, "tt_tokens_per_param_per_sec") == pytest.approx(3000 / 1000 / 1.5, rel=0.03)
+    assert value(job, "aec_watts") == pytest.approx(100.0, abs=40.0)
+    assert value(job, "amu_gb") == pytest.approx(10.0, abs=2.0)
+    assert value(job, "pcu_ratio") == pytest.approx(0.2, abs=0.04)
+    assert summary.time_by_class["evaluation"] == pytest.approx(1.0, abs=0.06)
+    assert summary.time_by_class["checkpoint"] == pytest.approx(0.5, abs=0.03)
+    assert summary.energy.by_class["evaluation"] == pytest.approx(900.0, rel=0.08)
+    assert summary.energy.by_class["checkpoint"] == pytest.approx(450.0, rel=0.08)
+    assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.total_joules, rel=1e-6)
+    assert value(job, "job/tt_tokens_per_param_per_sec") < value(job, "tt_tokens_per_param_per_sec") / 1.8
+
+
+# 12. Every rank printed, and tokens were assumed where the loop had counted them.
+
+
+def test_12_however_many_ranks_there_are_one_prints(launch):
+    aggregator = launch.aggregator()
+    ranks = [rank.done() for rank in launch.ranks(aggregator, 3, LOOP)]
+    assert not aggregator.job.left(within_s=8.0)
+
+    assert [block["iteration"] for block in aggregator.job.blocks] == ["10", "20"]
+    assert [rank.stdout.count("[EfficientLLM]") for rank in ranks] == [2, 0, 0]  # rank 0 greets
+    assert [rank.stderr for rank in ranks] == ["", "", ""]
+
+
+def test_12_a_step_counts_what_the_loop_says_and_the_declared_batch_only_where_it_says_nothing(launch):
+    job = launch.code(
+        """
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000, 512, 4, 0.1)
+collector = effllm.get_efficientllm_collector()
+for step in range(10):
+    collector.record_step_start()
+    if step % 2:
+        collector.record_step_end(7, 3)
+    else:
+        collector.record_step_end()
+effllm.finalize_efficientllm_metrics()
+"""
+    ).done()
+
+    assert job.ledger.summary.tokens == 5 * 7 + 5 * 512 * 4
+    assert job.ledger.summary.samples == 5 * 3 + 5 * 4
+    assert job.blocks[0]["style"] == "Step"
