@@ -1,0 +1,266 @@
+"""effllm/account.py: each token, joule and second of the cluster is counted once."""
+
+import pytest
+from builders import GIB, device_window, full, gpu, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm import metrics
+from effllm.account import Account, is_covered, merge_devices, window_energy
+from effllm.schema import Integrals
+
+
+def gpus(count):
+    devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(count)}
+    return devices, {key: {rank} for rank, key in enumerate(devices)}
+
+
+def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
+    account = Account(wall=wall)
+    for rows in windows:
+        merged = merge_devices(rows, devices, members)
+        account.add_rows(rows)
+        account.add_devices(merged)
+        account.add_energy(window_energy(merged, devices, absent), rows, least)
+    return account.totals(parameters=1000, gpus=len(devices), world_size=2)
+
+
+def test_the_time_of_the_cluster_is_the_maximum_over_ranks_of_their_sums():
+    windows = [
+        [row(0, 1, busy_s=9.0, wait_s=1.0), row(1, 1, busy_s=18.0, wait_s=2.0)],
+        [row(0, 2, busy_s=19.0, wait_s=2.0), row(1, 2, busy_s=9.0, wait_s=1.0)],
+    ]
+
+    totals = totals_of(windows, *gpus(2))
+
+    # Rank 0: 10 + 21, rank 1: 20 + 10.  A sum of the maxima would be 20 + 21.
+    assert totals.time_s == 31.0
+    assert totals.wait_s == 3.0, "of the rank with the largest T"
+
+
+def test_the_latency_is_that_of_the_rank_with_the_largest_mean_step():
+    totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
+
+    assert (totals.slowest_step_s, totals.slowest_iterations) == (12.0, 10)
+    assert metrics.al_seconds(totals) == pytest.approx(1.2)
+
+
+def test_each_token_and_sample_is_counted_once():
+    windows = [[row(0, window), row(1, window, tokens=500)] for window in (1, 2)]
+
+    totals = totals_of(windows, *gpus(2))
+
+    assert (totals.tokens, totals.tokens_processed, totals.samples) == (3000, 4000, 40)
+    assert totals.iterations == 20
+
+
+def test_a_gpu_behind_two_ranks_is_counted_once():
+    rows = [row(rank, devices=(device_window("GPU-0", 10.0),)) for rank in (0, 1)]
+
+    totals = totals_of([rows], {"GPU-0": gpu()}, {"GPU-0": {0, 1}})
+
+    assert totals.energy_j == 100.0 * 10.0
+    assert totals.memory_mean_bytes == GIB
+    assert totals.utilization_mean == 0.5
+
+
+def test_a_gpu_behind_two_ranks_is_read_by_the_one_that_covers_most():
+    half = device_window("GPU-0", wall=Integrals(500.0, 5.0, GIB * 5.0, 5.0, 2.5, 5.0))
+    rows = [row(0, devices=(half,)), row(1, devices=(device_window("GPU-0", 10.0),))]
+
+    totals = totals_of([rows], {"GPU-0": gpu()}, {"GPU-0": {0, 1}})
+
+    assert (totals.energy_j, totals.energy_complete) == (1000.0, True)
+
+
+def host_row(rank, watts=None, memory_bytes=GIB, utilization=0.25, wall_s=10.0):
+    wall = full(wall_s, watts or 0.0, memory_bytes, utilization)
+    if watts is None:
+        wall = Integrals(None, 0.0, wall.memory_byte_seconds, wall_s, wall.utilization_seconds, wall_s)
+    return row(rank, devices=(device_window("node0", wall=wall, memory_peak_bytes=2 * memory_bytes),))
+
+
+HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
+
+
+def test_shares_of_a_host_add_up_and_its_energy_does_not():
+    rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
+
+    totals = totals_of([rows], HOST, {"node0": {0, 1}})
+
+    assert totals.memory_mean_bytes == pytest.approx(4 * GIB)
+    assert totals.utilization_mean == pytest.approx(0.75)
+    assert totals.memory_peak_bytes == pytest.approx(8 * GIB)
+    assert totals.energy_j == 3000.0
+
+
+def test_means_of_shares_add_up_when_ranks_span_different_times():
+    rows = [host_row(0, wall_s=10.0), host_row(1, wall_s=20.0)]
+
+    assert totals_of([rows], HOST, {"node0": {0, 1}}).memory_mean_bytes == pytest.approx(2 * GIB)
+
+
+def test_shares_with_a_rank_missing_are_a_hole():
+    totals = totals_of([[host_row(0, watts=300.0)]], HOST, {"node0": {0, 1}})
+
+    assert (totals.memory_mean_bytes, totals.utilization_mean, totals.memory_peak_bytes) == (None, None, None)
+    assert totals.energy_j == 3000.0, "which one rank reads for all"
+
+
+def test_a_device_that_nobody_introduced_is_left_out():
+    totals = totals_of([[row(0), row(1)]], {"GPU-0": gpu()}, {"GPU-0": {0}})
+
+    assert totals.energy_j == 1000.0
+
+
+def test_spread_over_devices_is_of_their_means_and_the_peak_of_single_readings():
+    low = device_window("GPU-0", wall=full(10.0, memory_bytes=GIB, utilization=0.2), memory_peak_bytes=5 * GIB)
+    high = device_window("GPU-1", wall=full(10.0, memory_bytes=3 * GIB, utilization=0.8), memory_peak_bytes=4 * GIB)
+
+    totals = totals_of([[row(0, devices=(low,)), row(1, devices=(high,))]], *gpus(2))
+
+    assert (totals.memory_min_bytes, totals.memory_mean_bytes, totals.memory_max_bytes) == (GIB, 2 * GIB, 3 * GIB)
+    assert (totals.utilization_min, totals.utilization_max) == pytest.approx((0.2, 0.8))
+    assert totals.utilization_mean == pytest.approx(0.5)
+    assert totals.memory_peak_bytes == 5 * GIB
+
+
+def test_phases_are_in_the_wall_time_and_not_in_the_iterations():
+    evaluation = {"evaluation": full(5.0, watts=40.0)}
+    window = device_window("GPU-0", wall=full(15.0, watts=80.0), phases=evaluation)
+    rows = [row(0, phases_s={"evaluation": 5.0}, devices=(window,))]
+
+    of_iterations, of_wall = totals_of([rows], *gpus(1)), totals_of([rows], *gpus(1), wall=True)
+
+    assert (of_iterations.time_s, of_iterations.energy_j) == (10.0, 15 * 80.0 - 5 * 40.0)
+    assert (of_wall.time_s, of_wall.energy_j) == (15.0, 15 * 80.0)
+
+
+def hole(rank, window, covered_s):
+    wall = Integrals(100.0 * covered_s, covered_s, 0.0, 10.0, 0.0, 10.0)
+    return row(rank, window, devices=(device_window(f"GPU-{rank}", wall=wall),))
+
+
+def test_a_window_that_is_covered_too_little_is_in_no_sum():
+    windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
+
+    totals = totals_of(windows, *gpus(2))
+
+    # The second window is covered for 14 of 20 device seconds.
+    assert (totals.energy_j, totals.energy_time_s, totals.energy_tokens) == (2000.0, 10.0, 2000)
+    assert (totals.energy_complete, totals.energy_measured_j) == (False, 2000.0 + 1000.0 + 400.0)
+    assert metrics.aec_watts(totals) == 200.0
+    assert metrics.total_joules(totals) is None
+
+
+def test_the_least_coverage_is_judged_per_window():
+    windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
+
+    assert totals_of(windows, *gpus(2), least=0.7).energy_complete
+    assert not totals_of(windows, *gpus(2), least=0.71).energy_complete
+
+
+def test_means_stand_where_energy_does_not():
+    totals = totals_of([[hole(0, 1, 0.0)]], *gpus(1))
+
+    assert (totals.energy_j, totals.utilization_mean) == (None, 0.0)
+
+
+def test_a_rank_that_never_came_makes_a_hole_of_a_device():
+    energy = window_energy(merge_devices([row(0)], *gpus(1)), gpus(1)[0], absent=1)
+
+    assert energy.coverage == pytest.approx(0.5)
+
+
+def test_where_no_device_can_measure_energy_there_is_no_coverage():
+    devices = {"GPU-0": gpu(energy_method=None)}
+    window = device_window("GPU-0", wall=Integrals(None, 0.0, GIB, 10.0, 5.0, 10.0))
+
+    energy = window_energy(merge_devices([row(0, devices=(window,))], devices, {"GPU-0": {0}}), devices, 0)
+
+    assert energy.coverage is None
+    assert not is_covered(energy.coverage, 0.0)
+    assert energy.by_device_j == {}
+
+
+def test_full_coverage_survives_the_rounding_of_floats():
+    assert is_covered(1.0 - 1e-9, 1.0)
+    assert not is_covered(0.999, 1.0)
+
+
+SECONDS = st.integers(1, 100_000).map(lambda milliseconds: milliseconds / 1000)
+
+
+@st.composite
+def clusters(draw):
+    """Return windows of up to four ranks whose GPUs are measured in all or in part."""
+    ranks = draw(st.integers(1, 4))
+    windows = []
+    for window in range(1, draw(st.integers(1, 5)) + 1):
+        rows = []
+        for rank in range(ranks):
+            busy_s, wait_s, phase_s = draw(SECONDS), draw(SECONDS), draw(SECONDS)
+            wall_s = busy_s + wait_s + phase_s
+            measured = draw(st.sampled_from([True, True, True, False]))
+            wall = full(wall_s, watts=float(draw(st.integers(1, 900))))
+            phases = {"evaluation": full(phase_s, watts=wall.energy_j / wall_s)}
+            if not measured:
+                wall, phases = Integrals(), {}
+            device = device_window(f"GPU-{rank}", wall=wall, phases=phases)
+            counts = {"tokens": draw(st.integers(1, 10**6)), "samples": draw(st.integers(1, 100))}
+            times = {"busy_s": busy_s, "wait_s": wait_s, "phases_s": {"evaluation": phase_s}}
+            rows.append(row(rank, window, devices=(device,), **times, **counts))
+        windows.append(rows)
+    return windows, ranks
+
+
+@settings(deadline=None, max_examples=100)
+@given(clusters(), st.booleans(), st.sampled_from([0.5, 1.0]))
+def test_power_times_time_is_energy_and_per_token_it_is_joules_per_token(cluster, wall, least):
+    windows, ranks = cluster
+
+    totals = totals_of(windows, *gpus(ranks), wall=wall, least=least)
+    power_w, per_token = metrics.aec_watts(totals), metrics.joules_per_token(totals)
+
+    if totals.energy_j is None:
+        assert power_w is None
+        assert per_token is None
+        return
+    assert power_w * totals.energy_time_s == pytest.approx(totals.energy_j, rel=1e-9)
+    assert power_w * totals.energy_time_s / totals.energy_tokens == pytest.approx(per_token, rel=1e-9)
+    if totals.energy_complete:  # then these are the seconds and tokens of the job
+        assert power_w * totals.time_s == pytest.approx(totals.energy_j, rel=1e-9)
+        assert power_w * totals.time_s / totals.tokens == pytest.approx(per_token, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(clusters(), st.randoms(use_true_random=False), st.booleans())
+def test_the_order_in_which_ranks_are_merged_does_not_matter(cluster, random, wall):
+    windows, ranks = cluster
+    shuffled = [random.sample(rows, len(rows)) for rows in windows]
+
+    one, other = (totals_of(each, *gpus(ranks), wall=wall) for each in (windows, shuffled))
+
+    for name in one.__struct_fields__:
+        value = getattr(one, name)
+        assert getattr(other, name) == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), name
+
+
+@settings(deadline=None, max_examples=50)
+@given(clusters(), st.booleans())
+def test_taking_a_window_back_leaves_what_was_there_before(cluster, wall):
+    windows, ranks = cluster
+    devices, members = gpus(ranks)
+    account = Account(wall=wall)
+    for rows in windows:
+        merged = merge_devices(rows, devices, members)
+        energy = window_energy(merged, devices, 0)
+        account.add_devices(merged)
+        account.add_energy(energy, rows, 1.0)
+        account.add_devices(merged, -1)
+        account.add_energy(energy, rows, 1.0, -1)
+
+    left = account.totals()
+
+    assert (left.energy_j, left.energy_tokens, left.memory_mean_bytes) == (None, 0, None)
+    assert (account.holes, account.measured_j) == (0, 0.0)
