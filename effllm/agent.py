@@ -11,27 +11,25 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
 import uuid
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from effllm import __version__
-from effllm.config import Config, state_folder
+from effllm.aggregator_child import AggregatorChild
+from effllm.config import Config
 from effllm.devices import Site, open_device
+from effllm.log import Log
 from effllm.ring import END as END_RECORD
 from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
 from effllm.sampler import Sampler
 from effllm.schema import MARKED_PHASES, Ack, Beat, Bye, ByeSeen, Hello, Note, Parameters, Refused, Reports, Welcome
 from effllm.server import Orders
-from effllm.spawn import pidfd, spawn
 from effllm.transport import AgentLink, Outbox, make_context
 from effllm.window import Series, WindowCutter
 
@@ -47,100 +45,6 @@ REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer 
 LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
 LONGEST_GAP_INTERVALS = 5
 STATUSES = ("completed", "failed", "killed")
-
-
-class Log:
-    """The agent's log: kept until the run folder is known, then a file in it."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._lines: deque[str] = deque(maxlen=200)
-        self._path: Path | None = None
-        self._file: int | None = None
-        self.unsent: deque[tuple[str, str, float]] = deque(maxlen=200)
-
-    def line(self, text: str, kind: str = "agent") -> None:
-        """Take one line, for the file and for the aggregator."""
-        now = time.time()
-        self.unsent.append((kind, text, now))
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
-        self._lines.append(f"{stamp}Z rank {self._rank}: {text}\n")
-        self._flush()
-
-    def attach(self, folder: Path) -> None:
-        """Write to a file in ``folder`` from now on; it is made with the first line."""
-        self._path = self._path or folder / f"agent-{self._rank}.log"
-        self._flush()
-
-    def close(self) -> None:
-        """Leave what nobody has seen in the user's state folder."""
-        if self._path is None:
-            self.attach(state_folder() / f"pid-{os.getpid()}")
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _flush(self) -> None:
-        if self._path is None or not self._lines:
-            return
-        with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
-            if self._file is None:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._file = os.open(self._path, flags, 0o600)
-            while self._lines:
-                os.write(self._file, self._lines[0].encode())
-                self._lines.popleft()
-
-
-class AggregatorChild:
-    """The aggregator that rank 0's agent starts, and starts again when it dies."""
-
-    def __init__(self, orders: Orders, log: Log) -> None:
-        self._orders = orders
-        self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0
-        self._again_s = 0.0
-        self.descriptor = -1  # pidfd, readable when it has died
-        self.done = False
-
-    def start(self) -> None:
-        """Start it on the listening socket, which stays open here for its successor."""
-        body = msgspec.json.encode(self._orders)
-        memory = os.memfd_create("effllm-orders", 0)
-        os.write(memory, body)
-        orders = self._orders
-        passed = (memory, orders.listen_descriptor, orders.stdout_descriptor, orders.trainer_descriptor)
-        try:
-            self._process = spawn("effllm.server", [str(memory)], passed)
-        except OSError as error:
-            self._log.line(f"the aggregator cannot be started: {error}", "aggregator")
-            self._again_s = time.monotonic() + 5.0
-            return
-        finally:
-            os.close(memory)
-        self._started += 1
-        self.descriptor = pidfd(self._process.pid)
-
-    def look(self, now_s: float) -> None:
-        """Notice its end; one that died before its job was over is replaced, a little later each time."""
-        if self._process is not None:
-            code = self._process.poll()
-            if code is None:
-                return
-            self._process = None
-            if self.descriptor >= 0:
-                os.close(self.descriptor)
-                self.descriptor = -1
-            if code == 0:
-                self.done = True
-                return
-            delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
-            self._again_s = now_s + delay_s
-            self._log.line(f"the aggregator died (exit {code}); starting another", "aggregator")
-        if not self.done and now_s >= self._again_s:
-            self.start()
 
 
 class Agent:
@@ -303,6 +207,8 @@ class Agent:
             until_s = min(until_s, self._hello_s + HELLO_AGAIN_S)
         if self._outbox.unsent() and self._welcome:
             until_s = min(until_s, now_s + 0.1)
+        if self._aggregator:
+            until_s = min(until_s, self._aggregator.due_s)
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
     def _look(self, trainer_gone: bool) -> None:
