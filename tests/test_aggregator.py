@@ -1,0 +1,779 @@
+"""effllm/aggregator.py: when windows close, what enters the totals, and who is told what."""
+
+from itertools import count
+
+import msgspec
+import pytest
+from builders import GIB, device_window, full, gpu, hello, reports, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.aggregator import ABSENT_AFTER_S, RECENT, SILENT_AFTER_S, Aggregator, restore
+from effllm.config import Config
+from effllm.schema import Beat, Bye, Note, Parameters
+
+
+class Job:
+    """An aggregator, its clock, and agents that say what the test wants."""
+
+    def __init__(self, world_size=2, snapshot=None, **settings):
+        self.world_size = world_size
+        self.now_s = 0.0
+        self.aggregator = Aggregator(Config(**settings), "job", 1, 1000.0, snapshot)
+
+    def join(self, *ranks, **changes):
+        for rank in ranks or range(self.world_size):
+            assert self.aggregator.hello(hello(rank, self.world_size, **changes), self.now_s, self.now_s + 1000.0) == ""
+        return self
+
+    def refused(self, rank, **changes):
+        return self.aggregator.hello(hello(rank, **{"world_size": self.world_size, **changes}), self.now_s, 1000.0)
+
+    def send(self, *rows, **changes):
+        self.aggregator.reports(reports(*rows, **changes), self.now_s, self.now_s + 1000.0)
+
+    def beat(self, rank, lost=0):
+        self.aggregator.beat(Beat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, 1000.0)
+
+    def bye(self, rank, status="completed"):
+        return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), self.now_s, 1000.0)
+
+    def wait(self, seconds, *alive):
+        """Let seconds pass, one by one; the ranks that are alive beat in each of them."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            for rank in alive:
+                self.beat(rank)
+            self.aggregator.tick(self.now_s, self.now_s + 1000.0)
+
+    def closed(self):
+        return [one.report for one in self.aggregator.take_closed()]
+
+    def events(self, kind=None):
+        return [event for event in self.aggregator.take_events() if kind in (None, event.kind)]
+
+    def summary(self, ended=False):
+        return self.aggregator.summary(self.now_s + 1000.0, ended)
+
+
+# --- closing -----------------------------------------------------------------------------------
+
+
+def test_a_window_closes_as_soon_as_every_rank_has_reported_it():
+    job = Job().join()
+
+    job.send(row(0))
+    assert job.closed() == []
+    job.send(row(1))
+
+    (report,) = job.closed()
+    assert (report.window, report.iteration, report.iteration_first, report.iteration_last) == (1, 10, 1, 10)
+    assert report.run.tokens == report.last.tokens == report.job.tokens == 2000
+    assert report.values["aec_watts"] == pytest.approx(200.0)
+    assert (report.coverage.ranks_reporting, report.coverage.gpus_measured, report.coverage.energy) == (2, 2, 1.0)
+
+
+def test_windows_close_in_order_and_once():
+    job = Job().join()
+
+    job.send(row(0, 1), row(0, 2), row(0, 3))
+    job.send(row(1, 1), row(1, 2))
+    job.wait(20, 0, 1)
+    job.send(row(1, 3))
+    job.wait(60, 0, 1)
+
+    assert [(report.window, report.run.tokens) for report in job.closed()] == [(1, 2000), (2, 4000), (3, 6000)]
+
+
+def test_an_overdue_window_closes_and_names_who_is_missing():
+    job = Job(3).join()
+    job.send(row(0, busy_s=0.9, wait_s=0.1))
+    job.send(row(1, busy_s=0.9, wait_s=0.1))
+    job.send(row(2, busy_s=0.9, wait_s=0.1))
+    job.closed(), job.events()
+
+    job.send(row(0, 2))
+    job.send(row(2, 2))
+    job.wait(5, 0, 1, 2)  # three spans of a second, and five seconds at least
+    assert job.closed() == []
+    job.wait(1, 0, 1, 2)
+
+    (report,) = job.closed()
+    assert report.coverage.missing_ranks == (1,)
+    assert report.coverage.ranks_reporting == 2
+    assert [event.text for event in job.events("missing")] == ["window 2 closed without rank 1"]
+
+
+def test_a_rank_that_passed_a_window_without_reporting_it_is_not_waited_for():
+    job = Job().join()
+
+    job.send(row(0, 1))
+    job.send(row(1, 2))  # an overrun took its boundary at 10
+    job.wait(1, 0, 1)
+
+    assert [report.coverage.missing_ranks for report in job.closed()] == [(1,)]
+
+
+def test_a_silent_rank_is_waited_for_no_more_and_may_come_back():
+    job = Job().join()
+    job.send(row(0))
+    job.wait(int(SILENT_AFTER_S), 0)
+    assert job.closed() == []
+    job.wait(1, 0)
+
+    assert [report.window for report in job.closed()] == [1]
+    assert [event.rank for event in job.events("silent")] == [1]
+    job.beat(1)
+    assert [event.rank for event in job.events("back")] == [1]
+    job.send(row(0, 2))
+    assert job.closed() == [], "it is waited for again"
+
+
+def test_a_rank_that_never_joins_is_waited_for_while_a_job_starts():
+    job = Job().join(0)
+    job.send(row(0))
+    job.wait(int(ABSENT_AFTER_S), 0)
+    assert job.closed() == []
+    job.wait(1, 0)
+
+    (report,) = job.closed()
+    assert report.coverage.missing_ranks == (1,)
+    assert report.coverage.gpus_expected == 2
+    assert report.run.energy_j is None, "what a rank that nobody knows draws is a hole"
+    assert report.run.tokens == 1000
+
+
+def test_ranks_that_left_are_neither_waited_for_nor_missing():
+    job = Job().join()
+    job.send(row(0, 1), row(0, 2))
+    job.send(row(1, 1))
+    assert job.bye(1)
+
+    assert [(report.window, report.coverage.missing_ranks) for report in job.closed()] == [(1, ()), (2, ())]
+
+
+def test_a_farewell_lets_go_what_waited_for_it():
+    job = Job().join()
+    job.send(row(0))
+    job.bye(1, "failed")
+
+    assert [report.window for report in job.closed()] == [1]
+    assert not job.aggregator.finished(job.now_s)
+    job.bye(0)
+    assert job.aggregator.finished(job.now_s)
+
+
+def test_once_ranks_leave_nobody_is_expected_to_join():
+    job = Job().join(0)
+    job.send(row(0))
+    job.bye(0)
+    assert not job.aggregator.finished(job.now_s)
+    job.wait(3)
+
+    assert [report.window for report in job.closed()] == [1]
+    assert job.aggregator.finished(job.now_s)
+
+
+def test_a_farewell_of_a_stranger_is_not_taken():
+    job = Job().join(0)
+
+    assert not job.bye(1)
+    assert not job.aggregator.finished(job.now_s)
+    assert job.aggregator.garbage == 1
+
+
+def test_at_the_end_whatever_is_open_closes_in_order():
+    job = Job().join()
+    job.send(row(0, 2), row(0, 3))
+    job.send(row(1, 3))
+    job.aggregator.close_all()
+
+    assert [report.window for report in job.closed()] == [2, 3]
+
+
+def test_nobody_is_heard_when_all_that_have_not_left_are_silent():
+    job = Job().join()
+    job.bye(0)
+    assert not job.aggregator.all_silent(job.now_s)
+    job.wait(16)
+
+    assert job.aggregator.all_silent(job.now_s)
+
+
+# --- late and twice ------------------------------------------------------------------------------
+
+
+def late_job(**settings):
+    """Return a job whose first window closed without rank 1, and the report of it."""
+    job = Job(**settings).join()
+    job.send(row(0))
+    job.wait(31, 0, 1)
+    (report,) = job.closed()
+    return job, report
+
+
+def test_a_late_report_enters_the_totals_with_a_correction_and_leaves_its_window_alone():
+    job, report = late_job()
+    shown = msgspec.json.encode(report)
+    job.send(row(1, busy_s=12.0))
+
+    (correction,) = job.closed()
+    assert msgspec.json.encode(report) == shown
+    assert (correction.correction, correction.window, correction.run.tokens) == (True, 1, 2000)
+    assert (correction.run.time_s, report.run.time_s) == (13.0, 10.0)
+    assert not [tag for tag in correction.values if tag.startswith("window/")]
+    assert (correction.coverage.reports_late, correction.coverage.gpus_measured) == (1, 2)
+    assert job.aggregator.report_count == 2
+    assert [event.rank for event in job.events("late")] == [1]
+
+
+def test_a_late_report_completes_the_energy_of_its_window():
+    job, report = late_job()
+    assert (report.run.energy_j, report.run.energy_measured_j) == (None, 1000.0)
+    job.send(row(1))
+
+    run = job.closed()[0].run
+    # Two GPUs of 100 W over 10 s, and every token of theirs below the line.
+    assert (run.energy_j, run.energy_measured_j, run.energy_complete) == (2000.0, 2000.0, True)
+    assert (run.energy_tokens, run.energy_samples, run.energy_time_s) == (2000, 20, 10.0)
+    assert job.summary().energy.by_device == {"GPU-0": 1000.0, "GPU-1": 1000.0}
+    assert job.summary().energy.by_class == {"iterations": 2000.0}
+
+
+def test_a_late_report_of_a_window_that_was_covered_anyway_adds_its_joules_and_tokens():
+    job, report = late_job(min_coverage=0.5)
+    assert (report.run.energy_j, report.run.energy_tokens) == (1000.0, 1000)
+    job.send(row(1))
+
+    run = job.closed()[0].run
+    assert (run.energy_j, run.energy_tokens, run.energy_iterations) == (2000.0, 2000, 10)
+
+
+def test_a_late_rank_on_the_same_gpu_adds_its_tokens_and_no_joule():
+    job = Job().join(devices=(gpu(),))
+    job.send(row(0))
+    job.wait(31, 0, 1)
+    job.send(row(1, devices=(device_window("GPU-0"),)))
+
+    run = job.closed()[-1].run
+    assert (run.energy_j, run.energy_measured_j, run.energy_tokens, run.tokens) == (1000.0, 1000.0, 2000, 2000)
+
+
+def test_a_late_share_of_a_host_completes_what_is_in_use_on_it():
+    host = gpu("node0", kind="host", is_gpu=False, shared=True)
+    job = Job().join(devices=(host,))
+    job.send(row(0, devices=(device_window("node0"),)))
+    job.wait(31, 0, 1)
+    assert job.closed()[0].run.memory_mean_bytes is None
+    job.send(row(1, devices=(device_window("node0"),)))
+
+    assert job.closed()[0].run.memory_mean_bytes == pytest.approx(2 * GIB)
+
+
+def test_a_late_report_after_a_reset_is_in_the_job_and_not_in_the_run():
+    job = Job().join()
+    job.send(row(0, reset=True))
+    job.wait(31, 0, 1)
+    job.send(row(1))
+    job.send(row(0, 2))
+    job.send(row(1, 2))
+
+    report = job.closed()[-1]
+    assert (report.run.tokens, report.job.tokens) == (2000, 4000)
+    assert (report.run.energy_j, report.run.energy_complete) == (2000.0, True)
+
+
+def test_a_late_report_of_the_warm_up_is_not_in_the_run():
+    job, _ = late_job(warmup_iterations=10)
+    job.send(row(1))
+
+    (correction,) = job.closed()
+    assert (correction.run.tokens, correction.job.tokens) == (0, 2000)
+
+
+def test_a_report_so_late_that_its_window_is_forgotten_still_counts_its_tokens():
+    job, _ = late_job()
+    job.join(1, agent="agent-1")
+    for window in range(2, RECENT + 3):
+        job.send(row(0, window))
+        job.send(row(1, window, sequence=window + 100, agent="agent-1"))
+    job.closed()
+    job.send(row(1, 1, sequence=999))
+
+    (correction,) = job.closed()
+    assert correction.run.tokens == 1000 * 2 * (RECENT + 2)
+    assert not correction.run.energy_complete
+    assert correction.coverage.gpus_measured == 2, "it says nothing new about the coverage"
+
+
+def test_a_report_that_comes_twice_is_counted_once():
+    job = Job().join()
+    job.send(row(0), row(0))
+    job.send(row(1))
+    job.send(row(0), row(1))
+
+    assert job.aggregator.duplicates == 3
+    assert [report.run.tokens for report in job.closed()] == [2000]
+
+
+def test_reports_that_an_agent_lost_are_counted_once():
+    job = Job().join()
+    job.beat(0, lost=3)
+    job.beat(0, lost=3)
+    job.send(row(0), lost=4)
+    job.send(row(1), agent_cpu_s=1.5)
+
+    assert job.closed()[0].coverage.reports_lost == 4
+    assert [event.text[:20] for event in job.events("lost")] == ["rank 0 lost 3 report", "rank 0 lost 1 report"]
+    assert job.summary().overhead.agents_cpu_s == 1.5
+
+
+# --- who is let in -------------------------------------------------------------------------------
+
+
+def test_whoever_does_not_belong_is_refused_and_told_why():
+    job = Job().join(0)
+
+    assert job.refused(1, job="another") == "it belongs to another job"
+    assert job.refused(2) == "rank 2 lies outside a world of 2"
+    assert job.refused(-1) == "rank -1 lies outside a world of 2"
+    assert job.refused(1, world_size=4) == "its world has 4 ranks, the job's has 2"
+    assert job.refused(1, log_interval=20) == "its LOG_INTERVAL is 20, the job's is 10"
+    assert job.refused(1, offset=5) == "its first iteration is 5, rank 0's is 0"
+    assert job.refused(0, agent="another") == "rank 0 has an agent already"
+    assert len(job.events("refused")) == 7
+    assert job.refused(1, offset=30) == "", "boundaries agree"
+
+
+def test_a_row_of_whoever_did_not_introduce_itself_is_not_counted():
+    job = Job().join(0)
+    job.send(row(1), row(0, agent="another"))
+
+    assert (job.aggregator.garbage, job.aggregator.duplicates) == (2, 0)
+    assert job.summary().tokens == 0
+
+
+def test_another_agent_takes_the_place_of_a_silent_or_departed_one():
+    job = Job().join()
+    job.bye(1)
+    job.wait(16)
+    assert job.refused(0, agent="second") == ""
+    assert job.refused(1, agent="second") == ""
+
+    job.send(row(0, agent="second"))
+    job.send(row(1, agent="second"))
+    assert [report.run.tokens for report in job.closed()] == [2000]
+
+
+def test_the_same_agent_may_introduce_itself_again():
+    job = Job().join().join()
+
+    assert len(job.events("joined")) == 2
+
+
+def test_an_aggregator_of_no_job_takes_the_first_that_comes():
+    aggregator = Aggregator(Config(), "", 1, 0.0)
+
+    assert aggregator.hello(hello(0, job="first"), 0.0, 0.0) == ""
+    assert aggregator.job == "first"
+    assert aggregator.hello(hello(1, job="second"), 0.0, 0.0) == "it belongs to another job"
+
+
+def test_ranks_that_disagree_on_the_parameters_are_told_once_and_the_first_is_believed():
+    job = Job(3).join(0).join(1, parameters=Parameters(total=2000)).join(2, parameters=Parameters(total=3000))
+
+    (event,) = job.events("disagreement")
+    assert "ranks 0 and 1 disagree" in event.text
+    assert job.aggregator.parameters() == 1000
+
+
+def test_a_rank_may_correct_its_own_count():
+    job = Job().join(0, parameters=Parameters()).join(0).join(0, parameters=Parameters(total=5000))
+
+    assert job.aggregator.parameters() == 5000
+    assert job.events("disagreement") == []
+
+
+def test_shares_of_the_parameters_add_up_once_all_have_come():
+    job = Job(3)
+    job.join(0, parameters=Parameters(100, 90, 80, is_share=True)).join(
+        1, parameters=Parameters(0, 0, 0, is_share=True)
+    )
+    assert job.aggregator.parameters() is None
+    job.join(2, parameters=Parameters(200, is_share=True))
+
+    assert job.aggregator.parameters() == 300
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("total", 300), ("trainable", 30), ("active", None)])
+def test_the_configured_kind_of_parameters_is_the_divisor(kind, expected):
+    job = Job(parameters=kind)
+    job.join(0, parameters=Parameters(100, 10, 5, is_share=True)).join(1, parameters=Parameters(200, 20, is_share=True))
+
+    assert job.aggregator.parameters() == expected
+    assert job.summary().parameters_kind == kind
+
+
+def test_on_a_host_the_rank_that_reads_the_sensor_decides_that_there_is_one():
+    blind = gpu("node0", is_gpu=False, shared=True, energy_method=None)
+    job = Job(3).join(0, devices=(blind,)).join(1, devices=(gpu("node0", is_gpu=False, shared=True),))
+    job.join(2, devices=(blind,))
+    for rank in range(3):
+        job.send(row(rank, devices=(device_window("node0"),)))
+
+    assert job.closed()[0].coverage.energy == 1.0
+
+
+def test_notes_of_agents_are_told_once_each():
+    job = Job().join()
+    for text in ("no sensor", "no sensor", "another"):
+        job.aggregator.note(Note("agent-0", 0, "agent", text, 1000.0), 0.0, 1000.0)
+    job.aggregator.note(Note("stranger", 0, "agent", "hello", 1000.0), 0.0, 1000.0)
+
+    assert [event.text for event in job.events("agent")] == ["rank 0: no sensor", "rank 0: another"]
+
+
+def test_garbage_is_counted_and_told_a_thousand_times_at_most():
+    job = Job()
+    for i in range(2000):
+        job.aggregator.reject(1000.0, f"reason {i}")
+
+    assert job.aggregator.garbage == 2000
+    assert len(job.events("garbage")) == 1000
+
+
+# --- the run to date -----------------------------------------------------------------------------
+
+
+def run_of(job, windows, **changes):
+    for window in range(1, windows + 1):
+        for rank in range(job.world_size):
+            job.send(row(rank, window, **changes))
+    return job.closed()
+
+
+def test_a_warm_up_of_iterations_is_rounded_up_to_windows_and_left_out_of_the_run():
+    closed = run_of(Job(warmup_iterations=15).join(), 3)
+
+    assert [report.warming_up for report in closed] == [True, True, False]
+    assert [report.run.tokens for report in closed] == [0, 0, 2000]
+    assert [report.job.tokens for report in closed] == [2000, 4000, 6000]
+    assert "aec_watts" not in closed[0].values
+    assert closed[0].values["job/aec_watts"] == pytest.approx(200.0)
+    assert closed[0].values["window/aec_watts"] == pytest.approx(200.0)
+
+
+def test_a_warm_up_of_seconds_is_iteration_time():
+    closed = run_of(Job(warmup_seconds=15.0).join(), 3)
+
+    # Windows of 10 s: the second begins after 10 s, which are fewer than 15.
+    assert [report.run.tokens for report in closed] == [0, 0, 2000]
+
+
+def test_a_reset_lets_the_run_start_anew_after_its_window():
+    job = Job().join()
+    job.send(row(0, 1))
+    job.send(row(1, 1, reset=True))
+    job.send(row(0, 2))
+    job.send(row(1, 2))
+
+    assert [report.run.tokens for report in job.closed()] == [2000, 2000]
+    assert job.summary().tokens == 4000
+
+
+def test_the_job_has_the_wall_time_and_the_run_the_iterations():
+    changes = {"phases_s": {"evaluation": 5.0}}
+    (report,) = run_of(Job().join(), 1, **changes)
+
+    assert (report.run.time_s, report.job.time_s) == (10.0, 15.0)
+    assert report.time_by_class == {"iterations": 10.0, "evaluation": 5.0}
+
+
+def test_the_remaining_time_is_that_of_the_remaining_iterations():
+    job = Job().join(total_iterations=100)
+    report = run_of(job, 2)[-1]
+
+    assert (report.total_iterations, report.remaining_s) == (100, pytest.approx(80.0))
+
+
+def test_the_slowest_rank_is_named_beside_the_median():
+    job = Job(3).join()
+    for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
+        job.send(row(rank, busy_s=busy_s))
+
+    straggler = job.closed()[0].straggler
+    assert (straggler.rank, straggler.busy_s, straggler.median_busy_s) == (1, 12.0, 10.0)
+
+
+def test_what_is_simulated_or_speaks_of_steps_says_so():
+    job = Job(1).join(devices=(gpu(simulated=True),), facts={"style": "Step"})
+    (report,) = run_of(job, 1)
+
+    assert (report.simulated, report.style, report.power_scope) == (True, "Step", "gpu")
+    assert job.summary().simulated
+
+
+def test_the_loss_is_that_of_the_first_rank_that_has_one():
+    job = Job().join()
+    job.send(row(0))
+    job.send(row(1, loss=3.5))
+    job.send(row(0, 2))
+    job.send(row(1, 2))
+
+    assert [report.loss for report in job.closed()] == [3.5, None]
+    assert job.summary().loss == 3.5
+
+
+def test_a_window_without_iterations_has_no_window_values():
+    job = Job(1).join()
+    run_of(job, 1)
+    rest = device_window("GPU-0", 2.0, phases={"shutdown": full(2.0)})
+    times = {"busy_s": 0.0, "wait_s": 0.0, "phases_s": {"shutdown": 2.0}}
+    job.send(row(0, 2, iteration_last=10, tokens=0, final=True, devices=(rest,), **times))
+
+    (report,) = job.closed()
+    assert report.final
+    assert not [tag for tag in report.values if tag.startswith("window/")]
+    assert report.values["aec_watts"] == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("byes", "status"),
+    [
+        (("completed", "completed"), "completed"),
+        (("completed", "failed"), "failed"),
+        (("killed", "failed"), "failed"),
+        (("completed", "killed"), "killed"),
+        (("completed",), "killed"),
+        ((), "killed"),
+    ],
+)
+def test_a_run_is_completed_only_if_every_rank_says_so(byes, status):
+    job = Job().join()
+    run_of(job, 1)
+    for rank, word in enumerate(byes):
+        job.bye(rank, word)
+
+    assert job.summary().status == "running"
+    assert job.summary(ended=True).status == status
+
+
+def test_the_summary_has_a_unit_for_every_value_and_the_energy_of_each_class():
+    job = Job().join()
+    run_of(job, 2, phases_s={"evaluation": 5.0})
+    summary = job.summary(ended=True)
+
+    assert summary.metrics["aec_watts"].unit == "W"
+    assert summary.metrics["job/al_seconds"].unit == "s/iteration"
+    assert (summary.iterations, summary.tokens, summary.samples) == (20, 4000, 40)
+    assert summary.energy.total_joules == pytest.approx(2 * 2 * 15 * 100.0)
+    assert summary.energy.joules_per_token == pytest.approx(1.5)
+    assert (summary.energy.scope, summary.energy.method) == ("gpu", "counter")
+    assert msgspec.json.decode(msgspec.json.encode(summary))["status"] == "killed"
+
+
+def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
+    job = Job(1).join(devices=(gpu(energy_method=None, power_scope=None, not_measured=("no power here",)),))
+    wall = device_window("GPU-0").wall
+    blind = device_window("GPU-0", wall=msgspec.structs.replace(wall, energy_j=None, energy_covered_s=0.0))
+    (report,) = run_of(job, 1, devices=(blind,))
+    energy = job.summary().energy
+
+    assert "aec_watts" not in report.values
+    assert (report.power_scope, report.coverage.energy, report.energy_by_class) == (None, None, {})
+    assert (energy.total_joules, energy.measured_joules, energy.by_class) == (None, None, {})
+    assert job.summary().not_measured == ("no power here",)
+
+
+# --- another aggregator --------------------------------------------------------------------------
+
+
+def test_a_snapshot_does_not_claim_rows_of_windows_that_are_still_open():
+    job = Job().join()
+    job.send(row(0, 1))
+    job.bye(0)
+    second = Job(snapshot=restore(job.aggregator.snapshot())).join()
+
+    second.send(row(0, 1))
+    second.send(row(1, 1))
+    assert [report.run.tokens for report in second.closed()] == [2000]
+    assert second.aggregator.duplicates == 0
+
+
+def test_what_is_safe_is_what_need_not_be_sent_again():
+    job = Job().join()
+    job.send(row(0, 1), row(0, 2))
+    job.send(row(1, 1))
+
+    (closed,) = job.aggregator.take_closed()
+    assert closed.safe == {0: 1, 1: 1}
+    assert [one.rank for one in closed.rows] == [0, 1]
+
+
+def test_the_next_attempt_keeps_the_sums_and_begins_with_its_own_ranks():
+    first = Job(warmup_iterations=10).join()
+    run_of(first, 2)
+    snapshot = restore(first.aggregator.snapshot()).next_attempt("second job")
+    aggregator = Aggregator(Config(warmup_iterations=10), "second job", snapshot.attempt, 2000.0, snapshot)
+
+    assert aggregator.hello(hello(0, 1, job="second job", agent="new"), 0.0, 2000.0) == ""
+    aggregator.reports(reports(row(0, 1, agent="new"), row(0, 2, agent="new")), 0.0, 2000.0)
+
+    closed = [one.report for one in aggregator.take_closed()]
+    assert [(report.attempt, report.window, report.warming_up) for report in closed] == [(2, 1, True), (2, 2, False)]
+    assert [report.run.tokens for report in closed] == [2000, 3000]
+    assert [report.job.tokens for report in closed] == [5000, 6000]
+    assert aggregator.summary(3000.0, ended=True).attempts == 2
+
+
+class CrashingJob:
+    """Agents that send again what was not confirmed, and an aggregator that dies and is replaced."""
+
+    def __init__(self, rows, min_coverage):
+        self.rows = rows  # per rank
+        self.settings = {"min_coverage": min_coverage}
+        self.kept = None
+        self.confirmed = dict.fromkeys(rows, 0)
+        self.sent = dict.fromkeys(rows, 0)
+        self.job = Job(len(rows), **self.settings).join()
+
+    def send(self, rank):
+        if self.sent[rank] < len(self.rows[rank]):
+            self.job.send(self.rows[rank][self.sent[rank]])
+            self.sent[rank] += 1
+
+    def bye(self, rank):
+        if self.sent[rank] == len(self.rows[rank]):
+            self.job.bye(rank)
+
+    def write(self):
+        """Do as the server does: keep the state, and confirm only what is in it."""
+        closed = self.job.aggregator.take_closed()
+        if closed:
+            self.kept = self.job.aggregator.snapshot()
+            self.confirmed.update(closed[-1].safe)
+
+    def crash(self):
+        now_s = self.job.now_s
+        self.job = Job(len(self.rows), restore(self.kept) if self.kept else None, **self.settings)
+        self.job.now_s = now_s
+        self.job.join()
+        self.sent = dict(self.confirmed)
+
+    def finish(self):
+        for rank, rows in self.rows.items():
+            for _ in rows:
+                self.send(rank)
+        for rank in self.rows:
+            self.job.bye(rank)
+        assert self.job.aggregator.finished(self.job.now_s)
+        return self.job.summary(ended=True), self.job.aggregator._totals(None)
+
+
+@st.composite
+def jobs(draw):
+    """Return the rows of one to three ranks over up to five windows, by rank."""
+    ranks, windows = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    return {
+        rank: [
+            row(
+                rank,
+                window,
+                busy_s=draw(st.integers(1, 20)) * 0.7,
+                tokens=draw(st.integers(0, 10**6)),
+                reset=draw(st.integers(0, 9)) == 0,
+                loss=draw(st.none() | st.floats(0, 10)),
+            )
+            for window in range(1, windows + 1)
+        ]
+        for rank in range(ranks)
+    }
+
+
+STEPS = st.lists(st.sampled_from(["send"] * 6 + ["write", "write", "bye", "crash"]), max_size=40)
+
+
+@settings(deadline=None, max_examples=100)
+@given(jobs(), STEPS, st.data(), st.sampled_from([0.4, 1.0]))
+def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
+    steady, crashing = CrashingJob(rows, min_coverage), CrashingJob(rows, min_coverage)
+    for step in steps:
+        rank = data.draw(st.sampled_from(sorted(rows)))
+        if step in ("send", "bye"):
+            getattr(crashing, step)(rank)
+        else:
+            getattr(crashing, step)()
+    (expected, expected_totals), (found, totals) = steady.finish(), crashing.finish()
+
+    assert totals == expected_totals
+    assert found.status == expected.status == "completed"
+    assert found.energy == expected.energy
+    assert found.time_by_class == expected.time_by_class
+    assert (found.tokens, found.loss) == (expected.tokens, expected.loss)
+    assert found.coverage.reports_late == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(jobs(), STEPS, st.data())
+def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps, data):
+    crashing = CrashingJob(rows, 1.0)
+    for step in steps:
+        rank = data.draw(st.sampled_from(sorted(rows)))
+        if step in ("send", "bye"):
+            getattr(crashing, step)(rank)
+        elif step == "write" and data.draw(st.booleans()):
+            crashing.job.wait(31, *rows)  # every open window is overdue
+        else:
+            getattr(crashing, step)()
+    summary, (_, _, whole) = crashing.finish()
+
+    assert summary.tokens == sum(one.tokens for of_rank in rows.values() for one in of_rank)
+    assert whole.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))
+    energies = [one.devices[0].wall.energy_j for of_rank in rows.values() for one in of_rank]
+    assert whole.energy_measured_j is None or whole.energy_measured_j <= sum(energies) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(jobs(), st.randoms(use_true_random=False))
+def test_the_order_in_which_ranks_arrive_does_not_change_a_report(rows, random):
+    reports_of = []
+    for shuffle in (False, True):
+        job = Job(len(rows)).join()
+        for window in range(len(rows[0])):
+            order = sorted(rows)
+            if shuffle:
+                random.shuffle(order)
+            for rank in order:
+                job.send(rows[rank][window])
+        reports_of.append(job.closed())
+
+    assert reports_of[0] == reports_of[1]
+    assert len(reports_of[0]) == len(rows[0])
+
+
+def test_ten_thousand_ranks_make_three_reports_of_the_usual_size():
+    ranks = 10_000
+    job = Job(ranks)
+    for rank in range(ranks):
+        assert job.aggregator.hello(hello(rank, ranks), 0.0, 1000.0) == ""
+    numbers = count(1)
+    for window in (1, 2, 3):
+        for rank in range(ranks):
+            if (window, rank) != (3, 4711):
+                job.send(row(rank, window, sequence=next(numbers)))
+    job.aggregator.close_all()
+    closed = job.closed()
+
+    assert [report.run.tokens for report in closed] == [10_000_000, 20_000_000, 29_999_000]
+    assert closed[-1].coverage.missing_ranks == (4711,)
+    assert max(len(msgspec.json.encode(report)) for report in closed) < 10_000
+    assert len(closed[-1].values) <= 60
+
+
+def test_a_thousand_missing_ranks_are_named_by_eight():
+    job = Job(1000).join(0)
+    job.send(row(0))
+    job.wait(31, 0)
+
+    (event,) = job.events("missing")
+    assert event.text == "window 1 closed without rank 1, 2, 3, 4, 5, 6, 7, 8, ..."
