@@ -193,12 +193,13 @@ def read_config(environ: Mapping[str, str]) -> Config:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each ``EFFICIENTLLM_*`` variable that nothing reads, with the likely meant name."""
-    known = [PREFIX + variable.name for variable in VARIABLES] + list(SWITCHES)
+    known = [variable.name for variable in VARIABLES] + [name.removeprefix(PREFIX) for name in SWITCHES]
     lines = []
     for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            lines.append(f"{name} is not read by this version" + (f"; did you mean {near[0]}?" if near else ""))
+        short = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and short not in known:
+            near = difflib.get_close_matches(short, known, n=1)
+            lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
 
 

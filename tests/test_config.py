@@ -1,0 +1,223 @@
+"""effllm/config.py: every variable has a default, takes a good value, and names what is wrong with a bad one."""
+
+import pytest
+
+from effllm.config import PREFIX, VARIABLES, Config, ConfigError, is_enabled, read_config, read_place, unknown_variables
+
+GOOD = {
+    "METRICS_ENABLED": ("off", False),
+    "COLLECTION_INTERVAL": ("0.25", 0.25),
+    "HISTORY_SIZE": ("16", 16),
+    "LOG_INTERVAL": ("1", 1),
+    "RUN_DIR": ("/scratch/my runs", "/scratch/my runs"),
+    "RUN_NAME": ("llama-7b_v1.2", "llama-7b_v1.2"),
+    "TENSORBOARD_DIR": ("tb", "tb"),
+    "SINKS": ("console, csv,", ("console", "csv")),
+    "DEVICE": ("simulated", "simulated"),
+    "ROLE": ("rollout", "rollout"),
+    "WARMUP_ITERATIONS": ("20", 20),
+    "WARMUP_SECONDS": ("1.5", 1.5),
+    "MIN_COVERAGE": ("0.9", 0.9),
+    "PARAMETERS": ("active", "active"),
+    "PEAK_TFLOPS": ("989.4", 989.4),
+    "ENDPOINT": ("127.0.0.1:4000", "tcp://127.0.0.1:4000"),
+}
+BAD = {
+    "COLLECTION_INTERVAL": ["0", "-1", "0.009", "3601", "nan", "inf", "fast"],
+    "HISTORY_SIZE": ["15", "1000001", "1e3", "16.0"],
+    "LOG_INTERVAL": ["0", "-10", "ten", "1.5"],
+    "RUN_NAME": ["../other", ".hidden", "a/b", "a b", "x" * 101],
+    "SINKS": ["console;csv", "../evil", "Console", "a.b"],
+    "DEVICE": ["../evil", "GPU", "nvml,host"],
+    "ROLE": ["a b", "/"],
+    "WARMUP_ITERATIONS": ["-1", "1.5"],
+    "WARMUP_SECONDS": ["-0.1", "inf", "nan"],
+    "MIN_COVERAGE": ["-0.1", "1.1", "nan"],
+    "PARAMETERS": ["Total", "trainable,total"],
+    "PEAK_TFLOPS": ["0", "-1", "inf"],
+    "ENDPOINT": ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "udp://127.0.0.1:1", "host:port", "a b:1"],
+}
+ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR"}
+
+
+def test_every_variable_is_tried_here():
+    assert {variable.name for variable in VARIABLES} == set(GOOD) == set(BAD) | ALLOWS_ANYTHING
+
+
+def test_nothing_set_means_the_defaults():
+    assert read_config({}) == Config()
+    assert read_config({PREFIX + variable.name: " " for variable in VARIABLES}) == Config()
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
+def test_a_default_written_in_a_shell_reads_back_as_itself(variable):
+    assert getattr(read_config({PREFIX + variable.name: variable.default}), variable.field) == getattr(
+        Config(), variable.field
+    )
+
+
+def test_the_defaults_are_the_originals():
+    config = Config()
+
+    assert (config.metrics_enabled, config.collection_interval_s, config.history_size, config.log_interval) == (
+        True,
+        1.0,
+        1000,
+        10,
+    )
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_value_is_taken(name):
+    text, expected = GOOD[name]
+    field = next(variable.field for variable in VARIABLES if variable.name == name)
+
+    assert getattr(read_config({PREFIX + name: f" {text} "}), field) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
+def test_a_bad_value_names_the_variable_the_value_and_what_is_allowed(name, text):
+    allowed = next(variable.allowed for variable in VARIABLES if variable.name == name)
+
+    with pytest.raises(ConfigError) as error:
+        read_config({PREFIX + name: text})
+
+    assert str(error.value) == f"EFFICIENTLLM_{name}={text!r} is not usable: {allowed}"
+
+
+@pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "Yes", " on ", ""])
+def test_these_words_mean_on(word):
+    assert is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
+    assert read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
+
+
+@pytest.mark.parametrize("word", ["false", "0", "no", "off", "ture", "2"])
+def test_any_other_word_means_off(word):
+    assert not is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
+    assert not read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
+
+
+def test_metrics_are_on_where_nobody_says_anything():
+    assert is_enabled({})
+
+
+def test_an_endpoint_may_be_a_name_or_an_ipv6_address():
+    assert read_config({"EFFICIENTLLM_ENDPOINT": "tcp://node-1.cluster:99"}).endpoint == "tcp://node-1.cluster:99"
+    assert read_config({"EFFICIENTLLM_ENDPOINT": "[::1]:99"}).endpoint == "tcp://[::1]:99"
+
+
+def test_a_variable_that_nothing_reads_is_told_with_the_likely_meant_name():
+    lines = unknown_variables({"EFFICIENTLLM_LOG_INTERVALL": "1", "EFFICIENTLLM_X": "1", "PATH": "/bin"})
+
+    assert lines == [
+        "EFFICIENTLLM_LOG_INTERVALL is not read by this version; did you mean EFFICIENTLLM_LOG_INTERVAL?",
+        "EFFICIENTLLM_X is not read by this version",
+    ]
+
+
+def test_variables_that_are_read_are_not_told():
+    known = {PREFIX + variable.name: "x" for variable in VARIABLES}
+
+    assert unknown_variables({**known, "EFFICIENTLLM_ATTACH": "1"}) == []
+
+
+def test_a_config_survives_the_way_to_the_agent():
+    config = Config(sinks=("csv",), peak_tflops=1.5, run_name="x")
+
+    assert Config.from_dict(config.to_dict()) == config
+
+
+# --- the place of a rank ---------------------------------------------------------------------------
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "777",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "run_id"),
+    [("torchrun", TORCHRUN, "abc"), ("slurm", SLURM, "777"), ("openmpi", OPENMPI, "")],
+)
+def test_a_launchers_variables_say_where_a_rank_stands(launcher, environ, run_id):
+    place = read_place(environ)
+
+    assert (place.launcher, place.rank, place.local_rank) == (launcher, 5, 1)
+    assert (place.world_size, place.local_world_size, place.one_host) == (8, 4, False)
+    assert place.run_id == run_id
+
+
+def test_torchrun_also_says_the_master_and_how_often_it_started_again():
+    place = read_place(TORCHRUN)
+
+    assert (place.master_addr, place.master_port, place.restart_count) == ("node0", 29500, 2)
+
+
+def test_torchrun_under_slurm_is_torchrun():
+    place = read_place({**SLURM, **TORCHRUN, "RANK": "3"})
+
+    assert (place.launcher, place.rank, place.run_id) == ("torchrun", 3, "abc")
+    assert read_place({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).run_id == "777"
+
+
+def test_a_shell_inside_an_allocation_is_a_job_of_one():
+    place = read_place({"SLURM_JOB_ID": "777", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "8"})
+
+    assert (place.launcher, place.rank, place.world_size, place.one_host) == ("none", 0, 1, True)
+
+
+def test_eight_tasks_on_each_of_four_nodes_are_eight():
+    assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "8(x4)"}).local_world_size == 8
+
+
+def test_where_the_local_world_is_unknown_a_job_is_not_taken_to_be_on_one_host():
+    assert not read_place({"RANK": "0", "WORLD_SIZE": "2"}).one_host
+    assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).one_host
+
+
+@pytest.mark.parametrize(
+    ("changes", "variable"),
+    [
+        ({"RANK": "8"}, "RANK=8 .* below WORLD_SIZE=8"),
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"RANK": "-1"}, "RANK='-1'"),
+        ({"LOCAL_WORLD_SIZE": "many"}, "LOCAL_WORLD_SIZE='many'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    ],
+)
+def test_a_launchers_variable_that_makes_no_sense_is_named(changes, variable):
+    with pytest.raises(ConfigError, match=variable):
+        read_place({**TORCHRUN, **changes})
+
+
+def test_a_place_as_plain_values_has_all_of_it():
+    assert read_place(TORCHRUN).to_dict() == {
+        "rank": 5,
+        "local_rank": 1,
+        "world_size": 8,
+        "local_world_size": 4,
+        "master_addr": "node0",
+        "master_port": 29500,
+        "launcher": "torchrun",
+        "run_id": "abc",
+        "restart_count": 2,
+    }

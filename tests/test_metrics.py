@@ -1,0 +1,235 @@
+"""effllm/metrics.py: each formula by hand, and the one table that every sink walks."""
+
+import msgspec
+import pytest
+
+from effllm import metrics
+from effllm.metrics import METRICS, describe, evaluate, headline
+from effllm.schema import ClusterTotals
+
+GIB = 2**30
+
+# A job of 4 GPUs: 100 iterations in 50 s, of which 40 s are steps of the slowest rank.
+TOTALS = ClusterTotals(
+    parameters=1_000_000,
+    iterations=100,
+    time_s=50.0,
+    slowest_step_s=40.0,
+    slowest_iterations=100,
+    wait_s=5.0,
+    tokens=600_000,
+    tokens_processed=800_000,
+    samples=300,
+    generated_tokens=900,
+    generation_s=30.0,
+    memory_mean_bytes=2.5 * GIB,
+    memory_min_bytes=2.0 * GIB,
+    memory_max_bytes=3.0 * GIB,
+    memory_peak_bytes=4.0 * GIB,
+    utilization_mean=0.9,
+    utilization_min=0.8,
+    energy_j=60_000.0,
+    energy_time_s=40.0,
+    energy_tokens=480_000,
+    energy_samples=240,
+    energy_iterations=80,
+    energy_complete=False,
+    energy_measured_j=70_000.0,
+    gpus=4,
+    world_size=8,
+    peak_flops_per_s=4e9,
+    flops_per_token=2e5,
+)
+NOTHING = ClusterTotals()
+
+BY_HAND = {
+    "amu_gb": 2.5,
+    "pcu_ratio": 0.9,
+    "al_seconds": 0.4,  # 40 / 100
+    "tt_tokens_per_param_per_sec": 0.012,  # 600,000 / 50 / 1,000,000
+    "st_samples_per_param_per_sec": 6e-6,  # 300 / 50 / 1,000,000
+    "aec_watts": 1500.0,  # 60,000 / 40
+    "it_tokens_per_sec": 30.0,  # 900 / 30
+    "watts_per_gpu": 375.0,  # 1500 / 4
+    "total_joules": None,  # a part is missing
+    "measured_joules": 70_000.0,
+    "joules_per_token": 0.125,  # 60,000 / 480,000
+    "joules_per_iteration": 750.0,  # 60,000 / 80
+    "joules_per_sample": 250.0,  # 60,000 / 240
+    "tokens_per_second": 12_000.0,
+    "tokens_per_second_per_gpu": 3000.0,
+    "samples_per_second": 6.0,
+    "seconds_per_iteration": 0.5,
+    "data_wait_ratio": 0.1,
+    "padding_ratio": 0.25,  # 1 - 600 / 800
+    "tflops_per_gpu": 0.0006,  # 12,000 * 2e5 / 4 / 1e12
+    "mfu_ratio": 0.6,  # 12,000 * 2e5 / 4e9
+    "peak_gb": 4.0,
+    "smallest_mean_gb": 2.0,
+    "largest_mean_gb": 3.0,
+    "least_utilization_ratio": 0.8,
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), BY_HAND.items())
+def test_a_metric_is_what_its_formula_gives_by_hand(name, expected):
+    value = METRICS[name].formula(TOTALS)
+
+    assert value is None if expected is None else value == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_metric_is_worked_by_hand_here():
+    assert set(METRICS) == set(BY_HAND)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_what_is_not_measured_has_no_value(name):
+    assert METRICS[name].formula(NOTHING) is None
+
+
+def test_evaluate_leaves_out_what_is_not_measured():
+    assert evaluate(NOTHING, NOTHING, NOTHING) == {}
+    some = msgspec.structs.replace(TOTALS, energy_j=None, tokens=0)
+
+    values = evaluate(some, NOTHING, NOTHING)
+
+    assert "aec_watts" not in values
+    assert "tt_tokens_per_param_per_sec" not in values
+    assert values["al_seconds"] == 0.4
+
+
+def test_the_contract_is_shown_on_three_bases_and_the_rest_on_one():
+    job = msgspec.structs.replace(TOTALS, utilization_mean=0.3, energy_complete=True)
+    window = msgspec.structs.replace(TOTALS, utilization_mean=0.6, gpus=2)
+
+    values = evaluate(TOTALS, window, job)
+
+    assert [values[tag] for tag in ("pcu_ratio", "window/pcu_ratio", "job/pcu_ratio")] == [0.9, 0.6, 0.3]
+    assert values["energy/watts_per_gpu"] == 750.0, "of the window"
+    assert values["energy/total_joules"] == 60_000.0, "of the job"
+    assert "energy/window/watts_per_gpu" not in values
+
+
+def test_a_full_report_has_at_most_sixty_tags():
+    tags = evaluate(*[msgspec.structs.replace(TOTALS, energy_complete=True)] * 3)
+
+    assert len(tags) == sum(len(entry.bases) for entry in METRICS.values()) <= 60
+
+
+def test_the_headline_is_the_contracts_block_in_its_order():
+    labels = [entry.console.partition(":")[0] for entry in headline()]
+
+    assert labels[:6] == [
+        "AMU (GB)",
+        "PCU (Ratio)",
+        "AL (Seconds)",
+        "TT (Tokens/Param/Sec)",
+        "ST (Samples/Param/Sec)",
+        "AEC (Watts)",
+    ]
+    assert [entry.console.partition(": ")[2] for entry in headline()][:6] == [
+        "{:.2f}", "{:.3f}", "{:.4f}", "{:.2e}", "{:.2e}", "{:.2f}",
+    ]  # fmt: skip
+    assert [entry.tag("run") for entry in headline()] == list(BY_HAND)[:7]
+
+
+def test_a_tag_leads_back_to_its_metric():
+    for tag in evaluate(TOTALS, TOTALS, TOTALS):
+        assert describe(tag).name == tag.rpartition("/")[2]
+    assert describe("health/late_reports") is None
+
+
+def test_a_new_metric_is_one_decorated_function(monkeypatch):
+    monkeypatch.setattr(metrics, "METRICS", {})
+
+    @metrics.metric("iterations", console="Iterations: {:.0f}")
+    def number_of_iterations(totals: ClusterTotals) -> float | None:
+        """Iterations so far."""
+        return float(totals.iterations)
+
+    @metrics.metric("ratio", group="memory", bases=("window", "run"))
+    def spread(totals: ClusterTotals) -> float | None:
+        """Share of the largest mean that the smallest is."""
+        return None
+
+    tags = ("number_of_iterations", "window/number_of_iterations", "job/number_of_iterations")
+    assert evaluate(TOTALS, TOTALS, TOTALS) == dict.fromkeys(tags, 100.0)
+    assert describe("job/number_of_iterations").help == "Iterations so far."
+    assert [entry.name for entry in headline()] == ["number_of_iterations"]
+    assert metrics.METRICS["spread"].bases == ("window",), "one tag, so one base"
+
+
+def test_two_metrics_of_a_name_or_one_without_help_are_a_mistake(monkeypatch):
+    monkeypatch.setattr(metrics, "METRICS", {})
+
+    def nameless(totals: ClusterTotals) -> float | None:
+        return None
+
+    with pytest.raises(ValueError, match="nameless has no docstring"):
+        metrics.metric("s")(nameless)
+    nameless.__doc__ = "Say nothing."
+    metrics.metric("s")(nameless)
+    with pytest.raises(ValueError, match="two metrics are named nameless"):
+        metrics.metric("s")(nameless)
+
+
+def test_every_metric_says_its_unit_and_what_it_is():
+    for entry in METRICS.values():
+        assert entry.unit
+        assert entry.help.endswith((".", ")")), entry.name
+
+
+def test_the_mfu_of_a_job_that_runs_at_peak_is_exactly_one():
+    # 8 devices of 1e12 FLOP/s, 4e9 FLOPs a token: 2000 tokens/s are all there is.
+    at_peak = msgspec.structs.replace(
+        TOTALS, tokens=200_000, time_s=100.0, peak_flops_per_s=8e12, flops_per_token=4e9, gpus=8
+    )
+
+    assert metrics.mfu_ratio(at_peak) == 1.0
+    assert metrics.tflops_per_gpu(at_peak) == 1.0
+
+
+def test_an_mfu_above_one_is_no_value():
+    assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, flops_per_token=4e5)) is None
+
+
+def test_mfu_needs_a_peak_and_the_flops_of_a_token():
+    assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, peak_flops_per_s=None)) is None
+    assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, flops_per_token=None)) is None
+
+
+def test_a_loop_that_never_counted_tokens_has_no_throughput_rather_than_none_at_all():
+    uncounted = msgspec.structs.replace(TOTALS, tokens=0, samples=0, energy_tokens=0)
+
+    for name in ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "joules_per_token"):
+        assert METRICS[name].formula(uncounted) is None
+
+
+def test_throughput_per_parameter_needs_the_parameters():
+    assert metrics.tt_tokens_per_param_per_sec(msgspec.structs.replace(TOTALS, parameters=None)) is None
+    assert metrics.st_samples_per_param_per_sec(msgspec.structs.replace(TOTALS, parameters=0)) is None
+
+
+def test_without_gpus_the_share_is_that_of_a_rank():
+    # 12,000 tokens/s on 8 ranks
+    assert metrics.tokens_per_second_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) == 1500.0
+    assert metrics.watts_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) is None
+
+
+def test_padding_is_unknown_where_only_one_count_is():
+    assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=0)) is None
+    assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=600_000)) == 0.0
+
+
+def test_the_compression_ratio_weighs_size_against_what_is_kept():
+    # A quarter of the size at 95 % of the score: 4 * 0.95.
+    assert metrics.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
+    for wrong in ((0, 4e9, 80, 76), (16e9, 0, 80, 76), (16e9, 4e9, 0, 76), (float("nan"), 4e9, 80, 76)):
+        with pytest.raises(ValueError, match="above 0"):
+            metrics.model_compression_ratio(*wrong)
+
+
+def test_inference_throughput_is_not_divided_by_parameters():
+    assert metrics.inference_throughput(900, 30.0) == 30.0
+    assert metrics.inference_throughput(900, 0.0) is None
+    assert metrics.inference_throughput(0, 30.0) is None
