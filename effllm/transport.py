@@ -15,10 +15,11 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from effllm.schema import DeviceWindow, FromAgent, FromAggregator, Integrals, RankReport, Reports
+from effllm.schema import Beat, Bye, DeviceWindow, FromAgent, FromAggregator, Hello, Integrals, RankReport, Reports
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024
+MOST_RANKS = 1_000_000  # whoever counts them all should not be asked for more
 MOST_ROWS = 64  # rows in one frame: about 25 kB of them
 
 _encoder = msgspec.msgpack.Encoder()
@@ -45,8 +46,13 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """
     message = _decode(_from_agent, frame)
     if isinstance(message, Reports):
+        _check_numbers(message.lost, message.agent_cpu_s)
         for row in message.rows:
             _check_row(row)
+    elif isinstance(message, Hello):
+        _check_hello(message)
+    elif isinstance(message, (Beat, Bye)):
+        _check_numbers(message.lost, message.since_s if isinstance(message, Beat) else message.agent_cpu_s)
     return message
 
 
@@ -68,8 +74,29 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
         raise FrameError(str(error)[:200]) from error
 
 
+def _check_numbers(*numbers: float | None) -> None:
+    if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
+        raise FrameError("a number is negative or not finite")
+
+
+def _check_hello(hello: Hello) -> None:
+    if not 0 < hello.world_size <= MOST_RANKS or hello.log_interval < 1:
+        raise FrameError(f"a world of {hello.world_size} ranks with windows of {hello.log_interval} iterations")
+    parameters = hello.parameters
+    _check_numbers(parameters.total, parameters.trainable, parameters.active)
+    _check_numbers(hello.total_iterations, hello.flops_per_token)
+
+
 def _check_row(row: RankReport) -> None:
-    counts = (row.tokens, row.tokens_processed, row.tokens_loss, row.samples, row.sequence, row.iterations + 1)
+    counts = (
+        row.tokens,
+        row.tokens_processed,
+        row.tokens_loss,
+        row.samples,
+        row.sequence,
+        row.iterations + 1,
+        row.window,
+    )
     times = (row.wall_s, row.busy_s, row.wait_s, *row.phases_s.values())
     if min(counts) < 0 or max(counts) >= 2**62:
         raise FrameError("a count is negative or beyond reason")

@@ -1,0 +1,335 @@
+"""effllm/transport.py: frames that are ours and possible, or an error; an outbox that forgets nothing silently."""
+
+import math
+import select
+import time
+
+import msgspec
+import pytest
+import zmq
+from builders import device_window, full, gpu, hello, reports, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from effllm.schema import Ack, Beat, Bye, ByeSeen, Integrals, Note, Parameters, Refused, Welcome
+from effllm.transport import (
+    MAGIC,
+    MOST_BYTES,
+    MOST_ROWS,
+    AgentLink,
+    FrameError,
+    Outbox,
+    ServerSocket,
+    decode_from_agent,
+    decode_from_aggregator,
+    encode,
+    make_context,
+)
+
+FROM_AGENT = [
+    hello(
+        devices=(gpu(memory_total_bytes=80 * 2**30, not_measured=("no power",)),),
+        facts={"a": "b", "list": ["c"], "n": None},
+    ),
+    reports(row(loss=3.5, devices=(device_window(phases={"startup": full(1.0), "shutdown": Integrals()}),)), row(1)),
+    Beat("agent", 3, 17, "in an iteration", 0.5, 2),
+    Note("agent", 3, "agent", "größer", 1000.0),
+    Bye("agent", 3, "completed", 20, 0, 1.25),
+]
+FROM_AGGREGATOR = [
+    Welcome(2, "/runs/a"),
+    Ack(7, 70, {"aec_watts": 612.5}, 3),
+    Refused("it belongs to another job"),
+    ByeSeen(3),
+]
+
+
+@pytest.mark.parametrize("message", FROM_AGENT, ids=lambda message: type(message).__name__)
+def test_what_an_agent_says_arrives_as_it_was(message):
+    assert decode_from_agent(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_AGGREGATOR, ids=lambda message: type(message).__name__)
+def test_what_an_aggregator_says_arrives_as_it_was(message):
+    assert decode_from_aggregator(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        MAGIC,
+        b"EFL2" + encode(FROM_AGENT[0])[4:],
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode(FROM_AGGREGATOR[0]),
+        encode(FROM_AGENT[1])[:-1],
+        encode(FROM_AGENT[1]) + b"\0",
+        MAGIC + b"\xdd\xff\xff\xff\xff",  # an array of four billion
+        MAGIC + b"\xdf\xff\xff\xff\xff",
+        MAGIC + b"\xdb\xff\xff\xff\xffx",
+        MAGIC + b"\x91" * 100_000,
+        MAGIC + b"\x94\x04\xa5agent\x03\xa5agent",
+    ],
+)
+def test_what_is_no_frame_of_an_agent_is_an_error_of_ours(frame):
+    with pytest.raises(FrameError):
+        decode_from_agent(frame)
+
+
+def decoded_or_refused(decode, frame):
+    try:
+        return decode(frame)
+    except FrameError as error:
+        assert len(str(error)) <= 300
+        return None
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(max_size=200), st.sampled_from([b"", MAGIC]))
+def test_whatever_bytes_come_nothing_but_our_error_is_raised(body, magic):
+    decoded_or_refused(decode_from_agent, magic + body)
+    decoded_or_refused(decode_from_aggregator, magic + body)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(FROM_AGENT), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_frame_that_was_damaged_is_refused_or_still_possible(message, damages):
+    frame = bytearray(encode(message))
+    for where, byte in damages:
+        frame[4 + int(where * (len(frame) - 5))] = byte
+
+    found = decoded_or_refused(decode_from_agent, bytes(frame))
+
+    for one in getattr(found, "rows", ()):
+        assert math.isfinite(one.wall_s + one.busy_s + one.wait_s + sum(one.phases_s.values()))
+        assert min(one.tokens, one.samples, one.wall_s, one.busy_s, one.wait_s) >= 0
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("bad", [-1, 2**62])
+@pytest.mark.parametrize("field", ["tokens", "tokens_processed", "tokens_loss", "samples", "sequence", "window"])
+def test_a_row_with_an_impossible_count_is_refused(field, bad):
+    with pytest.raises(FrameError, match="count"):
+        decode_from_agent(encode(reports(row(), msgspec.structs.replace(row(), **{field: bad}))))
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE, -1.0])
+@pytest.mark.parametrize("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
+def test_a_row_with_an_impossible_number_is_refused(field, bad):
+    if bad == -1.0 and field in ("start_time_s", "loss"):
+        bad = NAN  # these two may be negative
+    good = row(busy_s=9.0, wait_s=1.0)
+    changes = {"phases_s": {"evaluation": bad}} if field == "evaluation" else {field: bad}
+    frame = reports(good, agent_cpu_s=bad) if field == "agent_cpu_s" else None
+
+    with pytest.raises(FrameError):
+        decode_from_agent(encode(frame or reports(msgspec.structs.replace(good, **changes))))
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITE, -1.0])
+@pytest.mark.parametrize("field", Integrals.__struct_fields__)
+def test_a_device_with_an_impossible_integral_is_refused(field, bad):
+    broken = msgspec.structs.replace(full(1.0), **{field: bad})
+
+    for device in (device_window(wall=broken), device_window(phases={"evaluation": broken})):
+        with pytest.raises(FrameError, match="integral"):
+            decode_from_agent(encode(reports(row(devices=(device,)))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"world_size": 0},
+        {"world_size": 2**40},
+        {"log_interval": 0},
+        {"parameters": Parameters(total=-1)},
+        {"flops_per_token": NAN},
+        {"total_iterations": -5},
+        {"facts": {"nested": {"a": 1}}},
+    ],
+)
+def test_an_introduction_that_cannot_be_is_refused(changes):
+    with pytest.raises(FrameError):
+        decode_from_agent(encode(hello(**changes)))
+
+
+def test_a_full_frame_is_well_below_the_limit():
+    phases = {name: full(1.0) for name in ("evaluation", "checkpoint", "other", "startup", "shutdown")}
+    devices = tuple(device_window(f"GPU-{'x' * 36}-{i}", phases=phases) for i in range(2))
+
+    assert len(encode(reports(*[row(devices=devices) for _ in range(MOST_ROWS)]))) < MOST_BYTES / 2
+
+
+# --- the outbox ----------------------------------------------------------------------------------
+
+
+def test_a_full_outbox_lets_the_oldest_go_and_counts_it():
+    outbox = Outbox(2)
+    for sequence in (1, 2, 3):
+        outbox.add(row(sequence=sequence))
+
+    assert [one.sequence for one in outbox.unsent()] == [2, 3]
+    assert (outbox.lost, len(outbox)) == (1, 2)
+
+
+def test_what_is_under_way_is_sent_again_on_a_new_connection_only():
+    outbox = Outbox(10)
+    for sequence in (1, 2, 3):
+        outbox.add(row(sequence=sequence))
+    outbox.sent(2)
+    assert [one.sequence for one in outbox.unsent()] == [3]
+
+    outbox.acknowledged(1)
+    outbox.send_again()
+
+    assert [one.sequence for one in outbox.unsent()] == [2, 3]
+
+
+class OutboxMachine(RuleBasedStateMachine):
+    """An outbox against two plain lists: what is under way, and what is not."""
+
+    MOST = 100
+
+    def __init__(self):
+        super().__init__()
+        self.outbox = Outbox(self.MOST)
+        self.under_way, self.waiting = [], []
+        self.next, self.lost, self.safe = 1, 0, set()
+
+    @rule(count=st.integers(1, 80))
+    def add(self, count):
+        for _ in range(count):
+            self.outbox.add(row(sequence=self.next))
+            self.waiting.append(self.next)
+            self.next += 1
+            if len(self.under_way) + len(self.waiting) > self.MOST:
+                (self.under_way or self.waiting).pop(0)
+                self.lost += 1
+
+    @rule()
+    def send(self):
+        count = len(self.outbox.unsent())
+        self.outbox.sent(count)
+        self.under_way += self.waiting[:count]
+        del self.waiting[:count]
+
+    @rule(back=st.integers(0, 120))
+    def acknowledge(self, back):
+        sequence = max(self.next - 1 - back, 0)
+        self.outbox.acknowledged(sequence)
+        self.under_way = [one for one in self.under_way if one > sequence]
+        self.waiting = [one for one in self.waiting if one > sequence]
+
+    @rule()
+    def connect_again(self):
+        self.outbox.send_again()
+        self.under_way, self.waiting = [], self.under_way + self.waiting
+
+    @invariant()
+    def agrees_with_the_lists(self):
+        assert [one.sequence for one in self.outbox.unsent()] == self.waiting[:MOST_ROWS]
+        assert len(self.outbox) == len(self.under_way) + len(self.waiting) <= self.MOST
+        assert self.outbox.lost == self.lost
+
+
+TestOutbox = OutboxMachine.TestCase
+TestOutbox.settings = settings(deadline=None, max_examples=50, stateful_step_count=30)
+
+
+# --- the sockets -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def context():
+    context = make_context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def server(context):
+    server = ServerSocket(context)
+    server.address = server.listen("tcp://127.0.0.1:*")
+    yield server
+    server.close()
+
+
+def receive(receiver, within_s=5.0):
+    """Return what a socket receives first; a deadline is a failure."""
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        receiver.socket.poll(50)
+        if got := receiver.receive():
+            return got
+    raise AssertionError("nothing came")
+
+
+def connected(link, within_s=5.0):
+    link.connect()
+    deadline_s = time.monotonic() + within_s
+    while not link.is_new():
+        assert time.monotonic() < deadline_s, "no connection"
+        select.select([], [], [], 0.005)
+
+
+def test_messages_go_both_ways(context, server):
+    link = AgentLink(context, server.address)
+    connected(link)
+    assert link.send(FROM_AGENT[0])
+
+    peer, frame = receive(server)
+    assert decode_from_agent(frame) == FROM_AGENT[0]
+    server.send(peer, FROM_AGGREGATOR[0])
+    assert receive(link) == [FROM_AGGREGATOR[0]]
+    assert not link.is_new(), "told once"
+    link.close()
+
+
+def test_a_thousand_sends_to_nobody_return_at_once_and_say_so(context):
+    link = AgentLink(context, "tcp://127.0.0.1:9")
+    link.connect()
+
+    assert not any(link.send(FROM_AGENT[2]) for _ in range(1000))
+    link.close()
+
+
+def test_an_answer_that_is_no_frame_is_dropped_by_the_agent(context, server):
+    link = AgentLink(context, server.address)
+    connected(link)
+    link.send(FROM_AGENT[2])
+    peer, _ = receive(server)
+    server.socket.send_multipart((peer, b"rubbish"))
+    server.send(peer, FROM_AGGREGATOR[3])
+
+    assert receive(link) == [FROM_AGGREGATOR[3]]
+    link.close()
+
+
+def test_a_message_of_other_parts_is_an_empty_frame(context, server):
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(server.address)
+    stranger.send_multipart((b"", b"a", b"b"))
+
+    assert receive(server)[1] == b""
+    stranger.close(0)
+
+
+def test_a_message_beyond_the_limit_never_arrives(context, server):
+    stranger, link = context.socket(zmq.DEALER), AgentLink(context, server.address)
+    stranger.connect(server.address)
+    stranger.send(b"x" * (MOST_BYTES + 1))
+    connected(link)
+    link.send(FROM_AGENT[2])
+
+    assert decode_from_agent(receive(server)[1]) == FROM_AGENT[2]
+    stranger.close(0)
+    link.close()
+
+
+def test_an_answer_to_whoever_is_gone_is_dropped(server):
+    server.send(b"nobody", FROM_AGGREGATOR[0])
+
+    assert server.receive() is None
