@@ -19,7 +19,6 @@ from effllm.schema import Beat, Bye, DeviceWindow, FromAgent, FromAggregator, He
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024
-MOST_RANKS = 1_000_000  # whoever counts them all should not be asked for more
 MOST_ROWS = 64  # rows in one frame: about 25 kB of them
 
 _encoder = msgspec.msgpack.Encoder()
@@ -50,7 +49,9 @@ def decode_from_agent(frame: bytes) -> FromAgent:
         for row in message.rows:
             _check_row(row)
     elif isinstance(message, Hello):
-        _check_hello(message)
+        parameters = message.parameters
+        _check_numbers(parameters.total, parameters.trainable, parameters.active)
+        _check_numbers(message.total_iterations, message.flops_per_token)
     elif isinstance(message, (Beat, Bye)):
         _check_numbers(message.lost, message.since_s if isinstance(message, Beat) else message.agent_cpu_s)
     return message
@@ -77,14 +78,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
 def _check_numbers(*numbers: float | None) -> None:
     if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
         raise FrameError("a number is negative or not finite")
-
-
-def _check_hello(hello: Hello) -> None:
-    if not 0 < hello.world_size <= MOST_RANKS or hello.log_interval < 1:
-        raise FrameError(f"a world of {hello.world_size} ranks with windows of {hello.log_interval} iterations")
-    parameters = hello.parameters
-    _check_numbers(parameters.total, parameters.trainable, parameters.active)
-    _check_numbers(hello.total_iterations, hello.flops_per_token)
 
 
 def _check_row(row: RankReport) -> None:

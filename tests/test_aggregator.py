@@ -341,7 +341,10 @@ def test_whoever_does_not_belong_is_refused_and_told_why():
     assert job.refused(1, log_interval=20) == "its LOG_INTERVAL is 20, the job's is 10"
     assert job.refused(1, offset=5) == "its first iteration is 5, rank 0's is 0"
     assert job.refused(0, agent="another") == "rank 0 has an agent already"
-    assert len(job.events("refused")) == 7
+    assert job.refused(1, log_interval=0) == "its LOG_INTERVAL is 0, the job's is 10"
+    assert job.refused(0, world_size=0) == "rank 0 lies outside a world of 0"
+    assert job.refused(0, world_size=2**40) == f"a world of {2**40} ranks is beyond reason"
+    assert len(job.events("refused")) == 10
     assert job.refused(1, offset=30) == "", "boundaries agree"
 
 

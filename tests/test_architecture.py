@@ -1,0 +1,183 @@
+"""The floors of the house: imports only point down, and nothing heavy happens when one enters."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+import effllm
+
+PACKAGE = Path(effllm.__file__).parent
+MODULES = {
+    ".".join(("effllm", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# From the bottom to the top; a module may import what stands on a line below its own.
+FLOORS = """
+0    schema
+1.0  config  ring  facts  metrics  spawn  transport  provenance  energy  runfolder  devices
+1.1  devices.*  window  log  summary_text
+1.2  account
+2.0  recorder  sampler  aggregator  discovery  sinks
+2.1  sinks.*  preflight
+3.0  server
+3.1  aggregator_child
+3.2  agent
+4.0  session
+4.1  collector
+5    hooks  hooks.*  analysis  analysis.*  survey
+6    attach
+7.0  effllm
+7.1  efficientllm_metrics  commands  commands.*
+7.2  commands.app
+7.3  cli
+7.4  __main__
+"""
+ROOMS = [(line.split()[0], pattern) for line in FLOORS.strip().splitlines() for pattern in line.split()[1:]]
+
+# What the training process imports: the standard library alone, and it must not fail.
+IN_TRAINING = ["effllm", "effllm.collector", "effllm.recorder", "effllm.ring", "effllm.config", "effllm.discovery"]
+
+UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "torch.load", "os.system", "joblib.load", "numpy.load"}
+
+ALLOWED = {"effllm.commands.run": {"exec"}}  # the training script that it is asked to run
+
+
+def floor(module):
+    """Return the floor of a module as numbers; a name is told by the table before a pattern."""
+    short = module.removeprefix("effllm.")
+    named = [number for number, pattern in ROOMS if pattern == short]
+    matched = named or [number for number, pattern in ROOMS if fnmatchcase(short, pattern)]
+    return tuple(map(int, matched[0].split("."))) if matched else None
+
+
+def imports(module):
+    """Yield the modules of effllm that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "effllm")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            for alias in node.names if (node.module or "").split(".")[0] == "effllm" else ():
+                inner = f"{node.module}.{alias.name}"
+                if (node.module, alias.name) != ("effllm", "__version__"):
+                    yield inner if inner in MODULES else node.module
+
+
+def test_there_are_modules_to_look_at():
+    assert {"effllm", "effllm.schema", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
+    assert "effllm.window" in set(imports("effllm.account"))
+    assert "effllm.metrics" in set(imports("effllm.aggregator")), "from effllm import metrics"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_floor_and_looks_neither_up_nor_sideways(module):
+    own = floor(module)
+    assert own is not None, f"{module} is not in the table of floors"
+
+    for other in set(imports(module)):
+        assert floor(other) < own, f"{module} imports {other}, which does not lie below it"
+
+
+def names_of_a_module_imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def attributes(path):
+    return {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_configuration_reads_the_environment(module):
+    used = attributes(MODULES[module]) & {f"os.{name}" for name in ENVIRONMENT}
+    used |= {f"{a}.{b}" for a, b in names_of_a_module_imported(MODULES[module]) if a == "os" and b in ENVIRONMENT}
+
+    assert used == ({"os.environ"} if module == "effllm.config" else set())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_unpickled_or_evaluated(module):
+    tree = ast.parse(MODULES[module].read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    imported = {name.split(".")[0] for name, _ in names_of_a_module_imported(MODULES[module])}
+
+    assert not imported & UNSAFE
+    assert calls & UNSAFE_CALLS <= ALLOWED.get(module, set())
+    assert not re.search(r"shell\s*=\s*True", MODULES[module].read_text())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_file_is_named_the_rest(module):
+    words = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "base", "core"}
+
+    assert not set(module.split(".")) & words
+
+
+def modules_that_come_with(module):
+    """Return what a fresh interpreter imports with a module, beside what it had from the start."""
+    program = f"import sys; had = set(sys.modules); import {module}; print(*(set(sys.modules) - had))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", IN_TRAINING)
+def test_the_training_process_imports_the_standard_library_alone(module):
+    tops = {name.split(".")[0] for name in modules_that_come_with(module)}
+
+    assert tops - {"effllm"} <= sys.stdlib_module_names
+
+
+def test_importing_the_package_imports_none_of_its_modules():
+    assert {name for name in modules_that_come_with("effllm") if name.startswith("effllm.")} == set()
+
+
+def test_the_stamps_of_a_loop_need_no_schema_and_no_sockets():
+    assert not {"effllm.schema", "effllm.transport", "zmq", "msgspec"} & modules_that_come_with("effllm.collector")
+
+
+def names():
+    return [name for name in effllm.__all__ if name != "__version__"]
+
+
+def home_of(name):
+    # The callback is a class of transformers, which need not be here.
+    if name == "EfficientLLMCallback":
+        pytest.importorskip("effllm.hooks.transformers", exc_type=ImportError)
+    return importlib.import_module(effllm._HOMES[name])
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_public_name_can_be_imported_from_both_houses(name):
+    home = home_of(name)
+    original = importlib.import_module("effllm.efficientllm_metrics")
+
+    assert getattr(effllm, name) is getattr(original, name) is getattr(home, name)
+
+
+def test_the_public_names_are_those_that_dir_shows():
+    original = importlib.import_module("effllm.efficientllm_metrics")
+
+    assert sorted(dir(effllm)) == sorted(effllm.__all__)
+    assert sorted(dir(original)) == sorted(original.__all__) == sorted(names())
+    assert len(set(effllm.__all__)) == len(effllm.__all__)
+
+
+@pytest.mark.parametrize("house", ["effllm", "effllm.efficientllm_metrics"])
+def test_a_name_that_is_not_there_is_an_attribute_error(house):
+    with pytest.raises(AttributeError, match="has no attribute 'metrics_manager'"):
+        importlib.import_module(house).metrics_manager  # noqa: B018 - asking is the test
