@@ -9,7 +9,7 @@ def count(value: Any) -> int | None:
     """Return a count above 0, or ``None`` for what is none."""
     try:
         number = int(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
         return None
     return number if 0 < number < 2**62 else None
 
@@ -18,7 +18,7 @@ def positive(value: Any) -> float | None:
     """Return a finite number above 0, or ``None`` for what is none."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
         return None
     return number if 0 < number < float("inf") else None
 

@@ -1,0 +1,263 @@
+"""The original's face, word for word, and that it does nothing before it is asked to.
+
+No process is started here; what the calls do in a job is in the end-to-end tests.
+"""
+
+import contextlib
+import inspect
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+from builders import hello
+
+import effllm
+from effllm import collector as module
+from effllm import efficientllm_metrics as original
+from effllm.collector import EfficientLLMMetrics, MetricsCollector
+from effllm.transport import decode_from_agent, encode
+
+TAGS = {
+    "efficientllm/amu_gb",
+    "efficientllm/pcu_ratio",
+    "efficientllm/al_seconds",
+    "efficientllm/tt_tokens_per_param_per_sec",
+    "efficientllm/st_samples_per_param_per_sec",
+    "efficientllm/aec_watts",
+}
+CALCULATED = ("amu", "pcu", "al", "tt", "st", "aec")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """Forget the collector of the process, and stand in a folder where anything written is seen."""
+    monkeypatch.setattr(module, "_collector", None)
+    monkeypatch.chdir(tmp_path)
+
+
+def parameters(function):
+    """Return the parameters of a function as {name: default}; those without one are ``...``."""
+    found = inspect.signature(function).parameters.values()
+    return {
+        one.name: ... if one.default is one.empty else one.default
+        for one in found
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name != "self"
+    }
+
+
+METHODS = {
+    "start_collection": {},
+    "stop_collection": {},
+    "record_iteration_start": {},
+    "record_iteration_end": {"tokens_processed": 0, "samples_processed": 0},
+    "record_step_start": {},
+    "record_step_end": {"tokens_processed": None, "samples_processed": None},
+    "set_model_parameters": {"model_parameters": ...},
+    "set_batch_config": {"sequence_length": ..., "batch_size": ...},
+    "calculate_amu": {},
+    "calculate_pcu": {},
+    "calculate_al": {},
+    "calculate_tt": {},
+    "calculate_st": {},
+    "calculate_aec": {},
+    "calculate_it": {"tokens_generated": ..., "total_inference_time": ...},
+    "get_all_metrics": {},
+    "reset": {},
+}
+FUNCTIONS = {
+    "get_metrics_collector": {},
+    "get_efficientllm_collector": {},
+    "should_log_metrics": {"iteration": ...},
+    "finalize_efficientllm_metrics": {},
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), METHODS.items())
+def test_the_collector_has_the_originals_methods(name, expected):
+    found = parameters(getattr(MetricsCollector, name))
+
+    assert {key: found[key] for key in expected} == expected
+    assert all(default is not ... for key, default in found.items() if key not in expected), "what is new is optional"
+
+
+@pytest.mark.parametrize(("name", "expected"), FUNCTIONS.items())
+def test_the_module_has_the_originals_functions(name, expected):
+    assert parameters(getattr(original, name)) == expected
+
+
+def test_a_collector_is_made_with_the_originals_arguments():
+    assert list(parameters(MetricsCollector)) == ["collection_interval", "history_size"]
+    MetricsCollector(1.0, 1000)
+    MetricsCollector(collection_interval=0.5, history_size=100)
+
+
+def test_log_metrics_takes_a_writer_by_either_originals_position():
+    assert list(parameters(MetricsCollector.log_metrics)) == ["iteration", "loss", "writer"]
+    collector = MetricsCollector()
+
+    assert set(collector.log_metrics(10, 3.25, None)) == TAGS
+    assert set(collector.log_metrics(10, 3.25)) == TAGS
+
+
+def test_llama_factorys_names_are_other_names_of_the_same():
+    assert original.EfficientLLMCollector is original.MetricsCollector
+    assert original.get_efficientllm_collector() is original.get_metrics_collector()
+
+
+def test_the_values_have_the_originals_fields():
+    values = EfficientLLMMetrics()
+
+    assert list(vars(values)) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]
+    assert all(math.isnan(value) for value in vars(values).values())
+
+
+def test_before_the_metrics_are_initialised_nothing_is_collected_started_or_said(capfd, tmp_path):
+    threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    collector = effllm.get_metrics_collector()
+    for _ in range(100):
+        collector.record_iteration_start()
+        collector.record_iteration_end(512, 4)
+        collector.record_step_start()
+        collector.record_step_end()
+    with collector.phase("evaluation"), effllm.phase("checkpoint"):
+        collector.reset()
+    collector.log_metrics(10, 3.25)
+    effllm.finalize_efficientllm_metrics()
+    collector.stop_collection()
+
+    assert not collector.is_collecting
+    assert threading.active_count() == threads
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_before_the_metrics_are_initialised_every_value_is_not_a_number():
+    collector = effllm.get_metrics_collector()
+
+    assert all(math.isnan(getattr(collector, f"calculate_{name}")()) for name in CALCULATED)
+    assert all(math.isnan(value) for value in vars(collector.get_all_metrics()).values())
+    logged = collector.log_metrics(10, 3.25)
+    assert set(logged) == TAGS
+    assert all(math.isnan(value) for value in logged.values())
+    assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "people format them in their loops"
+
+
+def test_the_collector_of_a_process_is_one():
+    assert effllm.get_metrics_collector() is effllm.get_metrics_collector() is original.get_metrics_collector()
+
+
+def test_it_is_computed_from_its_arguments_alone():
+    collector = effllm.get_metrics_collector()
+
+    assert collector.calculate_it(900, 30.0) == 30.0
+    assert math.isnan(collector.calculate_it(900, 0.0))
+
+
+@pytest.mark.parametrize("word", ["false", "0", "off"])
+def test_off_means_off(monkeypatch, capfd, tmp_path, word):
+    monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", word)
+    monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", "not even looked at")
+    collector = effllm.initialize_efficientllm_metrics(7_000_000_000, 0.5)
+    collector.start_collection()
+
+    assert not collector.is_collecting
+    assert not effllm.should_log_metrics(10)
+    with effllm.monitor(parameters=5) as m:
+        assert set(m.iteration(tokens=1)) == TAGS
+    effllm.finalize_efficientllm_metrics()
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_wrong_setting_costs_the_metrics_and_one_line_and_not_the_job(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", "0")
+    collector = effllm.initialize_efficientllm_metrics(1000)
+    collector.record_iteration_start()
+    collector.record_iteration_end(1, 1)
+
+    assert not collector.is_collecting
+    assert not effllm.should_log_metrics(10)
+    assert list(tmp_path.iterdir()) == []
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: a whole number, at least 1" in err
+
+
+@pytest.mark.parametrize(("arguments", "named"), [((0.001, None), "collection_interval"), ((None, 15), "history_size")])
+def test_a_wrong_argument_of_a_collector_is_named_like_a_setting(capfd, arguments, named):
+    collector = MetricsCollector(*arguments)
+    collector.start_collection()
+
+    assert not collector.is_collecting
+    assert named in capfd.readouterr().err
+
+
+def test_should_log_is_false_while_nothing_is_collected():
+    assert not any(effllm.should_log_metrics(iteration) for iteration in range(100))
+
+
+@pytest.fixture
+def off(monkeypatch):
+    monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", "off")
+
+
+def test_both_originals_positions_of_initialize_are_served(off):
+    megatron = effllm.initialize_efficientllm_metrics(1000, 0.25)
+    assert megatron._overrides["collection_interval_s"] == 0.25
+    assert megatron._facts["parameters"] == {"total": 1000, "is_share": False}
+
+    llama_factory = effllm.initialize_efficientllm_metrics(2000, 4096, 8, 0.5)
+    assert llama_factory is megatron
+    assert llama_factory._overrides["collection_interval_s"] == 0.5
+    assert llama_factory._facts["run"] == {"sequence_length": 4096, "batch_size": 8}
+    assert llama_factory._batch == (4096 * 8, 8)
+
+    effllm.initialize_efficientllm_metrics(model_parameters=1, sequence_length=2, batch_size=3, collection_interval=4.0)
+    assert (llama_factory._batch, llama_factory._overrides["collection_interval_s"]) == ((6, 3), 4.0)
+
+
+def test_a_share_of_the_parameters_is_marked_as_one(off):
+    collector = effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
+
+    assert collector._facts["parameters"] == {"total": 5, "trainable": 0, "active": None, "is_share": True}
+
+
+class Hostile:
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __int__ = __float__ = __str__
+
+
+ODD = [Path("/data"), {"layers": 12}, 2**70, [1, "a", None], float("nan"), b"x", "\udc80", Hostile(), print, {1, 2}]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
+def test_a_fact_of_any_kind_can_be_carried_to_the_run_folder(off, value):
+    collector = effllm.initialize_efficientllm_metrics(
+        1000, facts={"a": value, 7: value}, total_iterations=value, flops_per_token=value
+    )
+    collector.record_facts(b=value)
+    collector.set_model_parameters(value)
+
+    facts = json.loads(json.dumps(collector._facts))
+    frame = hello(facts=facts["run"], flops_per_token=facts.get("flops_per_token"))
+    assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
+
+
+def test_the_monitor_ends_with_the_loops_own_exception(off):
+    with pytest.raises(ZeroDivisionError), effllm.monitor(parameters=5) as m:
+        m.iteration(tokens=1)
+        raise ZeroDivisionError
+    with pytest.raises(KeyboardInterrupt), effllm.monitor(parameters=5):
+        raise KeyboardInterrupt
+
+
+def test_a_phase_lets_the_loops_exception_through(off):
+    with contextlib.suppress(KeyError), effllm.phase("evaluation"):
+        raise KeyError
+    with pytest.raises(KeyError), effllm.get_metrics_collector().phase("evaluation"):
+        raise KeyError
