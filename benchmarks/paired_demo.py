@@ -23,11 +23,12 @@ from settings import data_parallel_size, parse_arguments
 import effllm
 from effllm.hooks.megatron import parameter_share
 
+DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 UNTIMED = 2  # after a change of sides
 
 
 def main(times: Path, pairs: int, iterations: int) -> None:
-    settings = parse_arguments([])
+    settings = parse_arguments(["--config", str(DEMO)])
     replicas = data_parallel_size(settings, int(os.environ["WORLD_SIZE"]))
     job = demo.prepare(settings, demo.join_processes(settings), replicas)
     collector = effllm.initialize_efficientllm_metrics(parameter_share=parameter_share(job.trainee.chunks))

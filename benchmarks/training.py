@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.figure import Figure, interval_95, median
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIRS, ITERATIONS = 40, 6
+PAIRS, ITERATIONS = 36, 6
 
 
 def measure() -> list[Figure]:
