@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +25,7 @@ from msgspec import Struct
 from effllm.aggregator import Aggregator, Closed, Snapshot, restore
 from effllm.config import Config
 from effllm.provenance import gather
-from effllm.schema import Ack, Beat, Bye, ByeSeen, Event, Hello, Note, Refused, Reports, Welcome
+from effllm.schema import Ack, Beat, Bye, ByeSeen, Event, Hello, Note, Refused, Reports, Summary, Welcome
 from effllm.sinks import Keeper, Run, Sink, SinkUnavailable, open_sink
 from effllm.transport import FrameError, ServerSocket, decode_from_agent, make_context
 
@@ -74,11 +74,13 @@ class SinkThread:
             self.dropped += 1
             self._tell(f"sink {self.name} is too slow: reports are left out")
 
-    def stop(self, timeout_s: float) -> None:
-        """Let the queued work end, for so long."""
+    def stop(self, last: Callable[[Sink], None], timeout_s: float) -> None:
+        """Let the queued work and one last piece of it end, for so long."""
+        deadline_s = time.monotonic() + timeout_s
         with contextlib.suppress(queue.Full):
-            self._work.put(None, timeout=timeout_s)
-        self._thread.join(timeout_s)
+            self._work.put(last, timeout=timeout_s)
+            self._work.put(None, timeout=max(deadline_s - time.monotonic(), 0.0))
+        self._thread.join(max(deadline_s - time.monotonic(), 0.0))
 
     def _loop(self) -> None:
         try:
@@ -217,7 +219,8 @@ class Server:
                     return
             if now_s >= next_summary_s:
                 next_summary_s = now_s + SUMMARY_EVERY_S
-                self._summarize(ended=False)
+                summary = self._summary(ended=False)
+                self._to_sinks(lambda sink, summary=summary: sink.summarize(summary))  # type: ignore[misc]
             self._hand_out(now_s)
             if self._aggregator.finished(now_s):
                 return
@@ -280,7 +283,7 @@ class Server:
         return _has_ended(self._orders.trainer_descriptor) and self._aggregator.all_silent(now_s)
 
     def _hand_out(self, now_s: float) -> None:
-        for closed in self._aggregator.take_closed():
+        if closed := self._aggregator.take_closed():
             self._write(closed, now_s)
         for event in self._aggregator.take_events():
             self._to_sinks(lambda sink, event=event: sink.event(event))  # type: ignore[misc]
@@ -296,24 +299,30 @@ class Server:
         while self._unsafe and now_s - self._unsafe[0][0] > ACK_ANYWAY_S:
             self._acknowledge(self._unsafe[0][1])
 
-    def _write(self, closed: Closed, now_s: float) -> None:
-        report, rows, safe = closed
+    def _write(self, closed: Sequence[Closed], now_s: float) -> None:
+        # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
         self._tell_facts()  # a row names its host, which the run folder learns from them
+        safe = closed[-1].safe
+
+        def write(sink: Sink) -> None:
+            for report, rows, _ in closed:
+                sink.write(report, rows)
+
         if self._folder is None or "runfolder" not in self._config.sinks:
-            self._to_sinks(lambda sink: sink.write(report, rows))
+            self._to_sinks(write)
             self._acknowledge(safe)
             return
         self._unsafe.append((now_s, safe))
         state = self._aggregator.snapshot()
 
-        def write(sink: Sink) -> None:
-            sink.write(report, rows)
+        def keep(sink: Sink) -> None:
+            write(sink)
             if isinstance(sink, Keeper):  # not reached where the write failed: then the agents keep their copies
                 sink.keep(state)
                 self._inbox.put(safe)
                 os.eventfd_write(self._wake, 1)
 
-        self._to_sinks(write)
+        self._to_sinks(keep)
 
     def _acknowledge(self, safe: dict[int, int]) -> None:
         self._unsafe = [one for one in self._unsafe if one[1] is not safe]
@@ -336,25 +345,22 @@ class Server:
 
     # --- the end ---
 
-    def _summarize(self, ended: bool) -> str:
-        usage = time.process_time()
-        summary = self._aggregator.summary(time.time(), ended, aggregator_cpu_s=usage)
-        self._to_sinks(lambda sink: sink.summarize(summary))
-        return summary.status
+    def _summary(self, ended: bool) -> Summary:
+        return self._aggregator.summary(time.time(), ended, aggregator_cpu_s=time.process_time())
 
     def _finish(self) -> str:
         self._aggregator.close_all()
         self._tick(time.monotonic())
         self._hand_out(time.monotonic())
-        status = self._summarize(ended=True)
+        summary = self._summary(ended=True)
         deadline_s = time.monotonic() + SINKS_STOP_S
         for sink in self._sinks:
-            sink.stop(max(deadline_s - time.monotonic(), 0.0))
+            sink.stop(lambda sink: sink.summarize(summary), max(deadline_s - time.monotonic(), 0.0))
         self._hand_out(time.monotonic())
-        if status == "completed" and self._folder is not None:
+        if summary.status == "completed" and self._folder is not None:
             with contextlib.suppress(OSError):  # what is over is not gone on with
                 (self._folder / STATE).unlink(missing_ok=True)
-        return status
+        return summary.status
 
 
 def _unfinished(folder: Path) -> Path:
