@@ -42,6 +42,7 @@ SILENT_AFTER_S = 15.0  # three beats: a rank that says nothing for so long is wa
 ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
 ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, nobody joins any more
 LEAST_DEADLINE_S = 5.0
+MOST_RANKS = 2**20
 RECENT = 8  # closed windows that a late report can still complete
 
 CLASSES = ("iterations", "evaluation", "checkpoint", "other", STARTUP, SHUTDOWN)
@@ -175,6 +176,8 @@ class Aggregator:
         state = self._state
         if state.job and message.job and message.job != state.job:
             return "it belongs to another job"
+        if message.world_size > MOST_RANKS:
+            return f"a world of {message.world_size} ranks is beyond reason"
         if not 0 <= message.rank < message.world_size:
             return f"rank {message.rank} lies outside a world of {message.world_size}"
         if state.world_size and message.world_size != state.world_size:

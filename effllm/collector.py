@@ -109,9 +109,9 @@ class MetricsCollector:
         config = read_config(this_process())
         given = {name: value for name, value in self._overrides.items() if value is not None}
         interval, slots = given.get("collection_interval_s"), given.get("history_size")
-        if interval is not None and not 0.01 <= interval <= 3600:
+        if interval is not None and not (isinstance(interval, int | float) and 0.01 <= interval <= 3600):
             raise ConfigError("collection_interval", interval, "seconds, 0.01 to 3600")
-        if slots is not None and not 16 <= slots <= 1_000_000:
+        if slots is not None and not (isinstance(slots, int) and 16 <= slots <= 1_000_000):
             raise ConfigError("history_size", slots, "a whole number, 16 to 1000000")
         self._config = dataclasses.replace(config, **given)  # type: ignore[arg-type]
         return self._config
@@ -358,7 +358,7 @@ def initialize_efficientllm_metrics(
     elif model_parameters is not None:
         collector.set_model_parameters(model_parameters)
     collector._learn(
-        first_iteration=max(int(first_iteration), 0),
+        first_iteration=count(first_iteration) or 0,
         total_iterations=count(total_iterations) if total_iterations else None,
         flops_per_token=positive(flops_per_token),
         run=dict(facts or {}),

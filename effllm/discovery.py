@@ -75,7 +75,11 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 class Store:
-    """The key-value store that torchrun already runs, as one more client of it."""
+    """The key-value store that torchrun already runs, as one more client of it.
+
+    Raises:
+        DiscoveryError: torch is not in this process, so there is no client.
+    """
 
     def __init__(self, place: Place, generation: int) -> None:
         # torchrun's restart count is per node, so it only names an attempt where there is one node.
@@ -83,20 +87,16 @@ class Store:
         self._key = f"efficientllm/{place.run_id}/{attempt}/{generation}/endpoint"
         self._place = place
         self._store: Any = None
+        self._distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if not self._distributed:
+            raise DiscoveryError("the store of torchrun needs torch imported first, or EFFICIENTLLM_ENDPOINT set")
 
     def connect(self) -> bool:
-        """Connect if somebody listens there now; never waits long.
-
-        Raises:
-            DiscoveryError: torch is not in this process, so there is no client.
-        """
-        torch = sys.modules.get("torch")
-        if torch is None or not getattr(torch, "distributed", None):
-            raise DiscoveryError("the store of torchrun needs torch imported first, or EFFICIENTLLM_ENDPOINT set")
+        """Connect if somebody listens there now; never waits long."""
         address, port = self._place.master_addr, self._place.master_port
         try:
             socket.create_connection((address, port), PROBE_S).close()  # TCPStore would wait for minutes
-            self._store = torch.distributed.TCPStore(
+            self._store = self._distributed.TCPStore(
                 address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
             )
         except (OSError, RuntimeError, ValueError):
