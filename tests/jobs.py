@@ -34,10 +34,8 @@ from effllm.spawn import spawn
 SESSION, JOB = "TESTS_OF_SESSION", "TESTS_OF_JOB"
 SCRIPTS = Path(__file__).parent / "scripts"
 
-needs_torch = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
-]
+skip_without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_torch = [pytest.mark.torch, skip_without_torch]
 
 #: The contract: labels, order and formats of the block, and the line of its coverage below.
 BLOCK = re.compile(
@@ -147,6 +145,12 @@ class Ledger:
         """Every line of events.jsonl; none may be torn."""
         return _whole(read_events(self.folder))
 
+    @property
+    def num_windows(self) -> int:
+        """Number of windows so far, while they are being written."""
+        path = self.folder / "windows-0001.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
     def told(self, kind: str) -> list[str]:
         """Return the texts of the events of a kind."""
         return [event.text for event in self.events if event.kind == kind]
@@ -236,6 +240,11 @@ class Job:
     def runs(self) -> list[Path]:
         """Return the run folders."""
         return sorted(self._runs.iterdir()) if self._runs.is_dir() else []
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows in the one run folder so far, while they are being written."""
+        return self.ledger.num_windows if self.runs() else 0
 
     @property
     def ledger(self) -> Ledger:

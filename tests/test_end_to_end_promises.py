@@ -25,7 +25,7 @@ def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_
     job = launch.python(LOOP, "--iterations", 400, "--tokens", 7)
     killed, ports = [], []
     for windows in (3, 12):
-        jobs.until(lambda windows=windows: job.runs() and len(job.ledger.windows) >= windows)
+        jobs.until(lambda windows=windows: job.num_windows >= windows)
         (pid,) = jobs.until(lambda: [pid for pid in job.find("effllm.server") if pid not in killed])
         killed.append(pid)
         ports.append(jobs.listening_ports(pid))
@@ -48,7 +48,7 @@ def without_agent(launch):
     """A job of two ranks, the second of which loses its agent in its first second."""
     aggregator = launch.aggregator()
     ranks = launch.ranks(aggregator, 2, LOOP, "--iterations", 700)
-    jobs.until(lambda: (aggregator.ledger.folder / "windows-0001.jsonl").exists() and aggregator.ledger.windows)
+    jobs.until(lambda: aggregator.ledger.num_windows)
     (agent,) = ranks[1].find("effllm.agent")
     os.kill(agent, signal.SIGKILL)
     return aggregator, ranks
@@ -94,7 +94,7 @@ def test_a_trainer_that_is_killed_before_its_first_iteration_leaves_a_summary(la
 
 def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch):
     job = launch.python(LOOP, "--iterations", 300)
-    jobs.until(lambda: job.runs() and (job.ledger.folder / "windows-0001.jsonl").exists() and job.ledger.windows)
+    jobs.until(lambda: job.num_windows)
     stopped = job.find("effllm.agent") + job.find("effllm.server")
     assert len(stopped) == 2
     for pid in stopped:

@@ -1,0 +1,557 @@
+"""Whatever is wrong from outside: a defined outcome, one clear line, what was measured kept, training unharmed."""
+
+import math
+import os
+import socket
+import time
+
+import jobs
+import msgspec
+import pytest
+import zmq
+
+from effllm.schema import Beat, Bye, Device, Hello, Note, Parameters, RankReport, Reports
+from effllm.transport import MAGIC, encode
+
+LOOP = "loop.py"
+
+
+def line(text):
+    return f"[EfficientLLM] no metrics, training goes on: {text}\n"
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "allowed"),
+    [
+        ("run_name", "../x", "letters, digits, '.', '_' and '-', at most 100, no leading dot"),
+        ("run_name", "/tmp/x", "letters, digits, '.', '_' and '-', at most 100, no leading dot"),
+        ("run_name", "..", "letters, digits, '.', '_' and '-', at most 100, no leading dot"),
+        ("sinks", "console,../x", "names of files in effllm/sinks/, separated by commas"),
+        ("device", "../nvml", "auto, or the name of a file in effllm/devices/"),
+        ("endpoint", "here", "host:port or tcp://host:port"),
+        ("endpoint", "tcp://127.0.0.1:99999", "host:port or tcp://host:port"),
+        ("min_coverage", "1.5", "a ratio, 0 to 1"),
+        ("warmup_seconds", "-1", "seconds, at least 0"),
+        ("parameters", "some", "total, trainable or active"),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_line_that_names_it_and_what_is_allowed(launch, name, wrong, allowed):
+    job = launch.python(LOOP, "--iterations", 3, **{name: wrong}).done()
+
+    assert job.stderr == line(f"EFFICIENTLLM_{name.upper()}='{wrong}' is not usable: {allowed}")
+    assert len(job.told()["steps"]) == 3
+    assert not job.runs()
+
+
+def test_a_wrong_setting_is_told_by_rank_0_alone(launch):
+    job = launch.python(LOOP, "--iterations", 3, environ=jobs.place(1, 2), log_interval=0).done()
+
+    assert (job.stdout, job.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE"),
+    ],
+)
+def test_a_launcher_that_says_what_cannot_be_costs_the_metrics_alone(launch, variables, named):
+    job = launch.python(LOOP, "--iterations", 3, environ=variables).done()
+
+    assert job.stderr.startswith(line(f"{named}=")[:-1])
+    assert job.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", ["collection_interval='often'", "collection_interval=0", "collection_interval=float('nan')"]
+)
+def test_a_wrong_argument_is_told_like_a_wrong_setting(launch, arguments):
+    job = launch.code(
+        f"import effllm\neffllm.initialize_efficientllm_metrics(5, {arguments})\nprint('trained')\n"
+    ).done()
+
+    assert job.stdout == "trained\n"
+    assert job.stderr.startswith(line("collection_interval=")[:-1])
+    assert job.stderr.count("\n") == 1
+
+
+def test_a_sink_that_there_is_not_silences_no_other(launch):
+    job = launch.python(LOOP, sinks="nosuch,console,runfolder").done()
+
+    assert len(job.blocks) == 2
+    assert any("there is no sink 'nosuch'" in text for text in job.ledger.told("sink"))
+    assert job.ledger.summary.tokens == 2000
+
+
+def test_a_device_that_there_is_not_leaves_time_and_tokens(launch):
+    job = launch.python(LOOP, device="nosuch").done()
+
+    assert any("there is no device 'nosuch'" in text for text in job.ledger.told("agent"))
+    assert job.ledger.summary.tokens == 2000
+    assert {"al_seconds", "tt_tokens_per_param_per_sec"} <= set(job.ledger.summary.metrics)
+    assert "amu_gb" not in job.ledger.summary.metrics
+
+
+# --- folders ---
+
+
+def test_a_run_folder_that_cannot_be_written_is_told_once_and_the_console_goes_on(launch, tmp_path):
+    (tmp_path / "file").touch()
+    job = launch.python(LOOP, run_dir=tmp_path / "file" / "runs").done()
+
+    assert [block["iteration"] for block in job.blocks] == ["10", "20"]
+    assert job.stdout.count("set EFFICIENTLLM_RUN_DIR") >= 1
+    assert job.stdout.count("cannot be written (Not a directory)") == 1
+    assert "[EfficientLLM] Run completed" in job.stdout
+    assert len(job.told()["steps"]) == 20
+
+
+@pytest.mark.parametrize("name", ["lock", "events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "summary.json"])
+def test_a_link_in_the_place_of_a_file_is_never_written_through(launch, tmp_path, name):
+    folder, precious = tmp_path / "runs" / "mine", tmp_path / "precious"
+    folder.mkdir(parents=True)
+    precious.write_text("precious\n")
+    (folder / name).symlink_to(precious)
+    job = launch.python(LOOP, run_name="mine").done()
+
+    assert precious.read_text() == "precious\n"
+    assert len(job.blocks) == 2
+
+
+def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(tmp_path / "elsewhere")
+    launch.python(LOOP, run_name="mine").done()
+
+    assert jobs.Ledger(tmp_path / "elsewhere").summary.tokens == 2000
+
+
+def test_a_folder_in_which_another_run_writes_is_left_to_it(launch):
+    first = launch.python(LOOP, "--iterations", 900, run_name="shared")
+    jobs.until(lambda: first.num_windows)
+    second = launch.python(LOOP, "--iterations", 800, run_name="shared").done()
+    first.done()
+
+    assert "another run is writing" in second.stdout
+    assert second.blocks[-1]["iteration"] == "800"
+    assert first.ledger.summary.iterations == 900
+
+
+def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text('{"attempt": "many"}')
+    job = launch.python(LOOP, run_name="mine").done()
+
+    assert job.ledger.summary.tokens == 2000
+    assert any("cannot be read, the totals start anew" in text for text in job.ledger.told("sink"))
+
+
+# --- addresses ---
+
+
+def test_an_endpoint_where_nobody_listens_costs_one_line_and_a_bounded_end(launch):
+    endpoint = f"127.0.0.1:{jobs.unused_port()}"
+    started_s = time.monotonic()
+    job = launch.python(LOOP, endpoint=endpoint).done()
+
+    assert len(job.told()["steps"]) == 20
+    assert max(end - start for start, end in job.told()["steps"]) < 0.1
+    assert job.our_errors == [f"[EfficientLLM] rank 0: 3 reports could not be delivered to tcp://{endpoint}"]
+    assert time.monotonic() - started_s < 10
+    assert not job.runs()
+
+
+def test_an_endpoint_that_takes_connections_and_never_answers_is_no_worse(launch):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        job = launch.python(LOOP, endpoint=f"127.0.0.1:{listener.getsockname()[1]}").done()
+
+    assert len(job.told()["steps"]) == 20
+    assert len(job.our_errors) == 1
+
+
+@pytest.mark.parametrize("endpoint", ["192.0.2.1:5555", "somewhere.example:5555", "[2001:db8::1]:5555"])
+def test_an_endpoint_off_this_host_is_refused_before_anything_is_sent(launch, endpoint):
+    job = launch.python(LOOP, "--iterations", 3, endpoint=endpoint).done()
+
+    assert job.stderr.startswith(line(f"tcp://{endpoint} is on another host")[:-1])
+    assert job.stderr.count("\n") == 1
+
+
+def test_a_job_over_hosts_is_refused_rather_than_exposed(launch):
+    environ = {**jobs.place(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+    job = launch.code(
+        "import sys, types\n"  # the store of torchrun, of which nothing is asked before the address is refused
+        "sys.modules['torch'] = types.SimpleNamespace(distributed=types.SimpleNamespace(TCPStore=None))\n"
+        "import effllm\neffllm.initialize_efficientllm_metrics(5)\nprint('trained')\n",
+        environ=environ,
+    ).done()
+
+    assert job.stdout == "trained\n"
+    assert job.stderr.startswith("[EfficientLLM] no metrics, training goes on: ")
+    assert "192.0.2.1" in job.stderr or "spans hosts" in job.stderr
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_ranks_without_torch_and_without_an_endpoint_train_on_without_metrics(launch, rank, lines):
+    environ = {**jobs.place(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
+    job = launch.python(LOOP, "--iterations", 20, environ=environ).done()
+
+    assert len(job.told()["steps"]) == 20
+    assert job.stderr.count("needs torch imported first, or EFFICIENTLLM_ENDPOINT set") == lines
+    assert job.stderr.count("\n") == lines
+
+
+# --- the aggregator's port ---
+
+
+def row(**changes):
+    values = {
+        "agent": "stranger", "sequence": 1, "rank": 0, "window": 1, "iteration_first": 1, "iteration_last": 10,
+        "iteration_shown": 10, "start_time_s": 1.0, "end_time_s": 2.0, "wall_s": 1.0, "busy_s": 1.0, "wait_s": 0.0,
+        "phases_s": {}, "tokens": 10**9, "tokens_processed": 10**9, "tokens_loss": 0, "samples": 10**6,
+    }  # fmt: skip
+    return RankReport(**{**values, **changes})
+
+
+def hello(**changes):
+    values = {
+        "job": "", "agent": "stranger", "rank": 0, "local_rank": 0, "world_size": 1, "host": "elsewhere", "role": "x",
+        "devices": (Device("GPU-x", "nvml"),), "parameters": Parameters(7), "log_interval": 10,
+    }  # fmt: skip
+    return Hello(**{**values, **changes})
+
+
+STRANGERS = {
+    "nothing": b"",
+    "random bytes": os.urandom(500),
+    "our magic and nothing": MAGIC,
+    "our magic and random bytes": MAGIC + b"\xc1" + os.urandom(100),
+    "another version": b"EFL9" + encode(hello())[4:],
+    "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    "deep nesting": MAGIC + b"\x91" * 50_000,
+    "a message of no type": MAGIC + msgspec.msgpack.encode([99, 1, 2]),
+    "an aggregator's message": MAGIC + msgspec.msgpack.encode([7, 10**9]),
+    "too few fields": MAGIC + msgspec.msgpack.encode([2]),
+    "a large message": MAGIC + b"\0" * 200_000,
+    "too large a message": MAGIC + b"\0" * 600_000,
+    "negative tokens": encode(Reports((row(tokens=-1),))),
+    "a time of nan": encode(Reports((row(busy_s=math.nan),))),
+    "a row of a rank that is another's": encode(Reports((row(),))),
+    "a row of no rank": encode(Reports((row(rank=10**6),))),
+    "a sign of life of a stranger": encode(Beat("stranger", 0, 1, "x", 0.0)),
+    "a farewell of a stranger": encode(Bye("stranger", 0, "completed", 1)),
+    "a note of a stranger": encode(Note("stranger", 0, "agent", "nonsense \x1b[31m", 0.0)),
+    "an agent for a rank that has one": encode(hello()),
+    "a rank outside the world": encode(hello(rank=5)),
+    "another world": encode(hello(rank=1, world_size=2)),
+    "a world without end": encode(hello(rank=1, world_size=2**62)),
+    "another interval": encode(hello(log_interval=7)),
+}
+
+
+def send_raw_bytes(port):
+    """Speak no ZeroMQ: half a greeting that stays open, a browser, and a connection that is reset."""
+    held = socket.create_connection(("127.0.0.1", port))
+    held.sendall(b"\xff\0\0\0")
+    with socket.create_connection(("127.0.0.1", port)) as browser:
+        browser.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+    with socket.create_connection(("127.0.0.1", port)) as reset:
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        reset.sendall(os.urandom(4000))
+    return held
+
+
+def send_frames(port, frames):
+    context = zmq.Context()
+    for frame in frames:
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.set(zmq.LINGER, 5000)
+            stranger.connect(f"tcp://127.0.0.1:{port}")
+            stranger.send(frame)
+            stranger.send_multipart([frame, b"more", b""])
+    context.term()
+
+
+def test_nothing_that_strangers_send_to_the_port_changes_the_job(launch):
+    aggregator = launch.aggregator()
+    rank = launch.python(LOOP, "--iterations", 250, endpoint=aggregator.endpoint)
+    jobs.until(lambda: aggregator.ledger.num_windows)
+    with send_raw_bytes(aggregator.port):
+        send_frames(aggregator.port, STRANGERS.values())
+        rank.done()
+        assert not aggregator.job.left(within_s=8.0)
+    ledger, summary = aggregator.ledger, aggregator.ledger.summary
+
+    assert (summary.status, summary.iterations, summary.tokens, summary.samples) == ("completed", 250, 25_000, 500)
+    assert (summary.parameters, summary.coverage.ranks_expected, summary.attempts) == (1000, 1, 1)
+    assert list(summary.energy.by_device) == [ledger.ranks[0].device]
+    assert "GPU-x" not in ledger.summary.energy.by_device
+    assert max(end - start for start, end in rank.told()["steps"]) < 0.1
+    assert len(ledger.told("garbage")) >= 5
+    refused = " | ".join(ledger.told("refused"))
+    assert "rank 0 has an agent already" in refused
+    assert "lies outside a world" in refused
+    assert "its LOG_INTERVAL is 7, the job's is 10" in refused
+    assert "\x1b[31m" not in aggregator.job.stdout
+
+
+def test_a_large_world_that_nobody_has_does_not_take_the_memory(launch):
+    aggregator = launch.aggregator()
+    send_frames(aggregator.port, [encode(hello(world_size=2**40))])
+    launch.python(LOOP, endpoint=aggregator.endpoint).done()
+    assert not aggregator.job.left(within_s=8.0)
+
+    assert aggregator.ledger.summary.tokens == 2000
+    assert any("a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.told("refused"))
+
+
+# --- what a loop says ---
+
+CALLS = """
+import math, time
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+def step(*counts, **named):
+    collector.record_iteration_start()
+    time.sleep(0.002)
+    collector.record_iteration_end(*counts, **named)
+{body}
+effllm.finalize_efficientllm_metrics()
+print("trained")
+"""
+
+
+def loop(launch, body, **settings):
+    job = launch.code(CALLS.format(body=body), **{"log_interval": 5, **settings}).done()
+    assert job.stdout.rstrip().endswith("trained")
+    assert job.stderr == ""
+    return job
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "-1, 1",
+        "10, -1",
+        "'ten', 1",
+        "math.nan, 1",
+        "math.inf, 1",
+        "2**70, 1",
+        "10, 2**63",
+        "[1], 1",
+        "10, 1, tokens=-5",
+    ],
+)
+def test_counts_that_are_none_are_told_once_and_count_nothing(launch, wrong):
+    job = loop(launch, f"for i in range(10):\n    step(10, 1)\n    step({wrong})")
+
+    assert (job.ledger.summary.tokens, job.ledger.summary.samples, job.ledger.summary.iterations) == (100, 10, 20)
+    (told,) = job.ledger.told("warning")
+    assert "tokens and samples must be counts of at least 0; iteration 2 counts none" in told
+
+
+@pytest.mark.parametrize("loss", ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"])
+def test_a_loss_that_is_no_number_has_no_line_and_costs_nothing(launch, loss):
+    job = loop(launch, f"for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i, {loss})")
+
+    assert [block["iteration"] for block in job.blocks] == ["5", "10", "15", "20"]
+    assert [block["loss"] for block in job.blocks] == [None] * 4
+    assert (job.ledger.summary.status, job.ledger.summary.tokens) == ("completed", 200)
+
+
+@pytest.mark.parametrize("loss", ["'2.5'", "fractions.Fraction(5, 2)", "decimal.Decimal('2.5')"])
+def test_a_loss_that_can_be_a_number_is_one(launch, loss):
+    job = loop(
+        launch,
+        f"import fractions, decimal\nfor i in range(1, 11):\n    step(10, 1)\n    collector.log_metrics(i, {loss})",
+    )
+
+    assert {block["loss"] for block in job.blocks} == {"2.500000"}
+
+
+def test_an_iteration_number_that_goes_back_is_told_and_counting_goes_on(launch):
+    job = loop(
+        launch,
+        "for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i if i <= 10 else i - 8, 1.0)",
+    )
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (20, 200)
+    (told,) = job.ledger.told("warning")
+    assert "the iteration number went back from 10 to 3; counting goes on" in told
+
+
+def test_a_number_that_is_none_is_told_and_counting_goes_on(launch):
+    job = loop(
+        launch, "for i in [None, 'x', 2**80, math.nan, -2**80]:\n    step(10, 1)\n    collector.log_metrics(i, 1.0)"
+    )
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (5, 50)
+    assert job.blocks[0]["iteration"] == "5"
+
+
+def test_two_initialisations_are_one_and_the_second_adds_what_it_knows(launch):
+    job = loop(
+        launch,
+        "effllm.initialize_efficientllm_metrics(2000, facts={'model': 'small'})\nfor i in range(10):\n    step(10, 1)",
+    )
+
+    assert job.stdout.count("Metrics collection initialized") == 1
+    assert job.ledger.summary.parameters == 2000
+    assert job.ledger.facts["model"] == "small"
+    assert len(job.runs()) == 1
+
+
+def test_an_end_without_a_start_and_a_start_without_an_end_are_told_once(launch):
+    job = loop(
+        launch,
+        "for i in range(10):\n    collector.record_iteration_end(10, 1)\n"
+        "collector.record_iteration_start()\nstep(10, 1)\ncollector.record_iteration_start()",
+    )
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (11, 110)
+    (told,) = job.ledger.told("warning")
+    assert "an iteration ended that had not started" in told
+
+
+def test_finalising_twice_and_calling_on_after_that_does_nothing(launch):
+    job = loop(
+        launch,
+        "for i in range(10):\n    step(10, 1)\n"
+        "effllm.finalize_efficientllm_metrics()\neffllm.finalize_efficientllm_metrics()\n"
+        "step(1000, 1000)\ncollector.log_metrics(11, 1.0)\ncollector.reset()\n"
+        "with collector.phase('evaluation'):\n    pass",
+    )
+
+    assert job.stdout.count("[EfficientLLM] Run completed") == 1
+    assert job.ledger.summary.tokens == 100
+
+
+def test_finalising_without_a_start_is_silent(launch):
+    job = launch.code("import effllm\neffllm.finalize_efficientllm_metrics()\n").done()
+
+    assert (job.stdout, job.stderr) == ("", "")
+
+
+def test_phases_that_are_crossed_unknown_or_left_open_keep_every_second(launch):
+    job = loop(
+        launch,
+        "whole = collector.phase('evaluation')\nwhole.__enter__()\nstep(10, 1)\nwhole.__exit__(None, None, None)\n"
+        "with collector.phase('checkpoint'), collector.phase('evaluation'):\n    time.sleep(0.02)\n"
+        "with collector.phase(None), collector.phase('lunch'):\n    time.sleep(0.02)\n"
+        "step(10, 1)\nleft_open = collector.phase('evaluation')\nleft_open.__enter__()\n",
+    )
+
+    assert job.ledger.summary.tokens == 20
+    for one in job.ledger.ranks:
+        assert one.wall_s == pytest.approx(one.busy_s + one.wait_s + sum(one.phases_s.values()), abs=1e-6)
+    assert {"evaluation", "checkpoint", "other"} <= set(job.ledger.summary.time_by_class)
+
+
+@pytest.mark.parametrize("parameters", ["0", "-5", "'many'", "math.nan", "2**70", "None", "1.5e3"])
+def test_parameters_that_are_no_count_leave_tt_and_st_out(launch, parameters):
+    job = loop(launch, f"collector.set_model_parameters({parameters})\nfor i in range(10):\n    step(10, 1)")
+    known = parameters == "1.5e3"
+
+    assert ("tt_tokens_per_param_per_sec" in job.ledger.summary.metrics) is known
+    assert job.ledger.summary.parameters == (1500 if known else None)
+    assert job.ledger.summary.tokens == 100
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "facts={'folder': __import__('pathlib').Path('/'), 'odd': {1, 2}, 3: object(), 'nan': math.nan}",
+        "facts={'long': 'x' * 200_000}",
+        "flops_per_token='many'",
+        "first_iteration='three'",
+        "first_iteration=-3",
+        "total_iterations='all'",
+    ],
+)
+def test_facts_of_any_kind_cost_no_metrics(launch, arguments):
+    job = launch.code(
+        "import math\nimport effllm.efficientllm_metrics as effllm\n"
+        f"effllm.initialize_efficientllm_metrics(1000, {arguments})\n"
+        "collector = effllm.get_metrics_collector()\n"
+        "for i in range(10):\n    collector.record_iteration_start()\n    collector.record_iteration_end(10, 1)\n"
+        "effllm.finalize_efficientllm_metrics()\n"
+    ).done()
+
+    assert job.ledger.summary.tokens == 100
+    assert job.stderr == ""
+
+
+FAST = """
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+for i in range(50_000):
+    collector.record_iteration_start()
+    collector.record_iteration_end(3, 1)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+@pytest.mark.parametrize("history_size", [16, 1000])
+def test_a_full_ring_loses_detail_but_no_iteration_and_no_token(launch, history_size):
+    job = launch.code(FAST, history_size=history_size, log_interval=10_000).done()
+    summary, rows = job.ledger.summary, job.ledger.ranks
+
+    assert (summary.iterations, summary.tokens, summary.samples) == (50_000, 150_000, 50_000)
+    assert summary.status == "completed"
+    assert sum(row.iteration_last - row.iteration_first + 1 for row in rows) == 50_000
+    assert max(row.iterations_overrun for row in rows) > 0
+    assert summary.coverage.reports_lost == 0
+
+
+def test_thousands_of_windows_at_once_are_written_whole_or_counted_as_lost(launch):
+    job = launch.code(FAST, history_size=10_000).done()
+    summary = job.ledger.summary
+
+    assert summary.status == "completed"
+    assert summary.iterations == 50_000
+    assert len(job.ledger.windows) == len(job.ledger.ranks) > 100
+    assert sum(row.tokens for row in job.ledger.ranks) == summary.tokens == 150_000
+    assert summary.coverage.reports_lost == 0
+    assert not job.ledger.told("sink")
+
+
+def test_a_writer_that_raises_does_not_end_the_loop(launch):
+    job = loop(
+        launch,
+        "class Writer:\n    def add_scalar(self, *_):\n        raise OSError('full')\n"
+        "for i in range(1, 41):\n    step(10, 1)\n    time.sleep(0.01)\n    collector.log_metrics(i, 1.0, Writer())",
+    )
+
+    assert job.ledger.summary.tokens == 400
+    assert any("the writer given to log_metrics failed: OSError: full" in text for text in job.ledger.told("warning"))
+
+
+TENSORS = """
+import torch
+for i in range(1, 11):
+    step(torch.tensor(10), torch.tensor(1))
+    collector.log_metrics(i, torch.tensor(2.5))
+for i in range(11, 21):
+    step(torch.tensor([1, 2]), 1)
+    collector.log_metrics(i, torch.tensor([1.0, 2.0]))
+"""
+
+
+@pytest.mark.torch
+@jobs.skip_without_torch
+def test_tensors_of_one_number_are_numbers_and_others_are_told(launch):
+    job = loop(launch, TENSORS)
+
+    assert (job.ledger.summary.tokens, job.ledger.summary.iterations) == (100, 20)
+    assert [block["loss"] for block in job.blocks] == ["2.500000", "2.500000", None, None]
