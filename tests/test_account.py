@@ -83,10 +83,11 @@ def host_row(rank, watts=None, memory_bytes=GIB, utilization=0.25, wall_s=10.0):
 HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
 
 
-def test_shares_of_a_host_add_up_and_its_energy_does_not():
+@pytest.mark.parametrize("wall", [False, True])
+def test_shares_of_a_host_add_up_and_its_energy_does_not(wall):
     rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
 
-    totals = totals_of([rows], HOST, {"node0": {0, 1}})
+    totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=wall)
 
     assert totals.memory_mean_bytes == pytest.approx(4 * GIB)
     assert totals.utilization_mean == pytest.approx(0.75)

@@ -141,6 +141,9 @@ def test_a_rank_that_never_joins_is_waited_for_while_a_job_starts():
     assert report.coverage.gpus_expected == 2
     assert report.run.energy_j is None, "what a rank that nobody knows draws is a hole"
     assert report.run.tokens == 1000
+    job.send(row(0, 2))
+    job.wait(1, 0)
+    assert [report.window for report in job.closed()] == [2], "it is waited for no more"
 
 
 def test_ranks_that_left_are_neither_waited_for_nor_missing():
@@ -561,6 +564,13 @@ def test_a_run_is_completed_only_if_every_rank_says_so(byes, status):
     assert job.summary(ended=True).status == status
 
 
+def test_a_run_that_a_rank_never_joined_is_not_completed():
+    job = Job().join(0)
+    job.bye(0)
+
+    assert job.summary(ended=True).status == "killed"
+
+
 def test_the_summary_has_a_unit_for_every_value_and_the_energy_of_each_class():
     job = Job().join()
     run_of(job, 2, phases_s={"evaluation": 5.0})
@@ -593,19 +603,30 @@ def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
 
 def test_a_snapshot_does_not_claim_rows_of_windows_that_are_still_open():
     job = Job().join()
-    job.send(row(0, 1))
+    job.send(row(0, 1), row(0, 2))
     job.bye(0)
     second = Job(snapshot=restore(job.aggregator.snapshot())).join()
 
-    second.send(row(0, 1))
     second.send(row(1, 1))
+    second.wait(5, 0, 1)
+    assert second.closed() == [], "rank 0 is waited for, for it has not left until it says so again"
+    second.send(row(0, 1))
     assert [report.run.tokens for report in second.closed()] == [2000]
     assert second.aggregator.duplicates == 0
 
 
+def test_a_snapshot_after_a_farewell_does_not_wait_for_who_left():
+    job = Job().join()
+    job.bye(0)
+    second = Job(snapshot=restore(job.aggregator.snapshot())).join(1)
+    second.send(row(1))
+
+    assert [report.window for report in second.closed()] == [1]
+
+
 def test_what_is_safe_is_what_need_not_be_sent_again():
     job = Job().join()
-    job.send(row(0, 1), row(0, 2))
+    job.send(row(0, 1), row(0, 2), row(0, 3))
     job.send(row(1, 1))
 
     (closed,) = job.aggregator.take_closed()
@@ -627,6 +648,18 @@ def test_the_next_attempt_keeps_the_sums_and_begins_with_its_own_ranks():
     assert [report.run.tokens for report in closed] == [2000, 3000]
     assert [report.job.tokens for report in closed] == [5000, 6000]
     assert aggregator.summary(3000.0, ended=True).attempts == 2
+
+
+@pytest.mark.parametrize("warmup_seconds", [0.0, 15.0])
+def test_the_next_attempt_has_a_warm_up_of_its_own_and_no_reset_of_the_last(warmup_seconds):
+    first = Job(1, warmup_seconds=warmup_seconds).join()
+    first.send(row(0, 1), row(0, 2), row(0, 3, reset=True))
+    second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup_seconds=warmup_seconds).join()
+    second.send(row(0, 1), row(0, 2), row(0, 3))
+
+    # Windows of 10 s: two of them are begun within 15 s.
+    expected = [0, 0, 1000] if warmup_seconds else [1000, 2000, 3000]
+    assert [report.run.tokens for report in second.closed()] == expected
 
 
 class CrashingJob:
@@ -696,7 +729,7 @@ def jobs(draw):
 STEPS = st.lists(st.sampled_from(["send"] * 6 + ["write", "write", "bye", "crash"]), max_size=40)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=200)
 @given(jobs(), STEPS, st.data(), st.sampled_from([0.4, 1.0]))
 def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
     steady, crashing = CrashingJob(rows, min_coverage), CrashingJob(rows, min_coverage)
