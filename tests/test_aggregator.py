@@ -226,6 +226,7 @@ def test_a_late_report_enters_the_totals_with_a_correction_and_leaves_its_window
     assert (correction.run.time_s, report.run.time_s) == (13.0, 10.0)
     assert not [tag for tag in correction.values if tag.startswith("window/")]
     assert (correction.coverage.reports_late, correction.coverage.gpus_measured) == (1, 2)
+    assert correction.time_by_class == {"iterations": 11.5}, "the mean of 10 and 13"
     assert job.aggregator.report_count == 2
     assert [event.rank for event in job.events("late")] == [1]
 
@@ -359,6 +360,13 @@ def test_a_row_of_whoever_did_not_introduce_itself_is_not_counted():
     assert job.summary().tokens == 0
 
 
+def test_another_agent_takes_the_place_of_one_that_has_just_left():
+    job = Job().join()
+    job.bye(1)
+
+    assert job.refused(1, agent="second") == ""
+
+
 def test_another_agent_takes_the_place_of_a_silent_or_departed_one():
     job = Job().join()
     job.bye(1)
@@ -470,9 +478,9 @@ def test_a_warm_up_of_iterations_is_rounded_up_to_windows_and_left_out_of_the_ru
 
 
 def test_a_warm_up_of_seconds_is_iteration_time():
-    closed = run_of(Job(warmup_seconds=15.0).join(), 3)
+    closed = run_of(Job(warmup_seconds=15.0).join(), 3, phases_s={"evaluation": 100.0})
 
-    # Windows of 10 s: the second begins after 10 s, which are fewer than 15.
+    # Windows of 10 s and an evaluation: the second begins after 10 s, which are fewer than 15.
     assert [report.run.tokens for report in closed] == [0, 0, 2000]
 
 

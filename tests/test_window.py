@@ -1,5 +1,6 @@
 """effllm/window.py: samples and records to sums that hold, and to seconds that say what they cover."""
 
+import tracemalloc
 from itertools import pairwise
 
 import pytest
@@ -314,6 +315,32 @@ def test_peaks_are_the_largest_readings_within_the_row():
         (3 * GIB, 90),
         (2 * GIB, 90),
     ]
+
+
+def test_a_cutter_keeps_nothing_of_windows_that_are_cut():
+    with looping(log_interval=1, slots=16) as loop:
+        one, device = cutter(log_interval=1), series()
+
+        def iterations(count):
+            for _ in range(count):
+                iterate(loop, 1)
+                device.add(Sample(loop.now_ns, 1.0, 0.5, 100.0, 0.0))
+                loop.recorder.loss(1, 3.0)
+                loop.phase("evaluation", loop.now_ns, loop.now_ns + NS)
+                for slot in loop.slots():
+                    one.add(slot)
+                assert one.cut([device]) is not None
+
+        tracemalloc.start()
+        try:
+            iterations(2500)  # Python keeps up to 2000 tuples for reuse
+            before, _ = tracemalloc.get_traced_memory()
+            iterations(2000)
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert after - before < 20_000
 
 
 # --- what holds for every run --------------------------------------------------------------------
