@@ -18,13 +18,15 @@ DEADLINE_S = 30.0
 
 # A line comes back for every line sent, so the test knows when a request has been carried out.
 ECHO = """
-import os, subprocess, sys, time
+import ctypes, os, subprocess, sys, time
+libc = ctypes.CDLL(None)
 MIB = 2**20
 held, pids = [], []
 def grow(mib): held.append(bytearray(os.urandom(4096)) * (mib * 256))
 def fork(body):
     pid = os.fork()
     if pid == 0:
+        libc.prctl(1, 9)  # PR_SET_PDEATHSIG: a child of a child goes too
         body()
         os._exit(0)
     pids.append(pid)
