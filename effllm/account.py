@@ -25,6 +25,11 @@ class MergedDevice(Struct, frozen=True):
     span_s: float
     memory_peak_bytes: float | None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything of it was measured."""
+        return self.wall.memory_covered_s + self.wall.utilization_covered_s + self.wall.energy_covered_s > 0
+
 
 def merge_devices(
     rows: Sequence[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]

@@ -22,8 +22,9 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from effllm.aggregator import Aggregator, Closed, Snapshot, restore
+from effllm.aggregator import Aggregator, Closed
 from effllm.config import Config
+from effllm.ledger import Ledger, restore
 from effllm.provenance import gather
 from effllm.schema import Ack, Beat, Bye, ByeSeen, Event, Hello, Note, Refused, Reports, Summary, Welcome
 from effllm.sinks import Keeper, Run, Sink, SinkUnavailable, open_sink
@@ -187,7 +188,7 @@ class Server:
             sink.start()
             self._sinks.append(sink)
 
-    def _restore(self) -> Snapshot | None:
+    def _restore(self) -> Ledger | None:
         if self._folder is None:
             return None
         try:

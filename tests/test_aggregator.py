@@ -8,8 +8,10 @@ from builders import GIB, device_window, full, gpu, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.aggregator import ABSENT_AFTER_S, RECENT, SILENT_AFTER_S, Aggregator, restore
+from effllm.aggregator import RECENT, Aggregator
 from effllm.config import Config
+from effllm.ledger import restore
+from effllm.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.schema import Beat, Bye, Note, Parameters
 
 
@@ -127,6 +129,19 @@ def test_a_silent_rank_is_waited_for_no_more_and_may_come_back():
     assert [event.rank for event in job.events("back")] == [1]
     job.send(row(0, 2))
     assert job.closed() == [], "it is waited for again"
+
+
+def test_the_gpu_of_a_rank_that_has_left_is_expected_no_more():
+    job = Job().join()
+    job.send(row(0), row(1))
+    job.bye(1)
+    job.send(row(0, 2))
+
+    first, second = job.closed()
+    assert (first.coverage.gpus_expected, second.coverage.gpus_expected) == (2, 1)
+    assert second.coverage.energy == 1.0
+    # 10 s of two GPUs at 100 W, then 10 s of one
+    assert job.summary().energy.total_joules == pytest.approx(3000.0)
 
 
 def test_a_rank_that_never_joins_is_waited_for_while_a_job_starts():
@@ -711,7 +726,8 @@ class CrashingJob:
         for rank in self.rows:
             self.job.bye(rank)
         assert self.job.aggregator.finished(self.job.now_s)
-        return self.job.summary(ended=True), self.job.aggregator._totals(None)
+        kept = restore(self.job.aggregator.snapshot())
+        return self.job.summary(ended=True), (kept.run.totals(), kept.whole.totals())
 
 
 @st.composite
@@ -769,7 +785,7 @@ def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps
             crashing.job.wait(31, *rows)  # every open window is overdue
         else:
             getattr(crashing, step)()
-    summary, (_, _, whole) = crashing.finish()
+    summary, (_, whole) = crashing.finish()
 
     assert summary.tokens == sum(one.tokens for of_rank in rows.values() for one in of_rank)
     assert whole.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))

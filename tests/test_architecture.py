@@ -24,6 +24,9 @@ FLOORS = """
 1.0  config  ring  facts  metrics  spawn  transport  provenance  energy  runfolder  devices
 1.1  devices.*  window  log  summary_text
 1.2  account
+1.3  ledger
+1.4  roster
+1.5  reporting
 2.0  recorder  sampler  aggregator  discovery  sinks
 2.1  sinks.*  preflight
 3.0  server
@@ -74,7 +77,7 @@ def imports(module):
 def test_there_are_modules_to_look_at():
     assert {"effllm", "effllm.schema", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
     assert "effllm.window" in set(imports("effllm.account"))
-    assert "effllm.metrics" in set(imports("effllm.aggregator")), "from effllm import metrics"
+    assert "effllm.metrics" in set(imports("effllm.reporting")), "from effllm import metrics"
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,0 +1,143 @@
+"""The running state of a job, which a replacement of the aggregator goes on from, pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from effllm.account import Account, MergedDevice, WindowEnergy
+from effllm.schema import CHECKPOINT, EVALUATION, OTHER, SHUTDOWN, STARTUP, RankReport
+
+CLASSES = ("iterations", EVALUATION, CHECKPOINT, OTHER, STARTUP, SHUTDOWN)
+
+
+class RankState(Struct):
+    """What the aggregator knows of one rank."""
+
+    agent: str
+    last_sequence: int = 0  # of the reports taken
+    last_window: int = 0
+    iteration: int = 0
+    bye: str = ""
+    lost: int = 0
+    agent_cpu_s: float = 0.0
+
+
+class Ledger(Struct):
+    """The sums of a job, and how far each of its ranks is in them."""
+
+    attempt: int
+    job: str
+    started_time_s: float
+    world_size: int = 0
+    closed: int = 0
+    reports: int = 0
+    ranks: dict[int, RankState] = {}
+    run: Account = msgspec.field(default_factory=Account)
+    whole: Account = msgspec.field(default_factory=lambda: Account(wall=True))
+    devices_j: dict[str, float] = {}
+    classes_j: dict[str, float] = {}
+    classes_s: dict[str, float] = {}
+    late: int = 0
+    loss: float | None = None
+    iteration_last: int = 0
+    iteration_shown: int = 0
+    events: dict[str, int] = {}
+    warmed_s: float = 0.0  # iteration time that the warm-up has had
+    run_after: int = 0  # windows up to this one are not in the run-to-date values: warm-up, or a reset
+
+    def next_attempt(self, job: str) -> Ledger:
+        """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
+        self.attempt, self.job = self.attempt + 1, job
+        self.world_size = self.closed = self.run_after = 0
+        self.ranks, self.warmed_s = {}, 0.0
+        return self
+
+    def accounts(self, window: int) -> Sequence[Account]:
+        """Return the accounts that a window enters."""
+        return (self.whole,) if window <= self.run_after else (self.whole, self.run)
+
+    def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
+        """Say whether a window lies in the warm-up, and leave it out of the run-to-date values if so."""
+        warming = min(row.iteration_first for row in rows) <= iterations or self.warmed_s < seconds
+        self.warmed_s += max(row.time_s for row in rows)
+        if warming:
+            self.run_after = window
+        return warming
+
+    def reset_run(self, window: int) -> None:
+        """Let the run-to-date values start after a window."""
+        self.run, self.run_after = Account(), window
+
+    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
+        """Enter the times and counts of rows, each of which may be entered once."""
+        for account in self.accounts(window):
+            account.add_rows(rows)
+        for row in rows:
+            for name, seconds in {"iterations": row.time_s, **row.phases_s}.items():
+                self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
+
+    def count_devices(
+        self,
+        window: int,
+        rows: Sequence[RankReport],
+        merged: Mapping[str, MergedDevice],
+        energy: WindowEnergy,
+        least_coverage: float,
+        sign: int = 1,
+    ) -> None:
+        """Enter a window's devices and energy; with a sign of -1 take them back, for a late row changes all of it."""
+        for account in self.accounts(window):
+            account.add_devices(merged, sign)
+            account.add_energy(energy, rows, least_coverage, sign)
+        for key, joules in energy.by_device_j.items():
+            self.devices_j[key] = self.devices_j.get(key, 0.0) + sign * joules
+        for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
+            self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
+
+    def advance(self, rows: Sequence[RankReport]) -> None:
+        """Note where the rows of a closed window have brought the job."""
+        losses = [row.loss for row in rows if row.loss is not None]
+        self.loss = losses[0] if losses else self.loss
+        self.iteration_last = max(self.iteration_last, *(row.iteration_last for row in rows))
+        self.iteration_shown = max(row.iteration_shown for row in rows)
+
+    def time_by_class(self) -> dict[str, float]:
+        """Return the seconds of each class, mean over ranks."""
+        ranks = len(self.whole.ranks) or 1
+        return {name: self.classes_s[name] / ranks for name in CLASSES if name in self.classes_s}
+
+    def energy_by_class(self) -> dict[str, float | None]:
+        """Return the measured joules of each class."""
+        return {name: self.classes_j[name] for name in CLASSES if name in self.classes_j}
+
+    def status(self) -> str:
+        """Return how the job ended, from the farewells of its ranks."""
+        said = [rank.bye for rank in self.ranks.values()]
+        if "failed" in said:
+            return "failed"
+        complete = len(said) == self.world_size and all(word == "completed" for word in said)
+        return "completed" if complete and said else "killed"
+
+    def encode(self, safe: Mapping[int, int]) -> bytes:
+        """Return the state as JSON, for a replacement.
+
+        Rows of windows that are still open are not in it, so it says that they have not come: whoever
+        sent them will send them again.
+
+        Args:
+            safe: the last sequence of each rank whose report, and all before it, is in the sums.
+        """
+        replace = msgspec.structs.replace
+        ranks = {
+            rank: known
+            if safe[rank] == known.last_sequence
+            else replace(known, last_sequence=safe[rank], last_window=self.closed, bye="")
+            for rank, known in self.ranks.items()
+        }
+        return msgspec.json.encode(replace(self, ranks=ranks))
+
+
+restore: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger).decode

@@ -1,0 +1,184 @@
+"""The ledger and the roster to what sinks are given: reports of windows, and the summary; pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from effllm import metrics
+from effllm.account import Account, MergedDevice, WindowEnergy
+from effllm.ledger import Ledger
+from effllm.roster import Roster
+from effllm.schema import (
+    ClusterReport,
+    ClusterTotals,
+    Coverage,
+    EnergySummary,
+    Overhead,
+    RankReport,
+    Straggler,
+    Summary,
+    Value,
+)
+
+
+class Window(Struct):
+    """A window that has closed: its rows, and what they come to."""
+
+    number: int
+    rows: dict[int, RankReport]
+    merged: dict[str, MergedDevice]
+    energy: WindowEnergy | None  # None where the other rows of the window are forgotten
+    warming: bool = False
+
+    @property
+    def ordered(self) -> list[RankReport]:
+        """The rows by rank."""
+        return [self.rows[rank] for rank in sorted(self.rows)]
+
+
+def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
+    """Return the totals of an account, with what the job is known to be."""
+    return account.totals(
+        parameters=roster.parameters(),
+        gpus=roster.num_gpus,
+        world_size=ledger.world_size,
+        peak_flops_per_s=roster.peak_flops_per_s,
+        flops_per_token=roster.flops_per_token,
+    )
+
+
+def report_of(
+    window: Window,
+    ledger: Ledger,
+    roster: Roster,
+    least_coverage: float,
+    last: ClusterReport | None,
+    correction: bool,
+) -> ClusterReport:
+    """Return the report of a window that has closed, or its correction by a late row."""
+    rows = window.ordered
+    account = Account()
+    account.add_rows(rows)
+    account.add_devices(window.merged)
+    if window.energy:
+        account.add_energy(window.energy, rows, least_coverage)
+    run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
+    shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
+    losses = [row.loss for row in rows if row.loss is not None]
+    coverage = coverage_of(window, ledger, roster)
+    if window.energy is None and last:  # a row so late that nobody remembers the others of its window
+        coverage = msgspec.structs.replace(last.coverage, reports_late=ledger.late)
+    shown = max(row.iteration_shown for row in rows)
+    return ClusterReport(
+        attempt=ledger.attempt,
+        window=window.number,
+        iteration=ledger.iteration_shown if correction else shown,
+        iteration_first=min(row.iteration_first for row in rows),
+        iteration_last=max(row.iteration_last for row in rows),
+        time_s=max(row.end_time_s for row in rows),
+        loss=losses[0] if losses else None,
+        run=run,
+        last=own,
+        job=whole,
+        values=metrics.evaluate(run, shown_of_window, whole),
+        coverage=coverage,
+        straggler=straggler_of(rows),
+        total_iterations=roster.total_iterations,
+        remaining_s=_remaining_s(whole, roster.total_iterations, shown),
+        style=roster.style,
+        simulated=roster.is_simulated,
+        power_scope=roster.power_scope if window.energy and window.energy.coverage is not None else None,
+        warming_up=window.warming,
+        final=any(row.final for row in rows),
+        correction=correction,
+        energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
+        time_by_class=ledger.time_by_class(),
+    )
+
+
+def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
+    """Return how much of the job a window stands on."""
+    rows: Collection[int] = window.rows if window else ()
+    merged: Mapping[str, MergedDevice] = window.merged if window else {}
+    absent = roster.absent(rows) if window else set()
+    gpus = {key for key in (roster.sitting(rows) if window else roster.devices) if roster.devices[key].is_gpu}
+    unknown = len(absent - set(roster.hellos)) if gpus else 0
+    span_s = sum(one.span_s for one in merged.values())
+    memory_s = sum(one.wall.memory_covered_s for one in merged.values())
+    busy_s = sum(one.wall.utilization_covered_s for one in merged.values())
+    return Coverage(
+        ranks_expected=ledger.world_size,
+        ranks_reporting=len(rows),
+        gpus_expected=len(gpus) + unknown,
+        gpus_measured=sum(key in gpus and one.is_measured for key, one in merged.items()),
+        reports_lost=sum(rank.lost for rank in ledger.ranks.values()),
+        reports_late=ledger.late,
+        missing_ranks=tuple(sorted(absent)),
+        energy=window.energy.coverage if window and window.energy else None,
+        memory=min(memory_s / span_s, 1.0) if span_s > 0 else None,
+        utilization=min(busy_s / span_s, 1.0) if span_s > 0 else None,
+    )
+
+
+def summary_of(
+    ledger: Ledger,
+    roster: Roster,
+    kind: str,
+    last: ClusterReport | None,
+    time_s: float,
+    ended: bool,
+    aggregator_cpu_s: float | None,
+) -> Summary:
+    """Return the run as it stands; ``kind`` says which parameters P is."""
+    run, whole = totals(ledger.run, ledger, roster), totals(ledger.whole, ledger, roster)
+    values = metrics.evaluate(run, ClusterTotals(), whole)
+    return Summary(
+        status=ledger.status() if ended else "running",
+        iterations=whole.iterations,
+        attempts=ledger.attempt,
+        parameters=run.parameters,
+        parameters_kind=kind,
+        metrics={tag: Value(value, entry.unit) for tag, value in values.items() if (entry := metrics.describe(tag))},
+        energy=EnergySummary(
+            total_joules=whole.energy_j if whole.energy_complete else None,
+            measured_joules=whole.energy_measured_j if roster.measures_energy else None,
+            scope=roster.power_scope,
+            method=roster.energy_method,
+            joules_per_token=values.get("energy/joules_per_token"),
+            by_device=dict(ledger.devices_j),
+            by_class=ledger.energy_by_class() if roster.measures_energy else {},
+        ),
+        coverage=last.coverage if last else coverage_of(None, ledger, roster),
+        overhead=Overhead(
+            agents_cpu_s=sum(rank.agent_cpu_s for rank in ledger.ranks.values()), aggregator_cpu_s=aggregator_cpu_s
+        ),
+        started_time_s=ledger.started_time_s,
+        updated_time_s=time_s,
+        elapsed_s=max(time_s - ledger.started_time_s, 0.0),
+        time_by_class=ledger.time_by_class(),
+        simulated=roster.is_simulated,
+        not_measured=roster.not_measured,
+        tokens=whole.tokens,
+        samples=whole.samples,
+        loss=ledger.loss,
+        events=dict(ledger.events),
+    )
+
+
+def straggler_of(rows: Sequence[RankReport]) -> Straggler | None:
+    """Return the rank with the longest steps, where there are ranks to compare."""
+    worked = [row for row in rows if row.iterations > 0]
+    if len(worked) < 2:
+        return None
+    slowest = max(worked, key=lambda row: row.busy_s)
+    return Straggler(slowest.rank, slowest.busy_s, statistics.median(row.busy_s for row in worked))
+
+
+def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:
+    if total is None or not whole.iterations:
+        return None
+    return max(total - shown, 0) * whole.time_s / whole.iterations

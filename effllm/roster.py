@@ -1,0 +1,237 @@
+"""Who belongs to the job: its ranks, what they introduced themselves with, and who is still heard; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from effllm.config import Config
+from effllm.ledger import Ledger, RankState
+from effllm.schema import Device, Hello
+
+SILENT_AFTER_S = 15.0  # three beats: a rank that says nothing for so long is waited for no more
+ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
+ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, nobody joins any more
+MOST_RANKS = 2**20
+
+
+class Roster:
+    """The ranks of a job by their introductions.
+
+    Args:
+        config: the job's settings.
+        ledger: the job's state, whose ranks are kept here.
+    """
+
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._heard_s: dict[int, float] = {}
+        self._silent: set[int] = set()
+        self._left = sum(bool(rank.bye) for rank in ledger.ranks.values())
+        self._first_hello_s: float | None = None
+        self._first_bye_s: float | None = None
+        self._whole_model: tuple[int, int] | None = None  # parameters of the whole model, and the rank that said so
+        self.hellos: dict[int, Hello] = {}
+        self.devices: dict[str, Device] = {}
+        self.members: dict[str, set[int]] = {}  # the ranks that sit on each device
+
+    # --- who comes, is heard, and goes ---
+
+    def objection(self, message: Hello, now_s: float) -> str:
+        """Return why an introduction is refused, or an empty string."""
+        state = self._ledger
+        if state.job and message.job and message.job != state.job:
+            return "it belongs to another job"
+        if message.world_size > MOST_RANKS:
+            return f"a world of {message.world_size} ranks is beyond reason"
+        if not 0 <= message.rank < message.world_size:
+            return f"rank {message.rank} lies outside a world of {message.world_size}"
+        if state.world_size and message.world_size != state.world_size:
+            return f"its world has {message.world_size} ranks, the job's has {state.world_size}"
+        if message.log_interval != self._config.log_interval:
+            return f"its LOG_INTERVAL is {message.log_interval}, the job's is {self._config.log_interval}"
+        first = next(iter(self.hellos.values()), message)
+        if message.offset % message.log_interval != first.offset % first.log_interval:
+            return f"its first iteration is {message.offset}, rank {first.rank}'s is {first.offset}"
+        known = state.ranks.get(message.rank)
+        heard_s = self._heard_s.get(message.rank)
+        if known and known.agent != message.agent and not known.bye and heard_s is not None:
+            return f"rank {message.rank} has an agent already" if now_s - heard_s < SILENT_AFTER_S else ""
+        return ""
+
+    def admit(self, message: Hello, now_s: float) -> bool:
+        """Take an introduction that nothing speaks against; say whether the agent is new."""
+        state = self._ledger
+        state.job = state.job or message.job
+        state.world_size = state.world_size or message.world_size
+        self._first_hello_s = now_s if self._first_hello_s is None else self._first_hello_s
+        known = state.ranks.get(message.rank)
+        is_new = known is None or known.agent != message.agent
+        if is_new:
+            state.ranks[message.rank] = RankState(message.agent, last_window=known.last_window if known else 0)
+        self.hellos[message.rank] = message
+        for device in message.devices:
+            old = self.devices.get(device.key)
+            # On a host only one rank reads the power sensor, and only its agent knows that there is one.
+            if old is None or old.energy_method is None:
+                self.devices[device.key] = device
+            self.members.setdefault(device.key, set()).add(message.rank)
+        return is_new
+
+    def rank_of(self, rank: int, agent: str) -> RankState | None:
+        """Return the state of a rank, if this is its agent."""
+        known = self._ledger.ranks.get(rank)
+        return known if known is not None and known.agent == agent else None
+
+    def hear(self, rank: int, now_s: float) -> bool:
+        """Note a sign of life; say whether the rank had been silent."""
+        self._heard_s[rank] = now_s
+        was_silent = rank in self._silent
+        self._silent.discard(rank)
+        return was_silent
+
+    def leave(self, rank: RankState, status: str, now_s: float) -> bool:
+        """Take a farewell; say whether it is the rank's first."""
+        self._first_bye_s = now_s if self._first_bye_s is None else self._first_bye_s
+        if rank.bye:
+            return False
+        rank.bye = status or "killed"
+        self._left += 1
+        return True
+
+    def fall_silent(self, now_s: float) -> dict[int, float]:
+        """Return the ranks that have just been silent for too long, and for how many seconds."""
+        fallen = {
+            rank: now_s - heard_s
+            for rank, heard_s in self._heard_s.items()
+            if now_s - heard_s > SILENT_AFTER_S and rank not in self._silent and not self._ledger.ranks[rank].bye
+        }
+        self._silent |= set(fallen)
+        return fallen
+
+    # --- who is waited for ---
+
+    @property
+    def num_away(self) -> int:
+        """How many ranks have left or fallen silent."""
+        return len(self._silent) + self._left
+
+    def waited_for(self, now_s: float) -> set[int]:
+        """Return the ranks that a window waits for, those that have left included."""
+        since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
+        bye_s = now_s - self._first_bye_s if self._first_bye_s is not None else -1.0
+        come = set(self._heard_s) - self._silent
+        if since_s > ABSENT_AFTER_S or bye_s > ABSENT_AFTER_BYE_S:
+            return come
+        return come | (set(range(self._ledger.world_size)) - set(self._heard_s))
+
+    def behind(self, window: int, now_s: float) -> set[int]:
+        """Return the ranks that a window waits for and that have not passed it."""
+        ranks = self._ledger.ranks
+        return {
+            rank
+            for rank in self.waited_for(now_s)
+            if rank not in ranks or (ranks[rank].last_window < window and not ranks[rank].bye)
+        }
+
+    def absent(self, reporting: Iterable[int]) -> set[int]:
+        """Return the ranks of the world that neither report nor have left."""
+        left = {rank for rank, known in self._ledger.ranks.items() if known.bye}
+        return set(range(self._ledger.world_size)) - set(reporting) - left
+
+    def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
+        """Return the ranks on each device of a window; a device that all its ranks have left is not in it."""
+        gone = {rank for rank, known in self._ledger.ranks.items() if known.bye} - set(reporting)
+        stayed = {key: ranks - gone for key, ranks in self.members.items()}
+        return {key: ranks for key, ranks in stayed.items() if ranks}
+
+    def everyone_left(self, now_s: float) -> bool:
+        """Whether some have left, and nobody else is waited for."""
+        left = {rank for rank, known in self._ledger.ranks.items() if known.bye}
+        return bool(left) and not self.waited_for(now_s) - left
+
+    def all_silent(self, now_s: float) -> bool:
+        """Whether nobody that has not left has been heard for long."""
+        heard = [heard_s for rank, heard_s in self._heard_s.items() if not self._ledger.ranks[rank].bye]
+        return all(now_s - heard_s > SILENT_AFTER_S for heard_s in heard)
+
+    # --- what they said ---
+
+    def disagreement(self, message: Hello) -> str:
+        """Return how an introduction contradicts an earlier one about the whole model, or an empty string."""
+        total = message.parameters.total
+        if message.parameters.is_share or total is None:
+            return ""
+        if self._whole_model is None or self._whole_model[1] == message.rank:
+            self._whole_model = (total, message.rank)
+        first, rank = self._whole_model
+        if first == total:
+            return ""
+        return (
+            f"ranks {rank} and {message.rank} disagree on the parameters of the whole model"
+            f": {first:,} and {total:,}; rank {rank}'s count is used"
+        )
+
+    def parameters(self) -> int | None:
+        """Return P of the configured kind: the whole model's, or the sum of all ranks' shares once all have come."""
+        kind = self._config.parameters
+        if self._whole_model is not None:
+            value = getattr(self.hellos[self._whole_model[1]].parameters, kind)
+            return int(value) if value is not None else None
+        given = [hello.parameters for hello in self.hellos.values()]
+        shares = [getattr(one, kind) for one in given if one.is_share]
+        if len(shares) != self._ledger.world_size or not shares or None in shares:
+            return None
+        return sum(shares) or None
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs are known."""
+        return sum(device.is_gpu for device in self.devices.values())
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """Peak of the whole job, where one of a device is configured."""
+        peak = self._config.peak_tflops
+        return peak * 1e12 * (self.num_gpus or self._ledger.world_size) if peak else None
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Model FLOPs of a token, where a rank said so."""
+        return next((hello.flops_per_token for hello in self.hellos.values() if hello.flops_per_token), None)
+
+    @property
+    def total_iterations(self) -> int | None:
+        """How long the job will be, where a rank said so."""
+        return next((hello.total_iterations for hello in self.hellos.values() if hello.total_iterations), None)
+
+    @property
+    def style(self) -> str:
+        """What an iteration is called in this job."""
+        return "Step" if any(h.facts.get("style") == "Step" for h in self.hellos.values()) else "Iteration"
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether any device is not real."""
+        return any(device.simulated for device in self.devices.values())
+
+    @property
+    def measures_energy(self) -> bool:
+        """Whether any device has an energy or power sensor."""
+        return any(device.energy_method for device in self.devices.values())
+
+    @property
+    def power_scope(self) -> str | None:
+        """What the measured power is the power of."""
+        scopes = {d.power_scope for d in self.devices.values() if d.energy_method and d.power_scope}
+        return "+".join(sorted(scopes)) or None
+
+    @property
+    def energy_method(self) -> str | None:
+        """How the energy is measured."""
+        return "+".join(sorted({d.energy_method for d in self.devices.values() if d.energy_method})) or None
+
+    @property
+    def not_measured(self) -> tuple[str, ...]:
+        """A sentence per quantity that some device cannot give."""
+        return tuple(sorted({text for device in self.devices.values() for text in device.not_measured}))
