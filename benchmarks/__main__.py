@@ -55,7 +55,7 @@ def _keep(figures: list[Figure]) -> Path:
     machine = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed": bool(_git("status", "--porcelain")),
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
