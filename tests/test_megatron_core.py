@@ -130,7 +130,12 @@ def test_tensor_parallelism_gives_the_losses_of_data_parallelism(two_ranks, four
     assert four_ranks["dense:2:1:1:2"][0]["losses"] == pytest.approx(replicated, rel=1e-3)
 
 
-def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path):
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [(1, ()), (2, ()), (2, ("--tp", "2")), (2, ("--pp", "2")), (4, ("--tp", "2", "--pp", "2"))],
+    ids=["1 rank", "DP2", "TP2", "PP2", "TP2xPP2"],
+)
+def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path, num_ranks, flags):
     job = tmp_path / "job.yaml"
     job.write_text(
         f"model: {{hidden_size: {HIDDEN}, num_layers: {LAYERS}}}\n"
@@ -140,7 +145,7 @@ def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path):
     )
     runs = {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run", "EFFICIENTLLM_LOG_INTERVAL": "4"}
 
-    said = run_job(2, INTEGRATION / "train.py", "--config", job, "--tp", "2", **runs)
+    said = run_job(num_ranks, INTEGRATION / "train.py", "--config", job, *flags, **runs)
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["parameters"], summary["iterations"]) == ("completed", DENSE_MODEL, 12)
@@ -149,6 +154,10 @@ def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path):
     assert summary["time_by_class"]["checkpoint"] > 0
     assert said.count("[EfficientLLM Metrics] Iteration ") == 3
     assert said.count("  Loss: ") == 3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "ranks-0001.jsonl").read_text().splitlines()]
+    times_s = [sum(row["busy_s"] + row["wait_s"] for row in rows if row["rank"] == rank) for rank in range(num_ranks)]
+    throughput = sum(row["tokens"] for row in rows) / DENSE_MODEL / max(times_s)
+    assert summary["metrics"]["tt_tokens_per_param_per_sec"]["value"] == pytest.approx(throughput)
 
 
 @pytest.fixture
