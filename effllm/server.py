@@ -34,6 +34,7 @@ TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
 SINKS_STOP_S = 3.0
 ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
+LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
 STATE = "state.json"
 MOST_FRAMES = 1000  # between two looks at everything else
 
@@ -157,17 +158,17 @@ class Server:
         folder = _unfinished(Path(self._orders.folder))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = _lock(folder / "lock", LOCK_WAIT_S)
         except OSError as error:
             reason = error.strerror or str(error)
             self._warn(f"no run folder: {folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
             yield None
             return
+        if lock is None:
+            self._warn(f"no run folder: another run is writing to {folder}; set EFFICIENTLLM_RUN_NAME")
+            yield None
+            return
         try:
-            if not _lock(lock, 6.0):
-                self._warn(f"no run folder: another run is writing to {folder}; set EFFICIENTLLM_RUN_NAME")
-                yield None
-                return
             yield folder
             (folder / "lock").unlink(missing_ok=True)
         finally:
@@ -380,17 +381,28 @@ def _status(folder: Path) -> str:
         return ""
 
 
-def _lock(descriptor: int, timeout_s: float) -> bool:
+def _lock(path: Path, timeout_s: float) -> int | None:
+    """Return a descriptor that holds the lock, or ``None`` where somebody else holds it for so long."""
     deadline_s = time.monotonic() + timeout_s
     while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return descriptor
         except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                return False
             time.sleep(0.05)
-        else:
-            return True
+        os.close(descriptor)
+        if time.monotonic() > deadline_s:
+            return None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    # Who held the lock before us removes the file before letting go; what we locked is then nobody's any more.
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _has_ended(pidfd: int) -> bool:
