@@ -259,7 +259,7 @@ def _write_document(memory: mmap.mmap, at: int, room: int, document: dict[str, A
     version = int(_DOCUMENT.unpack_from(memory, at)[0]) + 1
     start = at + _DOCUMENT.size
     memory[start : start + len(payload)] = payload
-    _DOCUMENT.pack_into(memory, at, version, len(payload), zlib.crc32(payload))
+    _DOCUMENT.pack_into(memory, at, version, len(payload), _checksum(version, payload))
     return True
 
 
@@ -268,7 +268,13 @@ def _read_document(memory: mmap.mmap, at: int, room: int, seen: int) -> tuple[in
     if version == seen or length > room - _DOCUMENT.size:
         return seen, None
     payload = memory[at + _DOCUMENT.size : at + _DOCUMENT.size + length]
-    if zlib.crc32(payload) != checksum:
+    if _checksum(version, payload) != checksum:
         return seen, None  # being written at this moment: the caller looks again
     document: dict[str, Any] = json.loads(payload)
     return version, document
+
+
+def _checksum(version: int, payload: bytes) -> int:
+    # The version and the length are in it, for a header is stored field by field: half of a first one,
+    # its version with no length and no checksum yet, is what an empty payload would look like.
+    return zlib.crc32(payload, zlib.crc32(version.to_bytes(8, "little") + len(payload).to_bytes(4, "little")))

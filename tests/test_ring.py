@@ -176,6 +176,16 @@ def test_the_largest_facts_touch_neither_the_address_nor_the_first_record(writer
     assert [slot.ordinal for slot in reader.read()] == [1]
 
 
+@pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
+def test_a_header_that_is_half_stored_is_no_document(writer, reader, header):
+    writer.write_facts({"a": 1})
+    reader.facts()
+    # struct.pack_into clears its place and then stores field by field
+    os.pwrite(writer.descriptor, ring._DOCUMENT.pack(*header), ring._FACTS_AT)
+
+    assert reader.facts() is None
+
+
 def test_half_written_facts_are_not_read(writer, reader):
     writer.write_facts({"a": 1})
     at = ring._FACTS_AT + ring._DOCUMENT.size
