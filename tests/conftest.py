@@ -6,6 +6,7 @@ from pathlib import Path
 
 import cli_process
 import jobs
+import nvml_library
 import pytest
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -53,3 +54,18 @@ def cli(tmp_path):
     command_line = cli_process.CommandLine(tmp_path)
     yield command_line
     command_line.close()
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The folder of the NVML library whose devices follow a trace."""
+    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
+    if folder is None:
+        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
+    return folder
+
+
+@pytest.fixture
+def trace(library, tmp_path):
+    """A trace of the test's own."""
+    return nvml_library.Trace(library, tmp_path / "trace")

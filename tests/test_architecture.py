@@ -28,7 +28,7 @@ FLOORS = """
 1.4  roster
 1.5  reporting
 2.0  recorder  sampler  aggregator  discovery  sinks
-2.1  sinks.*  preflight
+2.1  sinks.*  sink_thread  preflight
 3.0  server
 3.1  aggregator_child
 3.2  agent

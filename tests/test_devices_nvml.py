@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 
-import nvml_library
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, square
 
@@ -20,14 +19,6 @@ A, B, C = GPU_A.uuid, GPU_B.uuid, GPU_C.uuid
 
 UNKNOWN_ERROR = 999
 NOT_AVAILABLE_32, NOT_AVAILABLE_64 = 2**32 - 1, 2**64 - 1
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
-    if folder is None:
-        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
-    return folder
 
 
 @pytest.fixture

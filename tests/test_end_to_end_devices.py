@@ -3,7 +3,6 @@
 import time
 
 import jobs
-import nvml_library
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, sine
 
@@ -30,14 +29,6 @@ B = Gpu(
     utilization=flat(0.75),
     tick_s=TICK_S,
 )
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
-    if folder is None:
-        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
-    return folder
 
 
 @pytest.fixture

@@ -4,24 +4,10 @@ import math
 import time
 
 import jobs
-import nvml_library
 import pytest
-from nvml_library import GIB, Gpu, Trace, flat, square
+from nvml_library import GIB, Gpu, flat, square
 
 LOOP = "loop.py"
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
-    if folder is None:
-        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
-    return folder
-
-
-@pytest.fixture
-def trace(library, tmp_path):
-    return Trace(library, tmp_path / "trace")
 
 
 def value(job, tag):

@@ -5,24 +5,10 @@ import os
 import subprocess
 import sys
 
-import nvml_library
 import pytest
-from nvml_library import Gpu, Trace, flat, sine, square
+from nvml_library import Gpu, flat, sine, square
 
 SQUARE = square(100.0, 300.0, 0.05)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = nvml_library.build(tmp_path_factory.mktemp("nvml"))
-    if folder is None:
-        pytest.skip("no C compiler: the NVML library of the tests cannot be built")
-    return folder
-
-
-@pytest.fixture
-def trace(library, tmp_path):
-    return Trace(library, tmp_path / "trace")
 
 
 def ask(trace, code):
