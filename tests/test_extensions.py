@@ -1,0 +1,115 @@
+"""The three ways to extend effllm, each one file or one function, and what a broken plug-in costs."""
+
+import io
+import sys
+
+import msgspec
+import pytest
+from sink_examples import make_report, make_run
+
+import effllm.devices
+import effllm.sinks
+from effllm import metrics
+from effllm.devices import Site, device_names, open_device
+from effllm.runfolder import read_windows
+from effllm.sink_thread import SinkThread
+from effllm.sinks import open_sink, sink_names
+
+DEVICE = """
+import time
+from effllm.schema import Device, Sample
+
+class Steady:
+    device = Device(key="STEADY-0", kind="steady")
+    def read(self):
+        return Sample(time.monotonic_ns(), memory_bytes=7.0), {}
+    def close(self):
+        pass
+
+def open_device(site):
+    return Steady()
+"""
+
+SINK = """
+class Recording:
+    reports = []
+    def write(self, report, rows):
+        if report.iteration == 13:
+            raise RuntimeError("thirteen")
+        self.reports.append(report.iteration)
+    def event(self, event): pass
+    def summarize(self, summary): pass
+    def update_facts(self, facts): pass
+    def close(self): pass
+
+def open_sink(run):
+    return Recording()
+"""
+
+
+@pytest.fixture
+def plug_in(tmp_path, monkeypatch):
+    """Put a file beside those of a package."""
+
+    def put(package, name, code):
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+
+    return put
+
+
+def test_a_new_device_is_one_file(plug_in):
+    plug_in(effllm.devices, "steady", DEVICE)
+
+    assert "steady" in device_names()
+    assert open_device("steady", Site()).read()[0].memory_bytes == 7.0
+
+
+def run_through(name, *iterations):
+    told = []
+    thread = SinkThread(name, make_run(stdout=io.StringIO()), told.append)
+    thread.start()
+    for iteration in iterations:
+        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration), ()))
+    thread.stop(lambda sink: None, timeout_s=10.0)
+    return told
+
+
+def test_a_new_sink_is_one_file_and_one_that_raises_goes_on_with_the_next_report(plug_in):
+    plug_in(effllm.sinks, "recording", SINK)
+
+    assert "recording" in sink_names()
+    assert run_through("recording", 10, 13, 13, 20) == ["sink recording failed: RuntimeError: thirteen"]
+    assert sys.modules["effllm.sinks.recording"].Recording.reports == [10, 20]
+
+
+def test_a_sink_whose_file_is_broken_is_told_and_nothing_else(plug_in):
+    plug_in(effllm.sinks, "broken", "open_sink = 1 / 0")
+
+    assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]
+
+
+def test_a_new_metric_is_one_decorated_function_and_every_sink_shows_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
+
+    @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
+    def million_tokens(totals):
+        """Tokens so far, in millions."""
+        return totals.tokens / 1e6 if totals.tokens else None
+
+    report = make_report(100)
+    report = msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job))
+    run = make_run(folder=tmp_path / "run", stdout=io.StringIO())
+    for name in ("console", "runfolder", "tensorboard"):
+        sink = open_sink(name, run)
+        sink.write(report, ())
+        sink.close()
+
+    value = report.run.tokens / 1e6
+    assert f"  Tokens (Millions): {value:.1f}\n" in run.stdout.getvalue()
+    (window,) = read_windows(tmp_path / "run")
+    assert window.values["million_tokens"] == value
+    (events,) = run.tensorboard_dir.iterdir()
+    assert b"efficientllm/million_tokens" in events.read_bytes()
+    assert b"Tokens so far, in millions." in events.read_bytes()
