@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from effllm.account import merge_devices, window_energy
@@ -203,7 +204,10 @@ class Aggregator:
     def summary(self, time_s: float, ended: bool, aggregator_cpu_s: float | None = None) -> Summary:
         """Return the run as it stands."""
         kind = self._config.parameters
-        return summary_of(self._ledger, self._roster, kind, self._last_report, time_s, ended, aggregator_cpu_s)
+        summary = summary_of(self._ledger, self._roster, kind, self._last_report, time_s, ended, aggregator_cpu_s)
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # told once, counted each time
+        events = summary.events | {kind: count for kind, count in counts.items() if count}
+        return msgspec.structs.replace(summary, events=events)
 
     # --- windows ---
 

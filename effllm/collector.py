@@ -84,6 +84,8 @@ class MetricsCollector:
         try:
             self._place = read_place(this_process())
             config = self._read_config()
+            self._report = self._iteration = self._written = 0  # a new run counts its own reports
+            self._values = {}
             self._session = Session(config, self._place, self._facts)
             self._session.start()
         except (ConfigError, RingError, DiscoveryError, OSError) as error:

@@ -333,7 +333,6 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     flops_per_token: float | None = None
     facts: dict[str, str | int | float | bool | list[str] | None] = {}
     version: str = ""
-    tensorboard_dir: str = ""  # the framework's own folder, where this rank knows one
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2):

@@ -837,3 +837,14 @@ def test_a_thousand_missing_ranks_are_named_by_eight():
 
     (event,) = job.events("missing")
     assert event.text == "window 1 closed without rank 1, 2, 3, 4, 5, 6, 7, 8, ..."
+
+
+def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
+    job = Job(1).join()
+    for _ in range(3):
+        job.aggregator.reject(1000.0, "not a frame")
+    job.send(row(0))
+    job.send(row(0))
+
+    assert len(job.events("garbage")) == 1
+    assert {kind: job.summary().events[kind] for kind in ("rejected", "duplicate")} == {"rejected": 3, "duplicate": 1}

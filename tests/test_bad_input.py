@@ -555,3 +555,29 @@ def test_tensors_of_one_number_are_numbers_and_others_are_told(launch):
 
     assert (job.ledger.summary.tokens, job.ledger.summary.iterations) == (100, 20)
     assert [block["loss"] for block in job.blocks] == ["2.500000", "2.500000", None, None]
+
+
+TWO_RUNS = """
+import effllm
+class Writer:
+    written = 0
+    def add_scalar(self, tag, value, step):
+        self.written += 1
+for _ in range(2):
+    effllm.initialize_efficientllm_metrics(1000)
+    collector = effllm.get_metrics_collector()
+    for _ in range(5):
+        collector.record_iteration_start()
+        collector.record_iteration_end(10, 1)
+    effllm.finalize_efficientllm_metrics()
+    writer = Writer()
+    collector.log_metrics(5, None, writer)
+    print("written", writer.written)
+"""
+
+
+def test_a_second_run_in_one_process_gives_its_own_reports_to_the_writer(launch):
+    job = launch.code(TWO_RUNS, log_interval=5).done()
+
+    # AMU, PCU, AL, TT, ST and AEC of each
+    assert [line for line in job.stdout.splitlines() if line.startswith("written")] == ["written 6", "written 6"]
