@@ -48,12 +48,42 @@ class Phase(Struct, frozen=True, gc=False):
     end_ns: int
 
 
+#: Where a device's energy comes from, in the order in which they are preferred.
+COUNTER = "counter"  # the sensor's own energy counter
+INSTANT = "instant power"  # power of the moment, integrated
+AVERAGE = "average power"  # power averaged by the driver, its lag removed, integrated
+METHODS = (COUNTER, INSTANT, AVERAGE)
+
+#: What a power reading is the power of, from the narrowest to the widest.
+GPU, MODULE, CPU, NODE_PSU = "gpu", "module", "cpu", "node-psu"
+
+#: Half-width (95 %) of the gain of a board's sensor that nobody has calibrated: -5.8 % to +5 % were seen
+#: on most boards against an external meter (arXiv 2312.02741).
+UNCALIBRATED_GAIN_ERROR = 0.05
+
+
+class Sensor(Struct, frozen=True, array_like=True):
+    """How the energy sensor of a device behaves, and from where that is known."""
+
+    tick_s: float = 0.0  # between two moves of the counter; 0: it moves all the time
+    tick_error_s: float = 0.0  # half-width of what is open about it
+    lag_s: float = 0.0  # what is read now is the energy up to so long ago
+    lag_error_s: float = 0.0
+    duty: float = 1.0  # share of each tick in which power is really measured
+    is_held: bool = False  # the power reading, too, changes at ticks only
+    average_s: float = 1.0  # over which the averaged power is a mean
+    gain_error: float = UNCALIBRATED_GAIN_ERROR  # half-width, 95 %, of one factor common to all readings
+    call_s: float = 0.0  # what one reading takes
+    source: str = "assumed"  # or "measured ...", "cached ...", "table ..."
+
+
 class Device(Struct, frozen=True):
-    """What a rank samples: a GPU, a slice of one, or the host.
+    """What a rank samples: a GPU, a slice of one, the host, or the sensor of a node's power.
 
     ``shared`` says that memory and utilization are this rank's share of the device (the process tree
     of the rank, on the host), which add up over ranks; otherwise they are the whole device's, seen
-    equally by every rank that sits on it.  Energy is always the whole device's.
+    equally by every rank that sits on it.  Energy is always the whole device's; that of a MIG slice is
+    its share of its GPU's.
     """
 
     key: str  # UUID, never an index: what "the same device" means
@@ -64,9 +94,14 @@ class Device(Struct, frozen=True):
     simulated: bool = False
     memory_total_bytes: int | None = None
     power_limit_w: float | None = None
-    energy_method: str | None = None  # "counter", "power", or None: not measured
-    power_scope: str | None = None  # "gpu", "cpu", ...
+    energy_method: str | None = None  # one of METHODS, or None: not measured
+    power_scope: str | None = None  # GPU, MODULE, CPU or NODE_PSU
     not_measured: tuple[str, ...] = ()  # one sentence per quantity that this device cannot give
+    energy_key: str = ""  # whose energy it is, where several devices show the same (a module's); else its own
+    energy_note: str = ""  # how the energy was come by, where that is not plain: "3/7 of its GPU's, ..."
+    sensor: Sensor = Sensor()
+    driver: str = ""  # name and version of what it is read through
+    only_power: bool = False  # it computes nothing: a sensor of the node
 
 
 class Sample(Struct, frozen=True, gc=False):
@@ -79,8 +114,27 @@ class Sample(Struct, frozen=True, gc=False):
     time_ns: int
     memory_bytes: float | None = None
     utilization: float | None = None
-    power_w: float | None = None
+    power_w: float | None = None  # of the moment, or of the sensor's last measuring window
     energy_j: float | None = None
+    power_average_w: float | None = None  # mean of the driver's last second or so
+    gauges: dict[str, float] = {}  # whatever else was read, by the names in GAUGES
+    throttled_by: tuple[str, ...] | None = None  # NVML's clocks event reasons that hold now
+    events: tuple[tuple[str, str], ...] = ()  # (kind, text): Xid, ECC, ...
+
+
+#: What a sample may hold beside the four quantities: name -> (unit, what it is).  Ratios are 0..1.
+GAUGES: dict[str, tuple[str, str]] = {
+    "sm_clock_hz": ("Hz", "clock of the streaming multiprocessors"),
+    "memory_clock_hz": ("Hz", "clock of the memory"),
+    "temperature_c": ("degC", "temperature of the chip"),
+    "power_limit_w": ("W", "enforced power limit"),
+    "memory_power_w": ("W", "power of the memory"),
+    "module_power_w": ("W", "power of the whole module: GPU, CPU and memory"),
+    "memory_reserved_bytes": ("bytes", "memory that the driver keeps for itself"),
+    "sm_activity_ratio": ("ratio", "share of time and SMs in which a warp was resident (GPM); not utilization"),
+    "tensor_activity_ratio": ("ratio", "share of time in which the tensor cores worked (GPM)"),
+    "dram_activity_ratio": ("ratio", "share of the memory bandwidth in use (GPM)"),
+}
 
 
 class Integrals(Struct, frozen=True, array_like=True):
@@ -95,6 +149,21 @@ class Integrals(Struct, frozen=True, array_like=True):
     memory_covered_s: float = 0.0
     utilization_seconds: float | None = None
     utilization_covered_s: float = 0.0
+    # Variances of the random error of energy_j, apart, because neighbouring stretches share an edge: what
+    # one gains there the other loses, and over both of them it cancels.
+    energy_start_j2: float = 0.0
+    energy_end_j2: float = 0.0
+    energy_inside_j2: float = 0.0
+    energy_estimated_j: float = 0.0  # the part of energy_j that fills a gap of the counter from power
+
+
+class Gauge(Struct, frozen=True, array_like=True):
+    """A gauge over a stretch: its time integral, the seconds that this covers, and its extremes."""
+
+    value_seconds: float
+    covered_s: float
+    least: float
+    most: float
 
 
 class DeviceWindow(Struct, frozen=True, array_like=True):
@@ -105,6 +174,15 @@ class DeviceWindow(Struct, frozen=True, array_like=True):
     phases: dict[str, Integrals] = {}  # the parts of it that are not iterations
     memory_peak_bytes: float | None = None
     power_peak_w: float | None = None
+    energy_method: str | None = None  # that was used here: one of METHODS
+    gauges: dict[str, Gauge] = {}
+    throttled_s: dict[str, float] = {}  # by reason; reasons may hold together
+    throttle_covered_s: float = 0.0
+    power_histogram_s: dict[int, float] = {}  # seconds by power, in steps of POWER_STEP_W
+
+
+#: Width of a bar of the histogram of power, from which percentiles are taken.
+POWER_STEP_W = 10.0
 
 
 class RankReport(Struct, frozen=True, array_like=True):
