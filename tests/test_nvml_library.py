@@ -4,16 +4,43 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
-from nvml_library import Gpu, flat, sine, square
+from nvml_library import GIB, Gpu, bursts, flat, sine, square, steps
 
 SQUARE = square(100.0, 300.0, 0.05)
+
+PRELUDE = """
+import json, os, time, pynvml
+pynvml.nvmlInit()
+handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+def fault(*lines):
+    path = os.environ["NVML_TRACE"] + ".faults"
+    open(path + ".draft", "w").write("".join(line + chr(10) for line in lines))
+    os.replace(path + ".draft", path)
+
+def at(t, call, *arguments):  # the call, as the curves were at t
+    fault(f"* * freeze 0 {t!r}")
+    return call(*arguments)
+
+def result(call, *arguments):
+    try:
+        return call(*arguments)
+    except pynvml.NVMLError as error:
+        return f"error {error.value}"
+
+def fields(*ids):
+    read = pynvml.nvmlDeviceGetFieldValues(handle, list(ids))
+    values = [field.value.ullVal if field.valueType == 3 else field.value.uiVal for field in read]
+    return [f"error {field.nvmlReturn}" if field.nvmlReturn else value for field, value in zip(read, values)]
+"""
 
 
 def ask(trace, code):
     """Run ``code`` in a process that has the traced devices, and return the ``answer`` that it assigns."""
-    script = f"import json, time, pynvml\npynvml.nvmlInit()\n{code}\nprint(json.dumps(answer))"
+    script = f"{PRELUDE}\n{code}\nprint(json.dumps(answer))"
     environ = os.environ | trace.environment()
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -137,3 +164,182 @@ answer.append(code())
 """
 
     assert ask(trace, code) == [0, 15, 15, 1, 0]
+
+
+SENSOR = {"tick_s": 0.1, "tick_phase_s": 0.037, "duty_s": 0.025}  # as that of an H100
+WAVE = square(100.0, 700.0, 0.37, 0.6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"power": bursts(100.0, 700.0, 0.31, 0.4, seed=3)},
+        {"power": steps(100.0, 700.0, 0.043, seed=4)},
+        {"power": steps(100.0, 700.0, 0.043), "tick_s": 0.1},
+        {"tick_s": 0.1, "tick_phase_s": 0.061},
+        {"tick_s": 0.1, "tick_jitter_s": 0.03, "power_mode": "held"},
+        {"gain": 0.945, "lag_s": 0.25, "power_usage": "average"},
+        SENSOR,
+        SENSOR | {"power_mode": "held", "lag_s": 0.1},
+        SENSOR | {"power_mode": "held", "tick_jitter_s": 0.02, "power": steps(100.0, 700.0, 0.043)},
+        SENSOR | {"power_mode": "held", "average_s": 0.3, "power_usage": "average", "gain": 1.05},
+        {"energy_scope": "module", "module_power": sine(300.0, 900.0, 0.7)} | SENSOR,
+    ],
+    ids=lambda settings: "-".join(settings) or "exact",
+)
+def test_the_sensors_show_what_python_says_that_they_show(trace, settings):
+    [gpu] = trace.write(Gpu("GPU-a", "0:01:00", **({"power": WAVE} | settings)))
+    now_s = time.monotonic()
+    moments = [now_s - 50 + 0.7391 * i for i in range(60)]
+    code = f"""
+def read():
+    counter, usage = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), pynvml.nvmlDeviceGetPowerUsage(handle)
+    return [counter, usage, *fields(83, 186, 185)]
+answer = [at(t, read) for t in {moments}]
+"""
+
+    for t, shown in zip(moments, ask(trace, code), strict=True):
+        joules, instant_w, average_w = gpu.counter_j(t), gpu.power_w(t), gpu.power_w(t, "average")
+        usage_w = average_w if gpu.power_usage == "average" else instant_w
+        assert shown == [int(1e3 * value) for value in (joules, usage_w, joules, instant_w, average_w)]
+
+
+def test_a_burst_or_a_step_has_the_integral_of_its_values():
+    for curve in (bursts(100.0, 700.0, 0.31, 0.4, seed=3), steps(100.0, 700.0, 0.31, seed=4)):
+        fine = [curve.at(1000.0 + (i + 0.5) / 20_000) for i in range(40_000)]
+
+        assert curve.integral(1000.0, 1002.0) == pytest.approx(sum(fine) / 20_000, rel=1e-3)
+        assert curve.integral(1002.0, 1000.0) == pytest.approx(-curve.integral(1000.0, 1002.0))
+        assert {100.0 <= value <= 700.0 for value in fine} == {True}
+
+
+def test_bursts_come_without_rhythm_but_each_period_has_its_own():
+    curve = bursts(0.0, 1.0, 1.0, 0.25)
+
+    assert [curve.integral(n, n + 1.0) for n in range(1000, 1020)] == pytest.approx([0.25] * 20)
+    assert len({round(curve.integral(n, n + 0.5), 3) for n in range(1000, 1020)}) > 5
+
+
+def test_a_sensor_that_measures_a_quarter_of_its_time_can_miss_every_burst():
+    # Each tick of 100 ms has 50 ms at 700 W, then 50 ms at 100 W: 400 W, of which the last 25 ms show 100 W.
+    fooled = Gpu("GPU-a", power=square(100.0, 700.0, 0.1), tick_s=0.1, duty_s=0.025).traced()
+    t = time.monotonic()
+
+    assert fooled.energy_j(t - 10, t) == pytest.approx(4000.0, abs=30.0)
+    assert fooled.counter_j(t) - fooled.counter_j(t - 10) == pytest.approx(1000.0, abs=11.0)
+
+
+def test_a_held_power_is_the_mean_of_the_last_window():
+    # Low from 0.545 s, high from 1.09 s: the window before 1.1 s saw 15 ms of 100 W and 10 ms of 300 W,
+    # 1.5 + 3 = 4.5 J in 25 ms, which are 180 W.
+    gpu = Gpu("GPU-a", power=square(100.0, 300.0, 1.09), tick_s=0.1, duty_s=0.025, power_mode="held")
+
+    assert gpu.power.at(1.15) == 300.0
+    assert gpu.power_w(1.15) == pytest.approx(180.0)
+
+
+def test_ticks_that_jitter_keep_their_order_and_their_distance():
+    gpu = Gpu("GPU-a", tick_s=0.1, tick_jitter_s=0.04)
+    moments = [gpu.tick_moment_s(tick) for tick in range(10_000, 10_500)]
+
+    assert moments == sorted(moments)
+    assert max(abs(moment - 0.1 * tick) for tick, moment in enumerate(moments, 10_000)) <= 0.04
+    assert {gpu.last_tick(moment + 1e-9) for moment in moments} == set(range(10_000, 10_500))
+
+
+def test_two_processes_agree_on_the_counter(trace):
+    trace.write(Gpu("GPU-a", "0:01:00", power=WAVE, **SENSOR))
+    code = f"answer = at({time.monotonic()}, pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)"
+
+    assert ask(trace, code) == ask(trace, code) > 0
+
+
+def test_power_has_scopes(trace):
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), module_power=flat(500.0), memory_power=flat(80.0)))
+
+    code = "answer = fields((186, 0), (186, 1), (186, 2), (185, 2), (185, 3), (186, 4), 138)"
+    assert ask(trace, code) == [300_000, 500_000, "error 3", 80_000, "error 3", "error 2", "error 3"]
+
+
+def test_a_board_without_a_module_has_no_power_of_it(trace):
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), unsupported=("power.average",)))
+
+    assert ask(trace, "answer = fields((186, 1), (185, 2), (185, 0), (186, 0))") == ["error 3"] * 3 + [300_000]
+
+
+def test_each_field_has_the_time_of_the_wall_clock(trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    code = """
+before = time.time()
+fault("0 power.instant delay 0.01")
+first, second = pynvml.nvmlDeviceGetFieldValues(handle, [83, 186])
+answer = [before, first.timestamp / 1e6, second.timestamp / 1e6, time.time()]
+"""
+
+    before_s, first_s, second_s, after_s = ask(trace, code)
+
+    assert before_s - 0.001 <= first_s <= second_s - 0.01 <= after_s
+
+
+def test_clocks_temperature_throttling_and_errors_are_those_of_the_trace(trace):
+    trace.write(
+        Gpu(
+            "GPU-a", "0:01:00", sm_clock_mhz=flat(1755.0), memory_clock_mhz=flat(2619.0), temperature_c=flat(61.0),
+            throttle=0x4, ecc_corrected=7, ecc_uncorrected=2,
+        )
+    )  # fmt: skip
+    code = """
+clock, errors = pynvml.nvmlDeviceGetClockInfo, pynvml.nvmlDeviceGetTotalEccErrors
+answer = [clock(handle, 0), clock(handle, 1), clock(handle, 2), result(clock, handle, 3)]
+answer += [pynvml.nvmlDeviceGetClock(handle, 1, 0), result(pynvml.nvmlDeviceGetClock, handle, 1, 3)]
+answer += [pynvml.nvmlDeviceGetTemperature(handle, 0), pynvml.nvmlDeviceGetTemperatureV(handle, 0)]
+answer += [pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)]
+answer += [pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)]
+answer += [errors(handle, 0, 0), errors(handle, 1, 0)]
+"""
+
+    assert ask(trace, code) == [1755, 1755, 2619, "error 3", 1755, "error 3", 61, 61, 4, 4, 7, 2]
+
+
+def test_what_a_board_does_not_have_is_not_supported(trace):
+    trace.write(Gpu("GPU-a", sm_clock_mhz=None, memory_clock_mhz=None, temperature_c=None, unsupported=("ecc",)))
+    code = """
+answer = [
+    result(pynvml.nvmlDeviceGetClockInfo, handle, 1),
+    result(pynvml.nvmlDeviceGetClockInfo, handle, 2),
+    result(pynvml.nvmlDeviceGetTemperature, handle, 0),
+    result(pynvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
+    result(pynvml.nvmlDeviceGetSerial, handle),
+    result(pynvml.nvmlDeviceGetModuleId, handle),
+    result(pynvml.nvmlDeviceGetBoardId, handle),
+    result(pynvml.nvmlGpmSampleGet, handle, pynvml.nvmlGpmSampleAlloc()),
+]
+"""
+
+    assert set(ask(trace, code)) == {"error 3"}
+
+
+def test_reserved_memory_is_in_use_for_the_first_version_only(trace):
+    trace.write(Gpu("GPU-a", memory=flat(10 * GIB), memory_total=80 * GIB, memory_reserved=GIB))
+    code = """
+first, second = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+sizes = first.used, first.free, second.used, second.reserved, second.free
+answer = [[size >> 30 for size in sizes], result(pynvml.nvmlDeviceGetMemoryInfo, handle, 1)]
+"""
+
+    assert ask(trace, code) == [[11, 69, 10, 1, 69], "error 25"]
+
+
+def test_a_device_says_what_it_is(trace):
+    about = {"name": "NVIDIA H100 80GB HBM3", "serial": "1650522003", "module_id": 3, "architecture": 9}
+    trace.write(Gpu("GPU-a", "00000000:5E:00.0", power_limit_default_w=650.0, **about), driver="570.86.15")
+    code = """
+names = "Name", "Serial", "ModuleId", "Architecture", "Brand", "BoardId", "ComputeRunningProcesses"
+limits = "EnforcedPowerLimit", "PowerManagementLimit", "PowerManagementDefaultLimit"
+answer = [getattr(pynvml, f"nvmlDeviceGet{name}")(handle) for name in names + limits]
+answer += [*fields(189, 190), pynvml.nvmlSystemGetDriverVersion()]
+"""
+    limits = [700_000, 700_000, 650_000, 650_000, 700_000]
+
+    assert ask(trace, code) == [*about.values(), 14, 0x5E00, [], *limits, "570.86.15"]
