@@ -9,6 +9,9 @@ import time
 import pytest
 from nvml_library import GIB, Gpu, bursts, flat, sine, square, steps
 
+from effllm.devices import Site
+from effllm.schema import Sample
+
 SQUARE = square(100.0, 300.0, 0.05)
 
 PRELUDE = """
@@ -343,3 +346,299 @@ answer += [*fields(189, 190), pynvml.nvmlSystemGetDriverVersion()]
     limits = [700_000, 700_000, 650_000, 650_000, 700_000]
 
     assert ask(trace, code) == [*about.values(), 14, 0x5E00, [], *limits, "570.86.15"]
+
+
+GPM = {"gpm": 1, "sm_activity": square(0.2, 0.8, 0.5), "tensor_activity": flat(0.3), "dram_activity": flat(0.45)}
+
+GPM_CODE = """
+def sample(t, get=pynvml.nvmlGpmSampleGet, *arguments):
+    return at(t, get, handle, *arguments, pynvml.nvmlGpmSampleAlloc())
+
+def metrics(first, last, *ids):
+    asked = pynvml.c_nvmlGpmMetricsGet_t(version=pynvml.NVML_GPM_METRICS_GET_VERSION, numMetrics=len(ids))
+    asked.sample1, asked.sample2 = first, last
+    for metric, id in zip(asked.metrics, ids):
+        metric.metricId = id
+    pynvml.nvmlGpmMetricsGet(asked)
+    return [f"error {metric.nvmlReturn}" if metric.nvmlReturn else metric.value for metric in asked.metrics[:len(ids)]]
+"""
+
+
+def test_gpm_gives_means_between_two_samples(trace):
+    trace.write(Gpu("GPU-a", "0:01:00", **GPM))
+    code = f"""{GPM_CODE}
+answer = [pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice]
+answer += metrics(sample(1000.0), sample(1000.75), 2, 3, 5, 10, 20, 60)
+"""
+
+    # From 0 to 0.75 s: 0.5 s at 80 % and 0.25 s at 20 % are a mean of 60 %.
+    assert ask(trace, code) == [
+        1,
+        pytest.approx(60.0),
+        "error 3",
+        pytest.approx(30),
+        pytest.approx(45),
+        *["error 3"] * 2,
+    ]
+
+
+def test_gpm_has_nothing_to_say_of_samples_that_are_close_or_of_two_devices(trace):
+    trace.write(Gpu("GPU-a", "0:01:00", **GPM), Gpu("GPU-b", "0:02:00", **GPM))
+    code = f"""{GPM_CODE}
+other = pynvml.nvmlGpmSampleGet(pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlGpmSampleAlloc())
+answer = [*metrics(sample(1000.0), sample(1000.09), 2, 61), result(metrics, sample(1000.0), other, 2)]
+"""
+
+    assert ask(trace, code) == ["error 21", "error 3", "error 2"]
+
+
+def test_gpm_of_a_slice_goes_by_its_instance(trace):
+    trace.write(
+        Gpu("GPU-a", "0:01:00", **GPM),
+        Gpu("MIG-a", parent=0, instance=1, sm_activity=flat(0.1)),
+        Gpu("MIG-b", parent=0, instance=5, sm_activity=flat(0.9)),
+    )
+    code = f"""{GPM_CODE}
+first, last = (sample(t, pynvml.nvmlGpmMigSampleGet, 5) for t in (1000.0, 1001.0))
+answer = [*metrics(first, last, 2, 5), result(sample, 1.0, pynvml.nvmlGpmMigSampleGet, 3)]
+"""
+
+    assert ask(trace, code) == [pytest.approx(90.0), "error 3", "error 6"]
+
+
+def test_a_slice_says_which_part_of_its_gpu_it_is(trace):
+    trace.write(
+        Gpu("GPU-a", "0:01:00"),
+        Gpu("MIG-a", parent=0, instance=2, slices=3, memory_total=40 * GIB),
+        Gpu("MIG-b", parent=0, instance=5, compute_instance=1, slices=2, compute_slices=1, multiprocessors=18),
+    )
+    code = """
+def parts(part):
+    about = pynvml.nvmlDeviceGetAttributes_v2(part)
+    counts = about.gpuInstanceSliceCount, about.computeInstanceSliceCount, about.multiprocessorCount, about.memorySizeMB
+    return [pynvml.nvmlDeviceGetGpuInstanceId(part), pynvml.nvmlDeviceGetComputeInstanceId(part), *counts]
+handles = [result(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, i) for i in range(3)]
+answer = [pynvml.nvmlDeviceGetMaxMigDeviceCount(handle), parts(handles[0]), parts(handles[1]), handles[2]]
+answer += [result(call, handle) for call in (pynvml.nvmlDeviceGetAttributes_v2, pynvml.nvmlDeviceGetGpuInstanceId)]
+answer += [result(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles[0])]
+"""
+    first, second = [2, 0, 3, 3, 48, 40_960], [5, 1, 2, 1, 18, 81_920]
+
+    assert ask(trace, code) == [7, first, second, "error 6", "error 3", "error 3", "error 3"]
+
+
+EVENTS_CODE = """
+events = pynvml.nvmlEventSetCreate()
+pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+
+def wait(milliseconds=0):
+    began = time.monotonic()
+    event = result(pynvml.nvmlEventSetWait_v2, events, milliseconds)
+    waited = time.monotonic() - began
+    if isinstance(event, str):
+        return [event, waited]
+    return [event.eventType, event.eventData, pynvml.nvmlDeviceGetUUID(event.device), waited]
+"""
+
+
+def test_an_event_happens_once_and_to_those_who_listen(trace):
+    trace.write(Gpu("GPU-a", "0:01:00"), Gpu("GPU-b", "0:02:00"))
+    code = f"""{EVENTS_CODE}
+answer = [pynvml.nvmlDeviceGetSupportedEventTypes(handle), wait()[0]]
+fault("1 xid event 31", f"0 xid event 48 {{time.monotonic() - 60}}", "0 xid event 79")
+answer += [wait()[:3], wait()[0]]
+fault("0 xid event 79", "0 energy error 3")
+answer += [wait()[0]]
+fault()
+wait()
+fault("0 xid event 79")
+answer += [wait()[:3], result(pynvml.nvmlDeviceRegisterEvents, handle, 16, events)]
+pynvml.nvmlEventSetFree(events)
+"""
+    event, none = [8, 79, "GPU-a"], "error 10"
+
+    assert ask(trace, code) == [8, none, event, none, none, event, "error 3"]
+
+
+def test_waiting_for_an_event_ends_with_the_event_or_in_time(trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    code = f"""{EVENTS_CODE}
+answer = [wait(0)[-1], *wait(50), time.monotonic() + 0.05]
+fault(f"0 xid event 79 {{answer[-1]}}")
+answer += [*wait(30_000), time.monotonic()]
+"""
+
+    at_once_s, timeout, waited_s, event_s, kind, number, uuid, until_event_s, after_s = ask(trace, code)
+
+    assert (timeout, kind, number, uuid) == ("error 10", 8, 79, "GPU-a")
+    assert at_once_s < 0.05 <= waited_s
+    assert until_event_s < 10.0
+    assert event_s <= after_s
+
+
+def test_a_frozen_counter_goes_on_where_it_would_have_been(trace):
+    [gpu] = trace.write(Gpu("GPU-a", "0:01:00", power=WAVE))
+    code = """
+read = pynvml.nvmlDeviceGetTotalEnergyConsumption
+began = time.monotonic()
+fault(f"0 energy freeze 0 {began} {began + 0.1}")
+answer = [began, read(handle), read(handle)]
+time.sleep(0.1)
+answer += [time.monotonic(), read(handle)]
+"""
+
+    began_s, first, second, ended_s, last = ask(trace, code)
+
+    assert first == second == int(1e3 * gpu.counter_j(began_s))
+    assert last >= int(1e3 * gpu.counter_j(ended_s))
+
+
+@pytest.mark.parametrize(("verb", "offset_j"), [("back 500", -500), ("jump 500", 500)])
+def test_a_counter_reads_wrong_by_so_much_while_the_fault_lasts(trace, verb, offset_j):
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
+    code = f"""
+read, now = pynvml.nvmlDeviceGetTotalEnergyConsumption, time.monotonic()
+answer = []
+for window in ("", now - 1, f"{{now - 2}} {{now - 1}}", now + 60):
+    fault("0 energy freeze 0 1000", f"0 energy {verb} {{window}}")
+    answer.append(read(handle))
+"""
+
+    assert ask(trace, code) == [300_000_000 + 1000 * offset for offset in (offset_j, offset_j, 0, 0)]
+
+
+def test_a_call_hangs_once_and_is_late_or_busy_each_time(trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    code = """
+def lasts(*lines):
+    fault(*lines)
+    times = []
+    for _ in range(2):
+        began = time.monotonic(), time.thread_time()
+        pynvml.nvmlDeviceGetPowerUsage(handle)
+        times.append([time.monotonic() - began[0], time.thread_time() - began[1]])
+    return times
+answer = [lasts(f"0 power {verb} 0.1") for verb in ("hang", "delay", "spin")]
+answer += [lasts("0 energy hang 0.1"), lasts("0 power hang 0.1 0 1")]
+"""
+
+    hang, delay, spin, other, over = ask(trace, code)
+
+    assert [wall_s >= 0.1 for wall_s, _ in hang] == [True, False]
+    assert [wall_s >= 0.1 and busy_s < 0.05 for wall_s, busy_s in delay] == [True, True]
+    assert [busy_s > 0.01 for _, busy_s in spin] == [True, True]
+    assert max(wall_s for wall_s, _ in other + over) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("word", "failing"),
+    [
+        ("memory", ["MemoryInfo"]),
+        ("utilization", ["UtilizationRates"]),
+        ("power", ["PowerUsage", 185, 186]),
+        ("power.usage", ["PowerUsage"]),
+        ("power.average", [185]),
+        ("energy", ["TotalEnergyConsumption", 83]),
+        ("energy.field", [83]),
+        ("limit", ["EnforcedPowerLimit", "PowerManagementLimit", "PowerManagementDefaultLimit"]),
+        ("throttle", ["CurrentClocksEventReasons", "CurrentClocksThrottleReasons"]),
+        ("processes", ["ComputeRunningProcesses"]),
+        ("about", ["Architecture", "Brand", "BoardId"]),
+        ("gpm", []),
+    ],
+)
+def test_a_name_of_calls_means_all_that_begin_with_it(trace, word, failing):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    code = f"""
+names = "MemoryInfo UtilizationRates PowerUsage TotalEnergyConsumption EnforcedPowerLimit PowerManagementLimit "
+names += "PowerManagementDefaultLimit CurrentClocksEventReasons CurrentClocksThrottleReasons "
+names += "ComputeRunningProcesses Architecture Brand BoardId"
+fault("0 {word} error 999")
+answer = [name for name in names.split() if result(getattr(pynvml, "nvmlDeviceGet" + name), handle) == "error 999"]
+answer += [id for id, value in zip((83, 185, 186), fields(83, 185, 186)) if value == "error 999"]
+"""
+
+    assert sorted(ask(trace, code), key=str) == sorted(failing, key=str)
+
+
+@pytest.mark.parametrize(
+    ("word", "call"),
+    [
+        ("clocks.sm", "nvmlDeviceGetClockInfo, handle, 1"),
+        ("clocks", "nvmlDeviceGetClock, handle, 2, 0"),
+        ("temperature", "nvmlDeviceGetTemperature, handle, 0"),
+        ("ecc.uncorrected", "nvmlDeviceGetTotalEccErrors, handle, 1, 0"),
+        ("fields", "nvmlDeviceGetFieldValues, handle, [186]"),
+        ("gpm.support", "nvmlGpmQueryDeviceSupport, handle"),
+        ("gpm.sample", "nvmlGpmSampleGet, handle, pynvml.nvmlGpmSampleAlloc()"),
+        ("events", "nvmlEventSetWait_v2, events, 0"),
+        ("mig", "nvmlDeviceGetMigMode, handle"),
+    ],
+)
+def test_every_group_of_calls_can_fail(trace, word, call):
+    trace.write(Gpu("GPU-a", "0:01:00", gpm=1))
+    code = f"""{EVENTS_CODE}
+fault("0 {word} error 999")
+answer = [result(pynvml.{call})]
+fault()
+answer += [result(pynvml.{call}) == "error 999"]
+"""
+
+    assert ask(trace, code) == ["error 999", False]
+
+
+def test_the_slices_of_a_lost_gpu_are_lost_too(trace):
+    trace.write(Gpu("GPU-a", "0:01:00"), Gpu("MIG-a", parent=0), Gpu("GPU-b", "0:02:00"))
+    code = """
+handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in ("MIG-a", "GPU-a", "GPU-b")]
+fault("0 * lost")
+answer = [result(pynvml.nvmlDeviceGetUUID, one) for one in handles]
+"""
+
+    assert ask(trace, code) == ["error 15", "error 15", "GPU-b"]
+
+
+def test_calls_are_counted_by_function_and_process(trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    trace.count_calls()
+    code = "fields(83, 186); pynvml.nvmlDeviceGetPowerUsage(handle); fields(83); answer = os.getpid()"
+
+    pids = [ask(trace, code), ask(trace, code)]
+
+    once = {
+        "nvmlInitWithFlags": 1,
+        "nvmlDeviceGetHandleByIndex_v2": 1,
+        "nvmlDeviceGetFieldValues": 2,
+        "nvmlDeviceGetPowerUsage": 1,
+    }
+    assert trace.call_count(pids[0]) == once
+    assert trace.call_count() == {function: 2 * count for function, count in once.items()}
+    trace.count_calls()
+    assert not trace.call_count()
+
+
+def test_a_call_without_faults_costs_microseconds(trace):
+    trace.write(Gpu("GPU-a", "0:01:00", power=steps(100.0, 700.0, 0.05), **SENSOR))
+    trace.fault("1 * error 999")
+    code = """
+times = []
+for _ in range(2000):
+    began = time.perf_counter()
+    pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    times.append(time.perf_counter() - began)
+answer = sorted(times)[1000]
+"""
+
+    assert ask(trace, code) < 100e-6
+
+
+def test_a_remote_reader_gives_back_whatever_its_reader_says(trace):
+    [gpu] = trace.write(Gpu("GPU-a", "0:01:00"))
+
+    with trace.reader(Site(cuda_uuid=gpu.uuid)) as reader:
+        sample, failures = reader.read()
+        with pytest.raises(AttributeError, match="no_such_method"):
+            reader.call("no_such_method")
+
+    assert isinstance(sample, Sample)
+    assert (reader.device.key, failures) == ("GPU-a", {})
