@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -9,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench bench-energy clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -26,11 +27,15 @@ test: $(VENV)/.ready ## Run the tests
 check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
 
-bench: $(VENV)/.ready ## Measure what measuring costs
+bench: $(VENV)/.ready ## Measure what measuring costs; bench-energy: windows' energy, beside other tools
 	@$(BIN)/python -m benchmarks
 
+# Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
+bench-energy: $(VENV)/.ready $(PEERS)/.ready
+	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
+
 clean: ## Remove what these targets made; run folders are kept
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A process for each GPU, at most two.  torch, slow to start, is only asked where there is a GPU.
@@ -46,6 +51,13 @@ $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.checkers: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm and its checkers into $(VENV)'
 	@$(PIP_INSTALL) -e '.[check]'
+	@touch $@
+
+# Apart from .venv: effllm needs none of these, and they need much.
+$(PEERS)/.ready: $(VENV)/.made benchmarks/peers/requirements.txt
+	@echo 'Installing the tools to compare with into $(PEERS)'
+	@'$(PYTHON)' -m venv --clear $(PEERS)
+	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/requirements.txt
 	@touch $@
 
 $(VENV)/.made:

@@ -1,0 +1,119 @@
+"""The error of a window's energy, effllm's beside its peers': ``make bench-energy``.
+
+A node of traced GPUs is measured by one tool after the other, so that none disturbs another; several processes
+of the same tool run side by side.  Every tool gets the same lengths and pauses, and each of its windows is
+judged by the true energy between the edges that the tool itself claims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.energy_run import ROOT, Length, measure
+from benchmarks.energy_tables import show, to_dict
+from benchmarks.energy_traces import HELD_OUT, TUNING, Group, groups
+from tests.nvml_library import Trace, build
+
+RESULTS = ROOT / "benchmarks" / "results"
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+
+#: Module and interpreter of each tool, in the order in which they measure.
+TOOLS = {
+    "effllm": ("benchmarks.energy_ours", sys.executable),
+    "Zeus": ("benchmarks.peers.zeus_monitor", str(PEERS_PYTHON)),
+    "CodeCarbon": ("benchmarks.peers.codecarbon_tracker", str(PEERS_PYTHON)),
+    "nvitop": ("benchmarks.peers.nvitop_collector", str(PEERS_PYTHON)),
+    "counter": ("benchmarks.peers.counter", str(PEERS_PYTHON)),
+}
+FULL = (Length("5 s", 5.0, 9), Length("1 s", 1.0, 20), Length("0.2 s", 0.2, 50))
+QUICK = (Length("5 s", 5.0, 1), Length("1 s", 1.0, 2), Length("0.2 s", 0.2, 5))
+
+
+def main() -> None:
+    """Measure with each tool in turn, show the tables, and keep the figures as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__)
+    parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=HELD_OUT, help="of traces (default: held-out)")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="which, with commas between them (default: all)")
+    parser.add_argument("--processes", type=int, default=4, help="of each tool, side by side (default: 4)")
+    parser.add_argument("--quick", action="store_true", help="a minute instead of ten: too few windows for figures")
+    parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
+    given = parser.parse_args()
+    names = given.tools.split(",")
+    if unknown := set(names) - set(TOOLS):
+        parser.error(f"there is no tool {', '.join(sorted(unknown))}; there are: {', '.join(TOOLS)}")
+    if set(names) - {"effllm"} and not PEERS_PYTHON.exists():
+        parser.error("the peers are not installed: run `make bench-energy`, or choose --tools effllm")
+    console = Console()
+    node, lengths = groups(given.set), QUICK if given.quick else FULL
+    load = os.getloadavg()[0]
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as bar:
+        environ = _prepare(Path(folder), node)
+        measured = [
+            measure(name, [python, "-m", module], node, lengths, given.processes, environ, bar)
+            for name, (module, python) in TOOLS.items()
+            if name in names
+        ]
+    shown = [length.name for length in lengths]
+    show(console, measured, node, shown)
+    console.print(f"Traces: {given.set}. Load before the start: {load:.2f} on {os.cpu_count()} CPUs.")
+    if given.keep:
+        body = {"machine": _machine(load), "set": given.set, **to_dict(measured, node, shown)}
+        console.print(f"kept in {_keep(body).relative_to(ROOT)}")
+
+
+def _prepare(folder: Path, node: Sequence[Group]) -> dict[str, str]:
+    """Build the library and write the trace; return the environment in which every tool sees them."""
+    library = build(folder)
+    if library is None:
+        sys.exit("there is no C compiler here, so the traced NVML library cannot be built")
+    trace = Trace(library, folder / "trace")
+    trace.write(*(gpu for group in node for gpu in group.gpus))
+    programs = folder / "bin"
+    programs.mkdir()
+    smi = programs / "nvidia-smi"  # CodeCarbon believes in a GPU where this runs
+    smi.write_text("#!/bin/sh\n")
+    smi.chmod(0o755)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("EFFICIENTLLM_", "CUDA_"))}
+    return environ | trace.environment() | {"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+def _machine(load: float) -> dict[str, Any]:
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "load_before": load,
+        "gpu": "traced: not measured on a GPU",
+    }
+
+
+def _keep(body: dict[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{body['machine']['date']}-energy.json"
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    return path
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

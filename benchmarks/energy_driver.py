@@ -1,0 +1,106 @@
+"""What the process of every measured tool runs: windows at given moments, stamped from outside the tool.
+
+The standard library alone, because it runs in the peers' environment as well as in the project's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TextIO
+
+
+class Calls(NamedTuple):
+    """When the two calls around a window began and returned, in ns of the monotonic clock."""
+
+    begin_ns: int
+    begun_ns: int
+    end_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a tool says of one window, and for which stretch of time it says so.
+
+    ``start_ns`` and ``end_ns`` are the tool's own stamps where it has some: a tool that works for a while
+    inside its calls is judged on the moments that it claims.
+    """
+
+    start_ns: int
+    end_ns: int
+    joules: list[float | None]  # of each GPU, in the order of NVML
+    random_j2: list[float] | None = None  # variance of the random error, where the tool states one
+    gain_error: list[float] | None = None  # half-width (95 %) of what is common to all readings of a sensor
+
+
+class Tool:
+    """A tool that measures windows, one after the other, on so many GPUs."""
+
+    name: str
+    version: str
+    ranks = 1  # the calls do in turn what so many ranks would do side by side
+
+    def __init__(self, gpus: int) -> None:
+        raise NotImplementedError
+
+    def begin(self, key: int) -> None:
+        """Open window ``key``: the caller waits for this."""
+        raise NotImplementedError
+
+    def end(self, key: int) -> None:
+        """Close it: the caller waits for this too."""
+        raise NotImplementedError
+
+    def reading(self, key: int, calls: Calls) -> Reading:
+        """Return what was measured; asked only after the last window."""
+        raise NotImplementedError
+
+    def cpu_s(self) -> float:
+        """Return the CPU time spent so far, by all that measures."""
+        return time.process_time()
+
+    def close(self) -> None:
+        """Let everything go."""
+
+
+def drive(open_tool: type[Tool]) -> None:
+    """Read the orders from stdin, measure the windows, and answer with a line for each and one at the end.
+
+    Answers go to the descriptor that the orders name: what a tool prints is none.
+    """
+    orders = json.loads(sys.stdin.readline())
+    answers = os.fdopen(orders["answers"], "w", buffering=1)
+    tool = open_tool(orders["gpus"])
+    _say(answers, {"ready": tool.name, "version": tool.version})
+    sys.stdin.readline()
+    calls: list[Calls] = []
+    shares: dict[str, float] = {}
+    for block in orders["blocks"]:
+        cpu_s, began_s = tool.cpu_s(), time.monotonic()
+        for pause_s, length_s in block["windows"]:
+            calls.append(_window(tool, len(calls), pause_s, length_s))
+            _say(answers, {"done_s": pause_s + length_s})
+        shares[block["name"]] = (tool.cpu_s() - cpu_s) / (time.monotonic() - began_s)
+    readings = [tool.reading(key, stamps) for key, stamps in enumerate(calls)]
+    tool.close()
+    rows = [{"calls": stamps, **asdict(reading)} for stamps, reading in zip(calls, readings, strict=True)]
+    _say(answers, {"rows": rows, "cpu_shares": shares, "ranks": tool.ranks})
+
+
+def _window(tool: Tool, key: int, pause_s: float, length_s: float) -> Calls:
+    time.sleep(pause_s)
+    begin_ns = time.monotonic_ns()
+    tool.begin(key)
+    begun_ns = time.monotonic_ns()
+    time.sleep(length_s)
+    end_ns = time.monotonic_ns()
+    tool.end(key)
+    return Calls(begin_ns, begun_ns, end_ns, time.monotonic_ns())
+
+
+def _say(answers: TextIO, record: dict[str, Any]) -> None:
+    answers.write(json.dumps(record) + "\n")

@@ -1,0 +1,112 @@
+"""What tools said of windows, against the truth of the trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.energy_traces import Group
+from tests.nvml_library import Gpu
+
+NS = 1e-9
+EACH, SUM = "each", "sum"  # GPU of a group
+HALF_WIDTHS_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One window of one GPU, or of the sum of a group's."""
+
+    error: float  # relative, signed; infinite where nothing was measured
+    least_error: float  # the smallest that its edges allow if they may lie anywhere inside the tool's calls
+    in_random: bool | None = None  # whether the truth lies in the stated interval of the random parts
+    in_whole: bool | None = None  # ... in that of random and sensor parts together
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The errors of many windows."""
+
+    windows: int
+    mean: float  # of the sizes
+    p95: float
+    worst: float
+    bias: float
+    least_mean: float
+    in_random: float | None
+    in_whole: float | None
+
+
+def errors(verdicts: Sequence[Verdict]) -> Errors:
+    """Return the errors of these windows."""
+    sizes = sorted(abs(verdict.error) for verdict in verdicts)
+    return Errors(
+        windows=len(sizes),
+        mean=sum(sizes) / len(sizes),
+        p95=sizes[math.ceil(0.95 * len(sizes)) - 1],
+        worst=sizes[-1],
+        bias=sum(verdict.error for verdict in verdicts) / len(verdicts),
+        least_mean=sum(verdict.least_error for verdict in verdicts) / len(verdicts),
+        in_random=_share(verdict.in_random for verdict in verdicts),
+        in_whole=_share(verdict.in_whole for verdict in verdicts),
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one tool did, and what it cost."""
+
+    tool: str
+    version: str
+    verdicts: dict[tuple[str, str, str], list[Verdict]]  # by group, EACH or SUM, and length
+    cpu_shares: dict[str, float]  # of a core, by length, of all that measures one rank's GPUs
+    blocked_s: dict[str, list[float]]  # by length: how long both calls around a window kept the caller
+
+    def errors(self, groups: Sequence[Group], whom: str, length: str) -> Errors:
+        """Return the errors over all GPUs, or all sums, of these groups."""
+        return errors([verdict for group in groups for verdict in self.verdicts[group.name, whom, length]])
+
+
+def judge(rows: Iterable[dict[str, Any]], groups: Sequence[Group]) -> dict[tuple[str, str], list[Verdict]]:
+    """Return the verdicts on a tool's windows by group, on each GPU and on their sum."""
+    made: dict[tuple[str, str], list[Verdict]] = {}
+    for row in rows:
+        position = 0
+        for group in groups:
+            places = range(position, position + len(group.gpus))
+            position += len(group.gpus)
+            for place, gpu in zip(places, group.gpus, strict=True):
+                made.setdefault((group.name, EACH), []).append(_verdict(row, [place], [gpu]))
+            if len(group.gpus) > 1:
+                made.setdefault((group.name, SUM), []).append(_verdict(row, places, group.gpus))
+    return made
+
+
+def _verdict(row: dict[str, Any], places: Sequence[int], gpus: Sequence[Gpu]) -> Verdict:
+    begin_ns, begun_ns, end_ns, ended_ns = row["calls"]
+    truth = _truth(gpus, row["start_ns"], row["end_ns"])
+    parts = [row["joules"][place] for place in places]
+    if any(part is None for part in parts):
+        return Verdict(math.inf, math.inf, False, False)
+    measured = sum(parts)
+    lowest, highest = _truth(gpus, begun_ns, end_ns), _truth(gpus, begin_ns, ended_ns)
+    in_random = in_whole = None
+    if row["random_j2"] is not None:
+        random_j = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places))
+        # The gains of different boards have nothing to do with each other.
+        sensor_j = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places))
+        in_random = abs(measured - truth) <= random_j
+        in_whole = abs(measured - truth) <= math.hypot(random_j, sensor_j)
+    least = max(lowest - measured, measured - highest, 0.0) / truth
+    return Verdict((measured - truth) / truth, least, in_random, in_whole)
+
+
+def _truth(gpus: Sequence[Gpu], start_ns: int, end_ns: int) -> float:
+    return sum(gpu.energy_j(start_ns * NS, end_ns * NS) for gpu in gpus)
+
+
+def _share(values: Iterable[bool | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

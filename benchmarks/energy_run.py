@@ -1,0 +1,149 @@
+"""The processes of one tool: several side by side, each with windows of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, TaskID
+
+from benchmarks.energy_judge import Measured, Verdict, judge
+from benchmarks.energy_traces import Group
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTLE_S = 3.0  # between the start of a tool and its first window
+
+
+@dataclass(frozen=True)
+class Length:
+    """Windows of about one length: no iteration is a whole number of ticks, so they differ by a tenth."""
+
+    name: str
+    seconds: float
+    count: int  # in each process
+
+    def windows(self, chance: random.Random) -> list[tuple[float, float]]:
+        """Return the pauses before the windows, and the windows' lengths."""
+        return [(chance.uniform(0.05, 0.45), self.seconds * chance.uniform(0.9, 1.1)) for _ in range(self.count)]
+
+
+def measure(
+    name: str,
+    command: Sequence[str],
+    node: Sequence[Group],
+    lengths: Sequence[Length],
+    processes: int,
+    environ: dict[str, str],
+    bar: Progress,
+) -> Measured:
+    """Let processes of one tool measure the same node, and judge what they say."""
+    task = bar.add_task(f"{name}: starting", total=None)
+    gpus = sum(len(group.gpus) for group in node)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        runs = [_Run(command, environ, folder / str(number)) for number in range(processes)]
+        for run in runs:
+            stack.callback(run.stop)
+        seconds = 0.0
+        for number, run in enumerate(runs):
+            chance = random.Random(number)  # the same windows for every tool
+            blocks = [{"name": length.name, "windows": length.windows(chance)} for length in lengths]
+            seconds += sum(sum(window) for block in blocks for window in block["windows"])
+            run.tell({"gpus": gpus, "blocks": blocks})
+        version = [run.hear()["version"] for run in runs][0]  # noqa: RUF015 - all are heard
+        time.sleep(SETTLE_S)
+        bar.update(task, description=name, total=seconds)
+        for run in runs:
+            run.tell({})
+        answers = _gather(runs, bar, task)
+    bar.update(task, completed=seconds)
+    return _judged(name, version, answers, node, lengths)
+
+
+class _Run:
+    """A process of a tool."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str], complaints: Path) -> None:
+        self._complaints = complaints
+        read, self._write = os.pipe()
+        self._answers = os.fdopen(read)
+        with complaints.open("w") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                cwd=ROOT,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(self._write,),
+            )
+        os.close(self._write)
+
+    def stop(self) -> None:
+        """Stop it, whatever it is doing."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        self._process.communicate()
+        self._answers.close()
+
+    def tell(self, orders: dict[str, Any]) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"answers": self._write, **orders}) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError(f"a tool has stopped:\n{self._complaints.read_text()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _gather(runs: Sequence[_Run], bar: Progress, task: TaskID) -> list[dict[str, Any]]:
+    """Return the last line of each run, and advance the bar by those before it."""
+    answers: list[dict[str, Any]] = [{} for _ in runs]
+
+    def listen(number: int) -> None:
+        while "rows" not in (answer := runs[number].hear()):
+            bar.advance(task, answer["done_s"])
+        answers[number] = answer
+
+    threads = [threading.Thread(target=listen, args=(number,)) for number in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not all(answers):
+        raise SystemExit(1)  # its thread has said why
+    return answers
+
+
+def _judged(
+    name: str, version: str, answers: Sequence[dict[str, Any]], node: Sequence[Group], lengths: Sequence[Length]
+) -> Measured:
+    verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
+    blocked_s: dict[str, list[float]] = {length.name: [] for length in lengths}
+    for answer in answers:
+        rows = iter(answer["rows"])
+        for length in lengths:
+            chosen = [next(rows) for _ in range(length.count)]
+            for (group, whom), found in judge(chosen, node).items():
+                verdicts.setdefault((group, whom, length.name), []).extend(found)
+            for begin_ns, begun_ns, end_ns, ended_ns in (row["calls"] for row in chosen):
+                blocked_s[length.name].append((begun_ns - begin_ns + ended_ns - end_ns) / 1e9 / answer["ranks"])
+    shares = {
+        length.name: sum(answer["cpu_shares"][length.name] / answer["ranks"] for answer in answers) / len(answers)
+        for length in lengths
+    }
+    return Measured(name, version, verdicts, shares, blocked_s)

@@ -1,0 +1,111 @@
+"""What the GPUs of the measured node draw, and how their sensors tell it: two sets, one to tune on and one to judge by.
+
+A trace is one wave seen by one or more GPUs whose sensors tick at different moments, as those of a node that
+trains in step.  The held-out set shares no period, level, phase or seed with the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tests.nvml_library import Curve, Gpu, bursts, sine, square, steps
+
+TUNING, HELD_OUT = "tuning", "held-out"
+REFERENCE = "square"
+
+#: NVML's numbers of architectures whose boards measure like this (arXiv 2312.02741, raw table).
+VOLTA, ADA, HOPPER = 5, 8, 9
+
+
+@dataclass(frozen=True)
+class Group:
+    """GPUs that draw the same power at the same time."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    gain: float = 1.0
+
+    @property
+    def is_planted(self) -> bool:
+        """Whether the sensor of these is off on purpose: they belong to the second run's figures alone."""
+        return self.gain != 1.0
+
+
+def groups(chosen: str) -> list[Group]:
+    """Return the groups of a set; their GPUs, one after the other, are those of the node."""
+    chance = random.Random({TUNING: 20261121, HELD_OUT: 3141592}[chosen])
+    waves = _WAVES[chosen]
+    made: list[Group] = []
+    for name, wave, count, sensor in (
+        (REFERENCE, "square", 8, _whole_100),
+        ("fast square", "fast", 2, _whole_100),
+        ("sine", "sine", 2, _whole_100),
+        ("bursts", "bursts", 2, _whole_100),
+        ("steps", "steps", 1, _whole_100),
+        ("square, 20 ms", "square", 1, _whole_20),
+        ("fast square, 20 ms", "fast", 1, _whole_20),
+        ("square, 25 %", "square", 2, _quarter_100),
+        ("sine, 25 %", "sine", 1, _quarter_100),
+        ("steps, 25 %", "steps", 1, _quarter_100),
+        ("square, gain 1.05", "square", 1, _off(_whole_100)),
+        ("sine, gain 1.05", "sine", 1, _off(_whole_100)),
+        ("square, 25 %, gain 1.05", "square", 1, _off(_quarter_100)),
+    ):
+        gpus = [sensor(Gpu("", power=waves[wave]), chance) for _ in range(count)]
+        made.append(Group(name, tuple(gpus), gpus[0].gain))
+    return _placed(made)
+
+
+_WAVES: dict[str, dict[str, Curve]] = {
+    TUNING: {
+        "square": square(100.0, 500.0, 2.0),
+        "fast": square(120.0, 420.0, 0.37, 0.6),
+        "sine": sine(150.0, 450.0, 3.1),
+        "bursts": bursts(90.0, 650.0, 1.3, 0.12, 7),
+        "steps": steps(120.0, 560.0, 0.43, 11),
+    },
+    HELD_OUT: {
+        "square": square(140.0, 620.0, 1.73, 0.55),
+        "fast": square(180.0, 520.0, 0.29, 0.45),
+        "sine": sine(110.0, 590.0, 2.3),
+        "bursts": bursts(75.0, 690.0, 0.97, 0.2, 1009),
+        "steps": steps(90.0, 640.0, 0.61, 2027),
+    },
+}
+
+_Sensor = Callable[[Gpu, random.Random], Gpu]
+
+
+def _ticking(gpu: Gpu, chance: random.Random, tick_s: float) -> Gpu:
+    """Let the counter move, and the power be told, at the ticks only: as every sensor does that was looked at."""
+    return replace(gpu, tick_s=tick_s, tick_phase_s=round(chance.uniform(0.0, tick_s), 6), power_mode="held")
+
+
+def _whole_100(gpu: Gpu, chance: random.Random) -> Gpu:
+    return replace(_ticking(gpu, chance, 0.1), architecture=ADA, power_usage="average")
+
+
+def _whole_20(gpu: Gpu, chance: random.Random) -> Gpu:
+    return replace(_ticking(gpu, chance, 0.02), architecture=VOLTA)
+
+
+def _quarter_100(gpu: Gpu, chance: random.Random) -> Gpu:
+    return replace(_ticking(gpu, chance, 0.1), architecture=HOPPER, duty_s=0.025, power_usage="average")
+
+
+def _off(sensor: _Sensor) -> _Sensor:
+    return lambda gpu, chance: replace(sensor(gpu, chance), gain=1.05)
+
+
+def _placed(made: Sequence[Group]) -> list[Group]:
+    """Give each GPU its own UUID and place on the bus, in the order of NVML's indices."""
+    placed, index = [], 0
+    for group in made:
+        gpus = []
+        for gpu in group.gpus:
+            gpus.append(replace(gpu, uuid=f"GPU-{index:08x}", bus=f"00000000:{index + 1:02X}:00.0"))
+            index += 1
+        placed.append(replace(group, gpus=tuple(gpus)))
+    return placed

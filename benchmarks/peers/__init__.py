@@ -1,0 +1,1 @@
+"""The tools that effllm is measured beside, each in a process of its own in the peers' environment."""

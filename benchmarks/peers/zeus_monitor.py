@@ -1,0 +1,44 @@
+"""Zeus: `ZeusMonitor.begin_window` and `end_window`, as its documentation has them.
+
+Both calls read the clock before they read the counters, so their beginnings are the edges that it claims.
+``sync_execution`` is off because there is no torch here and nothing that would run on a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import version
+
+from zeus.monitor import ZeusMonitor
+
+from benchmarks.energy_driver import Calls, Reading, Tool, drive
+
+
+class Zeus(Tool):
+    """One monitor of all GPUs."""
+
+    name = "Zeus"
+    version = version("zeus")
+
+    def __init__(self, gpus: int) -> None:
+        warnings.simplefilter("ignore")  # that a window was shorter than the counter's tick
+        self._gpus = range(gpus)
+        self._monitor = ZeusMonitor(gpu_indices=list(self._gpus))
+        assert self._monitor.power_monitor is None, "Zeus takes these GPUs for older than Volta"
+        self._joules: dict[int, dict[int, float]] = {}
+
+    def begin(self, key: int) -> None:
+        """Begin a window of that name."""
+        self._monitor.begin_window(str(key), sync_execution=False)
+
+    def end(self, key: int) -> None:
+        """End it."""
+        self._joules[key] = self._monitor.end_window(str(key), sync_execution=False).gpu_energy
+
+    def reading(self, key: int, calls: Calls) -> Reading:
+        """Return its energies, from call to call."""
+        return Reading(calls.begin_ns, calls.end_ns, [self._joules[key][index] for index in self._gpus])
+
+
+if __name__ == "__main__":
+    drive(Zeus)
