@@ -1,0 +1,429 @@
+"""What stands in the table of devices: names, numbers worked by hand from the datasheets, and the page of it.
+
+Run as a script, this writes the tables of docs/hardware.md anew.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effllm import hardware
+from effllm.hardware import PRECISIONS, ROWS, SENSORS, find, peak_flops_per_s
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
+
+# name as the driver prints it, dense bf16 in TFLOP/s and power in W by the datasheet
+KNOWN = [
+    ("NVIDIA A100-SXM4-40GB", 312, 400),
+    ("NVIDIA A100-SXM4-80GB", 312, 400),
+    ("NVIDIA A100 80GB PCIe", 312, 300),
+    ("NVIDIA A100-PCIE-40GB", 312, 250),
+    ("NVIDIA H100 80GB HBM3", 989.4, 700),  # 1978.9 sparse
+    ("NVIDIA H100 PCIe", 756, 350),  # 1513 sparse
+    ("NVIDIA H100 NVL", 835.5, 400),  # 1671 sparse / 2
+    ("NVIDIA H200", 989.4, 700),
+    ("NVIDIA H200 NVL", 835.5, 600),
+    ("NVIDIA GH200 480GB", 989.4, 1000),
+    ("NVIDIA GH200 144G HBM3e", 989.4, 1000),
+    ("NVIDIA H800", 989.4, 700),
+    ("NVIDIA H20", 148, 500),
+    ("NVIDIA A800-SXM4-80GB", 312, 400),
+    ("NVIDIA B200", 2250, 1000),  # HGX: 36 PFLOPS sparse / 8 GPUs / 2
+    ("NVIDIA GB200", 2500, 1200),  # NVL72: 5 PFLOPS sparse / 2
+    ("NVIDIA B300 SXM6 AC", 2250, 1100),
+    ("NVIDIA GB300", 2500, 1400),
+    ("NVIDIA GB10", 125, 140),  # 1 PFLOP of sparse FP4 / 2 / 4
+    ("NVIDIA L40S", 362.05, 350),
+    ("NVIDIA L40", 181.05, 300),
+    ("NVIDIA L4", 121, 72),
+    ("NVIDIA L20", 119.5, 275),
+    ("NVIDIA A10", 125, 150),
+    ("NVIDIA A10G", 70, 300),
+    ("NVIDIA A30", 165, 165),
+    ("NVIDIA A40", 149.7, 300),
+    ("NVIDIA RTX A6000", 154.8, 300),
+    ("NVIDIA RTX 6000 Ada Generation", 364.2, 300),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 500, 600),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 600),
+    ("NVIDIA GeForce RTX 3080", 59.5, 320),  # 68 SMs x 512 x 1.71 GHz
+    ("NVIDIA GeForce RTX 3090", 71.2, 350),  # 82 SMs x 512 x 1.695 GHz
+    ("NVIDIA GeForce RTX 3090 Ti", 80, 450),  # 84 SMs x 512 x 1.86 GHz
+    ("NVIDIA GeForce RTX 4080", 97.5, 320),  # 76 SMs x 512 x 2.505 GHz
+    ("NVIDIA GeForce RTX 4090", 165.2, 450),  # 128 SMs x 512 x 2.52 GHz
+    ("NVIDIA GeForce RTX 5090", 209.5, 575),  # 170 SMs x 512 x 2.407 GHz
+    ("Tesla V100-SXM2-16GB", None, 300),
+    ("Tesla V100-SXM2-32GB", None, 300),
+    ("Tesla V100-PCIE-16GB", None, 250),
+    ("Tesla V100S-PCIE-32GB", None, 250),
+    ("Tesla T4", None, 70),
+    ("Tesla P100-PCIE-16GB", None, 250),
+    ("Tesla P40", None, 250),
+    ("Quadro RTX 8000", None, 260),
+    ("AMD Instinct MI100", 92.3, 300),  # 120 CUs x 512 x 1.502 GHz
+    ("AMD Instinct MI210", 181, 300),  # 104 CUs x 1024 x 1.7 GHz
+    ("AMD Instinct MI250", 181, 250),  # one die: 362.1 TFLOP/s and 500 W / 2
+    ("AMD Instinct MI250X", 191.5, 280),  # one die: 383 TFLOP/s and 560 W / 2
+    ("AMD Instinct MI300X", 1307.4, 750),  # 304 CUs x 2048 x 2.1 GHz
+    ("AMD Instinct MI300A", 980.6, 760),
+    ("AMD Instinct MI325X", 1307.4, 1000),
+    ("AMD Instinct MI350X", 2306.9, 1000),  # 256 CUs x 4096 x 2.2 GHz
+    ("AMD Instinct MI355X", 2516.6, 1400),  # 256 CUs x 4096 x 2.4 GHz
+]
+
+# What datasheets print with sparsity, in TFLOP/s.
+SPARSE = [
+    ("NVIDIA A100-SXM4-80GB", "bf16", 624),
+    ("NVIDIA A100-SXM4-80GB", "tf32", 312),
+    ("NVIDIA A100-SXM4-80GB", "int8", 1248),
+    ("NVIDIA H100 80GB HBM3", "bf16", 1978.9),
+    ("NVIDIA H100 80GB HBM3", "fp8", 3957.8),
+    ("NVIDIA H100 PCIe", "fp16", 1513),
+    ("NVIDIA H100 NVL", "bf16", 1671),
+    ("NVIDIA H100 NVL", "fp8", 3341),
+    ("NVIDIA H200", "bf16", 1979),
+    ("NVIDIA H200", "tf32", 989),
+    ("NVIDIA B200", "bf16", 4500),
+    ("NVIDIA B200", "fp8", 9000),
+    ("NVIDIA B200", "fp4", 18000),
+    ("NVIDIA GB200", "fp4", 20000),
+    ("NVIDIA B300", "fp8", 9000),
+    ("NVIDIA B300", "int8", 307),
+    ("NVIDIA L40", "bf16", 362.1),
+    ("NVIDIA L4", "fp8", 485),
+    ("NVIDIA RTX A6000", "bf16", 309.6),
+    ("NVIDIA GeForce RTX 4090", "bf16", 330.4),
+    ("NVIDIA GeForce RTX 5090", "fp4", 3352),
+    ("AMD Instinct MI300X", "bf16", 2614.9),
+    ("AMD Instinct MI355X", "bf16", 5033.2),
+]
+
+NAMES = [name for row in ROWS for name in row.names]
+WORDS = sorted({word for name in NAMES for word in name.replace("-", " ").split()})
+
+
+@pytest.mark.parametrize(("name", "bf16_tflops", "tdp_w"), KNOWN, ids=[name for name, _, _ in KNOWN])
+def test_a_device_is_known_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w):
+    row = find(name)
+
+    assert name in row.names
+    assert not row.sliced
+    assert row.tdp_w == tdp_w
+    expected = None if bf16_tflops is None else float(f"{bf16_tflops}e12")
+    assert peak_flops_per_s(name) == row.flops_per_s.get("bf16") == expected
+
+
+def test_the_voltas_and_older_have_half_precision_where_they_have_no_bf16():
+    assert peak_flops_per_s("Tesla V100-SXM2-32GB", "fp16") == 125e12
+    assert peak_flops_per_s("Tesla V100-PCIE-16GB", "fp16") == 112e12
+    assert peak_flops_per_s("Tesla V100S-PCIE-32GB", "fp16") == 130e12
+    assert peak_flops_per_s("Tesla T4", "fp16") == 65e12
+    assert peak_flops_per_s("Quadro RTX 8000", "fp16") == 130.5e12
+
+
+def test_memory_is_counted_in_powers_of_two_and_its_rate_in_powers_of_ten():
+    assert find("NVIDIA H100 80GB HBM3").memory_bytes == 80 * 2**30
+    assert find("NVIDIA H100 80GB HBM3").memory_bytes_per_s == 3.35e12
+    assert find("NVIDIA H200").memory_bytes == 141 * 2**30
+    assert find("NVIDIA H200").memory_bytes_per_s == 4.8e12
+    assert find("AMD Instinct MI300X").memory_bytes_per_s == 5.325e12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case_brand_and_order_of_the_words_do_not_matter(name):
+    row = find(name)
+    without_brand = name.removeprefix("NVIDIA ").removeprefix("AMD ").removeprefix("Tesla ")
+
+    assert find(name.upper()) is row
+    assert find(name.lower()) is row
+    assert find(without_brand) is row
+    assert find(f"  {name} ") is row
+    assert find(" ".join(reversed(name.replace("-", " ").split()))) is row
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("AMD INSTINCT MI250 (MCM) OAM AC MBA", "AMD Instinct MI250"),
+        ("AMD Instinct MI300X OAM", "AMD Instinct MI300X"),
+        ("AMD Instinct MI355X VF", "AMD Instinct MI355X"),
+        ("NVIDIA B300", "NVIDIA B300 SXM6 AC"),
+        ("NVIDIA Tesla V100-SXM2-16GB", "Tesla V100-SXM2-16GB"),
+        ("A100-SXM-80GB", "NVIDIA A100-SXM4-80GB"),
+        ("NVIDIA GH200 120GB", "NVIDIA GH200 480GB"),
+    ],
+)
+def test_words_that_say_nothing_about_the_silicon_are_passed_over(name, same):
+    assert find(name) is find(same)
+    assert find(same) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "NVIDIA",
+        "Graphics Device",
+        "NVIDIA A1000",
+        "NVIDIA RTX A1000",
+        "NVIDIA H1000",
+        "NVIDIA A100X",
+        "NVIDIA A100",  # says neither form nor memory
+        "NVIDIA A100-SXM-64GB",  # another chip, with more SMs
+        "NVIDIA H800 PCIe",
+        "NVIDIA H20-3e",
+        "NVIDIA H200 PCIe",
+        "NVIDIA L40G",
+        "NVIDIA L2",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3080 Ti",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "AMD Instinct MI308X",
+        "AMD Instinct MI300X HF",
+        "AMD Radeon RX 7900 XTX",
+        "MIG 1g.10gb",
+    ],
+)
+def test_what_is_not_in_the_table_is_unknown_and_not_its_neighbour(name):
+    assert find(name) is None
+    assert peak_flops_per_s(name) is None
+
+
+def test_neighbours_in_name_are_different_devices():
+    assert peak_flops_per_s("NVIDIA L4") == 121e12
+    assert peak_flops_per_s("NVIDIA L40") == 181.05e12
+    assert peak_flops_per_s("NVIDIA L40S") == 362.05e12
+    assert peak_flops_per_s("NVIDIA H200") == 989.4e12
+    assert peak_flops_per_s("NVIDIA H200 NVL") == 835.5e12
+    assert find("Quadro RTX 6000").architecture == "Turing"
+    assert find("NVIDIA RTX 6000 Ada Generation").architecture == "Ada Lovelace"
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA A100-SXM4-80GB"),
+        ("nvidia h200 mig 7g.141gb", "NVIDIA H200"),
+        ("NVIDIA A40-48Q", "NVIDIA A40"),
+        ("NVIDIA L40S-8C", "NVIDIA L40S"),
+    ],
+)
+def test_a_slice_is_marked_and_otherwise_its_whole_device_and_has_no_peak(name, whole):
+    slice_of = find(name)
+
+    assert slice_of.sliced
+    assert slice_of.names == find(whole).names
+    assert slice_of.flops_per_s == find(whole).flops_per_s
+    assert slice_of.tdp_w == find(whole).tdp_w
+    assert peak_flops_per_s(name) is None, "its share is not guessed here"
+
+
+def test_a_module_of_two_dies_counts_as_two_devices_of_half_its_numbers():
+    die = find("AMD Instinct MI250X")
+
+    assert 2 * die.flops_per_s["bf16"] == 383e12
+    assert 2 * die.memory_bytes == 128 * 2**30
+    assert 2 * die.memory_bytes_per_s == 3276.8e9
+    assert 2 * die.tdp_w == 560
+    assert "one of the two dies" in die.note
+
+
+def test_a_name_that_may_be_either_of_two_devices_has_no_peak():
+    either = find("AMD Instinct MI250X / MI250")
+
+    assert peak_flops_per_s("AMD Instinct MI250X / MI250") is None
+    assert either.tdp_w is None
+    assert either.memory_bytes == 64 * 2**30
+
+
+def test_a_precision_that_a_device_lacks_is_none_and_one_that_does_not_exist_an_error():
+    assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None
+    assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp4") is None
+    with pytest.raises(ValueError, match=r"'bfloat16', not one of fp64, .*bf16"):
+        peak_flops_per_s("NVIDIA H100 80GB HBM3", "bfloat16")
+
+
+# --- the order of the rows says nothing ----------------------------------------------------------
+
+
+def test_two_rows_of_one_name_are_refused():
+    twice = [find("NVIDIA L4"), find("NVIDIA L40"), find("NVIDIA L4")]
+
+    with pytest.raises(ValueError, match="NVIDIA L4 and NVIDIA L4 share the name l4"):
+        hardware._index(twice)
+
+
+@given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6), st.integers())
+def test_a_shuffled_table_gives_the_same_answers(words, seed):
+    shuffled = list(ROWS)
+    random.Random(seed).shuffle(shuffled)
+    index = hardware._index(shuffled)
+
+    for name in [*NAMES, " ".join(words)]:
+        assert index.get(hardware._words(name)) is find(name)
+
+
+# --- the numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "precision", "sparse_tflops"), SPARSE)
+def test_no_number_counts_on_sparsity(name, precision, sparse_tflops):
+    assert peak_flops_per_s(name, precision) == pytest.approx(sparse_tflops * 1e12 / 2, rel=0.005)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_every_row_is_sourced_and_plausible(row):
+    assert row.source.title
+    assert row.source.url.startswith("https://")
+    assert row.source.evidence in {"read", "quoted", "unconfirmed"}
+    assert row.architecture in SENSORS
+    assert set(row.flops_per_s) <= set(PRECISIONS)
+    assert all(1e12 <= rate <= 2e16 for rate in row.flops_per_s.values())
+    assert 0.1e12 <= row.memory_bytes_per_s <= 20e12
+    assert 8 * 2**30 <= row.memory_bytes <= 512 * 2**30
+    assert row.tdp_w is None or 50 <= row.tdp_w <= 1500
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_each_halving_of_the_width_doubles_the_rate(row):
+    rate = row.flops_per_s
+    # A figure with sparsity among dense ones would show as 1 or 4.  Below FP8 vendors' ratios differ.
+    for wide, narrow in [("bf16", "fp8"), ("fp16", "fp8")]:
+        if wide in rate and narrow in rate:
+            assert rate[narrow] / rate[wide] == pytest.approx(2, rel=0.03)
+    if "tf32" in rate:
+        assert rate["tf32"] <= 0.51 * rate["bf16"]
+    if "fp4" in rate:
+        assert rate["fp4"] >= 1.99 * rate["fp8"]
+    if "bf16" in rate:
+        assert 20 <= rate["bf16"] / row.memory_bytes_per_s <= 500, "FLOP per byte"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_bf16_is_as_fast_as_fp16_from_ampere_on_and_absent_before(row):
+    if row.architecture in {"Pascal", "Volta", "Turing"}:
+        assert "bf16" not in row.flops_per_s
+    elif row.flops_per_s and row.architecture != "CDNA":
+        assert row.flops_per_s["bf16"] == row.flops_per_s["fp16"]
+
+
+def test_a_board_that_was_never_confirmed_says_so():
+    assert find("NVIDIA GB10").source.evidence == "unconfirmed"
+    assert find("NVIDIA H20").source.evidence == "unconfirmed"
+    assert find("AMD Instinct MI300X").source.evidence == "read"
+
+
+# --- power sensors -------------------------------------------------------------------------------
+
+
+def test_the_sensor_of_a_device_is_that_of_its_generation():
+    h100, a100, v100 = (
+        find(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB")
+    )
+
+    assert (h100.sensor.update_s, h100.sensor.window_s, h100.sensor.duty) == (0.1, 0.025, 0.25)
+    assert (a100.sensor.update_s, a100.sensor.window_s, a100.sensor.duty) == (0.1, 0.025, 0.25)
+    assert (v100.sensor.update_s, v100.sensor.window_s, v100.sensor.duty) == (0.02, 0.01, 0.5)
+    # A100 and A10 are both "Ampere", but only one of them returns the power of the moment.
+    assert a100.sensor.power_usage == "instant"
+    assert find("NVIDIA A10").sensor.power_usage == h100.sensor.power_usage == "1-s mean"
+
+
+def test_what_nobody_measured_of_a_sensor_is_unknown():
+    b200 = find("NVIDIA B200").sensor
+
+    assert b200.update_s is b200.window_s is b200.duty is b200.lag_s is None
+    assert b200.counter
+    assert find("AMD Instinct MI300X").sensor.power_usage is None
+
+
+def test_before_volta_no_driver_counts_energy():
+    assert {name for name, sensor in SENSORS.items() if not sensor.counter} == {"Kepler", "Maxwell", "Pascal"}
+
+
+def test_every_sensor_has_a_source_and_a_window_no_longer_than_its_tick():
+    for sensor in [*SENSORS.values(), *(row.sensor for row in ROWS)]:
+        assert sensor.source
+        assert sensor.gain_error == 0.05
+        assert sensor.duty is None or 0 < sensor.duty <= 1
+
+
+def test_boards_held_against_a_meter_read_low():
+    assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
+    assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
+    assert find("NVIDIA H100 80GB HBM3").gain_measured is None
+    assert find("Quadro RTX 8000").sensor.duty == pytest.approx(0.2)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def cell(value, divisor=1.0):
+    return "" if value is None else f"{value / divisor:.6g}"
+
+
+def devices():
+    sources = list(dict.fromkeys(row.source for row in ROWS))
+    yield f"| device | architecture | GB | GB/s | W | {' | '.join(PRECISIONS)} | source |"
+    yield "|---|---|" + "--:|" * (3 + len(PRECISIONS)) + "---|"
+    for row in ROWS:
+        rates = " | ".join(cell(row.flops_per_s.get(precision), 1e12) for precision in PRECISIONS)
+        source = f"{sources.index(row.source) + 1}{'?' * (row.source.evidence == 'unconfirmed')}"
+        yield (
+            f"| {row.names[0]} | {row.architecture} | {cell(row.memory_bytes, 2**30)} | "
+            f"{cell(row.memory_bytes_per_s, 1e9)} | {cell(row.tdp_w)} | {rates} | {source} |"
+        )
+    yield ""
+    for number, source in enumerate(sources, 1):
+        yield f"{number}. [{source.title}]({source.url}): {source.evidence}"
+    yield ""
+    for row in ROWS:
+        remarks = [row.note] if row.note else []
+        if row.gain_measured:
+            low, high = row.gain_measured
+            remarks.append(f"against a meter its power sensor read {low:+.1%} to {high:+.1%}")
+        if row.names[1:]:
+            remarks.append(f"also {', '.join(row.names[1:])}")
+        if remarks:
+            yield f"- **{row.names[0]}**: {'; '.join(remarks)}"
+
+
+def sensors():
+    def milliseconds(value):
+        return "unknown" if value is None else f"{value * 1e3:g} ms"
+
+    yield "| architecture | new value every | of which measured | `nvmlDeviceGetPowerUsage` | rise | energy counter |"
+    yield "|---|---|---|---|---|---|"
+    for name, sensor in SENSORS.items():
+        rise = "unknown" if sensor.rise_s is None else " to ".join(milliseconds(value) for value in sensor.rise_s)
+        yield (
+            f"| {name} | {milliseconds(sensor.update_s)} | {milliseconds(sensor.window_s)} | "
+            f"{sensor.power_usage or 'unknown'} | {rise} | {'yes' if sensor.counter else 'no'} |"
+        )
+    yield ""
+    for name, sensor in SENSORS.items():
+        yield f"- **{name}**: {sensor.note} ({sensor.source})"
+
+
+def with_tables(page):
+    """Return the page with what stands between its marks written anew."""
+    for mark, lines in {"devices": devices(), "sensors": sensors()}.items():
+        before, _, rest = page.partition(f"<!-- {mark} -->\n")
+        _, _, after = rest.partition(f"<!-- end of {mark} -->\n")
+        page = f"{before}<!-- {mark} -->\n" + "\n".join(lines) + f"\n<!-- end of {mark} -->\n{after}"
+    return page
+
+
+def test_the_page_shows_the_table():
+    page = PAGE.read_text()
+
+    assert page == with_tables(page), "run: python tests/test_hardware.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
