@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,36 @@ import zmq
 
 from effllm import __version__
 from effllm.aggregator_child import AggregatorChild
-from effllm.config import Config
+from effllm.calibration import calibrate
+from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.log import Log
 from effllm.ring import END as END_RECORD
 from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
 from effllm.sampler import Sampler
-from effllm.schema import MARKED_PHASES, Ack, Beat, Bye, ByeSeen, Hello, Note, Parameters, Refused, Reports, Welcome
+from effllm.schema import (
+    MARKED_PHASES,
+    Ack,
+    Beat,
+    Bye,
+    ByeSeen,
+    Device,
+    Hello,
+    Note,
+    Parameters,
+    Refused,
+    Reports,
+    Sample,
+    Sensor,
+    Welcome,
+)
 from effllm.server import Orders
+from effllm.track import EDGE_WAIT_S, Track
 from effllm.transport import AgentLink, Outbox, make_context
 from effllm.window import Series, WindowCutter
 
 BEAT_S = 5.0
 LOSS_WAIT_S = 0.5  # a window's loss comes after its end
-EDGE_WAIT_S = 1.0  # and so does the sample at its edge
 HELLO_AGAIN_S = 2.0
 DEVICE_WAIT_S = 3.0
 NOBODY_ANSWERS_S = 10.0
@@ -43,7 +60,6 @@ LAST_WORDS_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
 REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
 LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
-LONGEST_GAP_INTERVALS = 5
 STATUSES = ("completed", "failed", "killed")
 
 
@@ -62,9 +78,10 @@ class Agent:
         self._id = uuid.uuid4().hex[:16]
         self._log = Log(self._rank)
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._sampler = Sampler(self._open, self._config.collection_interval_s, self._log.line, self._sampled)
+        interval_s = self._config.collection_interval_s
+        sampler = Sampler(self._open, interval_s, self._log.line, self._sampled, self._calibrate)
+        self._tracks = [Track(sampler, interval_s)]
         self._outbox = Outbox(self._config.history_size)
-        self._series: list[Series] = []
         self._cutter: WindowCutter | None = None
         self._link: AgentLink | None = None
         self._context = make_context()
@@ -91,7 +108,8 @@ class Agent:
         self._poller.register(self._sampled, zmq.POLLIN)
         self._start_aggregator()
         self._connect()
-        self._sampler.start()
+        for track in self._tracks:
+            track.sampler.start()
         self._wait_for_device()
         self._start_cutting()
         os.eventfd_write(self._ready, 1)
@@ -113,6 +131,13 @@ class Agent:
             excluded_pids=frozenset((os.getpid(),)),
         )
         return open_device(self._config.device, site)
+
+    def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
+        return calibrate(device, read, cache_folder() / "calibration")
+
+    @property
+    def _series(self) -> list[Series]:
+        return [track.series for track in self._tracks if track.series is not None]
 
     def _start_aggregator(self) -> None:
         listen = self._facts.get("listen_descriptor", -1)
@@ -249,14 +274,11 @@ class Agent:
             self._say_hello(time.monotonic())
 
     def _take_samples(self) -> None:
-        samples = self._sampler.take()
-        if not self._series and self._sampler.device is not None:
-            gap_s = LONGEST_GAP_INTERVALS * max(self._config.collection_interval_s, 0.2)
-            self._series = [Series(self._sampler.device, gap_s)]
-            if self._welcome:
-                self._say_hello(time.monotonic())
-        for sample in samples:
-            self._series[0].add(sample)
+        news = [track.take() for track in self._tracks]
+        for kind, text in (event for track in self._tracks for event in track.take_events()):
+            self._log.line(text, kind)
+        if any(news) and self._welcome:
+            self._say_hello(time.monotonic())
 
     def _take_slots(self, slots: list[Slot]) -> None:
         assert self._cutter is not None
@@ -268,9 +290,10 @@ class Agent:
     def _cut(self, now_s: float) -> None:
         assert self._cutter is not None
         while (ended := self._cutter.ended) is not None:
-            edge = all(series.newest_ns >= ended.end_ns for series in self._series)
+            edge = all(track.is_settled(ended.end_ns) for track in self._tracks)
             if not edge:
-                self._sampler.ask()
+                for track in self._tracks:
+                    track.ask(ended.end_ns)
             _, ordinal, _, _ = self._ring.state()
             moved_on = ordinal > ended.ordinal or self._cutter.last_ordinal > ended.ordinal or self._status is not None
             waited_s = now_s - ended.end_ns * 1e-9
@@ -405,7 +428,8 @@ class Agent:
         while self._aggregator and not self._aggregator.done and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
             self._poller.poll(20)
             self._look(trainer_gone=False)
-        self._sampler.stop(0.2)
+        for track in self._tracks:
+            track.sampler.stop(0.2)
         self._log.close()
         if self._link:
             self._link.close()
@@ -429,10 +453,11 @@ class Agent:
         self._log.close()
 
     def _wait_for_edge(self, began_s: float) -> None:
-        self._sampler.ask()
+        for track in self._tracks:
+            track.ask(self._end_ns)
         while time.monotonic() - began_s < LOSS_WAIT_S:
             self._take_samples()
-            if all(series.newest_ns >= self._end_ns for series in self._series):
+            if all(track.is_settled(self._end_ns) for track in self._tracks):
                 return
             self._poller.poll(20)
 

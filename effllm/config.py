@@ -294,6 +294,12 @@ def this_process() -> Mapping[str, str]:
     return os.environ
 
 
+def cache_folder() -> Path:
+    """Return the user's own folder for what can be measured anew: how sensors behave."""
+    base = this_process().get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".cache") / "efficientllm"
+
+
 def state_folder() -> Path:
     """Return the user's own folder for logs of agents that never learned their run folder."""
     base = this_process().get("XDG_STATE_HOME", "").strip()

@@ -1,39 +1,717 @@
-"""Energy between two samples of one device, pure: the counter where it can be believed, else power.
+"""The energy ledger of one device, pure: readings in, the energy between any two moments out, with its error.
 
-A counter's step is exact however far apart its readings are; power is only a reading of a moment, so a
-long gap between two of them is a hole.
+A counter's single step is never trusted: it must be physically possible.  What a counter does not tell
+(it was reset, it stood still, it could not be read) is filled from power and marked as estimated; what
+nothing tells is missing, never zero.  Windows end at iterations and counters move at ticks: between two
+ticks the energy is interpolated with the power on either side.
+
+Errors are kept apart.  Random ones are variances (J^2): of the two edges of a stretch, which cancel
+where stretches meet, and of what lies inside.  The gain of the board's sensor is common to all stretches
+of a device and is applied where they are added up.  The model is that of docs/energy.md.
 """
 
 from __future__ import annotations
 
-from effllm.schema import Sample
+import bisect
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, Device, Sample, Sensor
+from effllm.tick_clock import TickClock
 
 NS = 1e-9
 
+#: From this tick on a clock is worth keeping; RAPL's millisecond is not.
+LEAST_TICK_S = 0.005
+#: A step of a counter may exceed what the power limit allows by so much (boosts, board losses).
+OVERSHOOT = 1.2
+#: Where no limit is known: no accelerator, module or node sensor exceeds it for long.
+UNLIMITED_W = 20_000.0
+#: A counter that stands still while this much flowed by power is frozen.
+FROZEN_J = 20.0
+CROSS_CHECK_S = 60.0
+#: Counter and power may differ by so much, beyond what sampling explains, before the counter is suspect.
+DISAGREEMENT = 0.03
 
-def joules_between(first: Sample, second: Sample, longest_gap_ns: int) -> float | None:
-    """Return the energy that flowed from one sample to the next, or ``None`` where it was not measured.
 
-    A counter that goes back (driver reload, GPU reset, wrap-around that the device file did not undo) is
-    no measurement of the stretch in which it did.
+class Energy(NamedTuple):
+    """What flowed in a stretch of time."""
+
+    joules: float | None  # None: nothing of it was measured
+    covered_s: float = 0.0
+    start_j2: float = 0.0  # variance of the reading at its start ...
+    end_j2: float = 0.0  # ... and at its end
+    inside_j2: float = 0.0  # of what lies between: aliasing, gaps, integration of power
+    estimated_j: float = 0.0  # of joules: filled from power where the counter told nothing
+    method: str | None = None
+
+
+class _Point(NamedTuple):
+    """A reading, entered: the cumulative energy and how the step before it was come by."""
+
+    time_ns: int
+    total_j: float
+    power_w: float | None
+    method: str | None  # of the step from the point before; None: a hole
+    estimated: bool
+    variance_j2: float  # of that step
+    holes_ns: int  # running total of time in holes
+    estimated_j: float  # running total
+    variances_j2: float  # running total
+
+
+class _Level(NamedTuple):
+    """The cumulative energy at one moment, interpolated."""
+
+    joules: float
+    variance_j2: float
+    power_w: float
+    is_known: bool
+
+
+class _Trust(NamedTuple):
+    """The last counter reading before it stopped making sense, and what was entered since."""
+
+    time_ns: int
+    counter_j: float
+    total_j: float
+
+
+class EnergyLedger:
+    """Enters the readings of one device and answers how much energy flowed when.
+
+    Args:
+        device: whose sensor's behaviour (tick, lag, duty), power limit and method count.
+        longest_gap_s: readings of power further apart than this leave a hole between them.
     """
-    if first.energy_j is not None and second.energy_j is not None and second.energy_j >= first.energy_j:
-        return second.energy_j - first.energy_j
-    if first.power_w is None or second.power_w is None or second.time_ns - first.time_ns > longest_gap_ns:
+
+    def __init__(self, device: Device, longest_gap_s: float) -> None:
+        self._device = device
+        self._sensor = device.sensor
+        self._longest_gap_ns = round(longest_gap_s / NS)
+        self.clock = _clock_of(device.sensor)
+        self._limit_w = device.power_limit_w * OVERSHOOT if device.power_limit_w else UNLIMITED_W
+        self._points: deque[_Point] = deque()
+        self._last_counter: tuple[int, float] | None = None
+        self._trust: _Trust | None = None
+        self._last_power: tuple[int, float] | None = None
+        self._powers = _Spread()
+        self._edges: dict[int, _Level] = {}
+        self._events: list[tuple[str, str]] = []
+        self._check = _CrossCheck()
+        self._rhythm: tuple[float, float] | None = None
+        self._method = device.energy_method
+        self._doubted = False
+
+    def calibrate(self, sensor: Sensor) -> None:
+        """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
+        self._sensor = sensor
+        self.clock = _clock_of(sensor)
+        previous: _Point | None = None
+        for point in self._points:
+            if self.clock is not None and previous is not None and point.method == COUNTER:
+                if point.total_j > previous.total_j:
+                    self.clock.moved(previous.time_ns, point.time_ns)
+                else:
+                    self.clock.stood(previous.time_ns, point.time_ns)
+            previous = point
+
+    # --- readings in ---
+
+    def add(self, sample: Sample) -> None:
+        """Enter a reading, which must be newer than the last."""
+        power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
+        counter_j = _usable(sample.energy_j) if self._method == COUNTER else None
+        if power_w is None and counter_j is None and self._last_counter is not None:
+            return  # a failed read: the counter will tell what it misses, if it comes back
+        last = self._points[-1] if self._points else None
+        self._learn(sample.time_ns, counter_j, power_w)
+        if last is None:
+            self._points.append(_Point(sample.time_ns, 0.0, power_w, None, False, 0.0, 0, 0.0, 0.0))
+        else:
+            method, joules, variance_j2, estimated = self._step(last, sample, counter_j, power_w)
+            self._points.append(
+                _Point(
+                    time_ns=sample.time_ns,
+                    total_j=last.total_j + joules,
+                    power_w=power_w,
+                    method=method,
+                    estimated=estimated,
+                    variance_j2=variance_j2,
+                    holes_ns=last.holes_ns + (sample.time_ns - last.time_ns if method is None else 0),
+                    estimated_j=last.estimated_j + (joules if estimated else 0.0),
+                    variances_j2=last.variances_j2 + variance_j2,
+                )
+            )
+        if counter_j is not None:
+            self._last_counter = (sample.time_ns, counter_j)
+        if power_w is not None:
+            self._last_power = (sample.time_ns, power_w)
+        self._cross_check()
+
+    def set_rhythm(self, step_s: float, deviation_s: float) -> None:
+        """Tell how long an iteration takes and how much that varies, for ticks may beat with iterations."""
+        self._rhythm = (step_s, deviation_s)
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Return what happened to the measurement since the last call, as (kind, text)."""
+        events, self._events = self._events, []
+        return events
+
+    def _learn(self, time_ns: int, counter_j: float | None, power_w: float | None) -> None:
+        """Learn when the counter moves, and how much power varies from reading to reading."""
+        if power_w is not None:
+            self._powers.add(time_ns, power_w, self._sensor.tick_s)
+        if self.clock is None or counter_j is None or self._last_counter is None:
+            return
+        before_ns, before_j = self._last_counter
+        if counter_j > before_j:
+            self.clock.moved(before_ns, time_ns)
+        elif counter_j == before_j and self._trust is None:
+            self.clock.stood(before_ns, time_ns)
+
+    def _step(
+        self, last: _Point, sample: Sample, counter_j: float | None, power_w: float | None
+    ) -> tuple[str | None, float, float, bool]:
+        """Return method, joules, variance and whether it is an estimate, of the step to a reading."""
+        span_ns = sample.time_ns - last.time_ns
+        by_power = self._by_power(last, span_ns, power_w)
+        if self._method != COUNTER:
+            method = self._method if by_power is not None else None
+            joules, variance_j2 = by_power or (0.0, 0.0)
+            return method, joules, variance_j2, False
+        if counter_j is not None and self._last_counter is not None:
+            believed_j = self._believed(last, sample.time_ns, counter_j, by_power)
+            if believed_j is not None:
+                return COUNTER, believed_j, 0.0, False
+        elif self._trust is None and self._last_counter is not None:
+            self._trust = _Trust(*self._last_counter, last.total_j)  # it cannot be read now
+        if by_power is None:
+            return None, 0.0, 0.0, False
+        return INSTANT if sample.power_w is not None else AVERAGE, *by_power, True
+
+    def _believed(
+        self, last: _Point, time_ns: int, counter_j: float, by_power: tuple[float, float] | None
+    ) -> float | None:
+        """Return the energy since the last point by the counter, or ``None`` where it cannot be believed."""
+        assert self._last_counter is not None
+        before_ns, before_j = self._last_counter
+        step_j = counter_j - before_j
+        expected_j = by_power[0] if by_power else None
+        if self._trust is None:
+            if not 0.0 <= step_j <= self._most_j(time_ns - before_ns):
+                self._distrust(before_ns, before_j, last.total_j, _what_happened(step_j))
+                return None
+            if step_j == 0.0 and expected_j is not None and self._stands_still(time_ns - before_ns, expected_j):
+                self._distrust(before_ns, before_j, last.total_j, "it stands still while power flows")
+                return None
+            return step_j
+        # What flowed since the last reading that was believed, if the counter has come back to where it was.
+        trust = self._trust
+        since_trust_j = counter_j - trust.counter_j
+        whole_j = max(since_trust_j - (last.total_j - trust.total_j), 0.0)
+        came_back = 0.0 <= since_trust_j <= self._most_j(time_ns - trust.time_ns)
+        went_on = before_ns > trust.time_ns and 0.0 < step_j <= self._most_j(time_ns - before_ns)
+        if before_ns == last.time_ns and went_on and not (came_back and _nearer(whole_j, step_j, expected_j)):
+            self._tell_trusted()
+            return step_j
+        if came_back and whole_j > 0 and counter_j != before_j:
+            self._tell_trusted()
+            return whole_j
         return None
-    return (first.power_w + second.power_w) / 2.0 * (second.time_ns - first.time_ns) * NS
+
+    def _most_j(self, span_ns: int) -> float:
+        return self._limit_w * (span_ns * NS + max(2 * self._sensor.tick_s, 0.1) + self._sensor.lag_s)
+
+    def _stands_still(self, span_ns: int, expected_j: float) -> bool:
+        return span_ns * NS > 3 * self._sensor.tick_s and expected_j > FROZEN_J
+
+    def _distrust(self, time_ns: int, counter_j: float, total_j: float, why: str) -> None:
+        self._trust = _Trust(time_ns, counter_j, total_j)
+        self._events.append(("energy_counter", f"the energy counter is not believed: {why}; power fills the gap"))
+
+    def _tell_trusted(self) -> None:
+        self._trust = None
+        self._events.append(("energy_counter", "the energy counter is believed again"))
+
+    def _by_power(self, last: _Point, span_ns: int, power_w: float | None) -> tuple[float, float] | None:
+        """Return energy and variance of a step by the power at its ends."""
+        if last.power_w is None or power_w is None or span_ns > self._longest_gap_ns:
+            return None
+        span_s = span_ns * NS
+        return (last.power_w + power_w) / 2 * span_s, self._powers.sampling_j2(span_s)
+
+    # --- energy out ---
+
+    def energy(self, start_ns: int, end_ns: int) -> Energy:
+        """Return what flowed in ``[start_ns, end_ns]``."""
+        if len(self._points) < 2 or end_ns <= start_ns:
+            return Energy(None)
+        first_ns, last_ns = self._points[0].time_ns, self._points[-1].time_ns
+        from_ns, to_ns = max(start_ns, first_ns), min(end_ns, max(last_ns, start_ns))
+        if to_ns <= from_ns:
+            return Energy(None)
+        holes_ns = self._holes_ns(to_ns) - self._holes_ns(from_ns)
+        covered_s = (to_ns - from_ns - holes_ns) * NS
+        if covered_s <= 0:
+            return Energy(None)
+        start, end = self._level(from_ns), self._level(to_ns)
+        joules = max(end.joules - start.joules, 0.0)
+        mean_w = joules / covered_s
+        before, after = self._running(from_ns), self._running(to_ns)
+        return Energy(
+            joules=joules,
+            covered_s=covered_s,
+            start_j2=start.variance_j2 + self._shift_j2(start.power_w - mean_w, mean_w),
+            end_j2=end.variance_j2 + self._shift_j2(end.power_w - mean_w, mean_w),
+            inside_j2=after[1] - before[1] + self._alias_j2(covered_s),
+            estimated_j=after[0] - before[0],
+            method=self._method_in(from_ns, to_ns),
+        )
+
+    def newest_ns(self) -> int:
+        """Time of the newest reading, 0 before the first."""
+        return self._points[-1].time_ns if self._points else 0
+
+    def reads_for(self, edge_ns: int) -> list[int]:
+        """Return when to read so that the energy at an edge can be told: moments at and after it, soonest first."""
+        last = self.clock.before(edge_ns) if self.clock is not None and self._method == COUNTER else None
+        if self.clock is None or self._method != COUNTER:
+            return [edge_ns]
+        tick_ns = self.clock.tick_ns
+        if last is None:  # find the ticks first
+            return [edge_ns + round(tick_ns * part / 8) for part in range(18)]
+        next_ns, half_ns = last[0] + tick_ns, last[1]
+        reads = [edge_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
+        if half_ns > WIDE_NS and next_ns - edge_ns > half_ns:
+            reads.insert(1, round(next_ns))  # which halves what is open about the phase
+        return reads
+
+    def is_settled(self, edge_ns: int) -> bool:
+        """Whether nothing that is read later could tell the energy at an edge better."""
+        newest_ns = self.newest_ns()
+        if self.clock is None or self._method != COUNTER:
+            return newest_ns >= edge_ns
+        last = self.clock.before(edge_ns)
+        tick_ns = self.clock.tick_ns
+        return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
+
+    def forget_before(self, time_ns: int) -> None:
+        """Drop the readings that no stretch from ``time_ns`` on needs."""
+        keep_ns = time_ns - round(3 * self._sensor.tick_s / NS)
+        while len(self._points) > 2 and self._points[1].time_ns <= keep_ns:
+            self._points.popleft()
+        for edge_ns in [edge for edge in self._edges if edge < time_ns]:
+            del self._edges[edge_ns]
+
+    # --- levels ---
+
+    def _level(self, time_ns: int) -> _Level:
+        """Return the cumulative energy at a moment; the same again for the same moment, though more is known then."""
+        if time_ns not in self._edges:
+            anchors = self._anchors(time_ns) if self.clock is not None else None
+            self._edges[time_ns] = self._between_ticks(time_ns, anchors) if anchors else self._between_points(time_ns)
+        return self._edges[time_ns]
+
+    def _anchors(self, time_ns: int) -> dict[int, float] | None:
+        """Return the counter's level at the ticks around a moment, by their distance from the tick at or before it.
+
+        ``None`` where the clock or the counter does not tell.
+        """
+        assert self.clock is not None
+        moment_ns = time_ns + self._sensor.lag_s / NS
+        last = self.clock.before(moment_ns)
+        if last is None:
+            return None
+        tick_ns, anchors = self.clock.tick_ns, {}
+        low = bisect.bisect_left(self._points, round(last[0] - 2 * tick_ns), key=lambda point: point.time_ns)
+        for index in range(low, len(self._points)):
+            point = self._points[index]
+            if point.time_ns > last[0] + 4 * tick_ns:
+                break
+            told = self.clock.tells(point.time_ns)
+            if told is None or (point.method != COUNTER and index > 0):
+                continue
+            anchors[round((told[0] - last[0]) / tick_ns)] = point.total_j
+        return anchors if 0 in anchors or 1 in anchors else None
+
+    def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> _Level:
+        assert self.clock is not None
+        tick_s = self.clock.tick_ns * NS
+        last = self.clock.before(time_ns + self._sensor.lag_s / NS)
+        assert last is not None
+        since_s = (time_ns + self._sensor.lag_s / NS - last[0]) * NS
+        before_w = _mean_w(anchors, -1, 0, tick_s)
+        if before_w is None:
+            before_w = self._held_w(round(last[0]), tick_s)
+        after_w = _mean_w(anchors, 1, 2, tick_s)
+        if 0 in anchors and 1 in anchors:
+            joules, variance_j2, power_w = in_tick(
+                since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
+            )
+            return _Level(anchors[0] + joules, variance_j2, power_w, True)
+        local_w = self._power_at(time_ns)
+        # One side of the tick was read: power leads there.
+        if 0 in anchors:
+            power_w = local_w or before_w or 0.0
+            return _Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w, True)
+        power_w = local_w or after_w or 0.0
+        rest_s = tick_s - since_s
+        return _Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w, True)
+
+    def _held_w(self, tick_ns: int, tick_s: float) -> float | None:
+        """Return the power that was read within a tick, which a held sensor measured in the tick before."""
+        if not self._sensor.is_held:
+            return None
+        low = bisect.bisect_left(self._points, tick_ns, key=lambda point: point.time_ns)
+        for index in range(low, len(self._points)):
+            point = self._points[index]
+            if point.time_ns >= tick_ns + tick_s / NS:
+                return None
+            if point.power_w is not None and self.clock is not None and self.clock.tells(point.time_ns):
+                return point.power_w
+        return None
+
+    def _between_points(self, time_ns: int) -> _Level:
+        """Return the level between two readings, for counters that move all the time, unknown ticks, and power."""
+        shift_ns = self._shift_ns()
+        times = _Times(self._points, shift_ns)
+        index = min(max(bisect.bisect_right(times, time_ns), 1), len(self._points) - 1)
+        first, second = self._points[index - 1], self._points[index]
+        first_ns, second_ns = times[index - 1], times[index]
+        span_s = (second_ns - first_ns) * NS
+        since_s = (time_ns - first_ns) * NS
+        joules = second.total_j - first.total_j
+        mean_w = joules / span_s if second.method else 0.0
+        first_w = first.power_w if first.power_w is not None else mean_w
+        second_w = second.power_w if second.power_w is not None else mean_w
+        tick_j2 = (mean_w * self._sensor.tick_s) ** 2 / 12 if self._method == COUNTER else 0.0
+        if not 0.0 <= since_s <= span_s:  # before the first or after the last reading: the shift asks for more
+            return _Level(
+                (first.total_j if since_s < 0 else second.total_j)
+                + (first_w * since_s if since_s < 0 else second_w * (since_s - span_s)),
+                tick_j2 + self._powers.jump_j2(min(abs(since_s), abs(since_s - span_s))),
+                first_w if since_s < 0 else second_w,
+                bool(second.method),
+            )
+        if second.method is None:
+            return _Level(first.total_j, 0.0, 0.0, False)
+        rest_s = span_s - since_s
+        local_w = first_w + (second_w - first_w) * since_s / span_s
+        share_j = (first_w + local_w) / 2 * since_s
+        total_j = (first_w + second_w) / 2 * span_s
+        # The counter's step is exact; what power says differently is spread in proportion to time.
+        share_j += (joules - total_j) * since_s / span_s
+        variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
+        return _Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w, True)
+
+    def _shift_ns(self) -> int:
+        """Return by how much readings are older than they look, on average."""
+        if self._method == COUNTER:
+            return round((self._sensor.lag_s + self._sensor.tick_s / 2) / NS)
+        return round(self._sensor.average_s / 2 / NS) if self._method == AVERAGE else 0
+
+    def _shift_j2(self, excess_w: float, mean_w: float) -> float:
+        """Return the variance of an edge by what is open about when readings are from.
+
+        One shift moves both edges of a stretch alike, so that only power that differs from the mean counts.
+        """
+        open_s2 = self._sensor.lag_error_s**2 / 3
+        if self.clock is not None and (last := self.clock.before(self.newest_ns())) is not None:
+            open_s2 += (last[1] * NS) ** 2 / 3
+        return open_s2 * (excess_w**2 + 0.3 * mean_w**2)
+
+    def _power_at(self, time_ns: int) -> float | None:
+        index = bisect.bisect_left(self._points, time_ns, key=lambda point: point.time_ns)
+        near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
+        known = [point for point in near if point.power_w is not None]
+        return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
+
+    def _holes_ns(self, time_ns: int) -> int:
+        index = bisect.bisect_left(self._points, time_ns, key=lambda point: point.time_ns)
+        if index >= len(self._points):
+            return self._points[-1].holes_ns
+        point = self._points[index]
+        return point.holes_ns if point.method else point.holes_ns - (point.time_ns - time_ns)
+
+    def _running(self, time_ns: int) -> tuple[float, float]:
+        """Return the running totals of what was estimated and of variances, at a moment."""
+        index = bisect.bisect_left(self._points, time_ns, key=lambda point: point.time_ns)
+        if index >= len(self._points):
+            return self._points[-1].estimated_j, self._points[-1].variances_j2
+        point = self._points[index]
+        if index == 0:
+            return point.estimated_j, point.variances_j2
+        before = self._points[index - 1]
+        rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
+        return (
+            point.estimated_j - rest * (point.estimated_j - before.estimated_j),
+            point.variances_j2 - rest * point.variance_j2,
+        )
+
+    def _method_in(self, from_ns: int, to_ns: int) -> str | None:
+        """Return the worst method that was used in a stretch."""
+        used = {
+            point.method
+            for before, point in zip(self._points, list(self._points)[1:], strict=False)
+            if point.method and point.time_ns > from_ns and before.time_ns < to_ns
+        }
+        return max(used, key=METHODS.index) if used else None
+
+    def _alias_j2(self, span_s: float) -> float:
+        """Return the variance that comes from measuring only part of each tick."""
+        if self._sensor.duty >= 1.0 or self._method != COUNTER or self._sensor.tick_s <= 0:
+            return 0.0
+        ticks = span_s / self._sensor.tick_s
+        inflation = 1.0 if self._rhythm is None else beat(*self._rhythm, self._sensor.tick_s, span_s)
+        return ticks * inflation * self._powers.alias_w2(self._sensor.duty) * self._sensor.tick_s**2
+
+    # --- cross-check ---
+
+    def _cross_check(self) -> None:
+        if self._method != COUNTER or not self._points or self._points[-1].power_w is None:
+            return
+        point = self._points[-1]
+        before = self._points[-2] if len(self._points) > 1 else point
+        told = self._check.add(point, before, self._powers, self._longest_gap_ns)
+        if told is None:
+            return
+        counter_j, power_j, allowed_j, span_s = told
+        suspect = abs(counter_j - power_j) > allowed_j
+        if suspect != self._doubted:
+            self._doubted = suspect
+            percent = 100 * (counter_j / power_j - 1) if power_j else math.inf
+            text = (
+                f"over {span_s:.0f} s the energy counter says {counter_j:.0f} J and power integrates to "
+                f"{power_j:.0f} J ({percent:+.1f} %): the counter is used"
+                if suspect
+                else "the energy counter and integrated power agree again"
+            )
+            self._events.append(("energy_disagreement", text))
 
 
-def share_of(first: Sample, second: Sample, from_ns: int, to_ns: int, joules: float) -> float:
-    """Return the part of ``joules``, which flowed between two samples, that falls in ``[from_ns, to_ns]``.
+WIDE_NS = 100_000.0
 
-    Between two readings of a counter the power is taken as constant, between two readings of power as a
-    straight line; with both, the line is scaled to the counter's step.
+#: A change of power is a step if it is so many times what power usually changes by from tick to tick.
+STEP = 8.0
+
+
+class _Times(Sequence[int]):
+    """The times of points, shifted, as a sequence to bisect."""
+
+    def __init__(self, points: deque[_Point], shift_ns: int) -> None:
+        self._points, self._shift_ns = points, shift_ns
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return self._points[index].time_ns - self._shift_ns
+
+
+def in_tick(
+    since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: _Spread
+) -> tuple[float, float, float]:
+    """Split the energy of one tick at a moment in it: return what flowed before it, the variance, and the power there.
+
+    Power of training moves in steps.  With the power of the ticks before and after, one step explains the
+    tick's energy if it lies where the energy says; where no single step does, or power swings smoothly, the
+    energy is taken as spread over the tick.
     """
-    span_ns = second.time_ns - first.time_ns
-    share = (to_ns - from_ns) / span_ns
-    if first.power_w is None or second.power_w is None or first.power_w + second.power_w <= 0:
-        return joules * share
-    middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / span_ns
-    local_w = first.power_w + (second.power_w - first.power_w) * middle
-    return joules * share * (2.0 * local_w / (first.power_w + second.power_w))
+    mean_w = joules / tick_s
+    rest_s = tick_s - since_s
+    flat_j = mean_w * since_s
+    if before_w is None or after_w is None:
+        return flat_j, powers.jump_j2(min(since_s, rest_s)), mean_w
+    rise_w = after_w - before_w
+    low_w, high_w = min(before_w, after_w), max(before_w, after_w)
+    noise_w = powers.noise_w()
+    # Power that bends smoothly: the parabola whose means over the three ticks are those.
+    x = since_s / tick_s
+    slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
+    start_w = mean_w - slope_w / 2 - bend_w / 3
+    smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
+    unseen_j2 = powers.unseen_w2() * tick_s**2 * 4 * x * (1 - x)
+    if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > STEP * noise_w:
+        step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
+        step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
+        return step_j, unseen_j2, before_w if since_s < step_s else after_w
+    outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
+    if outside_w > 3 * noise_w:  # something short happened within the tick, nobody knows where in it
+        excess_j = joules - (before_w + after_w) / 2 * tick_s
+        return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
+    return smooth_j, unseen_j2, mean_w
+
+
+def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
+    """Return how much more than independent ticks would the aliasing error of a stretch varies.
+
+    Iterations that take a multiple of the tick meet the sensor at the same phase each time, and their
+    errors add up instead of averaging out.  The phases of N iterations enter as the power of their
+    Fourier sums at the first harmonics of the tick, those of a step function.
+
+    Args:
+        step_s: iteration time.
+        deviation_s: its standard deviation.
+        tick_s: the sensor's period.
+        span_s: length of the stretch.
+    """
+    count = span_s / step_s if step_s > 0 else 1.0
+    if count < 1.5:
+        return 1.0
+    total = weights = 0.0
+    for harmonic in (1, 2, 3):
+        angle = 2 * math.pi * harmonic * step_s / tick_s
+        damping = math.exp(-0.5 * (2 * math.pi * harmonic * deviation_s / tick_s) ** 2)
+        z = damping * complex(math.cos(angle), math.sin(angle))
+        if abs(1 - z) < 1e-6:
+            power = count
+        else:
+            power = 1 + 2 * (z / (1 - z) - z * (1 - z**count) / (count * (1 - z) ** 2)).real
+        total += max(power, 0.0) / harmonic**2
+        weights += 1 / harmonic**2
+    return total / weights
+
+
+class _Spread:
+    """How much power varies, and how much of that from one reading to the next: running, forgetting slowly."""
+
+    def __init__(self) -> None:
+        self._mean_w = self._square_w2 = 0.0
+        self._count = 0
+        self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
+        self._last: tuple[int, float] | None = None
+        self._seen_s = self._seen_w2 = 0.0
+        self._tick_s = 0.1
+        self.least_w, self.most_w = math.inf, 0.0
+
+    def add(self, time_ns: int, power_w: float, tick_s: float) -> None:
+        self._count += 1
+        weight = max(1 / self._count, 1 / 64)
+        difference = power_w - self._mean_w
+        self._mean_w += weight * difference
+        self._square_w2 = (1 - weight) * (self._square_w2 + weight * difference * difference)
+        self.least_w, self.most_w = min(self.least_w, power_w), max(self.most_w, power_w)
+        tick_s = tick_s or 0.1
+        if self._last is None:
+            self._last = (time_ns, power_w)
+            return
+        apart_s = (time_ns - self._last[0]) * NS
+        # Whoever looks once a second sees at least this much of what changes from tick to tick.
+        keep = math.exp(-apart_s / 60)
+        self._seen_s = keep * self._seen_s + apart_s
+        self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
+        self._tick_s = tick_s
+        if 0.6 * tick_s < apart_s < 1.5 * tick_s:
+            self._near.append(abs(power_w - self._last[1]))
+        if apart_s > 0.6 * tick_s:
+            self._last = (time_ns, power_w)
+
+    @property
+    def variance_w2(self) -> float:
+        return self._square_w2
+
+    def _change_w2(self) -> float:
+        near_w2 = sum(change * change for change in self._near) / len(self._near) if self._near else 0.0
+        seen_w2 = self._seen_w2 / self._seen_s * self._tick_s if self._seen_s > 0 else 0.0
+        return max(near_w2, seen_w2)
+
+    def noise_w(self) -> float:
+        """Return what power usually changes by from one tick to the next, steps left out."""
+        return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
+
+    def unseen_w2(self) -> float:
+        """Return the variance of power that moved within a tick in a way that its neighbours do not show.
+
+        The more ticks differ from the one before, the likelier it is that more than one step fell into
+        three of them; where changes are all alike, power swings smoothly and nothing is hidden.
+        """
+        if not self._near:
+            return self._square_w2 * 0.02
+        noise_w = self.noise_w()
+        changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
+        return 0.055 * self._roughness() * changing**3 * self._change_w2()
+
+    def _roughness(self) -> float:
+        """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few do it all."""
+        typical_w = math.sqrt(self._change_w2())
+        return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
+
+    def _slowness(self) -> float:
+        """Return 0 where neighbouring readings agree, 1 where they know nothing of each other."""
+        return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
+
+    def alias_w2(self, duty: float) -> float:
+        """Return the variance of the mean over part of a tick against that over the whole."""
+        fast = self._slowness()
+        return (1 - duty) ** 2 * self._change_w2() * (0.07 + 0.4 * fast * fast) * self._roughness()
+
+    def sampling_j2(self, span_s: float) -> float:
+        """Return the variance of a trapezoid over two readings of power."""
+        fast = self._slowness()
+        return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
+
+    def jump_j2(self, span_s: float) -> float:
+        """Return the variance of constant power over a stretch next to a reading."""
+        return self._square_w2 * span_s**2 / 3
+
+    def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
+        """Return the variance of a straight line between two readings, at a moment between them."""
+        return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s
+
+
+class _CrossCheck:
+    """Compares the counter with integrated power, once a minute."""
+
+    def __init__(self) -> None:
+        self._start: tuple[int, float] | None = None
+        self._power_j = self._variance_j2 = 0.0
+
+    def add(
+        self, point: _Point, before: _Point, powers: _Spread, longest_gap_ns: int
+    ) -> tuple[float, float, float, float] | None:
+        """Return the counter's joules, power's, what they may differ by, and the seconds, when a minute is full."""
+        span_ns = point.time_ns - before.time_ns
+        usable = point.method == COUNTER and not point.estimated and before.power_w is not None
+        if self._start is None or not usable or span_ns > longest_gap_ns:
+            self._start = (point.time_ns, point.total_j)
+            self._power_j = self._variance_j2 = 0.0
+            return None
+        assert before.power_w is not None and point.power_w is not None
+        span_s = span_ns * NS
+        self._power_j += (before.power_w + point.power_w) / 2 * span_s
+        self._variance_j2 += powers.variance_w2 * span_s * max(span_s, 0.2)
+        whole_s = (point.time_ns - self._start[0]) * NS
+        if whole_s < CROSS_CHECK_S:
+            return None
+        counter_j = point.total_j - self._start[1]
+        allowed_j = max(3 * math.sqrt(self._variance_j2), DISAGREEMENT * self._power_j)
+        told = counter_j, self._power_j, allowed_j, whole_s
+        self._start, self._power_j, self._variance_j2 = (point.time_ns, point.total_j), 0.0, 0.0
+        return told
+
+
+def _clock_of(sensor: Sensor) -> TickClock | None:
+    if sensor.tick_s < LEAST_TICK_S:
+        return None
+    return TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s))
+
+
+def _usable(reading: float | None) -> float | None:
+    return reading if reading is not None and math.isfinite(reading) and reading >= 0 else None
+
+
+def _mean_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:
+    if first in anchors and second in anchors:
+        return (anchors[second] - anchors[first]) / ((second - first) * tick_s)
+    return None
+
+
+def _what_happened(step_j: float) -> str:
+    return f"it went back by {-step_j:.0f} J" if step_j < 0 else f"it jumped ahead by {step_j:.0f} J"
+
+
+def _nearer(one: float, other: float, target: float | None) -> bool:
+    return target is not None and abs(one - target) < abs(other - target)

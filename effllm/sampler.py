@@ -1,29 +1,53 @@
-"""The thread of the agent that reads the device, so that a call that hangs holds up nothing else."""
+"""The thread of the agent that reads a device, so that a call that hangs holds up nothing else."""
 
 from __future__ import annotations
 
+import heapq
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from effllm.devices import DeviceUnavailable, Reader
-from effllm.schema import Device, Sample
+from effllm.schema import Device, Sample, Sensor
+
+NS = 1e-9
+
+#: Of a core: what the extra reads around the edges of windows may cost, a wake-up of Python included.
+MOST_OF_A_CORE = 0.005
+WAKE_S = 110e-6  # measured at 10 Hz: 0.11 % of a core
+#: Of a core: what plain sampling may cost; slower devices are read more seldom.
+MOST_PLAINLY = 0.001
+#: A call that took so long may be holding the driver's lock, on which kernel launches wait too.
+SLOW_CALL_S = 0.020
+LONGEST_INTERVAL_S = 30.0
+#: A read that has not come back after so long makes the device stale.
+STALE_AFTER_S = 5.0
+
+Calibrate = Callable[[Device, Callable[[], Sample]], Sensor]
 
 
 class Sampler:
-    """Reads one device every ``interval_s`` seconds, and at once when asked.
+    """Reads one device every ``interval_s`` seconds, and at the moments that are asked for.
 
     Args:
         open_reader: opens the device, in the thread, because a driver may take its time even for that.
         interval_s: seconds between samples.
         log: takes one line whenever a quantity stops being measured, and one when it is again.
-        wake_descriptor: an eventfd that is written after the first sample and after each that was asked for.
+        wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
+        calibrate: learns how the device's sensor behaves, after the first sample.
     """
 
     def __init__(
-        self, open_reader: Callable[[], Reader], interval_s: float, log: Callable[[str], None], wake_descriptor: int
+        self,
+        open_reader: Callable[[], Reader],
+        interval_s: float,
+        log: Callable[[str], None],
+        wake_descriptor: int,
+        calibrate: Calibrate | None = None,
     ) -> None:
         self.device: Device | None = None  # None until it is open
         self.unavailable = ""  # why there is no device
@@ -31,61 +55,140 @@ class Sampler:
         self._interval_s = interval_s
         self._log = log
         self._wake_descriptor = wake_descriptor
-        self._samples: queue.SimpleQueue[Sample] = queue.SimpleQueue()
-        self._asked = threading.Event()
+        self._calibrate = calibrate
+        self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
+        self._due: list[tuple[int, bool]] = []  # asked moments, and whether each is its request's last
+        self._nudge = threading.Event()
         self._stopped = False
         self._failing: dict[str, str] = {}
+        self._call_s = 0.0  # what calls take: quick to rise, slow to fall
+        self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:
         """Open the device and begin to sample; the first sample is taken at once."""
         self._thread.start()
 
-    def ask(self) -> None:
-        """Have a sample taken now, for the edge of a window."""
-        self._asked.set()
+    def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0) -> None:
+        """Have samples taken at moments of the monotonic clock, those that have passed at once.
 
-    def take(self) -> list[Sample]:
-        """Return the samples since the last call, oldest first."""
-        samples = []
+        Where calls are so slow, or requests so frequent, that all of them would cost too much, the
+        first alone is taken.
+
+        Args:
+            times_ns: the moments, soonest first; none is now.
+            within_s: seconds between such requests.
+        """
+        times = times_ns or (time.monotonic_ns(),)
+        affordable = int(MOST_OF_A_CORE * within_s / (self._call_s + WAKE_S))
+        if self._call_s > SLOW_CALL_S or affordable < 2:
+            times = times[:1]
+        elif affordable < len(times):
+            times = [times[0], *times[len(times) - affordable + 1 :]]
+        self._requests.put(times)
+        self._nudge.set()
+
+    def take(self) -> list[Sample | Device]:
+        """Return the samples since the last call, oldest first; a device among them tells what was learnt of it."""
+        taken = []
         while True:
             try:
-                samples.append(self._samples.get_nowait())
+                taken.append(self._samples.get_nowait())
             except queue.Empty:
-                return samples
+                return taken
+
+    def stale_s(self) -> float | None:
+        """Return for how long a read has not come back, if that is so long that the device counts as stale."""
+        since_s = self._reading_since_s
+        if since_s is None or time.monotonic() - since_s < STALE_AFTER_S:
+            return None
+        return time.monotonic() - since_s
 
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; ``False`` where the device did not answer in time and its thread is left behind."""
         self._stopped = True
-        self._asked.set()
+        self._nudge.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    # --- the thread ---
+
     def _run(self) -> None:
+        self._reading_since_s = time.monotonic()
         try:
             reader = self._open_reader()
         except DeviceUnavailable as error:
+            self._reading_since_s = None
             self.unavailable = str(error)
             self._log(f"no device is sampled: {error}")
             os.eventfd_write(self._wake_descriptor, 1)
             return
         self.device = reader.device
-        next_s = time.monotonic()
-        first = True
+        self._read(reader)
+        os.eventfd_write(self._wake_descriptor, 1)
+        self._learn(reader)
+        next_s = time.monotonic() + self._interval_s
         while not self._stopped:
-            asked = self._asked.is_set()
-            self._asked.clear()
-            sample, failures = reader.read()
-            self._samples.put(sample)
-            self._tell(reader.device.key, failures)
-            if asked or first:
+            self._sleep_until(next_s)
+            answers = self._due_now()
+            now_s = time.monotonic()
+            if self._stopped or (answers is None and now_s < next_s):
+                continue
+            self._read(reader)
+            if answers:
                 os.eventfd_write(self._wake_descriptor, 1)
-                first = False
             now_s = time.monotonic()
             while next_s <= now_s:  # a slow read leaves ticks out, it does not pile them up
-                next_s += self._interval_s
-            self._asked.wait(next_s - now_s)
+                next_s += self._pace_s()
         reader.close()
+
+    def _learn(self, reader: Reader) -> None:
+        if self._calibrate is None:
+            return
+        sensor = self._calibrate(reader.device, lambda: self._read(reader))
+        self.device = reader.device = replace(reader.device, sensor=sensor)
+        self._samples.put(self.device)
+
+    def _read(self, reader: Reader) -> Sample:
+        began_s = self._reading_since_s = time.monotonic()
+        sample, failures = reader.read()
+        self._reading_since_s = None
+        took_s = time.monotonic() - began_s
+        self._call_s = took_s if took_s > self._call_s else 0.99 * self._call_s + 0.01 * took_s
+        self._samples.put(sample)
+        self._tell(reader.device.key, failures)
+        return sample
+
+    def _pace_s(self) -> float:
+        """Return the interval, longer where calls are slow."""
+        if self._call_s > SLOW_CALL_S:
+            return min(max(self._interval_s, self._call_s / MOST_PLAINLY / 10), LONGEST_INTERVAL_S)
+        return self._interval_s
+
+    def _sleep_until(self, next_s: float) -> None:
+        self._take_requests()
+        due_s = min(self._due[0][0] * NS, next_s) if self._due else next_s
+        self._nudge.wait(max(due_s - time.monotonic(), 0.0))
+        self._nudge.clear()
+        self._take_requests()
+
+    def _take_requests(self) -> None:
+        while True:
+            try:
+                times = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            for at_ns in times:
+                heapq.heappush(self._due, (at_ns, at_ns == times[-1]))
+
+    def _due_now(self) -> bool | None:
+        """Take what is due; return whether a request is answered with it, ``None`` where nothing is due."""
+        now_ns = time.monotonic_ns()
+        due = []
+        while self._due and self._due[0][0] <= now_ns:
+            due.append(heapq.heappop(self._due)[1])
+        return any(due) if due else None
 
     def _tell(self, key: str, failures: dict[str, str]) -> None:
         for field, reason in failures.items():

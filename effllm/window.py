@@ -7,17 +7,23 @@ no sample was taken for long, is not covered, and says so in the seconds that it
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
 
 from effllm import ring
-from effllm.energy import NS, joules_between, share_of
+from effllm.energy import NS, EnergyLedger
 from effllm.schema import (
     MARKED_PHASES,
+    POWER_STEP_W,
     SHUTDOWN,
     STARTUP,
     Device,
     DeviceWindow,
+    Gauge,
     Integrals,
     Iteration,
     Phase,
@@ -29,12 +35,19 @@ _NO_TOTALS = (0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Series:
-    """The samples of one device that a window may still need."""
+    """The samples of one device that a window may still need.
+
+    Args:
+        device: what they are samples of.
+        longest_gap_s: samples further apart than this leave a hole between them.
+    """
 
     def __init__(self, device: Device, longest_gap_s: float) -> None:
         self.device = device
         self._longest_gap_ns = int(longest_gap_s / NS)
         self._samples: deque[Sample] = deque()
+        self._energy = EnergyLedger(device, longest_gap_s)
+        self._events: list[tuple[str, str]] = []
 
     @property
     def newest_ns(self) -> int:
@@ -50,44 +63,122 @@ class Series:
         """Append a sample; one that is not newer than the last is dropped."""
         if sample.time_ns > self.newest_ns:
             self._samples.append(sample)
+            self._energy.add(sample)
+            self._events += sample.events
+
+    def calibrate(self, device: Device) -> None:
+        """Take what has been learnt of the device's sensor since the samples began."""
+        self.device = device
+        self._energy.calibrate(device.sensor)
+
+    def set_rhythm(self, step_s: float, deviation_s: float) -> None:
+        """Tell how long iterations take and how much that varies, for the sensor may beat with them."""
+        self._energy.set_rhythm(step_s, deviation_s)
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Return what happened to the device and its measurement since the last call, as (kind, text)."""
+        events, self._events = self._events + self._energy.take_events(), []
+        return events
+
+    def reads_for(self, edge_ns: int) -> list[int]:
+        """Return the moments at which a sample would tell what happened until an edge, soonest first."""
+        return self._energy.reads_for(edge_ns)
+
+    def is_settled(self, edge_ns: int) -> bool:
+        """Whether no sample to come could tell an edge better."""
+        return self.newest_ns >= edge_ns and self._energy.is_settled(edge_ns)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the samples that no stretch from ``time_ns`` on needs."""
         while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
             self._samples.popleft()
+        self._energy.forget_before(time_ns)
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals over ``[start_ns, end_ns]``."""
-        energy, memory, utilization = _Sum(), _Sum(), _Sum()
-        for first, second in self._pairs():
-            from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
-            if from_ns >= to_ns:
-                continue
-            covered_s = (to_ns - from_ns) * NS
-            joules = joules_between(first, second, self._longest_gap_ns)
-            if joules is not None:
-                energy.add(share_of(first, second, from_ns, to_ns, joules), covered_s)
-            if second.time_ns - first.time_ns > self._longest_gap_ns:
-                continue
+        memory, utilization = _Sum(), _Sum()
+        for first, second, covered_s in self._covered(start_ns, end_ns):
             if first.memory_bytes is not None and second.memory_bytes is not None:
-                middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
-                level = first.memory_bytes + (second.memory_bytes - first.memory_bytes) * middle
+                level = _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes)
                 memory.add(level * covered_s, covered_s)
             if second.utilization is not None:  # the mean since the sample before
                 utilization.add(second.utilization * covered_s, covered_s)
-        return _integrals((energy.pair(), memory.pair(), utilization.pair()))
+        energy = self._energy.energy(start_ns, end_ns)
+        return Integrals(
+            energy.joules,
+            energy.covered_s,
+            *memory.pair(),
+            *utilization.pair(),
+            energy_start_j2=energy.start_j2,
+            energy_end_j2=energy.end_j2,
+            energy_inside_j2=energy.inside_j2,
+            energy_estimated_j=energy.estimated_j,
+        )
+
+    def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
+        """Return what the device did in ``[start_ns, end_ns]``, of which ``phases`` are parts."""
+        gauges: dict[str, Gauge] = {}
+        throttled_s: dict[str, float] = {}
+        histogram_s: dict[int, float] = {}
+        throttle_covered_s = 0.0
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            for name, value in second.gauges.items():
+                before = first.gauges.get(name, value)
+                mean = value if name in SINCE_LAST else _level(first, second, start_ns, end_ns, before, value)
+                gauges[name] = _with(gauges.get(name), mean, covered_s, value)
+            if second.throttled_by is not None:
+                throttle_covered_s += covered_s
+                for reason in second.throttled_by:
+                    throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
+            if second.power_w is not None:
+                step = int(second.power_w // POWER_STEP_W)
+                histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
+        return DeviceWindow(
+            device=self.device.key,
+            wall=self.integrals(start_ns, end_ns),
+            phases=phases,
+            memory_peak_bytes=self.peak(start_ns, end_ns, "memory_bytes"),
+            power_peak_w=self.peak(start_ns, end_ns, "power_w"),
+            energy_method=self._energy.energy(start_ns, end_ns).method,
+            gauges=gauges,
+            throttled_s=throttled_s,
+            throttle_covered_s=throttle_covered_s,
+            power_histogram_s=histogram_s,
+        )
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
         """Return the largest reading of a field within ``[start_ns, end_ns]``, or ``None``."""
         values = (getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns)
         return max((value for value in values if value is not None), default=None)
 
-    def _pairs(self) -> Iterable[tuple[Sample, Sample]]:
-        previous: Sample | None = None
-        for sample in self._samples:
-            if previous is not None:
-                yield previous, sample
-            previous = sample
+    def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
+        """Yield neighbouring samples that are near enough, with the seconds between them inside of a stretch."""
+        for first, second in pairwise(self._samples):
+            inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
+            if inside_ns > 0 and second.time_ns - first.time_ns <= self._longest_gap_ns:
+                yield first, second, inside_ns * NS
+
+
+#: Gauges that are means since the sample before; the others are values of a moment.
+SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
+
+
+def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
+    """Return the mean of a straight line between two readings over the part of it inside of a stretch."""
+    from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
+    middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
+    return before + (after - before) * middle
+
+
+def _with(gauge: Gauge | None, mean: float, covered_s: float, value: float) -> Gauge:
+    if gauge is None:
+        return Gauge(mean * covered_s, covered_s, value, value)
+    return Gauge(
+        gauge.value_seconds + mean * covered_s,
+        gauge.covered_s + covered_s,
+        min(gauge.least, value),
+        max(gauge.most, value),
+    )
 
 
 class _Sum:
@@ -105,18 +196,37 @@ class _Sum:
 def subtract(whole: Integrals, parts: Iterable[Integrals]) -> Integrals:
     """Return the integrals over what is left of ``whole`` without ``parts``, which lie inside it."""
     values = list(_fields(whole))
+    inside_j2, estimated_j = whole.energy_inside_j2, whole.energy_estimated_j
     for part in parts:
         for i, (value, covered_s) in enumerate(_fields(part)):
             if value is not None and values[i][0] is not None:
                 left = values[i][0] - value  # type: ignore[operator]
                 values[i] = (max(left, 0.0), max(values[i][1] - covered_s, 0.0))  # sums of floats differ by a rounding
+        # Where the part begins and ends, what is left ends and begins.
+        inside_j2 += part.energy_start_j2 + part.energy_end_j2 - part.energy_inside_j2
+        estimated_j -= part.energy_estimated_j
     # Below a microsecond what is left is rounding, and its quotient would be noise.
-    return _integrals([pair if pair[1] > 1e-6 else (None, 0.0) for pair in values])
+    left_over = _integrals([pair if pair[1] > 1e-6 else (None, 0.0) for pair in values])
+    return _with_error(left_over, whole.energy_start_j2, whole.energy_end_j2, inside_j2, estimated_j)
 
 
 def _integrals(pairs: Sequence[tuple[float | None, float]]) -> Integrals:
     (energy_j, energy_s), (memory, memory_s), (utilization, utilization_s) = pairs
     return Integrals(energy_j, energy_s, memory, memory_s, utilization, utilization_s)
+
+
+def _with_error(
+    integrals: Integrals, start_j2: float, end_j2: float, inside_j2: float, estimated_j: float
+) -> Integrals:
+    if integrals.energy_j is None:
+        return integrals
+    return replace(
+        integrals,
+        energy_start_j2=start_j2,
+        energy_end_j2=end_j2,
+        energy_inside_j2=max(inside_j2, 0.0),
+        energy_estimated_j=max(estimated_j, 0.0),
+    )
 
 
 def _fields(integrals: Integrals) -> tuple[tuple[float | None, float], ...]:
@@ -166,6 +276,8 @@ class WindowCutter:
         self._seen = 0  # iterations whose record was read
         self._overrun = 0  # ... and was not, so far
         self._row_overrun = 0  # of those, at the row's start
+        self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, data wait included
+        self._last_wait_ns = 0
 
     @property
     def last_ordinal(self) -> int:
@@ -215,6 +327,8 @@ class WindowCutter:
         )
         if not self._first_start_ns:
             self._first_start_ns = slot.start_ns
+        self._durations_s.append((slot.end_ns - slot.start_ns + max(slot.wait_ns - self._last_wait_ns, 0)) * NS)
+        self._last_wait_ns = slot.wait_ns
         self._seen += 1
         self._overrun = iteration.ordinal - self._seen
         # An overrun may have taken the record on a boundary: then the window is told by the next one on it.
@@ -256,6 +370,9 @@ class WindowCutter:
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         self._sequence += 1
+        if len(self._durations_s) > 1:
+            for one in series:
+                one.set_rhythm(statistics.median(self._durations_s), statistics.stdev(self._durations_s))
         report = RankReport(
             agent=self._agent,
             sequence=self._sequence,
@@ -308,13 +425,7 @@ class WindowCutter:
             from_ns = self._newest.end_ns
             after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
             phases[SHUTDOWN] = subtract(series.integrals(from_ns, end_ns), after)
-        return DeviceWindow(
-            device=series.device.key,
-            wall=series.integrals(start_ns, end_ns),
-            phases=phases,
-            memory_peak_bytes=series.peak(start_ns, end_ns, "memory_bytes"),
-            power_peak_w=series.peak(start_ns, end_ns, "power_w"),
-        )
+        return series.window(start_ns, end_ns, phases)
 
 
 def add(first: Integrals, second: Integrals) -> Integrals:
@@ -323,7 +434,9 @@ def add(first: Integrals, second: Integrals) -> Integrals:
     for (one, one_s), (other, other_s) in zip(_fields(first), _fields(second), strict=True):
         value = other if one is None else one if other is None else one + other
         sums.append((value, one_s + other_s))
-    return _integrals(sums)
+    inside_j2 = first.energy_inside_j2 + second.energy_inside_j2 + first.energy_end_j2 + second.energy_start_j2
+    estimated_j = first.energy_estimated_j + second.energy_estimated_j
+    return _with_error(_integrals(sums), first.energy_start_j2, second.energy_end_j2, inside_j2, estimated_j)
 
 
 def iterations_only(window: DeviceWindow) -> Integrals:

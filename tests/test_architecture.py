@@ -21,14 +21,15 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0    schema
-1.0  config  ring  facts  metrics  spawn  transport  provenance  energy  runfolder  devices
-1.1  devices.*  window  log  summary_text
-1.2  account
-1.3  ledger
-1.4  roster
-1.5  reporting
+1.0  config  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+1.1  energy  node_power  node_power.*  log  summary_text
+1.2  window  devices.*  calibration
+1.3  account
+1.4  ledger
+1.5  roster
+1.6  reporting
 2.0  recorder  sampler  aggregator  discovery  sinks
-2.1  sinks.*  sink_thread  preflight
+2.1  sinks.*  sink_thread  preflight  track
 3.0  server
 3.1  aggregator_child
 3.2  agent

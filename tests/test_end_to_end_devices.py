@@ -123,10 +123,10 @@ def test_the_row_of_a_rank_names_the_gpu_that_cuda_gives_to_it(launch, trace, vi
 
 
 def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch, trace):
-    # The ranks are up within a second; four seconds of iterations then see it good, lost and good again.
-    lost_s, back_s = time.monotonic() + 1.8, time.monotonic() + 3.0
+    # The ranks are up within a second; seven seconds of iterations then see it good, lost and good again.
+    lost_s, back_s = time.monotonic() + 1.8, time.monotonic() + 5.0
     trace.fault(f"2 energy error 999 {lost_s} {back_s}", f"2 power error 999 {lost_s} {back_s}")
-    aggregator, _ = train_on(launch, trace, "--iterations", 200, "--step-s", 0.02)
+    aggregator, _ = train_on(launch, trace, "--iterations", 350, "--step-s", 0.02)
     ledger, summary = aggregator.ledger, aggregator.ledger.summary
     to_unix_s = time.time() - time.monotonic()
     lost_s, back_s = lost_s + to_unix_s, back_s + to_unix_s
@@ -141,7 +141,7 @@ def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch,
         if end_s < lost_s or start_s > back_s + 0.1:
             good += 1
             assert window.values["window/aec_watts"] > 0
-        elif start_s > lost_s and end_s < back_s:
+        elif start_s > lost_s and end_s < back_s - 1.2:  # a window waits a second for its last sample
             bad += 1
             assert "window/aec_watts" not in window.values
             assert window.coverage.energy == pytest.approx(0.5, abs=0.1)

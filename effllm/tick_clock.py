@@ -1,0 +1,119 @@
+"""The moments at which an energy counter moves, learnt from reads on either side of them; pure.
+
+A GPU's counter moves about every 100 ms, at moments that nobody announces.  Each pair of reads between
+which it moved bounds one of them; all bounds together leave an interval for the phase and one for the
+period, which every further pair narrows: the estimate is the set of all clocks that explain the reads.
+"""
+
+from __future__ import annotations
+
+import math
+
+#: Reads of one moment may contradict each other by so much before the ticks count as jittering.
+LEAST_JITTER_NS = 100_000.0
+#: The period is taken over at most so long: clocks drift with temperature.
+LEVER_NS = 300e9
+
+
+class TickClock:
+    """When the counter moved and when it will, and within which bounds.
+
+    Args:
+        tick_s: period, as calibrated.
+        tick_error_s: half-width of what is open about it.
+    """
+
+    def __init__(self, tick_s: float, tick_error_s: float) -> None:
+        self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)
+        self._shortest_ns, self._longest_ns = self._nominal
+        self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first
+        self._jitter_ns = LEAST_JITTER_NS
+        self._old: list[tuple[float, float, int]] = []  # earlier references, and how many ticks ago: a long lever
+        self.conflicts = 0
+
+    @property
+    def tick_ns(self) -> float:
+        """The period, as far as it is known."""
+        return (self._shortest_ns + self._longest_ns) / 2
+
+    @property
+    def reference_ns(self) -> float:
+        """Midpoint of the reference tick's bounds; nan before the first."""
+        return (self._low_ns + self._high_ns) / 2
+
+    def moved(self, after_ns: int, until_ns: int) -> None:
+        """Learn that the counter moved between two reads."""
+        if until_ns - after_ns < 0.9 * self._shortest_ns:  # else it may have moved twice
+            self._narrow(after_ns, until_ns)
+
+    def stood(self, after_ns: int, until_ns: int) -> None:
+        """Learn that the counter, which was read shortly before and will move, had not moved by the second read."""
+        predicted = self.before(until_ns + round(self.tick_ns / 2))
+        if predicted is None or until_ns - after_ns >= 0.9 * self._shortest_ns:
+            return
+        middle_ns, half_ns = predicted
+        if abs(middle_ns - until_ns) <= half_ns:  # it was due about now, so it is due later than now
+            self._narrow(until_ns, round(middle_ns + half_ns + self._jitter_ns) + 1)
+
+    def before(self, time_ns: float) -> tuple[float, float] | None:
+        """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` while not locked."""
+        if math.isnan(self._low_ns):
+            return None
+        count = math.floor((time_ns - self.reference_ns) / self.tick_ns)
+        half_ns = (self._high_ns - self._low_ns) / 2 + abs(count) * (self._longest_ns - self._shortest_ns) / 2
+        if half_ns > self.tick_ns / 4:
+            return None
+        return self.reference_ns + count * self.tick_ns, half_ns
+
+    def tells(self, time_ns: float) -> tuple[float, float] | None:
+        """Return the last tick before a time, as `before` does, if the time is outside of all ticks' bounds."""
+        last = self.before(time_ns)
+        if last is None:
+            return None
+        middle_ns, half_ns = last
+        since_ns, reach_ns = time_ns - middle_ns, half_ns + self._spread_ns()
+        return last if reach_ns < since_ns < self.tick_ns - reach_ns else None
+
+    def _spread_ns(self) -> float:
+        return self._jitter_ns if self.conflicts else 0.0
+
+    def _narrow(self, after_ns: int, until_ns: int) -> None:
+        low_ns, high_ns = after_ns - self._spread_ns(), until_ns + self._spread_ns()
+        if math.isnan(self._low_ns):
+            self._start_anew(low_ns, high_ns)
+            return
+        count = round(((after_ns + until_ns) / 2 - self.reference_ns) / self.tick_ns)
+        first_ns, last_ns = self._low_ns, self._high_ns
+        expected_low_ns = first_ns + count * (self._shortest_ns if count >= 0 else self._longest_ns)
+        expected_high_ns = last_ns + count * (self._longest_ns if count >= 0 else self._shortest_ns)
+        if expected_high_ns - expected_low_ns > self.tick_ns / 2:  # so long ago that it tells nothing
+            self._start_anew(low_ns, high_ns)
+            return
+        new_low_ns, new_high_ns = max(expected_low_ns, low_ns), min(expected_high_ns, high_ns)
+        if new_low_ns >= new_high_ns:
+            self.conflicts += 1
+            self._jitter_ns = min(max(2 * self._jitter_ns, self._jitter_ns + new_low_ns - new_high_ns), self.tick_ns)
+            self._start_anew(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
+            return
+        if count < 0:
+            return
+        self._old = [(low, high, ago + count) for low, high, ago in self._old]
+        for low, high, ago in self._old:
+            if ago > 0:
+                self._shortest_ns = max(self._shortest_ns, (new_low_ns - high) / ago)
+                self._longest_ns = max(min(self._longest_ns, (new_high_ns - low) / ago), self._shortest_ns)
+        self._low_ns, self._high_ns = new_low_ns, new_high_ns
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep a reference of some minutes ago: the longer ago, the better it tells the period."""
+        if not self._old or self._old[-1][2] * self.tick_ns > LEVER_NS / 2:
+            self._old.append((self._low_ns, self._high_ns, 0))
+        if self._old[0][2] * self.tick_ns > LEVER_NS and len(self._old) > 1:
+            del self._old[0]
+
+    def _start_anew(self, low_ns: float, high_ns: float) -> None:
+        self._low_ns, self._high_ns = low_ns, high_ns
+        self._shortest_ns, self._longest_ns = self._nominal
+        self._old = []
+        self._remember()
