@@ -58,7 +58,7 @@ class Sampler:
         self._calibrate = calibrate
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
-        self._due: list[tuple[int, bool]] = []  # asked moments, and whether each is its request's last
+        self._due: list[tuple[int, bool, bool]] = []  # asked moments: is it its request's first, its last
         self._nudge = threading.Event()
         self._stopped = False
         self._failing: dict[str, str] = {}
@@ -131,12 +131,12 @@ class Sampler:
         next_s = time.monotonic() + self._interval_s
         while not self._stopped:
             self._sleep_until(next_s)
-            answers = self._due_now()
-            now_s = time.monotonic()
-            if self._stopped or (answers is None and now_s < next_s):
+            due = self._due_now()
+            is_time = time.monotonic() >= next_s
+            if self._stopped or not (due or is_time):
                 continue
-            self._read(reader)
-            if answers:
+            self._read(reader, energy_only=not is_time and not any(is_first for _, is_first, _ in due))
+            if any(is_last for _, _, is_last in due):
                 os.eventfd_write(self._wake_descriptor, 1)
             now_s = time.monotonic()
             while next_s <= now_s:  # a slow read leaves ticks out, it does not pile them up
@@ -146,18 +146,20 @@ class Sampler:
     def _learn(self, reader: Reader) -> None:
         if self._calibrate is None:
             return
-        sensor = self._calibrate(reader.device, lambda: self._read(reader))
+        sensor = self._calibrate(reader.device, lambda: self._read(reader, energy_only=True))
         self.device = reader.device = replace(reader.device, sensor=sensor)
         self._samples.put(self.device)
 
-    def _read(self, reader: Reader) -> Sample:
+    def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
+        read = getattr(reader, "read_energy", reader.read) if energy_only else reader.read
         began_s = self._reading_since_s = time.monotonic()
-        sample, failures = reader.read()
+        sample, failures = read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
         self._call_s = took_s if took_s > self._call_s else 0.99 * self._call_s + 0.01 * took_s
         self._samples.put(sample)
-        self._tell(reader.device.key, failures)
+        if not energy_only:  # of what was not asked nothing is known
+            self._tell(reader.device.key, failures)
         return sample
 
     def _pace_s(self) -> float:
@@ -180,15 +182,15 @@ class Sampler:
             except queue.Empty:
                 return
             for at_ns in times:
-                heapq.heappush(self._due, (at_ns, at_ns == times[-1]))
+                heapq.heappush(self._due, (at_ns, at_ns == times[0], at_ns == times[-1]))
 
-    def _due_now(self) -> bool | None:
-        """Take what is due; return whether a request is answered with it, ``None`` where nothing is due."""
+    def _due_now(self) -> list[tuple[int, bool, bool]]:
+        """Take the asked moments that have come."""
         now_ns = time.monotonic_ns()
         due = []
         while self._due and self._due[0][0] <= now_ns:
-            due.append(heapq.heappop(self._due)[1])
-        return any(due) if due else None
+            due.append(heapq.heappop(self._due))
+        return due
 
     def _tell(self, key: str, failures: dict[str, str]) -> None:
         for field, reason in failures.items():

@@ -120,6 +120,7 @@ class Sample(Struct, frozen=True, gc=False):
     gauges: dict[str, float] = {}  # whatever else was read, by the names in GAUGES
     throttled_by: tuple[str, ...] | None = None  # NVML's clocks event reasons that hold now
     events: tuple[tuple[str, str], ...] = ()  # (kind, text): Xid, ECC, ...
+    energy_only: bool = False  # nothing else was asked, which is not to say that it failed
 
 
 #: What a sample may hold beside the four quantities: name -> (unit, what it is).  Ratios are 0..1.

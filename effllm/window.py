@@ -47,12 +47,13 @@ class Series:
         self._longest_gap_ns = int(longest_gap_s / NS)
         self._samples: deque[Sample] = deque()
         self._energy = EnergyLedger(device, longest_gap_s)
+        self._newest_ns = 0
         self._events: list[tuple[str, str]] = []
 
     @property
     def newest_ns(self) -> int:
         """Time of the newest sample, 0 before the first."""
-        return self._samples[-1].time_ns if self._samples else 0
+        return self._newest_ns
 
     @property
     def oldest_ns(self) -> int:
@@ -61,9 +62,12 @@ class Series:
 
     def add(self, sample: Sample) -> None:
         """Append a sample; one that is not newer than the last is dropped."""
-        if sample.time_ns > self.newest_ns:
+        if sample.time_ns <= self.newest_ns:
+            return
+        self._newest_ns = sample.time_ns
+        self._energy.add(sample)
+        if not sample.energy_only:
             self._samples.append(sample)
-            self._energy.add(sample)
             self._events += sample.events
 
     def calibrate(self, device: Device) -> None:

@@ -185,7 +185,7 @@ def test_a_gpu_without_energy_counter_falls_back_to_power(trace):
         sample, failures = reader.read()
         device = reader.device
 
-    assert (device.energy_method, device.power_scope) == ("power", "gpu")
+    assert (device.energy_method, device.power_scope) == ("instant power", "gpu")
     assert (sample.energy_j, sample.power_w) == (None, 250.0)
     assert failures == {}  # what a device does not have is no failure
 
@@ -281,14 +281,16 @@ def test_a_driver_that_goes_and_returns_is_survived(trace):
     assert sample.memory_bytes == 1 * GIB
 
 
-def test_a_slice_has_memory_but_neither_utilization_nor_energy(trace):
+def test_the_only_slice_of_a_gpu_has_its_own_memory_and_all_of_its_energy_but_no_utilization(trace):
     with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may name the slice's GPU
         sample, failures = reader.read()
         device = reader.device
 
-    assert (device.key, device.memory_total_bytes, device.energy_method) == (MIG.uuid, 10 * GIB, None)
+    assert (device.key, device.memory_total_bytes, device.energy_method) == (MIG.uuid, 10 * GIB, "counter")
+    assert device.energy_note == f"1/1 of {B}'s energy, by number of slices"
     assert any("slice" in sentence for sentence in device.not_measured)
-    assert (sample.memory_bytes, sample.utilization, sample.power_w, sample.energy_j) == (5 * GIB, None, None, None)
+    assert (sample.memory_bytes, sample.utilization, sample.power_w) == (5 * GIB, None, 300.0)
+    assert sample.energy_j > 0
     assert failures == {}
 
 

@@ -30,6 +30,7 @@ class Site:
     cuda_uuid: str = ""  # torch's current device, where the trainer has one
     cuda_pci_bus_id: str = ""
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
+    power_scope: str = "auto"  # which scope is wanted, where a device has more than one
     excluded_pids: frozenset[int] = field(default_factory=frozenset)  # our own processes
 
 
@@ -42,6 +43,12 @@ class Reader(Protocol):
         """Return a sample, and for each quantity that failed to read this time, its field's name and the reason.
 
         A quantity that the device does not have is ``None`` and no failure.  Never raises.
+        """
+
+    def read_energy(self) -> tuple[Sample, dict[str, str]]:
+        """Return energy and power alone, as cheaply as can be, in a sample marked ``energy_only``.
+
+        A device to which all costs the same may leave this method out.
         """
 
     def close(self) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pynvml
 
 from effllm.devices import DeviceUnavailable, Site
-from effllm.schema import Device, Sample
+from effllm.devices._nvml_gpm import Gpm, open_gpm
+from effllm.devices._nvml_identity import choose_uuid, find, text_of
+from effllm.devices._nvml_power import LACKING, NotAvailable, Power, known
+from effllm.devices._nvml_slices import Slice, slice_of
+from effllm.schema import COUNTER, GPU, INSTANT, MODULE, Device, Sample
+
+__all__ = ["NvmlReader", "choose_uuid", "open_device"]
 
 _ADVICE = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 is not here: install the NVIDIA driver, "
@@ -21,232 +27,297 @@ _ADVICE = {
     pynvml.NVML_ERROR_NO_PERMISSION: "this user may not open the NVIDIA driver: grant access to /dev/nvidia*",
 }
 
-_LACKING = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
-
 # Initialising NVML on a broken driver can take seconds, so a lost GPU is sought ever more rarely.
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
+#: What changes seldom is asked seldom.
+_SELDOM_S = 10.0
 
-class _NotAvailable(Exception):
-    """NVML said yes, and gave the value that means "not available"."""
+#: Clocks event reasons that slow a GPU down; being idle, or told to run at a clock, does not.
+_THROTTLES = {
+    pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
+    pynvml.nvmlClocksEventReasonSyncBoost: "sync_boost",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hw_thermal",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power_brake",
+}
 
+#: Powers that stand beside the one that energy is made of.
+_POWER_GAUGES = ("memory_power_w", "module_power_w", "power_average_w")
 
-def _known(value: int, bits: int) -> int:
-    if value == 2**bits - 1:
-        raise _NotAvailable(f"NVML gave {value:#x}, its mark for a value that is not available")
-    return value
-
-
-def _memory_bytes(handle: Any) -> float:
-    return float(_known(pynvml.nvmlDeviceGetMemoryInfo(handle).used, 64))
+Quantity = Callable[[Any], float]
 
 
 def _utilization(handle: Any) -> float:
     # The mean over the driver's own last period, 1/6 s to 1 s by model: close to the mean since the
     # sample before at one sample per second.
-    percent = _known(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, 32)
+    percent = known(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, 32)
     if percent > 100:
-        raise _NotAvailable(f"NVML gave a utilization of {percent} %")
+        raise NotAvailable(f"NVML gave a utilization of {percent} %")
     return percent / 100
 
 
-def _power_w(handle: Any) -> float:
-    return _known(pynvml.nvmlDeviceGetPowerUsage(handle), 32) / 1e3
-
-
-def _energy_j(handle: Any) -> float:
-    return _known(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 64) / 1e3
-
-
-def _memory_total_bytes(handle: Any) -> float:
-    return float(_known(pynvml.nvmlDeviceGetMemoryInfo(handle).total, 64))
+def _memory(handle: Any) -> Any:
+    # The first version counts what the driver keeps for itself as used.
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_ArgumentVersionMismatch):
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 def _power_limit_w(handle: Any) -> float:
-    return _known(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle), 32) / 1e3
+    return known(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle), 32) / 1e3
 
 
-Quantity = Callable[[Any], float]
+def _ecc_errors(handle: Any) -> float:
+    kind, since = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    return float(pynvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
 
-_QUANTITIES: dict[str, Quantity] = {
-    "memory_bytes": _memory_bytes,
-    "utilization": _utilization,
-    "power_w": _power_w,
-    "energy_j": _energy_j,
+
+def _throttles(handle: Any) -> float:
+    return float(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+
+
+#: Gauges of the chip, each in base units.
+_CHIP: dict[str, Quantity] = {
+    "sm_clock_hz": lambda handle: known(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM), 32) * 1e6,
+    "memory_clock_hz": lambda handle: known(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM), 32) * 1e6,
+    "temperature_c": lambda handle: float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
 }
 
 
-def choose_uuid(visible: str | None, local_rank: int, uuids: Sequence[str]) -> str:
-    """Return the UUID of the device that CUDA_VISIBLE_DEVICES gives to a local rank.
-
-    ``uuids`` are those of all GPUs in PCI bus order, which is CUDA's own under
-    CUDA_DEVICE_ORDER=PCI_BUS_ID; its default, fastest first, is the same order on a node of equal GPUs.
-
-    Raises:
-        DeviceUnavailable: no GPU is visible to this rank.
-    """
-    entries = list(uuids) if visible is None else [entry.strip() for entry in visible.split(",")]
-    shown = list(_until_invalid(entries, uuids))
-    # A launcher may show each rank its own GPU only; the local rank then counts ranks, not entries.
-    position = 0 if len(entries) == 1 else local_rank
-    if position < len(shown):
-        return shown[position]
-    source = "this machine" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
-    number = f"only {len(shown)} usable" if shown else "no usable"
-    raise DeviceUnavailable(f"local rank {local_rank} has no GPU: {source} shows {number} of the {len(uuids)} here")
-
-
-def _until_invalid(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[str]:
-    for entry in entries:
-        if entry.startswith("MIG-"):
-            yield entry
-        elif entry.isdecimal() and int(entry) < len(uuids):
-            yield uuids[int(entry)]
-        elif entry.startswith("GPU-") and len(alike := [uuid for uuid in uuids if uuid.startswith(entry)]) == 1:
-            yield alike[0]
-        else:
-            return  # as CUDA does: what stands after the first invalid entry is not visible
-
-
-def _text(answer: str | bytes) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes
-
-
-def _uuids_in_bus_order() -> list[str]:
-    found = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        # A GPU that the container hides, or that has fallen off the bus, is not in CUDA's order either.
-        with suppress(pynvml.NVMLError_NoPermission, pynvml.NVMLError_GpuIsLost):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            pci = pynvml.nvmlDeviceGetPciInfo(handle)
-            found.append(((pci.domain, pci.bus, pci.device), _text(pynvml.nvmlDeviceGetUUID(handle))))
-    return [uuid for _, uuid in sorted(found)]
-
-
-def _find(site: Site) -> Any:
-    """Return the handle of the rank's device: by what torch says, else by what CUDA shows to the rank."""
-    # The UUID that torch gives for a slice is its GPU's under some CUDA versions, so a slice goes by its own.
-    if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
-        return _find_as_torch_says(site)
-    uuid = choose_uuid(site.visible_devices, site.local_rank, _uuids_in_bus_order())
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-
-
-def _find_as_torch_says(site: Site) -> Any:
-    uuid = site.cuda_uuid
-    prefixes = ("",) if uuid.startswith(("GPU-", "MIG-")) else ("GPU-", "MIG-")
-    for name in [prefix + uuid for prefix in prefixes if uuid]:
-        with suppress(pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-            return pynvml.nvmlDeviceGetHandleByUUID(name)
-    if site.cuda_pci_bus_id:
-        return pynvml.nvmlDeviceGetHandleByPciBusId(site.cuda_pci_bus_id)
-    raise DeviceUnavailable(f"NVML does not know the GPU {uuid} that torch uses: is it hidden from this container?")
-
-
-def _is_slice(handle: Any) -> bool:
-    try:
-        answer = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
-    except _LACKING:
-        return False
-    return bool(getattr(answer, "value", answer))
-
-
-def _has(handle: Any, quantity: Quantity) -> bool:
+def _offers(handle: Any, quantity: Callable[[Any], Any]) -> bool:
     try:
         quantity(handle)
-    except _LACKING:
+    except LACKING:
         return False
-    except (pynvml.NVMLError, _NotAvailable):
+    except (pynvml.NVMLError, NotAvailable):
         return True  # it has it, and fails just now
     return True
 
 
-def _or_none(handle: Any, quantity: Quantity) -> float | None:
+def _or_none(quantity: Callable[[], float]) -> float | None:
     try:
-        return quantity(handle)
-    except (pynvml.NVMLError, _NotAvailable):
+        return quantity()
+    except (pynvml.NVMLError, NotAvailable):
         return None
 
 
-def _not_measured(is_slice: bool, fields: set[str]) -> tuple[str, ...]:
-    if is_slice:
-        return (
-            "utilization: NVML has none for a MIG slice",
-            "energy: that of a MIG slice is not told apart from its GPU's yet",
-        )
-    sentences = {
-        "memory_bytes": "memory: NVML does not give this GPU's",
-        "utilization": "utilization: NVML does not give this GPU's",
-        "power_w": "power: NVML does not give this GPU's",
-    }
-    missing = [sentence for field, sentence in sentences.items() if field not in fields]
-    if not fields & {"power_w", "energy_j"}:
-        missing.append("energy: NVML gives neither an energy counter nor the power of this GPU")
-    return tuple(missing)
+class _Xid:
+    """Critical errors of a GPU, as NVML announces them."""
 
+    def __init__(self, handle: Any) -> None:
+        self._set: Any = None
+        with suppress(pynvml.NVMLError):
+            self._set = pynvml.nvmlEventSetCreate()
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
 
-def _describe(handle: Any, is_slice: bool, fields: set[str]) -> Device:
-    method = "counter" if "energy_j" in fields else "power" if "power_w" in fields else None
-    memory_total_bytes = _or_none(handle, _memory_total_bytes)
-    return Device(
-        key=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        kind="nvml",
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        memory_total_bytes=None if memory_total_bytes is None else int(memory_total_bytes),
-        power_limit_w=None if is_slice else _or_none(handle, _power_limit_w),
-        energy_method=method,
-        power_scope="gpu" if method else None,
-        not_measured=_not_measured(is_slice, fields),
-    )
+    def read(self) -> list[tuple[str, str]]:
+        events: list[tuple[str, str]] = []
+        with suppress(pynvml.NVMLError):  # a time-out: nothing more has happened
+            while self._set is not None and len(events) < 16:
+                data = pynvml.nvmlEventSetWait_v2(self._set, 0)
+                events.append(("xid", f"Xid {data.eventData}: a critical error of the GPU, see the driver's log"))
+        return events
+
+    def close(self) -> None:
+        if self._set is not None:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(self._set)
+            self._set = None
 
 
 class NvmlReader:
     """An open GPU; while it is lost every quantity fails, and NVML is initialised anew now and then."""
 
-    def __init__(self, handle: Any, clock: Callable[[], float]) -> None:
-        is_slice = _is_slice(handle)
-        offered = {"memory_bytes": _memory_bytes} if is_slice else _QUANTITIES
-        self._quantities = {field: read for field, read in offered.items() if _has(handle, read)}
-        self.device = _describe(handle, is_slice, set(self._quantities))
-        self._handle = handle
+    def __init__(self, handle: Any, site: Site, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._retry_at_s = clock()
         self._retry_delay_s = _FIRST_RETRY_S
         self._open = True
+        self._bind(handle)
+        self._memory = _offers(handle, _memory)
+        self._utilization = self._slice is None and _offers(handle, _utilization)
+        self._chip = {name: read for name, read in _CHIP.items() if _offers(self._chip_handle, read)}
+        self._throttle = _offers(self._chip_handle, _throttles)
+        self._limit_w = _or_none(lambda: _power_limit_w(self._chip_handle))
+        self._ecc_errors = _or_none(lambda: _ecc_errors(self._chip_handle))
+        self._seldom_at_s = clock()
+        self._power.probe_scope()
+        if site.power_scope == GPU and self._power.scope == MODULE and "power_w" in self._power.names:
+            self._power.scope, self._power.method = GPU, INSTANT
+        self.device = self._describe(site)
 
     def read(self) -> tuple[Sample, dict[str, str]]:
         """Return the values of this moment; a quantity that fails is ``None``, with the reason beside it."""
-        before_ns = time.monotonic_ns()
-        values, failures = self._read_quantities()
-        if failures and not values and self._reopen():
-            before_ns = time.monotonic_ns()
-            values, failures = self._read_quantities()
-        if values:
+        sample, failures = self._read_all()
+        if failures and sample.memory_bytes is sample.power_w is sample.energy_j is None and self._reopen():
+            sample, failures = self._read_all()
+        if sample.memory_bytes is not None or sample.energy_j is not None:
             self._retry_delay_s = _FIRST_RETRY_S
-        sample = Sample(
-            time_ns=(before_ns + time.monotonic_ns()) // 2,
-            memory_bytes=values.get("memory_bytes"),
-            utilization=values.get("utilization"),
-            power_w=values.get("power_w"),
-            energy_j=values.get("energy_j"),
-        )
         return sample, failures
+
+    def read_energy(self) -> tuple[Sample, dict[str, str]]:
+        """Return energy and power alone, in one call, for the edges of windows."""
+        values, failures, time_ns = self._read_power()
+        return self._sample(time_ns, values, {}, energy_only=True), failures
 
     def close(self) -> None:
         """Let NVML go; may be called twice."""
         if self._open:
             self._open = False
+            self._unbind()
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
-    def _read_quantities(self) -> tuple[dict[str, float], dict[str, str]]:
-        values, failures = {}, {}
-        for field, quantity in self._quantities.items():
-            try:
-                values[field] = quantity(self._handle)
-            except (pynvml.NVMLError, _NotAvailable) as error:
-                failures[field] = str(error)
-        return values, failures
+    # --- opening ---
+
+    def _bind(self, handle: Any) -> None:
+        self._handle = handle
+        self._slice: Slice | None = slice_of(handle)
+        self._chip_handle = self._slice.parent if self._slice else handle
+        self._share = self._slice.share if self._slice else 1.0
+        self._power = Power(self._chip_handle, text_of(pynvml.nvmlDeviceGetName(self._chip_handle)))
+        self._gpm: Gpm | None = open_gpm(self._chip_handle, self._slice.instance if self._slice else None)
+        self._xid = _Xid(self._chip_handle)
+
+    def _unbind(self) -> None:
+        if self._gpm:
+            self._gpm.close()
+        self._xid.close()
+
+    def _describe(self, site: Site) -> Device:
+        power, key = self._power, text_of(pynvml.nvmlDeviceGetUUID(self._handle))
+        total_bytes = _or_none(lambda: float(known(_memory(self._handle).total, 64)))
+        return Device(
+            key=key,
+            kind="nvml",
+            name=text_of(pynvml.nvmlDeviceGetName(self._handle)),
+            memory_total_bytes=None if total_bytes is None else int(total_bytes),
+            power_limit_w=None if self._limit_w is None else self._limit_w * self._share,
+            energy_method=power.method,
+            power_scope=power.scope if power.method else None,
+            not_measured=self._not_measured(),
+            energy_key=self._module_key(site) if power.scope == MODULE else "",
+            energy_note=self._slice.note if self._slice else "",
+            driver=text_of(pynvml.nvmlSystemGetDriverVersion()),
+        )
+
+    def _module_key(self, site: Site) -> str:
+        """Return what all GPUs of a module share, by which its energy is counted once."""
+        for ask in (pynvml.nvmlDeviceGetSerial, pynvml.nvmlDeviceGetModuleId):
+            with suppress(pynvml.NVMLError):
+                answer = ask(self._chip_handle)
+                return f"module:{site.host}:{text_of(answer) if isinstance(answer, str | bytes) else answer}"
+        return f"module:{site.host}"  # better once per host than once per GPU
+
+    def _not_measured(self) -> tuple[str, ...]:
+        sentences = []
+        if not self._memory:
+            sentences.append("memory: NVML does not give this GPU's")
+        if self._slice:
+            sentences.append("utilization: NVML has none for a MIG slice")
+        elif not self._utilization:
+            sentences.append("utilization: NVML does not give this GPU's")
+        if not self._power.names & {"power_w", "power_average_w"}:
+            sentences.append("power: NVML does not give this GPU's")
+        if self._power.method is None:
+            sentences.append("energy: NVML gives neither an energy counter nor the power of this GPU")
+        return tuple(sentences)
+
+    # --- reading ---
+
+    def _read_power(self) -> tuple[dict[str, float], dict[str, str], int]:
+        failures: dict[str, str] = {}
+        values, time_ns = self._power.read(failures)
+        if self._power.scope == MODULE and "module_power_w" in values:
+            values["power_w"] = values["module_power_w"]  # the power of what the counter counts
+        for name in _POWER_GAUGES if "power_w" in self._power.names else ():
+            failures.pop(name, None)  # nothing is made of it but a gauge
+        return values, failures, time_ns
+
+    def _read_all(self) -> tuple[Sample, dict[str, str]]:
+        values, failures, time_ns = self._read_power()
+        gauges: dict[str, float] = {name: values[name] for name in _POWER_GAUGES[:2] if name in values}
+        if self._memory:
+            self._try("memory_bytes", lambda: self._read_memory(values, gauges), failures)
+        if self._utilization:
+            self._try("utilization", lambda: values.__setitem__("utilization", _utilization(self._handle)), failures)
+        self._try("gauges", lambda: self._read_chip(gauges), failures)
+        throttled_by = None
+        if self._throttle and (bits := _or_none(lambda: _throttles(self._chip_handle))) is not None:
+            throttled_by = tuple(reason for bit, reason in _THROTTLES.items() if int(bits) & bit)
+        if not values:
+            failures.pop("gauges", None)  # the GPU is gone, and that is told already
+        sample = self._sample(time_ns, values, gauges, throttled_by=throttled_by, events=self._read_seldom())
+        return sample, failures
+
+    def _sample(
+        self,
+        time_ns: int,
+        values: dict[str, float],
+        gauges: dict[str, float],
+        *,
+        throttled_by: tuple[str, ...] | None = None,
+        events: tuple[tuple[str, str], ...] = (),
+        energy_only: bool = False,
+    ) -> Sample:
+        share = self._share
+        power_w, average_w, energy_j = (values.get(name) for name in ("power_w", "power_average_w", "energy_j"))
+        return Sample(
+            time_ns=time_ns,
+            memory_bytes=values.get("memory_bytes"),
+            utilization=values.get("utilization"),
+            power_w=None if power_w is None else power_w * share,
+            energy_j=None if energy_j is None or self._power.method != COUNTER else energy_j * share,
+            power_average_w=None if average_w is None else average_w * share,
+            gauges=gauges,
+            throttled_by=throttled_by,
+            events=events,
+            energy_only=energy_only,
+        )
+
+    def _try(self, name: str, read: Callable[[], None], failures: dict[str, str]) -> None:
+        try:
+            read()
+        except (pynvml.NVMLError, NotAvailable) as error:
+            failures[name] = str(error)
+
+    def _read_memory(self, values: dict[str, float], gauges: dict[str, float]) -> None:
+        memory = _memory(self._handle)
+        values["memory_bytes"] = float(known(memory.used, 64))
+        if hasattr(memory, "reserved"):
+            gauges["memory_reserved_bytes"] = float(memory.reserved)
+
+    def _read_chip(self, gauges: dict[str, float]) -> None:
+        if self._limit_w is not None:
+            gauges["power_limit_w"] = self._limit_w * self._share
+        for name, read in self._chip.items():
+            gauges[name] = read(self._chip_handle)
+        if self._gpm:
+            gauges.update(self._gpm.read())
+
+    def _read_seldom(self) -> tuple[tuple[str, str], ...]:
+        """Return what has happened to the GPU, and look whether its limit has been changed."""
+        now_s = self._clock()
+        if now_s < self._seldom_at_s:
+            return ()
+        self._seldom_at_s = now_s + _SELDOM_S
+        events = self._xid.read()
+        if self._limit_w is not None:
+            limit_w = _or_none(lambda: _power_limit_w(self._chip_handle))
+            if limit_w is not None and limit_w != self._limit_w:
+                events.append(("power_limit", f"the power limit went from {self._limit_w:g} W to {limit_w:g} W"))
+                self._limit_w = limit_w
+        if self._ecc_errors is not None:
+            errors = _or_none(lambda: _ecc_errors(self._chip_handle))
+            if errors is not None and errors > self._ecc_errors:
+                events.append(("ecc", f"{errors - self._ecc_errors:.0f} uncorrected memory errors"))
+            self._ecc_errors = self._ecc_errors if errors is None else errors
+        return tuple(events)
+
+    # --- a lost GPU ---
 
     def _reopen(self) -> bool:
         """Initialise NVML anew where it is time to, since a lost GPU's handle never works again."""
@@ -255,13 +326,17 @@ class NvmlReader:
             return False
         self._retry_at_s = now_s + self._retry_delay_s
         self._retry_delay_s = min(2 * self._retry_delay_s, _LAST_RETRY_S)
+        self._unbind()
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+        power = self._power
         try:
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(self.device.key)
+            self._bind(pynvml.nvmlDeviceGetHandleByUUID(self.device.key))
         except pynvml.NVMLError:
             return False  # the failures that led here are told already
+        # What it can is what it could: a driver that is just coming back denies much.
+        power.handle, self._power = self._chip_handle, power
         return True
 
 
@@ -276,7 +351,7 @@ def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic) -> N
     except pynvml.NVMLError as error:
         raise DeviceUnavailable(_ADVICE.get(error.value, f"NVML does not start: {error}")) from error
     try:
-        return NvmlReader(_find(site), clock)
+        return NvmlReader(find(site), site, clock)
     except (pynvml.NVMLError, DeviceUnavailable) as error:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
