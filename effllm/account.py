@@ -5,10 +5,13 @@ A device is known by its key alone, so one that several ranks sit on enters once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from effllm.energy_account import EnergySums, WindowEnergy, stretch_of, sum_of
 from effllm.schema import ClusterTotals, Device, DeviceWindow, Integrals, RankReport
 from effllm.window import iterations_only
 
@@ -24,6 +27,7 @@ class MergedDevice(Struct, frozen=True):
     phases_j: dict[str, float | None]
     span_s: float
     memory_peak_bytes: float | None
+    window: DeviceWindow  # of the rank that saw most of it
 
     @property
     def is_measured(self) -> bool:
@@ -70,6 +74,7 @@ def _merge(pairs: list[tuple[RankReport, DeviceWindow]], shared: bool, members: 
         phases_j={name: part.energy_j for name, part in best.phases.items()},
         span_s=max(row.wall_s for row, _ in pairs),
         memory_peak_bytes=max(peaks, default=None),
+        window=best,
     )
 
 
@@ -89,43 +94,55 @@ def _sum_of_means(shares: Sequence[tuple[float | None, float]]) -> tuple[float |
     return sum((value or 0.0) / seconds for value, seconds in shares) * covered_s, covered_s
 
 
-class WindowEnergy(Struct, frozen=True):
-    """The energy of one window of the cluster."""
-
-    coverage: float | None  # measured device-seconds over expected ones; None where nothing can measure
-    wall_j: float  # measured; a sum only where the coverage suffices
-    iterations_j: float
-    phases_j: dict[str, float]
-    by_device_j: dict[str, float]
-
-
-def window_energy(merged: Mapping[str, MergedDevice], devices: Mapping[str, Device], absent: int) -> WindowEnergy:
+def window_energy(
+    merged: Mapping[str, MergedDevice],
+    devices: Mapping[str, Device],
+    absent: int,
+    counted: Collection[str] | None = None,
+) -> WindowEnergy:
     """Return the energy of a window and how much of it was measured.
 
     Args:
         merged: the window's devices.
         devices: every known device; where none of them has an energy sensor there is no coverage.
         absent: ranks whose devices nobody knows.
+        counted: keys of the devices whose energy is the job's; ``None`` for all of them.
     """
+    in_scope = {key: device for key, device in devices.items() if counted is None or key in counted}
     span_s = max((one.span_s for one in merged.values()), default=0.0)
     expected_s = covered_s = 0.0
-    for key in devices:
+    shown: dict[str, str] = {}  # whose energy -> the device that shows it best
+    for key, device in in_scope.items():
+        owner = device.energy_key or key
+        best = shown.get(owner)
+        if best is None or _covered_s(merged, key) > _covered_s(merged, best):
+            shown[owner] = key
+    for key in shown.values():
         one = merged.get(key)
         expected_s += one.span_s if one else span_s
-        covered_s += one.wall.energy_covered_s if one else 0.0
+        covered_s += _covered_s(merged, key)
     expected_s += absent * span_s
+    members = {key: merged[key] for key in shown.values() if key in merged}
     phases_j: dict[str, float] = {}
-    for one in merged.values():
+    for one in members.values():
         for name, joules in one.phases_j.items():
             phases_j[name] = phases_j.get(name, 0.0) + (joules or 0.0)
-    measurable = any(device.energy_method for device in devices.values()) and expected_s > 0
+    by_device = {
+        key: stretch_of(devices[key], one.wall) for key, one in members.items() if one.wall.energy_j is not None
+    }
+    measurable = any(device.energy_method for device in in_scope.values()) and expected_s > 0
     return WindowEnergy(
         coverage=min(covered_s / expected_s, 1.0) if measurable else None,
-        wall_j=sum(one.wall.energy_j or 0.0 for one in merged.values()),
-        iterations_j=sum(one.iterations.energy_j or 0.0 for one in merged.values()),
+        wall=sum_of(by_device),
+        iterations=sum_of({key: stretch_of(devices[key], one.iterations) for key, one in members.items()}),
         phases_j=phases_j,
-        by_device_j={key: one.wall.energy_j for key, one in merged.items() if one.wall.energy_j is not None},
+        by_device=by_device,
     )
+
+
+def _covered_s(merged: Mapping[str, MergedDevice], key: str) -> float:
+    one = merged.get(key)
+    return one.wall.energy_covered_s if one else 0.0
 
 
 def is_covered(coverage: float | None, least: float) -> bool:
@@ -153,6 +170,19 @@ class DeviceSums(Struct):
     utilization_covered_s: float = 0.0
 
 
+class GaugeSums(Struct):
+    """The running sums of a gauge, over all devices that have it."""
+
+    value_seconds: float = 0.0
+    covered_s: float = 0.0
+    most: float | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over time and devices."""
+        return self.value_seconds / self.covered_s if self.covered_s > 0 else None
+
+
 class Account(Struct):
     """The running sums of a job on one time base.
 
@@ -166,13 +196,18 @@ class Account(Struct):
     tokens_processed: int = 0
     tokens_loss: int = 0
     samples: int = 0
-    energy_j: float = 0.0
+    energy: EnergySums = msgspec.field(default_factory=EnergySums)  # of the covered windows
     energy_tokens: int = 0
     energy_samples: int = 0
     energy_iterations: int = 0
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
     measured_j: float = 0.0
+    gauges: dict[str, GaugeSums] = {}
+    throttled_s: float = 0.0
+    throttle_covered_s: float = 0.0
+    power_histogram_s: dict[int, float] = {}
+    power_peak_w: float | None = None
 
     def add_rows(self, rows: Iterable[RankReport]) -> None:
         """Add the times and counts of rows, each of which may be added once."""
@@ -198,21 +233,35 @@ class Account(Struct):
             sums.utilization_covered_s += sign * integrals.utilization_covered_s
             if one.memory_peak_bytes is not None:
                 sums.memory_peak_bytes = max(one.memory_peak_bytes, sums.memory_peak_bytes or 0.0)
+            self._add_gauges(one.window, sign)
+
+    def _add_gauges(self, window: DeviceWindow, sign: int) -> None:
+        for name, gauge in window.gauges.items():
+            sums = self.gauges.setdefault(name, GaugeSums())
+            sums.value_seconds += sign * gauge.value_seconds
+            sums.covered_s += sign * gauge.covered_s
+            sums.most = gauge.most if sums.most is None else max(sums.most, gauge.most)
+        self.throttled_s += sign * window.throttled_s.get("any", 0.0)
+        self.throttle_covered_s += sign * window.throttle_covered_s
+        for step, seconds in window.power_histogram_s.items():
+            self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + sign * seconds
+        if window.power_peak_w is not None:
+            self.power_peak_w = max(window.power_peak_w, self.power_peak_w or 0.0)
 
     def add_energy(
-        self, energy: WindowEnergy, rows: Sequence[RankReport], least_coverage: float, sign: int = 1
+        self, window: int, energy: WindowEnergy, rows: Sequence[RankReport], least_coverage: float, sign: int = 1
     ) -> None:
         """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured.
 
         With a sign of -1 take it back, for a late row changes all of it.
         """
-        joules = energy.wall_j if self.wall else energy.iterations_j
-        self.measured_j += sign * joules
+        stretch = energy.wall if self.wall else energy.iterations
+        self.measured_j += sign * stretch.joules
         if not is_covered(energy.coverage, least_coverage):
             self.holes += sign
             return
         self.energy_windows += sign
-        self.energy_j += sign * joules
+        self.energy.add(window, stretch, sign)
         self.energy_iterations += sign * max((row.iterations for row in rows), default=0)
         for row in rows:
             sums = self.ranks.setdefault(row.rank, RankSums())
@@ -220,15 +269,12 @@ class Account(Struct):
             self.energy_tokens += sign * row.tokens
             self.energy_samples += sign * row.samples
 
-    def totals(
-        self,
-        parameters: int | None = None,
-        gpus: int = 0,
-        world_size: int = 0,
-        peak_flops_per_s: float | None = None,
-        flops_per_token: float | None = None,
-    ) -> ClusterTotals:
-        """Return what every metric is computed from: sums per rank first, the maximum over ranks last."""
+    def totals(self, **known: Any) -> ClusterTotals:
+        """Return what every metric is computed from: sums per rank first, the maximum over ranks last.
+
+        Args:
+            known: fields of the totals that are not sums: parameters, number of GPUs, peak, prices.
+        """
         memory = [d.memory_byte_seconds / d.memory_covered_s for d in self.devices.values() if d.memory_covered_s > 0]
         busy = [
             d.utilization_seconds / d.utilization_covered_s
@@ -240,7 +286,6 @@ class Account(Struct):
         worked = [sums for sums in self.ranks.values() if sums.iterations]
         slowest = max(worked, key=lambda sums: sums.busy_s / sums.iterations, default=RankSums())
         return ClusterTotals(
-            parameters=parameters,
             iterations=max((sums.iterations for sums in self.ranks.values()), default=0),
             time_s=longest.time_s,
             slowest_step_s=slowest.busy_s,
@@ -257,15 +302,28 @@ class Account(Struct):
             utilization_mean=sum(busy) / len(busy) if busy else None,
             utilization_min=min(busy, default=None),
             utilization_max=max(busy, default=None),
-            energy_j=self.energy_j if self.energy_windows else None,
+            energy_j=self.energy.joules if self.energy_windows else None,
+            energy_gpus_j=self.energy.gpus_j if self.energy_windows else None,
+            energy_error_j=self.energy.error_j if self.energy_windows else None,
+            energy_gain_error_j=self.energy.gain_j if self.energy_windows else None,
+            energy_estimated_j=self.energy.estimated_j if self.energy_windows else None,
             energy_time_s=max((sums.energy_time_s for sums in self.ranks.values()), default=0.0),
             energy_tokens=self.energy_tokens,
             energy_samples=self.energy_samples,
             energy_iterations=self.energy_iterations,
             energy_complete=self.energy_windows > 0 and not self.holes,
             energy_measured_j=self.measured_j if self.energy_windows or self.measured_j else None,
-            gpus=gpus,
-            world_size=world_size,
-            peak_flops_per_s=peak_flops_per_s,
-            flops_per_token=flops_per_token,
+            power_peak_w=self.power_peak_w,
+            power_histogram_s=dict(self.power_histogram_s),
+            throttled_s=self.throttled_s if self.throttle_covered_s > 0 else None,
+            throttle_covered_s=self.throttle_covered_s,
+            temperature_max_c=self._gauge("temperature_c").most,
+            sm_clock_hz=self._gauge("sm_clock_hz").mean,
+            sm_activity=self._gauge("sm_activity_ratio").mean,
+            tensor_activity=self._gauge("tensor_activity_ratio").mean,
+            dram_activity=self._gauge("dram_activity_ratio").mean,
+            **known,
         )
+
+    def _gauge(self, name: str) -> GaugeSums:
+        return self.gauges.get(name) or GaugeSums()

@@ -361,6 +361,7 @@ class Agent:
             flops_per_token=self._facts.get("flops_per_token"),
             facts=self._facts.get("run", {}) if self._rank == 0 else {},
             version=__version__,
+            hardware_flops_per_token=self._facts.get("hardware_flops_per_token"),
         )
         if self._link:
             self._link.send(hello)

@@ -257,7 +257,7 @@ class Aggregator:
         devices = {key: roster.devices[key] for key in members}
         window.merged = merge_devices(window.ordered, devices, members)
         unknown = roster.absent(rows) - set(roster.hellos)
-        window.energy = window_energy(window.merged, devices, len(unknown))
+        window.energy = window_energy(window.merged, devices, len(unknown), roster.scope.keys)
         return window
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:

@@ -325,6 +325,7 @@ def initialize_efficientllm_metrics(
     first_iteration: int = 0,
     total_iterations: int | None = None,
     flops_per_token: float | None = None,
+    hardware_flops_per_token: float | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> MetricsCollector:
     """Start the metrics of this rank; call it on every rank, once, before the loop.
@@ -344,6 +345,7 @@ def initialize_efficientllm_metrics(
         first_iteration: iterations that an earlier run of the job has done.
         total_iterations: how many there will be, for the remaining time.
         flops_per_token: model FLOPs of a token, forward and backward, for MFU.
+        hardware_flops_per_token: what the hardware does for it, recomputation included, for HFU.
         facts: what ``run.json`` should say about the run.
     """
     if len(positional) == 1:
@@ -363,6 +365,7 @@ def initialize_efficientllm_metrics(
         first_iteration=count(first_iteration) or 0,
         total_iterations=count(total_iterations) if total_iterations else None,
         flops_per_token=positive(flops_per_token),
+        hardware_flops_per_token=positive(hardware_flops_per_token),
         run=dict(facts or {}),
     )
     if sequence_length and batch_size:

@@ -41,12 +41,20 @@ class Config:
     tensorboard_dir: str = ""
     sinks: tuple[str, ...] = ("console", "tensorboard", "runfolder")
     device: str = "auto"
+    power_scope: str = "auto"
+    node_power: str = "auto"
+    node_power_credentials: str = ""
     role: str = "trainer"
     warmup_iterations: int = 0
     warmup_seconds: float = 0.0
     min_coverage: float = 1.0
     parameters: str = "total"
     peak_tflops: float | None = None
+    baseline_seconds: float = 0.0
+    carbon_intensity: float | None = None
+    pue: float = 1.0
+    price_per_kwh: float | None = None
+    price_per_gpu_hour: float | None = None
     endpoint: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +133,12 @@ def _endpoint(text: str) -> str:
     return f"tcp://{match[1]}:{match[2]}"
 
 
+def _node_power(text: str) -> str:
+    if text not in ("auto", "none", "ipmi") and not re.fullmatch(r"https?://[^\s@]+", text):
+        raise ValueError  # credentials belong into a file, never into an address
+    return text
+
+
 @dataclass(frozen=True)
 class Variable:
     """One environment variable: its name, the field it sets, how it is read and what is allowed."""
@@ -160,12 +174,20 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
     Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
     Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples"),
+    Variable("POWER_SCOPE", "power_scope", _one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"), "auto, gpu, module, gpu+cpu or node-psu", "whose power makes AEC and energy; auto is the widest that every node has"),
+    Variable("NODE_POWER", "node_power", _node_power, "auto, none, ipmi, or the https:// address of a Redfish service", "by what local rank 0 reads its node's power beside the GPUs"),
+    Variable("NODE_POWER_CREDENTIALS", "node_power_credentials", str, "a file of mode 0600", "user and password of the Redfish service"),
     Variable("ROLE", "role", _safe_name, "a word, such as trainer or rollout", "what this process does in the job"),
     Variable("WARMUP_ITERATIONS", "warmup_iterations", _whole(0), "a whole number, at least 0", "left out of run-to-date values, rounded up to whole windows"),
     Variable("WARMUP_SECONDS", "warmup_seconds", _number(0.0), "seconds, at least 0", "left out of run-to-date values, rounded up to whole windows"),
     Variable("MIN_COVERAGE", "min_coverage", _number(0.0, 1.0), "a ratio, 0 to 1", "a window measured less than this has no cluster sum"),
     Variable("PARAMETERS", "parameters", _one_of("total", "trainable", "active"), "total, trainable or active", "which parameter count divides TT and ST"),
     Variable("PEAK_TFLOPS", "peak_tflops", _positive, "TFLOP/s of one device, above 0", "peak that MFU is measured against"),
+    Variable("BASELINE_SECONDS", "baseline_seconds", _number(0.0, 600.0), "seconds, 0 to 600", "idle power is measured so long before the first iteration; 0 is not at all"),
+    Variable("CARBON_INTENSITY", "carbon_intensity", _number(0.0, 5000.0), "g CO2e per kWh, at least 0", "of the electricity; without it no CO2 is reported"),
+    Variable("PUE", "pue", _number(1.0, 10.0), "a ratio, at least 1", "what the site draws over what its machines draw; multiplies CO2 and cost"),
+    Variable("PRICE_PER_KWH", "price_per_kwh", _number(0.0), "money per kWh, at least 0", "of the electricity"),
+    Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "money per GPU and hour, at least 0", "of rented GPUs, electricity included"),
     Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
 )  # fmt: skip
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from effllm.account import Account, MergedDevice, WindowEnergy
+from effllm.account import Account, MergedDevice
+from effllm.energy_account import EnergySums, WindowEnergy
 from effllm.schema import CHECKPOINT, EVALUATION, OTHER, SHUTDOWN, STARTUP, RankReport
 
 CLASSES = ("iterations", EVALUATION, CHECKPOINT, OTHER, STARTUP, SHUTDOWN)
@@ -37,7 +38,7 @@ class Ledger(Struct):
     ranks: dict[int, RankState] = {}
     run: Account = msgspec.field(default_factory=Account)
     whole: Account = msgspec.field(default_factory=lambda: Account(wall=True))
-    devices_j: dict[str, float] = {}
+    devices: dict[str, EnergySums] = {}
     classes_j: dict[str, float] = {}
     classes_s: dict[str, float] = {}
     late: int = 0
@@ -53,6 +54,8 @@ class Ledger(Struct):
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.run_after = 0
         self.ranks, self.warmed_s = {}, 0.0
+        for sums in (self.run.energy, self.whole.energy, *self.devices.values()):
+            sums.close()
         return self
 
     def accounts(self, window: int) -> Sequence[Account]:
@@ -91,9 +94,9 @@ class Ledger(Struct):
         """Enter a window's devices and energy; with a sign of -1 take them back, for a late row changes all of it."""
         for account in self.accounts(window):
             account.add_devices(merged, sign)
-            account.add_energy(energy, rows, least_coverage, sign)
-        for key, joules in energy.by_device_j.items():
-            self.devices_j[key] = self.devices_j.get(key, 0.0) + sign * joules
+            account.add_energy(window, energy, rows, least_coverage, sign)
+        for key, stretch in energy.by_device.items():
+            self.devices.setdefault(key, EnergySums()).add(window, stretch, sign)
         for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
             self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
 

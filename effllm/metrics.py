@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from effllm.schema import ClusterTotals
+from msgspec.structs import replace
+
+from effllm.schema import POWER_STEP_W, ClusterTotals
 
 Formula = Callable[[ClusterTotals], float | None]
 
 GIB = 2**30
+J_PER_WH = 3600.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Metric:
     console: str | None  # label and format of its line in the block, for the contract's metrics
     group: str  # TensorBoard group; empty for the contract's own tags
     bases: tuple[str, ...]  # which totals it is shown on: run, window, job
+    chart: bool  # False: another unit of something that has a chart, for summaries alone
 
     def tag(self, base: str) -> str:
         """Return the tag, without the prefix ``efficientllm/``, of this metric on one base."""
@@ -42,7 +46,12 @@ METRICS: dict[str, Metric] = {}
 
 
 def metric(
-    unit: str, *, console: str | None = None, group: str = "", bases: Sequence[str] = ("run", "window", "job")
+    unit: str,
+    *,
+    console: str | None = None,
+    group: str = "",
+    bases: Sequence[str] = ("run", "window", "job"),
+    chart: bool = True,
 ) -> Callable[[Formula], Formula]:
     """Enter a formula into the table that every sink walks.
 
@@ -59,7 +68,7 @@ def metric(
         if not formula.__doc__:
             raise ValueError(f"metric {name} has no docstring, which is its help text")
         shown = tuple(bases[:1]) if group else tuple(bases)
-        METRICS[name] = Metric(name, unit, formula.__doc__.strip(), formula, console, group, shown)
+        METRICS[name] = Metric(name, unit, formula.__doc__.strip(), formula, console, group, shown, chart)
         return formula
 
     return enter
@@ -115,9 +124,46 @@ def it_tokens_per_sec(totals: ClusterTotals) -> float | None:
 
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Mean power of one GPU: the cluster's over the number of GPUs. What rankings use."""
-    power = aec_watts(totals)
+    """Mean power of one GPU, whatever else the scope of AEC holds. What rankings use."""
+    power = _measured_ratio(totals.energy_gpus_j, totals.energy_time_s)
     return None if power is None else _ratio(power, totals.gpus)
+
+
+@metric("W", group="energy", bases=("run",))
+def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
+    """Power that a GPU exceeds in a twentieth of the time, run to date, in steps of 10 W."""
+    return power_percentile(totals, 0.95)
+
+
+@metric("W", group="energy", bases=("run",), chart=False)
+def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
+    """Power that a GPU exceeds half of the time, run to date, in steps of 10 W."""
+    return power_percentile(totals, 0.5)
+
+
+@metric("W", group="energy", bases=("run",), chart=False)
+def peak_watts_per_gpu(totals: ClusterTotals) -> float | None:
+    """Largest power reading of any GPU, run to date."""
+    return totals.power_peak_w
+
+
+@metric("ratio", group="energy", bases=("window",))
+def power_limit_ratio(totals: ClusterTotals) -> float | None:
+    """Mean power of the GPUs over their enforced power limits."""
+    power = _measured_ratio(totals.energy_gpus_j, totals.energy_time_s)
+    return None if power is None or not totals.power_limit_w else power / totals.power_limit_w
+
+
+@metric("ratio", group="energy", bases=("run",))
+def timing_error_ratio(totals: ClusterTotals) -> float | None:
+    """Random part of the error of energy, run to date: where edges fall between readings (95 %)."""
+    return _error_ratio(totals.energy_error_j, totals.energy_j)
+
+
+@metric("ratio", group="energy", bases=("run",))
+def sensor_error_ratio(totals: ClusterTotals) -> float | None:
+    """Systematic part of the error of energy: the gain of the sensors (95 %); it does not average out."""
+    return _error_ratio(totals.energy_gain_error_j, totals.energy_j)
 
 
 @metric("J", group="energy", bases=("job",))
@@ -148,6 +194,58 @@ def joules_per_iteration(totals: ClusterTotals) -> float | None:
 def joules_per_sample(totals: ClusterTotals) -> float | None:
     """Energy of a sample, run to date."""
     return _measured_ratio(totals.energy_j, totals.energy_samples)
+
+
+@metric("Wh", group="energy", bases=("job",), chart=False)
+def total_wh(totals: ClusterTotals) -> float | None:
+    """Energy of the run so far in watt-hours; no value where a part of it was not measured."""
+    joules = total_joules(totals)
+    return None if joules is None else joules / J_PER_WH
+
+
+@metric("J/10k tokens", group="energy", bases=("run",), chart=False)
+def joules_per_10k_tokens(totals: ClusterTotals) -> float | None:
+    """Energy of ten thousand tokens, run to date."""
+    joules = joules_per_token(totals)
+    return None if joules is None else 1e4 * joules
+
+
+@metric("tokens/J", group="energy", bases=("run",), chart=False)
+def tokens_per_joule(totals: ClusterTotals) -> float | None:
+    """Tokens of a joule, run to date."""
+    return _ratio(totals.energy_tokens, totals.energy_j) if totals.energy_tokens and totals.energy_j else None
+
+
+@metric("J", group="energy", bases=("run",))
+def joules_above_baseline(totals: ClusterTotals) -> float | None:
+    """Energy above what the idle devices drew before the first iteration; beside the energy, never instead of it."""
+    if totals.energy_j is None or totals.baseline_w is None:
+        return None
+    return totals.energy_j - totals.baseline_w * totals.energy_time_s
+
+
+@metric("kg CO2e", group="energy", bases=("job",))
+def co2_kg(totals: ClusterTotals) -> float | None:
+    """Emissions of the energy so far: kWh times PUE times the carbon intensity that was given."""
+    if total_joules(totals) is None or totals.carbon_g_per_kwh is None:
+        return None
+    return _site_kwh(totals) * totals.carbon_g_per_kwh / 1e3
+
+
+@metric("money", group="energy", bases=("job",), chart=False)
+def electricity_cost(totals: ClusterTotals) -> float | None:
+    """Price of the energy so far, in the currency of the price that was given: kWh times PUE times it."""
+    if total_joules(totals) is None or totals.price_per_kwh is None:
+        return None
+    return _site_kwh(totals) * totals.price_per_kwh
+
+
+@metric("money", group="energy", bases=("job",), chart=False)
+def gpu_cost(totals: ClusterTotals) -> float | None:
+    """Rent of the GPUs so far, in the currency of the price that was given."""
+    if totals.price_per_gpu_hour is None or not totals.gpus:
+        return None
+    return totals.gpus * totals.time_s / 3600 * totals.price_per_gpu_hour
 
 
 @metric("tokens/s", group="throughput", bases=("window",))
@@ -204,8 +302,16 @@ def mfu_ratio(totals: ClusterTotals) -> float | None:
     if totals.flops_per_token is None or not totals.peak_flops_per_s:
         return None
     rate = _counted_ratio(totals.tokens, totals.time_s)
-    utilization = None if rate is None else rate * totals.flops_per_token / totals.peak_flops_per_s
-    return utilization if utilization is not None and utilization <= 1.0 else None
+    return _share_of_peak(rate, totals.flops_per_token, totals.peak_flops_per_s)
+
+
+@metric("ratio", group="throughput", bases=("window",))
+def hfu_ratio(totals: ClusterTotals) -> float | None:
+    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): recomputation counts as well."""
+    if totals.hardware_flops_per_token is None or not totals.peak_flops_per_s:
+        return None
+    rate = _counted_ratio(totals.tokens, totals.time_s)
+    return _share_of_peak(rate, totals.hardware_flops_per_token, totals.peak_flops_per_s)
 
 
 @metric("GB", group="memory", bases=("run",))
@@ -230,6 +336,42 @@ def largest_mean_gb(totals: ClusterTotals) -> float | None:
 def least_utilization_ratio(totals: ClusterTotals) -> float | None:
     """Utilization of the least busy device in the window."""
     return totals.utilization_min
+
+
+@metric("ratio", group="health", bases=("window",))
+def throttled_ratio(totals: ClusterTotals) -> float | None:
+    """Share of GPU time in which power, heat or the board slowed a clock down."""
+    return _measured_ratio(totals.throttled_s, totals.throttle_covered_s)
+
+
+@metric("degC", group="health", bases=("window",))
+def hottest_c(totals: ClusterTotals) -> float | None:
+    """Highest temperature reading of any GPU in the window."""
+    return totals.temperature_max_c
+
+
+@metric("MHz", group="health", bases=("window",))
+def sm_clock_mhz(totals: ClusterTotals) -> float | None:
+    """Clock of the streaming multiprocessors, mean over the window and the GPUs."""
+    return None if totals.sm_clock_hz is None else totals.sm_clock_hz / 1e6
+
+
+@metric("ratio", group="health", bases=("window",))
+def sm_activity_ratio(totals: ClusterTotals) -> float | None:
+    """Share of SMs and time with work on them (GPM, Hopper and later); utilization tells only that some kernel ran."""
+    return totals.sm_activity
+
+
+@metric("ratio", group="health", bases=("window",))
+def tensor_activity_ratio(totals: ClusterTotals) -> float | None:
+    """Share of time in which tensor cores worked (GPM, Hopper and later)."""
+    return totals.tensor_activity
+
+
+@metric("ratio", group="health", bases=("window",))
+def dram_activity_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the memory's bandwidth in use (GPM, Hopper and later)."""
+    return totals.dram_activity
 
 
 # --- for single requests and for sets of runs: not in any report ---------------------------------
@@ -265,6 +407,55 @@ def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> d
     return values
 
 
+def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
+    """Return the random and the systematic error of every metric of energy: tag -> half-widths, 95 %.
+
+    Each is what the metric would change by if the energy were off by its own error.
+    """
+    bases = {"run": run, "window": window, "job": job}
+    found: dict[str, tuple[float, float]] = {}
+    for entry in METRICS.values():
+        for base in entry.bases:
+            totals = bases[base]
+            value = entry.formula(totals)
+            if value is None or not totals.energy_j or totals.energy_error_j is None:
+                continue
+            parts = (totals.energy_error_j, totals.energy_gain_error_j or 0.0)
+            random, systematic = (_moved(entry.formula, totals, value, part / totals.energy_j) for part in parts)
+            if random or systematic:
+                found[entry.tag(base)] = (random, systematic)
+    return found
+
+
+def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float) -> float:
+    scale = 1 + share
+    moved = replace(
+        totals,
+        energy_j=_scaled(totals.energy_j, scale),
+        energy_gpus_j=_scaled(totals.energy_gpus_j, scale),
+        energy_measured_j=_scaled(totals.energy_measured_j, scale),
+        energy_error_j=_scaled(totals.energy_error_j, scale),
+        energy_gain_error_j=_scaled(totals.energy_gain_error_j, scale),
+    )
+    after = formula(moved)
+    return 0.0 if after is None else abs(after - value)
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
+
+
+def power_percentile(totals: ClusterTotals, share: float) -> float | None:
+    """Return the power below which GPUs spent a share of their time: the middle of a bar of the histogram."""
+    whole_s = sum(totals.power_histogram_s.values())
+    passed_s = 0.0
+    for step, seconds in sorted(totals.power_histogram_s.items()):
+        passed_s += seconds
+        if passed_s >= share * whole_s:
+            return (step + 0.5) * POWER_STEP_W
+    return None
+
+
 def headline() -> Iterable[Metric]:
     """Yield the metrics of the contract, in the order of the block."""
     return (entry for entry in METRICS.values() if entry.console)
@@ -281,6 +472,19 @@ def _ratio(above: float, below: float) -> float | None:
 
 def _measured_ratio(above: float | None, below: float) -> float | None:
     return None if above is None else _ratio(above, below)
+
+
+def _error_ratio(error: float | None, value: float | None) -> float | None:
+    return None if error is None or not value else error / value
+
+
+def _share_of_peak(rate: float | None, flops_per_token: float, peak_flops_per_s: float) -> float | None:
+    share = None if rate is None else rate * flops_per_token / peak_flops_per_s
+    return share if share is not None and share <= 1.0 else None
+
+
+def _site_kwh(totals: ClusterTotals) -> float:
+    return (totals.energy_j or 0.0) / (1e3 * J_PER_WH) * totals.pue
 
 
 def _counted_ratio(count: float, below: float) -> float | None:

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from effllm import metrics
-from effllm.account import Account, MergedDevice, WindowEnergy
+from effllm.account import Account, MergedDevice
+from effllm.energy_account import WindowEnergy
 from effllm.ledger import Ledger
 from effllm.roster import Roster
 from effllm.schema import (
@@ -48,6 +49,13 @@ def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
         world_size=ledger.world_size,
         peak_flops_per_s=roster.peak_flops_per_s,
         flops_per_token=roster.flops_per_token,
+        hardware_flops_per_token=roster.hardware_flops_per_token,
+        power_limit_w=roster.power_limit_w,
+        baseline_w=roster.baseline_w,
+        carbon_g_per_kwh=roster.config.carbon_intensity,
+        pue=roster.config.pue,
+        price_per_kwh=roster.config.price_per_kwh,
+        price_per_gpu_hour=roster.config.price_per_gpu_hour,
     )
 
 
@@ -65,7 +73,7 @@ def report_of(
     account.add_rows(rows)
     account.add_devices(window.merged)
     if window.energy:
-        account.add_energy(window.energy, rows, least_coverage)
+        account.add_energy(window.number, window.energy, rows, least_coverage)
     run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
     shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
     losses = [row.loss for row in rows if row.loss is not None]
@@ -91,7 +99,7 @@ def report_of(
         remaining_s=_remaining_s(whole, roster.total_iterations, shown),
         style=roster.style,
         simulated=roster.is_simulated,
-        power_scope=roster.power_scope if window.energy and window.energy.coverage is not None else None,
+        power_scope=roster.scope.label if window.energy and window.energy.coverage is not None else None,
         warming_up=window.warming,
         final=any(row.final for row in rows),
         correction=correction,
@@ -136,20 +144,29 @@ def summary_of(
     """Return the run as it stands; ``kind`` says which parameters P is."""
     run, whole = totals(ledger.run, ledger, roster), totals(ledger.whole, ledger, roster)
     values = metrics.evaluate(run, ClusterTotals(), whole)
+    errors = metrics.errors(run, ClusterTotals(), whole)
     return Summary(
         status=ledger.status() if ended else "running",
         iterations=whole.iterations,
         attempts=ledger.attempt,
         parameters=run.parameters,
         parameters_kind=kind,
-        metrics={tag: Value(value, entry.unit) for tag, value in values.items() if (entry := metrics.describe(tag))},
+        metrics={
+            tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
+            for tag, value in values.items()
+            if (entry := metrics.describe(tag))
+        },
         energy=EnergySummary(
             total_joules=whole.energy_j if whole.energy_complete else None,
             measured_joules=whole.energy_measured_j if roster.measures_energy else None,
-            scope=roster.power_scope,
+            scope=roster.scope.label,
             method=roster.energy_method,
             joules_per_token=values.get("energy/joules_per_token"),
-            by_device=dict(ledger.devices_j),
+            by_device={key: sums.joules for key, sums in ledger.devices.items()},
+            error_by_device={key: sums.error_j for key, sums in ledger.devices.items()},
+            error_joules=whole.energy_error_j if roster.measures_energy else None,
+            gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
+            estimated_joules=whole.energy_estimated_j if roster.measures_energy else None,
             by_class=ledger.energy_by_class() if roster.measures_energy else {},
         ),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
@@ -176,6 +193,14 @@ def straggler_of(rows: Sequence[RankReport]) -> Straggler | None:
         return None
     slowest = max(worked, key=lambda row: row.busy_s)
     return Straggler(slowest.rank, slowest.busy_s, statistics.median(row.busy_s for row in worked))
+
+
+def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:
+    return (None, None, None) if parts is None else (parts[0], None, parts[1])
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
 
 
 def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from effllm import hardware
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
-from effllm.schema import Device, Hello
+from effllm.power_scope import Scope, choose
+from effllm.schema import METHODS, Device, Hello
 
 SILENT_AFTER_S = 15.0  # three beats: a rank that says nothing for so long is waited for no more
 ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
@@ -23,7 +25,7 @@ class Roster:
     """
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
-        self._config = config
+        self.config = config
         self._ledger = ledger
         self._heard_s: dict[int, float] = {}
         self._silent: set[int] = set()
@@ -34,6 +36,7 @@ class Roster:
         self.hellos: dict[int, Hello] = {}
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks that sit on each device
+        self._scope, self._scope_of = Scope(), (0, 0, 0)  # and what was known when it was chosen
 
     # --- who comes, is heard, and goes ---
 
@@ -48,8 +51,8 @@ class Roster:
             return f"rank {message.rank} lies outside a world of {message.world_size}"
         if state.world_size and message.world_size != state.world_size:
             return f"its world has {message.world_size} ranks, the job's has {state.world_size}"
-        if message.log_interval != self._config.log_interval:
-            return f"its LOG_INTERVAL is {message.log_interval}, the job's is {self._config.log_interval}"
+        if message.log_interval != self.config.log_interval:
+            return f"its LOG_INTERVAL is {message.log_interval}, the job's is {self.config.log_interval}"
         first = next(iter(self.hellos.values()), message)
         if message.offset % message.log_interval != first.offset % first.log_interval:
             return f"its first iteration is {message.offset}, rank {first.rank}'s is {first.offset}"
@@ -73,7 +76,7 @@ class Roster:
         for device in message.devices:
             old = self.devices.get(device.key)
             # On a host only one rank reads the power sensor, and only its agent knows that there is one.
-            if old is None or old.energy_method is None:
+            if old is None or old.energy_method is None or device.energy_method is not None:
                 self.devices[device.key] = device
             self.members.setdefault(device.key, set()).add(message.rank)
         return is_new
@@ -174,7 +177,7 @@ class Roster:
 
     def parameters(self) -> int | None:
         """Return P of the configured kind: the whole model's, or the sum of all ranks' shares once all have come."""
-        kind = self._config.parameters
+        kind = self.config.parameters
         if self._whole_model is not None:
             value = getattr(self.hellos[self._whole_model[1]].parameters, kind)
             return int(value) if value is not None else None
@@ -191,14 +194,38 @@ class Roster:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """Peak of the whole job, where one of a device is configured."""
-        peak = self._config.peak_tflops
-        return peak * 1e12 * (self.num_gpus or self._ledger.world_size) if peak else None
+        """Peak of the whole job: that of a device as configured, else from the hardware table if it knows all GPUs."""
+        peak = self.config.peak_tflops
+        if peak:
+            return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
+        peaks = [_peak_flops_per_s(device.name) for device in self.devices.values() if device.is_gpu]
+        return sum(one for one in peaks if one) if peaks and all(peaks) else None
+
+    @property
+    def power_limit_w(self) -> float | None:
+        """Power limit of all GPUs together, where each has one."""
+        limits = [device.power_limit_w for device in self.devices.values() if device.is_gpu]
+        return sum(one for one in limits if one) if limits and all(limits) else None
+
+    @property
+    def baseline_w(self) -> float | None:
+        """Idle power of all devices in scope, where it was measured on each."""
+        owners: dict[str, float | None] = {}
+        for key in self.scope.keys:
+            owners[self.devices[key].energy_key or key] = self.devices[key].baseline_w
+        known = [one for one in owners.values() if one is not None]
+        return sum(known) if known and len(known) == len(owners) else None
 
     @property
     def flops_per_token(self) -> float | None:
         """Model FLOPs of a token, where a rank said so."""
         return next((hello.flops_per_token for hello in self.hellos.values() if hello.flops_per_token), None)
+
+    @property
+    def hardware_flops_per_token(self) -> float | None:
+        """FLOPs that the hardware does for a token, recomputation included, where a rank said so."""
+        said = (hello.hardware_flops_per_token for hello in self.hellos.values())
+        return next((flops for flops in said if flops), None)
 
     @property
     def total_iterations(self) -> int | None:
@@ -221,17 +248,29 @@ class Roster:
         return any(device.energy_method for device in self.devices.values())
 
     @property
-    def power_scope(self) -> str | None:
-        """What the measured power is the power of."""
-        scopes = {d.power_scope for d in self.devices.values() if d.energy_method and d.power_scope}
-        return "+".join(sorted(scopes)) or None
+    def scope(self) -> Scope:
+        """Whose energy is the job's, and what it is called."""
+        known = (len(self.devices), len(self.hellos), sum(d.energy_method is not None for d in self.devices.values()))
+        if known != self._scope_of:  # asked for every window, and 10,000 ranks say hello once
+            hosts = {key: self.hellos[min(ranks)].host for key, ranks in self.members.items()}
+            # A sensor that shows up late must not change what the sums of a run are sums of.
+            wanted = self._scope.choice if self._ledger.closed and self._scope.label else self.config.power_scope
+            self._scope, self._scope_of = choose(self.devices, hosts, wanted), known
+        return self._scope
 
     @property
     def energy_method(self) -> str | None:
         """How the energy is measured."""
-        return "+".join(sorted({d.energy_method for d in self.devices.values() if d.energy_method})) or None
+        methods = {self.devices[key].energy_method for key in self.scope.keys}
+        return "+".join(method for method in METHODS if method in methods) or None
 
     @property
     def not_measured(self) -> tuple[str, ...]:
         """A sentence per quantity that some device cannot give."""
-        return tuple(sorted({text for device in self.devices.values() for text in device.not_measured}))
+        sentences = {text for device in self.devices.values() for text in device.not_measured}
+        return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
+
+
+def _peak_flops_per_s(name: str) -> float | None:
+    """Return a GPU's dense peak in BF16, or in FP16 where it is older than that."""
+    return hardware.peak_flops_per_s(name, "bf16") or hardware.peak_flops_per_s(name, "fp16")

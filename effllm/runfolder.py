@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from effllm.schema import ClusterReport, DeviceWindow, Event, Integrals, RankReport
+from effllm.schema import ClusterReport, DeviceWindow, Event, Gauge, Integrals, RankReport
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
@@ -55,6 +56,18 @@ class RankRow(Struct, frozen=True):
     final: bool = False
     iterations_overrun: int = 0
     simulated: bool = False
+    energy_method: str | None = None
+    energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of the counter from power
+    throttled_s: dict[str, float] = {}  # by reason
+    gauges: dict[str, Gauge] = {}  # by the names in effllm.schema.GAUGES
+
+
+def energy_error_j(integrals: Integrals) -> float | None:
+    """Return the half-width of the 95 % interval of an energy's random error."""
+    if integrals.energy_j is None:
+        return None
+    variance = integrals.energy_start_j2 + integrals.energy_end_j2 + integrals.energy_inside_j2
+    return 1.96 * math.sqrt(variance)
 
 
 def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
@@ -83,6 +96,10 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         phases_s=row.phases_s,
         phases_j={name: part.energy_j for name, part in device.phases.items()},
         energy_j=wall.energy_j,
+        energy_error_j=energy_error_j(wall),
+        energy_gain_error=device.energy_gain_error if wall.energy_j is not None else None,
+        energy_estimated_j=wall.energy_estimated_j if wall.energy_j is not None else None,
+        energy_method=device.energy_method,
         energy_covered_s=wall.energy_covered_s,
         memory_byte_seconds=wall.memory_byte_seconds,
         memory_covered_s=wall.memory_covered_s,
@@ -95,6 +112,8 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         final=row.final,
         iterations_overrun=row.iterations_overrun,
         simulated=simulated,
+        throttled_s=device.throttled_s,
+        gauges=device.gauges,
     )
 
 

@@ -102,6 +102,7 @@ class Device(Struct, frozen=True):
     sensor: Sensor = Sensor()
     driver: str = ""  # name and version of what it is read through
     only_power: bool = False  # it computes nothing: a sensor of the node
+    baseline_w: float | None = None  # its mean power before the first iteration, where that was asked for
 
 
 class Sample(Struct, frozen=True, gc=False):
@@ -177,9 +178,10 @@ class DeviceWindow(Struct, frozen=True, array_like=True):
     power_peak_w: float | None = None
     energy_method: str | None = None  # that was used here: one of METHODS
     gauges: dict[str, Gauge] = {}
-    throttled_s: dict[str, float] = {}  # by reason; reasons may hold together
+    throttled_s: dict[str, float] = {}  # by reason; reasons may hold together; "any" is their union
     throttle_covered_s: float = 0.0
     power_histogram_s: dict[int, float] = {}  # seconds by power, in steps of POWER_STEP_W
+    energy_gain_error: float | None = None  # of its sensor: a ratio, half-width, 95 %
 
 
 #: Width of a bar of the histogram of power, from which percentiles are taken.
@@ -259,10 +261,30 @@ class ClusterTotals(Struct, frozen=True):
     energy_iterations: int = 0
     energy_complete: bool = False  # no window was left out: energy_j is the total
     energy_measured_j: float | None = None  # with the holes: never a total
+    energy_gpus_j: float | None = None  # the part of energy_j that GPUs drew
+    energy_error_j: float | None = None  # of energy_j: random part, half-width, 95 %
+    energy_gain_error_j: float | None = None  # of energy_j: the sensors' gain, half-width, 95 %
+    energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of counters from power
     gpus: int = 0
     world_size: int = 0
     peak_flops_per_s: float | None = None  # of the whole job
     flops_per_token: float | None = None
+    hardware_flops_per_token: float | None = None  # recomputation included
+    power_limit_w: float | None = None  # of all GPUs
+    power_peak_w: float | None = None  # the largest reading of one GPU
+    power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
+    throttled_s: float | None = None  # GPU-seconds in which a clock was slowed down
+    throttle_covered_s: float = 0.0
+    temperature_max_c: float | None = None
+    sm_clock_hz: float | None = None  # mean over time and GPUs, as are the activities
+    sm_activity: float | None = None
+    tensor_activity: float | None = None
+    dram_activity: float | None = None
+    baseline_w: float | None = None  # of all devices in scope, idle
+    carbon_g_per_kwh: float | None = None
+    pue: float = 1.0
+    price_per_kwh: float | None = None
+    price_per_gpu_hour: float | None = None
 
 
 class Straggler(Struct, frozen=True):
@@ -333,6 +355,7 @@ class Value(Struct, frozen=True, omit_defaults=True):
     unit: str
     error: float | None = None  # random part, half-width of a 95 % interval
     coverage: float | None = None
+    sensor_error: float | None = None  # systematic part: the gain of the sensors, half-width, 95 %
 
 
 class EnergySummary(Struct, frozen=True):
@@ -346,6 +369,9 @@ class EnergySummary(Struct, frozen=True):
     method: str | None = None
     joules_per_token: float | None = None
     by_device: dict[str, float] = {}
+    error_by_device: dict[str, float] = {}  # random part, half-width, 95 %
+    estimated_joules: float | None = None  # of the total: filled from power where a counter told nothing
+    warmup_joules: float | None = None  # of the total: in the warm-up, which the run-to-date values leave out
     by_class: dict[str, float | None] = {}
 
 
@@ -412,6 +438,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     flops_per_token: float | None = None
     facts: dict[str, str | int | float | bool | list[str] | None] = {}
     version: str = ""
+    hardware_flops_per_token: float | None = None
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2):

@@ -15,7 +15,18 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from effllm.schema import Beat, Bye, DeviceWindow, FromAgent, FromAggregator, Hello, Integrals, RankReport, Reports
+from effllm.schema import (
+    Beat,
+    Bye,
+    Device,
+    DeviceWindow,
+    FromAgent,
+    FromAggregator,
+    Hello,
+    Integrals,
+    RankReport,
+    Reports,
+)
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024
@@ -51,7 +62,9 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     elif isinstance(message, Hello):
         parameters = message.parameters
         _check_numbers(parameters.total, parameters.trainable, parameters.active)
-        _check_numbers(message.total_iterations, message.flops_per_token)
+        _check_numbers(message.total_iterations, message.flops_per_token, message.hardware_flops_per_token)
+        for device in message.devices:
+            _check_sensor(device)
     elif isinstance(message, (Beat, Bye)):
         _check_numbers(message.lost, message.since_s if isinstance(message, Beat) else message.agent_cpu_s)
     return message
@@ -107,8 +120,19 @@ def _check_device(device: DeviceWindow) -> None:
     numbers = [device.memory_peak_bytes, device.power_peak_w]
     for integrals in (device.wall, *device.phases.values()):
         numbers += _numbers(integrals)
+    for gauge in device.gauges.values():
+        numbers += [gauge.covered_s]
+        if not all(math.isfinite(value) for value in (gauge.value_seconds, gauge.least, gauge.most)):
+            raise FrameError("a gauge is not a finite number")
+    numbers += [device.throttle_covered_s, *device.throttled_s.values(), *device.power_histogram_s.values()]
     if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
         raise FrameError("a device's integral is negative or not a finite number")
+
+
+def _check_sensor(device: Device) -> None:
+    numbers = (device.memory_total_bytes, device.power_limit_w, device.baseline_w, device.sensor.gain_error)
+    if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
+        raise FrameError("a device's size, limit or error is negative or not a finite number")
 
 
 def _numbers(integrals: Integrals) -> list[float | None]:

@@ -132,7 +132,7 @@ class Series:
                 gauges[name] = _with(gauges.get(name), mean, covered_s, value)
             if second.throttled_by is not None:
                 throttle_covered_s += covered_s
-                for reason in second.throttled_by:
+                for reason in (*second.throttled_by, *(["any"] if second.throttled_by else [])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
                 step = int(second.power_w // POWER_STEP_W)
@@ -148,6 +148,7 @@ class Series:
             throttled_s=throttled_s,
             throttle_covered_s=throttle_covered_s,
             power_histogram_s=histogram_s,
+            energy_gain_error=self.device.sensor.gain_error if self.device.energy_method else None,
         )
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:

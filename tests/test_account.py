@@ -21,7 +21,7 @@ def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
         merged = merge_devices(rows, devices, members)
         account.add_rows(rows)
         account.add_devices(merged)
-        account.add_energy(window_energy(merged, devices, absent), rows, least)
+        account.add_energy(rows[0].window if rows else 0, window_energy(merged, devices, absent), rows, least)
     return account.totals(parameters=1000, gpus=len(devices), world_size=2)
 
 
@@ -257,9 +257,9 @@ def test_taking_a_window_back_leaves_what_was_there_before(cluster, wall):
         merged = merge_devices(rows, devices, members)
         energy = window_energy(merged, devices, 0)
         account.add_devices(merged)
-        account.add_energy(energy, rows, 1.0)
+        account.add_energy(7, energy, rows, 1.0)
         account.add_devices(merged, -1)
-        account.add_energy(energy, rows, 1.0, -1)
+        account.add_energy(7, energy, rows, 1.0, -1)
 
     left = account.totals()
 

@@ -29,6 +29,7 @@ FLOORS = """
 1.2  window  calibration  devices._nvml_identity  devices._nvml_power  devices._nvml_gpm
 1.2.1 devices._nvml_slices
 1.2.2 devices.*
+1.2.3 energy_account  power_scope
 1.3  account
 1.4  ledger
 1.5  roster

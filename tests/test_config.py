@@ -20,6 +20,14 @@ GOOD = {
     "MIN_COVERAGE": ("0.9", 0.9),
     "PARAMETERS": ("active", "active"),
     "PEAK_TFLOPS": ("989.4", 989.4),
+    "POWER_SCOPE": ("gpu+cpu", "gpu+cpu"),
+    "NODE_POWER": ("https://bmc-17/redfish/v1", "https://bmc-17/redfish/v1"),
+    "NODE_POWER_CREDENTIALS": ("/home/me/.config/bmc", "/home/me/.config/bmc"),
+    "BASELINE_SECONDS": ("10", 10.0),
+    "CARBON_INTENSITY": ("321.5", 321.5),
+    "PUE": ("1.2", 1.2),
+    "PRICE_PER_KWH": ("0.25", 0.25),
+    "PRICE_PER_GPU_HOUR": ("2.5", 2.5),
     "ENDPOINT": ("127.0.0.1:4000", "tcp://127.0.0.1:4000"),
 }
 BAD = {
@@ -35,9 +43,16 @@ BAD = {
     "MIN_COVERAGE": ["-0.1", "1.1", "nan"],
     "PARAMETERS": ["Total", "trainable,total"],
     "PEAK_TFLOPS": ["0", "-1", "inf"],
+    "POWER_SCOPE": ["cpu", "GPU", "psu"],
+    "NODE_POWER": ["yes", "ftp://bmc", "https://user:secret@bmc/"],
+    "BASELINE_SECONDS": ["-1", "601"],
+    "CARBON_INTENSITY": ["-1", "nan"],
+    "PUE": ["0.9", "inf"],
+    "PRICE_PER_KWH": ["-0.1"],
+    "PRICE_PER_GPU_HOUR": ["free"],
     "ENDPOINT": ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "udp://127.0.0.1:1", "host:port", "a b:1"],
 }
-ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR"}
+ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS"}
 
 
 def test_every_variable_is_tried_here():

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from effllm import metrics
 from effllm.config import this_process
-from effllm.schema import ClusterReport, Event, RankReport, Summary
+from effllm.schema import ClusterReport, ClusterTotals, Event, RankReport, Summary
 from effllm.sinks import Run
 from effllm.summary_text import duration, readable, summary_text
 
@@ -118,7 +118,9 @@ def watched(report: ClusterReport) -> Iterator[str]:
     for formula, to_text, template in _WATCHED:
         value = formula(last)
         if value is not None and math.isfinite(value):
-            yield template.format(to_text(value), **words)
+            yield template.format(to_text(value), **words) + (
+                _errors(last) if formula is metrics.joules_per_token else ""
+            )
     slowest = report.straggler
     if slowest is not None and slowest.median_busy_s > 0:
         slower = slowest.busy_s / slowest.median_busy_s - 1
@@ -171,6 +173,26 @@ def progress_line(report: ClusterReport, width: int) -> str:
 
 def _place(report: ClusterReport) -> str:
     return f"{report.iteration}/{report.total_iterations}" if report.total_iterations else str(report.iteration)
+
+
+def _errors(last: ClusterTotals) -> str:
+    """Return how far off an energy may be, by timing and by its sensors: two errors, never merged into one."""
+    timing, sensor = metrics.timing_error_ratio(last), metrics.sensor_error_ratio(last)
+    parts = ((timing, "timing"), (sensor, "sensor"))
+    return "".join(f" ±{_percent(ratio)} % {word}" for ratio, word in parts if ratio is not None)
+
+
+def _percent(ratio: float) -> str:
+    """Return a percentage rounded up to two digits, for an error is not to look smaller than it is."""
+    if ratio <= 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(100 * ratio))
+    scale = 10.0**digits
+    return (
+        f"{math.ceil(100 * ratio * scale - 1e-9) / scale:.{max(digits, 0)}f}".rstrip("0").rstrip(".")
+        if digits > 0
+        else f"{math.ceil(100 * ratio):.0f}"
+    )
 
 
 def _folded(parts: Sequence[str], width: int) -> list[str]:

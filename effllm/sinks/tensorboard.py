@@ -74,7 +74,8 @@ class TensorBoard:
         """Write the values of one report as scalars of its iteration."""
         if not report.values:
             return
-        values = {tag: value for tag, value in {**report.values, **_beside(report)}.items() if math.isfinite(value)}
+        shown = {tag: value for tag, value in report.values.items() if tag not in _UNCHARTED}
+        values = {tag: value for tag, value in {**shown, **_beside(report)}.items() if math.isfinite(value)}
         step = report.iteration
         if self._step is None:
             # An attempt that starts behind the last one's end takes back the points after its own first.
@@ -170,6 +171,7 @@ def _known() -> dict[str, tuple[str, str]]:
 
 
 _KNOWN = _known()
+_UNCHARTED = {entry.tag(base) for entry in METRICS.values() for base in entry.bases if not entry.chart}
 _CUMULATIVE = {entry.tag(base) for entry in METRICS.values() for base in entry.bases if base != "window"} | {
     "health/reports_lost",
     "health/reports_late",
