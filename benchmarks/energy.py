@@ -38,7 +38,7 @@ TOOLS = {
     "nvitop": ("benchmarks.peers.nvitop_collector", str(PEERS_PYTHON)),
     "counter": ("benchmarks.peers.counter", str(PEERS_PYTHON)),
 }
-FULL = (Length("5 s", 5.0, 9), Length("1 s", 1.0, 20), Length("0.2 s", 0.2, 50))
+FULL = (Length("5 s", 5.0, 11), Length("1 s", 1.0, 24), Length("0.2 s", 0.2, 50))
 QUICK = (Length("5 s", 5.0, 1), Length("1 s", 1.0, 2), Length("0.2 s", 0.2, 5))
 
 
@@ -88,7 +88,8 @@ def _prepare(folder: Path, node: Sequence[Group]) -> dict[str, str]:
     smi.write_text("#!/bin/sh\n")
     smi.chmod(0o755)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("EFFICIENTLLM_", "CUDA_"))}
-    return environ | trace.environment() | {"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}"}
+    folders = {name: str(folder) for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
+    return environ | trace.environment() | folders | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
 
 def _machine(load: float) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Tool:
 
     name: str
     version: str
-    ranks = 1  # the calls do in turn what so many ranks would do side by side
 
     def __init__(self, gpus: int) -> None:
         raise NotImplementedError
@@ -60,7 +59,7 @@ class Tool:
         raise NotImplementedError
 
     def cpu_s(self) -> float:
-        """Return the CPU time spent so far, by all that measures."""
+        """Return the CPU time spent so far, by what measures for one rank."""
         return time.process_time()
 
     def close(self) -> None:
@@ -88,7 +87,7 @@ def drive(open_tool: type[Tool]) -> None:
     readings = [tool.reading(key, stamps) for key, stamps in enumerate(calls)]
     tool.close()
     rows = [{"calls": stamps, **asdict(reading)} for stamps, reading in zip(calls, readings, strict=True)]
-    _say(answers, {"rows": rows, "cpu_shares": shares, "ranks": tool.ranks})
+    _say(answers, {"rows": rows, "cpu_shares": shares})
 
 
 def _window(tool: Tool, key: int, pause_s: float, length_s: float) -> Calls:

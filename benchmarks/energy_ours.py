@@ -6,23 +6,27 @@ All that knows effllm's own code is in `_Agent`; it opens, samples and integrate
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import sys
+import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.energy_driver import Calls, Reading, Tool, drive
 from effllm import __version__
-from effllm.agent import EDGE_WAIT_S, LONGEST_GAP_INTERVALS
-from effllm.config import Config
+from effllm.calibration import calibrate
+from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.sampler import Sampler
-from effllm.schema import Integrals
-from effllm.window import Series
+from effllm.schema import Device, Integrals, Sample, Sensor
+from effllm.track import EDGE_WAIT_S, Track
 
 NICENESS = 5  # as in effllm.agent.main
 
@@ -33,37 +37,40 @@ class _Agent:
     def __init__(self, gpu: int, edges: int, answers: int) -> None:
         self._gpu, self._edges, self._answers = gpu, edges, answers
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._interval_s = Config().collection_interval_s
-        self._sampler = Sampler(self._open, self._interval_s, _log, self._sampled)
-        self._series: Series | None = None
+        self._calibrated = threading.Event()
+        interval_s = Config().collection_interval_s
+        self._track = Track(Sampler(self._open, interval_s, _log, self._sampled, self._calibrate), interval_s)
         self._waiting: deque[int] = deque()
         self._start_ns = 0
         self._windows: list[Integrals] = []
 
     def run(self) -> None:
         """Cut until the pipe is closed, then answer with all windows."""
+        os.nice(NICENESS)
+        self._track.sampler.start()
+        self._calibrated.wait(10.0)
+        os.write(self._answers, b"ready\n")
         poller = select.poll()
         poller.register(self._sampled, select.POLLIN)
-        self._sampler.start()
-        poller.poll(10_000)
-        self._take()
-        os.write(self._answers, b"ready\n")
         poller.register(self._edges, select.POLLIN)
         told = True
         while told or self._waiting:
             ready = dict(poller.poll(self._timeout_ms()))
             if self._edges in ready:
-                text = os.read(self._edges, 8)
-                told = bool(text)
+                edge = os.read(self._edges, 8)
+                told = bool(edge)
                 if told:
-                    self._waiting.append(int.from_bytes(text, "little"))
+                    self._waiting.append(int.from_bytes(edge, "little"))
                 else:
                     poller.unregister(self._edges)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._sampled)
-            self._take()
+            self._track.take()
             self._cut()
-        gain_error = self._series.device.sensor.gain_error if self._series else 0.0
+        assert self._track.series is not None
+        for kind, text in self._track.take_events():
+            _log(f"GPU {self._gpu}: {kind}: {text}")
+        gain_error = self._track.series.device.sensor.gain_error
         answer = {"gain_error": gain_error, "windows": [_joules_and_variance(window) for window in self._windows]}
         with os.fdopen(self._answers, "w") as answers:
             json.dump(answer, answers)
@@ -71,13 +78,10 @@ class _Agent:
     def _open(self) -> Any:
         return open_device("nvml", Site(local_rank=self._gpu))
 
-    def _take(self) -> None:
-        samples = self._sampler.take()
-        if self._series is None and self._sampler.device is not None:
-            self._series = Series(self._sampler.device, LONGEST_GAP_INTERVALS * max(self._interval_s, 0.2))
-        for sample in samples:
-            assert self._series is not None
-            self._series.add(sample)
+    def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
+        sensor = calibrate(device, read, cache_folder() / "calibration")
+        self._calibrated.set()
+        return sensor
 
     def _timeout_ms(self) -> int:
         if not self._waiting:
@@ -85,21 +89,21 @@ class _Agent:
         return max(int(self._waiting[0] / 1e6 + EDGE_WAIT_S * 1e3 - time.monotonic() * 1e3) + 1, 0)
 
     def _cut(self) -> None:
-        """Cut at every edge that a sample has passed; every other one ends a window."""
-        assert self._series is not None, self._sampler.unavailable
+        """Cut at every edge that has been told as well as can be; every other one ends a window."""
         while self._waiting:
             edge_ns = self._waiting[0]
-            if self._series.newest_ns < edge_ns:
-                self._sampler.ask()
+            if not self._track.is_settled(edge_ns):
+                self._track.ask(edge_ns)
                 if time.monotonic_ns() < edge_ns + EDGE_WAIT_S * 1e9:
                     return
             self._waiting.popleft()
+            assert self._track.series is not None, self._track.sampler.unavailable
             if self._start_ns:
-                self._windows.append(self._series.integrals(self._start_ns, edge_ns))
+                self._windows.append(self._track.series.integrals(self._start_ns, edge_ns))
                 self._start_ns = 0
             else:
                 self._start_ns = edge_ns
-            self._series.forget_before(edge_ns)
+            self._track.series.forget_before(edge_ns)
 
 
 def _joules_and_variance(window: Integrals) -> tuple[float | None, float]:
@@ -111,42 +115,42 @@ def _log(line: str) -> None:
 
 
 class Ours(Tool):
-    """The agents of a node, one for each GPU."""
+    """The agents of a node, one for each GPU.
+
+    At an edge a trainer reads the clock and writes to one descriptor, and so does the caller here; that it
+    stands for the trainers of all GPUs is made good by a process that passes the edge on to every agent.
+    """
 
     name = "effllm"
     version = __version__
 
     def __init__(self, gpus: int) -> None:
-        self.ranks = gpus
-        self._pids: list[int] = []
-        self._edges: list[int] = []
-        self._answers = []
-        for gpu in range(gpus):
-            self._fork(gpu)
-        for answers in self._answers:
-            assert answers.readline() == "ready\n", "an agent did not start"
+        self._agents: list[int] = []
+        self._answers: list[TextIO] = []
+        self._ends: list[int] = []
+        with (Path.home() / "calibrating").open("w") as lock:
+            # One after the other: there are not as many cores here as a node with so many GPUs has.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for gpu in range(gpus):
+                self._start_agent(gpu)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough: the agents have it open too
+        read, self._edges = os.pipe()
+        self._herald = _fork(lambda: _pass_on(read, self._ends), [self._edges])
+        for end in (read, *self._ends):
+            os.close(end)
         self._edge_ns: dict[int, list[int]] = {}
         self._said: list[dict[str, Any]] = []
 
-    def _fork(self, gpu: int) -> None:
+    def _start_agent(self, gpu: int) -> None:
         edges_read, edges_write = os.pipe()
         answers_read, answers_write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                for descriptor in (edges_write, answers_read, *self._edges):
-                    os.close(descriptor)
-                os.nice(NICENESS)
-                _Agent(gpu, edges_read, answers_write).run()
-                status = 0
-            finally:
-                os._exit(status)
+        self._agents.append(_fork(_Agent(gpu, edges_read, answers_write).run, [edges_write, answers_read, *self._ends]))
         os.close(edges_read)
         os.close(answers_write)
-        self._pids.append(pid)
-        self._edges.append(edges_write)
-        self._answers.append(os.fdopen(answers_read))
+        answers = os.fdopen(answers_read)
+        assert answers.readline() == "ready\n", "an agent did not start"
+        self._answers.append(answers)
+        self._ends.append(edges_write)
 
     def begin(self, key: int) -> None:
         """Tell every agent of an edge."""
@@ -158,15 +162,13 @@ class Ours(Tool):
 
     def _edge(self) -> int:
         now_ns = time.monotonic_ns()
-        for edges in self._edges:
-            os.write(edges, now_ns.to_bytes(8, "little"))
+        os.write(self._edges, now_ns.to_bytes(8, "little"))
         return now_ns
 
     def reading(self, key: int, calls: Calls) -> Reading:  # noqa: ARG002 - its edges are its own
         """Return what the agents answer once there are no more edges."""
         if not self._said:
-            for edges in self._edges:
-                os.close(edges)
+            os.close(self._edges)
             self._said = [json.load(answers) for answers in self._answers]
         windows = [said["windows"][key] for said in self._said]
         return Reading(
@@ -177,14 +179,38 @@ class Ours(Tool):
         )
 
     def cpu_s(self) -> float:
-        """Return the CPU time of all agents; the scheduler counts in ns, the kernel's ticks are 10 ms."""
-        tasks = [task for pid in self._pids for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        """Return the CPU time of one agent, which has one GPU; the scheduler counts in ns, psutil in 10 ms."""
+        tasks = [task for pid in self._agents for task in Path(f"/proc/{pid}/task").iterdir()]
+        spent_ns = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+        return spent_ns / 1e9 / len(self._agents)
 
     def close(self) -> None:
         """Wait for the agents."""
-        for pid in self._pids:
+        for pid in (*self._agents, self._herald):
             os.waitpid(pid, 0)
+
+
+def _fork(run: Callable[[], None], not_its: list[int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for descriptor in not_its:
+                os.close(descriptor)
+            run()
+            status = 0
+        except Exception:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _pass_on(edges: int, ends: list[int]) -> None:
+    while edge := os.read(edges, 8):
+        for end in ends:
+            os.write(end, edge)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Length:
 
     def windows(self, chance: random.Random) -> list[tuple[float, float]]:
         """Return the pauses before the windows, and the windows' lengths."""
-        return [(chance.uniform(0.05, 0.45), self.seconds * chance.uniform(0.9, 1.1)) for _ in range(self.count)]
+        return [(chance.uniform(0.2, 0.6), self.seconds * chance.uniform(0.9, 1.1)) for _ in range(self.count)]
 
 
 def measure(
@@ -141,9 +141,8 @@ def _judged(
             for (group, whom), found in judge(chosen, node).items():
                 verdicts.setdefault((group, whom, length.name), []).extend(found)
             for begin_ns, begun_ns, end_ns, ended_ns in (row["calls"] for row in chosen):
-                blocked_s[length.name].append((begun_ns - begin_ns + ended_ns - end_ns) / 1e9 / answer["ranks"])
+                blocked_s[length.name].append((begun_ns - begin_ns + ended_ns - end_ns) / 1e9)
     shares = {
-        length.name: sum(answer["cpu_shares"][length.name] / answer["ranks"] for answer in answers) / len(answers)
-        for length in lengths
+        length.name: sum(answer["cpu_shares"][length.name] for answer in answers) / len(answers) for length in lengths
     }
     return Measured(name, version, verdicts, shares, blocked_s)
