@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from effllm import __version__
+from effllm import __version__, node_power
 from effllm.aggregator_child import AggregatorChild
 from effllm.calibration import calibrate
 from effllm.config import Config, cache_folder
@@ -98,6 +98,7 @@ class Agent:
         self._watched_child = -1
         self._next_beat_s = 0.0
         self._busy_trainer = False
+        self._has_baseline = False
         self._connected_s = 0.0  # when the link was last seen connected, at the end
         self._address: dict[str, str] = {}  # found after the start
 
@@ -111,6 +112,7 @@ class Agent:
         for track in self._tracks:
             track.sampler.start()
         self._wait_for_device()
+        self._start_node_sensors()
         self._start_cutting()
         os.eventfd_write(self._ready, 1)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -128,6 +130,7 @@ class Agent:
             cuda_uuid=self._facts.get("cuda_uuid", ""),
             cuda_pci_bus_id=self._facts.get("cuda_pci_bus_id", ""),
             visible_devices=self._facts.get("visible_devices"),
+            power_scope=self._config.power_scope,
             excluded_pids=frozenset((os.getpid(),)),
         )
         return open_device(self._config.device, site)
@@ -178,6 +181,22 @@ class Agent:
         poll = select.poll()
         poll.register(self._sampled, select.POLLIN)
         poll.poll(DEVICE_WAIT_S * 1000)
+
+    def _start_node_sensors(self) -> None:
+        """Read what the node draws beside its GPUs: once per node, and never beside a device that is simulated."""
+        own = self._tracks[0].sampler.device
+        if self._place["local_rank"] != 0 or (own is not None and own.simulated):
+            return
+        credentials = self._config.node_power_credentials
+        for opener in node_power.openers(
+            self._config.node_power, self._facts["host"], Path(credentials) if credentials else None
+        ):
+            if opener.name == "cpu" and own is not None and own.kind == "host":
+                continue  # it reads them itself
+            interval_s = max(opener.interval_s, self._config.collection_interval_s)
+            sampler = Sampler(opener.open, interval_s, self._log.line, self._sampled, is_optional=True)
+            self._tracks.append(Track(sampler, interval_s))
+            sampler.start()
 
     def _start_cutting(self) -> None:
         origin_ns = time.monotonic_ns()
@@ -275,6 +294,9 @@ class Agent:
 
     def _take_samples(self) -> None:
         news = [track.take() for track in self._tracks]
+        if (stretch := self._facts.get("baseline_ns")) and not self._has_baseline:
+            self._has_baseline = all(track.note_baseline(*stretch) for track in self._tracks if track.series)
+            news.append(self._has_baseline)
         for kind, text in (event for track in self._tracks for event in track.take_events()):
             self._log.line(text, kind)
         if any(news) and self._welcome:

@@ -250,6 +250,8 @@ class EnergyLedger:
         if len(self._points) < 2 or end_ns <= start_ns:
             return Energy(None)
         first_ns, last_ns = self._points[0].time_ns, self._points[-1].time_ns
+        # What a sensor said stands until its next update.
+        last_ns += self._reach_ns()
         from_ns, to_ns = max(start_ns, first_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
             return Energy(None)
@@ -293,10 +295,13 @@ class EnergyLedger:
         """Whether nothing that is read later could tell the energy at an edge better."""
         newest_ns = self.newest_ns()
         if self.clock is None or self._method != COUNTER:
-            return newest_ns >= edge_ns
+            return newest_ns + self._reach_ns() >= edge_ns
         last = self.clock.before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
+
+    def _reach_ns(self) -> int:
+        return 0 if self._method == COUNTER else round(self._sensor.tick_s / NS)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the readings that no stretch from ``time_ns`` on needs."""

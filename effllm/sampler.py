@@ -39,6 +39,7 @@ class Sampler:
         log: takes one line whenever a quantity stops being measured, and one when it is again.
         wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
         calibrate: learns how the device's sensor behaves, after the first sample.
+        is_optional: nobody is told where there is no such device.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Sampler:
         log: Callable[[str], None],
         wake_descriptor: int,
         calibrate: Calibrate | None = None,
+        is_optional: bool = False,
     ) -> None:
         self.device: Device | None = None  # None until it is open
         self.unavailable = ""  # why there is no device
@@ -56,6 +58,7 @@ class Sampler:
         self._log = log
         self._wake_descriptor = wake_descriptor
         self._calibrate = calibrate
+        self._is_optional = is_optional
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # asked moments: is it its request's first, its last
@@ -121,7 +124,8 @@ class Sampler:
         except DeviceUnavailable as error:
             self._reading_since_s = None
             self.unavailable = str(error)
-            self._log(f"no device is sampled: {error}")
+            if not self._is_optional:
+                self._log(f"no device is sampled: {error}")
             os.eventfd_write(self._wake_descriptor, 1)
             return
         self.device = reader.device

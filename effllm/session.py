@@ -93,6 +93,15 @@ class Session:
         poll.register(self._ready, select.POLLIN)
         poll.poll(READY_S * 1000)
         atexit.register(self._at_exit)
+        self._stay_idle(self._config.baseline_seconds)
+
+    def _stay_idle(self, seconds: float) -> None:
+        """Do nothing for as long as the user asked for, so that the agent sees what the idle device draws."""
+        if seconds > 0:
+            begin_ns = time.monotonic_ns()
+            time.sleep(seconds)
+            self._facts["baseline_ns"] = [begin_ns, time.monotonic_ns()]
+            self.tell(self._facts)
 
     def _own_facts(self) -> dict[str, Any]:
         return {

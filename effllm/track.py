@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from effllm.sampler import Sampler
 from effllm.schema import Device, Sample
 from effllm.window import Series
 
 LONGEST_GAP_INTERVALS = 5
 LEAST_INTERVAL_S = 0.2
+#: Devices that are read more seldom than this are not asked at edges: their value stands that long.
+LONGEST_PROMPT_S = 2.0
 #: A device whose sample at an edge has not come by then is not waited for.
 EDGE_WAIT_S = 1.0
 
@@ -22,6 +26,7 @@ class Track:
 
     def __init__(self, sampler: Sampler, interval_s: float) -> None:
         self.sampler = sampler
+        self._is_prompt = interval_s <= LONGEST_PROMPT_S
         self.series: Series | None = None  # None until the device is open
         self._longest_gap_s = LONGEST_GAP_INTERVALS * max(interval_s, LEAST_INTERVAL_S)
         self._asked_ns = 0
@@ -44,7 +49,7 @@ class Track:
 
     def ask(self, edge_ns: int) -> None:
         """Have the samples taken that tell what happened until an edge, once for each edge."""
-        if edge_ns == self._asked_ns:
+        if edge_ns == self._asked_ns or not self._is_prompt:
             return
         since_s = (edge_ns - self._last_edge_ns) * 1e-9 if self._last_edge_ns else 1.0
         self._asked_ns = self._last_edge_ns = edge_ns
@@ -56,6 +61,15 @@ class Track:
         if self.series is None:
             return True
         return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
+
+    def note_baseline(self, start_ns: int, end_ns: int) -> bool:
+        """Learn the device's idle power from a stretch before the first iteration; say whether that could be done."""
+        if self.series is None or not self.series.is_settled(end_ns):
+            return False
+        idle = self.series.integrals(start_ns, end_ns)
+        if idle.energy_j is not None:
+            self.series.device = replace(self.series.device, baseline_w=idle.energy_j / idle.energy_covered_s)
+        return True
 
     def take_events(self) -> list[tuple[str, str]]:
         """Return what happened to the device since the last call, as (kind, text)."""

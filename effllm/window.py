@@ -72,7 +72,7 @@ class Series:
 
     def calibrate(self, device: Device) -> None:
         """Take what has been learnt of the device's sensor since the samples began."""
-        self.device = device
+        self.device = replace(self.device, sensor=device.sensor)
         self._energy.calibrate(device.sensor)
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
