@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-#: Reads of one moment may contradict each other by so much before the ticks count as jittering.
+#: By so much ticks are taken to jitter once reads have contradicted each other.
 LEAST_JITTER_NS = 100_000.0
 #: The period is taken over at most so long: clocks drift with temperature.
 LEVER_NS = 300e9
@@ -30,6 +30,8 @@ class TickClock:
         self._jitter_ns = LEAST_JITTER_NS
         self._old: list[tuple[float, float, int]] = []  # earlier references, and how many ticks ago: a long lever
         self.conflicts = 0
+        self._contradicted_ns = 0  # when the last of them was
+        self._read_ns = self._still_ns = -1  # the last read, and the first that showed the same
 
     @property
     def tick_ns(self) -> float:
@@ -43,17 +45,27 @@ class TickClock:
 
     def moved(self, after_ns: int, until_ns: int) -> None:
         """Learn that the counter moved between two reads."""
+        self._still_ns = self._read_ns = until_ns
         if until_ns - after_ns < 0.9 * self._shortest_ns:  # else it may have moved twice
             self._narrow(after_ns, until_ns)
 
     def stood(self, after_ns: int, until_ns: int) -> None:
-        """Learn that the counter, which was read shortly before and will move, had not moved by the second read."""
+        """Learn that the counter, which will move, had not moved between two reads."""
+        if after_ns != self._read_ns:
+            self._still_ns = after_ns
+        self._read_ns = until_ns
         predicted = self.before(until_ns + round(self.tick_ns / 2))
-        if predicted is None or until_ns - after_ns >= 0.9 * self._shortest_ns:
+        if predicted is None or until_ns - self._still_ns >= 0.9 * self._shortest_ns:
             return
-        middle_ns, half_ns = predicted
-        if abs(middle_ns - until_ns) <= half_ns:  # it was due about now, so it is due later than now
-            self._narrow(until_ns, round(middle_ns + half_ns + self._jitter_ns) + 1)
+        low_ns, high_ns = predicted[0] - predicted[1], predicted[0] + predicted[1]
+        early_ns, late_ns = low_ns - self._still_ns, until_ns - high_ns
+        if early_ns <= self._spread_ns():
+            return  # it may have come before the first of these reads
+        if late_ns > self._spread_ns():  # it was due and did not come
+            self._contradict(min(early_ns, late_ns), until_ns)
+            self._start_anew(math.nan, math.nan)
+        elif until_ns >= low_ns:  # it is due later than now
+            self._narrow(until_ns, round(high_ns + self._jitter_ns) + 1)
 
     def before(self, time_ns: float) -> tuple[float, float] | None:
         """Return the last tick at or before a time, as (middle, half-width) in ns; ``None`` while not locked."""
@@ -72,7 +84,7 @@ class TickClock:
             return None
         middle_ns, half_ns = last
         since_ns, reach_ns = time_ns - middle_ns, half_ns + self._spread_ns()
-        return last if reach_ns < since_ns < self.tick_ns - reach_ns else None
+        return last if reach_ns < since_ns < self._shortest_ns - reach_ns else None
 
     def _spread_ns(self) -> float:
         return self._jitter_ns if self.conflicts else 0.0
@@ -82,28 +94,44 @@ class TickClock:
         if math.isnan(self._low_ns):
             self._start_anew(low_ns, high_ns)
             return
-        count = round(((after_ns + until_ns) / 2 - self.reference_ns) / self.tick_ns)
-        first_ns, last_ns = self._low_ns, self._high_ns
-        expected_low_ns = first_ns + count * (self._shortest_ns if count >= 0 else self._longest_ns)
-        expected_high_ns = last_ns + count * (self._longest_ns if count >= 0 else self._shortest_ns)
-        if expected_high_ns - expected_low_ns > self.tick_ns / 2:  # so long ago that it tells nothing
+        nearest = math.floor(((after_ns + until_ns) / 2 - self.reference_ns) / self.tick_ns)
+        first, second = self._due(max(nearest, 0)), self._due(max(nearest, 0) + 1)
+        if first[1] - first[0] > self.tick_ns / 2:  # so long ago that it tells nothing
             self._start_anew(low_ns, high_ns)
             return
-        new_low_ns, new_high_ns = max(expected_low_ns, low_ns), min(expected_high_ns, high_ns)
-        if new_low_ns >= new_high_ns:
-            self.conflicts += 1
-            self._jitter_ns = min(max(2 * self._jitter_ns, self._jitter_ns + new_low_ns - new_high_ns), self.tick_ns)
+        meets = [(max(low, low_ns), min(high, high_ns), count) for low, high, count in (first, second)]
+        gaps_ns = [low - high for low, high, _ in meets]
+        if max(gaps_ns) < 0:
+            return  # it may have been the one or the other
+        if min(gaps_ns) >= 0:
+            self._contradict(min(gaps_ns), until_ns)
             self._start_anew(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
             return
-        if count < 0:
-            return
+        self._low_ns, self._high_ns, count = meets[gaps_ns.index(min(gaps_ns))]
+        self._learn_period(count)
+        self._remember()
+        if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that stood still for a while does not jitter
+            self._jitter_ns = max(self._jitter_ns / 2, LEAST_JITTER_NS)
+            self._contradicted_ns = until_ns
+
+    def _contradict(self, by_ns: float, time_ns: int) -> None:
+        """Note that a tick came at least so much earlier or later than it could have."""
+        self.conflicts += 1
+        self._jitter_ns = min(self._jitter_ns + max(by_ns, self._jitter_ns), self.tick_ns)
+        self._contradicted_ns = time_ns
+
+    def _due(self, count: int) -> tuple[float, float, int]:
+        """Return the bounds of a tick so many after the reference, and that number."""
+        return self._low_ns + count * self._shortest_ns, self._high_ns + count * self._longest_ns, count
+
+    def _learn_period(self, count: int) -> None:
+        """Bound the period by the references that are kept, and by nothing older: clocks drift."""
         self._old = [(low, high, ago + count) for low, high, ago in self._old]
+        self._shortest_ns, self._longest_ns = self._nominal
         for low, high, ago in self._old:
             if ago > 0:
-                self._shortest_ns = max(self._shortest_ns, (new_low_ns - high) / ago)
-                self._longest_ns = max(min(self._longest_ns, (new_high_ns - low) / ago), self._shortest_ns)
-        self._low_ns, self._high_ns = new_low_ns, new_high_ns
-        self._remember()
+                self._shortest_ns = max(self._shortest_ns, min((self._low_ns - high) / ago, self._longest_ns))
+                self._longest_ns = min(self._longest_ns, max((self._high_ns - low) / ago, self._shortest_ns))
 
     def _remember(self) -> None:
         """Keep a reference of some minutes ago: the longer ago, the better it tells the period."""
@@ -116,4 +144,5 @@ class TickClock:
         self._low_ns, self._high_ns = low_ns, high_ns
         self._shortest_ns, self._longest_ns = self._nominal
         self._old = []
-        self._remember()
+        if not math.isnan(low_ns):
+            self._remember()

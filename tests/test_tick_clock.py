@@ -1,0 +1,262 @@
+"""effllm/tick_clock.py: all clocks that explain the reads, and no other; the true one is always among them."""
+
+import math
+import random
+
+import pytest
+from builders import NS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.tick_clock import TickClock
+
+TICK_NS = NS // 10
+START_NS = 1000 * NS
+
+
+class Counter:
+    """A counter that moves at ticks of its own, and the clock that is told of its reads."""
+
+    def __init__(self, clock, period_ns=TICK_NS, phase_ns=0.0, jitter_ns=0.0, drift=0.0):
+        self.clock = clock
+        self._period_ns, self._phase_ns, self._jitter_ns, self._drift = period_ns, phase_ns, jitter_ns, drift
+        self._last = None
+
+    def tick_ns(self, number):
+        """When the tick of that number is; with drift, over three hours the period swings by so much either way."""
+        since_ns = number * self._period_ns
+        turn = 2 * math.pi / (3 * 3600 * NS)
+        drifted_ns = self._drift / turn * (1 - math.cos(turn * since_ns))
+        jitter_ns = self._jitter_ns * (2 * random.Random(number).random() - 1) if self._jitter_ns else 0.0
+        return START_NS + self._phase_ns + since_ns + drifted_ns + jitter_ns
+
+    def number(self, time_ns):
+        """How many ticks there have been."""
+        number = int((time_ns - START_NS - self._phase_ns) / self._period_ns)
+        while self.tick_ns(number) > time_ns:
+            number -= 1
+        while self.tick_ns(number + 1) <= time_ns:
+            number += 1
+        return number
+
+    def read(self, *times_ns):
+        """Read it; the clock learns what the ledger would tell it."""
+        for time_ns in map(round, times_ns):
+            number = self.number(time_ns)
+            if self._last is not None:
+                tell = self.clock.moved if number > self._last[1] else self.clock.stood
+                tell(self._last[0], time_ns)
+            self._last = (time_ns, number)
+
+    def off_ns(self, time_ns):
+        """By how much the clock's last tick before a moment is off the nearest true one."""
+        middle_ns, _ = self.clock.before(time_ns)
+        near = self.number(middle_ns)
+        return min(abs(middle_ns - self.tick_ns(number)) for number in (near, near + 1))
+
+
+def reads_of_an_agent(counter, edges_ns):
+    """Read once a second and, at each edge, where the clock says that it helps."""
+    clock, next_ns = counter.clock, edges_ns[0]
+    for edge_ns in edges_ns:
+        while next_ns < edge_ns:
+            counter.read(next_ns)
+            next_ns += NS
+        known = clock.before(edge_ns)
+        if known is None:
+            times = [edge_ns + i * TICK_NS // 8 for i in range(18)]
+        else:
+            tick_ns = known[0] + clock.tick_ns
+            times = [edge_ns, *([tick_ns] if known[1] > 1e5 and tick_ns > edge_ns + known[1] else [])]
+            times += [tick_ns + TICK_NS / 4, tick_ns + 1.25 * TICK_NS]
+        counter.read(*times)
+        next_ns = max(next_ns, round(times[-1]) + 1)
+
+
+def test_a_move_between_two_near_reads_locks_the_clock():
+    clock = TickClock(0.1, 1e-5)
+    assert clock.before(START_NS) is None
+
+    clock.moved(START_NS, START_NS + 10_000_000)
+
+    # The tick lies in 10 ms; its middle is their middle.  Two ticks later the period adds 2 * 10 us.
+    assert clock.before(START_NS + 10_000_000) == (START_NS + 5_000_000, 5_000_000)
+    assert clock.before(START_NS + 210_000_000) == pytest.approx((START_NS + 205_000_000, 5_020_000))
+
+
+def test_reads_further_apart_than_a_tick_tell_nothing():
+    clock = TickClock(0.1, 1e-5)
+
+    clock.moved(START_NS, START_NS + NS)
+
+    assert math.isnan(clock.reference_ns)
+    assert clock.before(START_NS + NS) is None
+
+
+def test_a_move_within_most_of_a_tick_is_kept_but_locks_nothing():
+    clock = TickClock(0.1, 1e-5)
+
+    clock.moved(START_NS, START_NS + 60_000_000)
+
+    assert clock.before(START_NS + NS) is None
+    assert clock.tells(START_NS + NS) is None
+
+
+def test_a_counter_that_still_stands_when_it_is_due_narrows_its_clock():
+    clock = TickClock(0.1, 0.0)
+    clock.moved(START_NS, START_NS + 10_000_000)
+
+    clock.stood(START_NS + 90_000_000, START_NS + 106_000_000)  # due in 100 to 110 ms, so in 106 to 110
+
+    assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
+
+
+def test_a_counter_that_stands_after_its_tick_may_have_come_is_no_evidence():
+    clock = TickClock(0.1, 0.0)
+    clock.moved(START_NS, START_NS + 10_000_000)
+    clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # too far apart: by the way it moved
+
+    clock.stood(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was in 100 to 110 ms
+
+    assert clock.before(START_NS + NS + 120_000_000) == pytest.approx((START_NS + NS + 105_000_000, 5_000_000))
+
+
+def test_the_phase_is_known_to_a_tenth_of_a_millisecond_after_a_few_edges():
+    clock = TickClock(0.1, 2e-5)
+    counter = Counter(clock, TICK_NS * 1.0001, phase_ns=31_700_000)
+
+    reads_of_an_agent(counter, [START_NS + (5 + 10 * i) * NS + i * 7_340_000 for i in range(30)])
+
+    assert clock.conflicts == 0
+    assert clock.before(START_NS + 300 * NS)[1] < 200_000
+    assert counter.off_ns(START_NS + 300 * NS) < 200_000
+
+
+# --- the truth is never excluded ---
+
+#: A read: so many ticks after the one before it, and where in its tick; most are near the move, where mistakes are.
+READS = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 1, 2, 3, 10, 40, 3000, 30_000]),
+        st.one_of(st.floats(-0.01, 0.01), st.floats(-0.2, 0.2), st.floats(0.0, 1.0)),
+    ),
+    min_size=15,
+    max_size=60,
+)
+PARTS = st.floats(0.0, 1.0)
+
+
+def read_near_ticks(counter, reads):
+    """Read where ``reads`` says; yield the time of each."""
+    number, last_ns = 100, 0
+    for ticks, part in reads:
+        number += ticks
+        at_ns = round(counter.tick_ns(number) + part * TICK_NS)
+        if at_ns > last_ns:
+            counter.read(at_ns)
+            last_ns = at_ns
+            yield at_ns
+
+
+@settings(deadline=None, max_examples=150)
+@given(READS, PARTS, st.floats(-1.0, 1.0), st.sampled_from([1e-5, 2e-4, 0.01]))
+def test_the_true_phase_and_period_lie_within_the_bounds_whatever_is_read(reads, phase, off, error):
+    clock = TickClock(0.1, 0.1 * error)
+    counter = Counter(clock, TICK_NS * (1 + off * error), phase * TICK_NS)
+
+    for at_ns in read_near_ticks(counter, reads):
+        for ahead in (0, 1, 7, 100):  # which a wrong period would fail, though the phase were right
+            known = clock.before(at_ns + ahead * TICK_NS)
+            if known is not None:
+                assert counter.off_ns(at_ns + ahead * TICK_NS) <= known[1] + 2
+
+    assert clock.conflicts == 0
+
+
+@settings(deadline=None, max_examples=80)
+@given(READS, PARTS, st.floats(-1.0, 1.0), st.lists(PARTS, min_size=1, max_size=9))
+def test_what_it_tells_of_a_moment_is_so(reads, phase, off, moments):
+    clock = TickClock(0.1, 2e-5)
+    counter = Counter(clock, TICK_NS * (1 + off * 2e-4), phase * TICK_NS)
+    *_, last_ns = read_near_ticks(counter, reads)
+
+    for moment in moments:
+        moment_ns = last_ns + moment * TICK_NS
+        told = clock.tells(moment_ns)
+        if told is not None:  # then the last true tick is the one that it means
+            assert abs(counter.tick_ns(counter.number(moment_ns)) - told[0]) <= told[1] + 2
+
+
+def test_it_tells_nothing_of_moments_at_which_the_tick_may_or_may_not_have_been():
+    clock = TickClock(0.1, 0.0)
+    clock.moved(START_NS, START_NS + 10_000_000)
+    tick_ns = START_NS + 305_000_000  # give or take 5 ms
+
+    told = [ms for ms in range(-20, 100) if clock.tells(tick_ns + ms * 1_000_000) is not None]
+
+    assert told == [*range(-20, -5), *range(6, 95)]
+
+
+def test_reads_that_fit_two_ticks_tell_of_neither():
+    # Ticks are due in -20 to 20 and 80 to 120 ms; a move from 15 to 95 ms may be the one or the other.
+    clock = TickClock(0.1, 0.0)
+    clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
+
+    clock.moved(START_NS + 15_000_000, START_NS + 95_000_000)
+
+    assert clock.before(START_NS + 150_000_000) == pytest.approx((START_NS + 100_000_000, 20_000_000))
+    assert clock.conflicts == 0
+
+
+# --- clocks that are not perfect ---
+
+
+def test_a_clock_that_was_not_read_for_hours_is_unlocked_and_locks_anew():
+    clock = TickClock(0.1, 1e-5)
+    counter = Counter(clock, TICK_NS * (1 - 1e-5), 40_000_000)
+    reads_of_an_agent(counter, [START_NS + i * 10 * NS for i in range(1, 40)])
+    assert clock.before(START_NS + 390 * NS) is not None
+    later_ns = START_NS + 200 * 3600 * NS
+
+    assert clock.before(later_ns) is None
+    assert clock.tells(later_ns) is None
+    counter.read(*(later_ns + i * 12_000_000 for i in range(20)))
+    assert clock.before(later_ns + 300_000_000) is not None
+    assert counter.off_ns(later_ns + 300_000_000) < 6_000_000
+
+
+@pytest.mark.parametrize("jitter_ns", [2_000_000, 8_000_000])
+def test_ticks_that_jitter_are_counted_as_conflicts_and_widen_what_it_refuses(jitter_ns):
+    clock = TickClock(0.1, 2e-5)
+    counter = Counter(clock, phase_ns=31_700_000, jitter_ns=jitter_ns)
+
+    reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(600)])
+
+    assert clock.conflicts > 0
+    after_ns = START_NS + 1900 * NS
+    middle_ns, half_ns = clock.before(after_ns)
+    assert counter.off_ns(after_ns) <= half_ns + 2 * jitter_ns
+    refused = sum(clock.tells(middle_ns + i * TICK_NS / 200) is None for i in range(200))
+    assert 200 * jitter_ns / TICK_NS < refused < 100
+
+
+def test_a_clock_that_drifts_with_temperature_is_followed_for_days():
+    # One part in a million, as crystals do; a period that were taken over more than minutes would contradict it.
+    clock = TickClock(0.1, 2e-5)
+    counter = Counter(clock, TICK_NS * 1.0001, phase_ns=31_700_000, drift=1e-6)
+    edges_ns = [START_NS + (5 + 30 * i) * NS + i * 7_340_000 for i in range(2 * 24 * 120)]
+
+    reads_of_an_agent(counter, edges_ns)
+
+    assert clock.conflicts <= 2
+    assert clock.before(edges_ns[-1])[1] < 1_000_000
+    assert counter.off_ns(edges_ns[-1]) < 1_000_000
+
+
+def test_it_keeps_two_or_three_references_and_no_history():
+    clock = TickClock(0.1, 2e-5)
+    counter = Counter(clock, phase_ns=31_700_000)
+
+    reads_of_an_agent(counter, [START_NS + (5 + 30 * i) * NS + i * 7_340_000 for i in range(400)])
+
+    assert len(clock._old) <= 4
