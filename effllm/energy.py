@@ -261,13 +261,13 @@ class EnergyLedger:
             return Energy(None)
         start, end = self._level(from_ns), self._level(to_ns)
         joules = max(end.joules - start.joules, 0.0)
-        mean_w = joules / covered_s
+        shift_j2 = self._shift_j2(end.power_w - start.power_w, joules / covered_s)
         before, after = self._running(from_ns), self._running(to_ns)
         return Energy(
             joules=joules,
             covered_s=covered_s,
-            start_j2=start.variance_j2 + self._shift_j2(start.power_w - mean_w, mean_w),
-            end_j2=end.variance_j2 + self._shift_j2(end.power_w - mean_w, mean_w),
+            start_j2=start.variance_j2 + shift_j2,
+            end_j2=end.variance_j2 + shift_j2,
             inside_j2=after[1] - before[1] + self._alias_j2(covered_s),
             estimated_j=after[0] - before[0],
             method=self._method_in(from_ns, to_ns),
@@ -279,9 +279,10 @@ class EnergyLedger:
 
     def reads_for(self, edge_ns: int) -> list[int]:
         """Return when to read so that the energy at an edge can be told: moments at and after it, soonest first."""
-        last = self.clock.before(edge_ns) if self.clock is not None and self._method == COUNTER else None
         if self.clock is None or self._method != COUNTER:
             return [edge_ns]
+        shown_ns = edge_ns + max(round(self._sensor.lag_s / NS), 0)  # when the counter will show it
+        last = self.clock.before(shown_ns)
         tick_ns = self.clock.tick_ns
         if last is None:  # find the ticks first
             return [edge_ns + round(tick_ns * part / 8) for part in range(18)]
@@ -296,6 +297,7 @@ class EnergyLedger:
         newest_ns = self.newest_ns()
         if self.clock is None or self._method != COUNTER:
             return newest_ns + self._reach_ns() >= edge_ns
+        edge_ns += max(round(self._sensor.lag_s / NS), 0)
         last = self.clock.before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
@@ -331,6 +333,7 @@ class EnergyLedger:
         if last is None:
             return None
         tick_ns, anchors = self.clock.tick_ns, {}
+        implied: dict[int, float] = {}
         low = bisect.bisect_left(self._points, round(last[0] - 2 * tick_ns), key=lambda point: point.time_ns)
         for index in range(low, len(self._points)):
             point = self._points[index]
@@ -339,7 +342,11 @@ class EnergyLedger:
             told = self.clock.tells(point.time_ns)
             if told is None or (point.method != COUNTER and index > 0):
                 continue
-            anchors[round((told[0] - last[0]) / tick_ns)] = point.total_j
+            tick = round((told[0] - last[0]) / tick_ns)
+            anchors[tick] = point.total_j
+            if self._sensor.is_held and point.power_w is not None:  # it is that of the tick before
+                implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
+        anchors = {**implied, **anchors}
         return anchors if 0 in anchors or 1 in anchors else None
 
     def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> _Level:
@@ -349,8 +356,6 @@ class EnergyLedger:
         assert last is not None
         since_s = (time_ns + self._sensor.lag_s / NS - last[0]) * NS
         before_w = _mean_w(anchors, -1, 0, tick_s)
-        if before_w is None:
-            before_w = self._held_w(round(last[0]), tick_s)
         after_w = _mean_w(anchors, 1, 2, tick_s)
         if 0 in anchors and 1 in anchors:
             joules, variance_j2, power_w = in_tick(
@@ -365,19 +370,6 @@ class EnergyLedger:
         power_w = local_w or after_w or 0.0
         rest_s = tick_s - since_s
         return _Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w, True)
-
-    def _held_w(self, tick_ns: int, tick_s: float) -> float | None:
-        """Return the power that was read within a tick, which a held sensor measured in the tick before."""
-        if not self._sensor.is_held:
-            return None
-        low = bisect.bisect_left(self._points, tick_ns, key=lambda point: point.time_ns)
-        for index in range(low, len(self._points)):
-            point = self._points[index]
-            if point.time_ns >= tick_ns + tick_s / NS:
-                return None
-            if point.power_w is not None and self.clock is not None and self.clock.tells(point.time_ns):
-                return point.power_w
-        return None
 
     def _between_points(self, time_ns: int) -> _Level:
         """Return the level between two readings, for counters that move all the time, unknown ticks, and power."""
@@ -418,15 +410,16 @@ class EnergyLedger:
             return round((self._sensor.lag_s + self._sensor.tick_s / 2) / NS)
         return round(self._sensor.average_s / 2 / NS) if self._method == AVERAGE else 0
 
-    def _shift_j2(self, excess_w: float, mean_w: float) -> float:
-        """Return the variance of an edge by what is open about when readings are from.
+    def _shift_j2(self, rise_w: float, mean_w: float) -> float:
+        """Return the variance of each edge by what is open about when readings are from.
 
-        One shift moves both edges of a stretch alike, so that only power that differs from the mean counts.
+        One shift moves both edges of a stretch alike, so that only a difference of power between them
+        counts; but the ticks' phase is known a little better at each edge than at the one before.
         """
-        open_s2 = self._sensor.lag_error_s**2 / 3
+        phase_s2 = 0.0
         if self.clock is not None and (last := self.clock.before(self.newest_ns())) is not None:
-            open_s2 += (last[1] * NS) ** 2 / 3
-        return open_s2 * (excess_w**2 + 0.3 * mean_w**2)
+            phase_s2 = (last[1] * NS) ** 2 / 3
+        return (self._sensor.lag_error_s**2 / 3 + phase_s2) * rise_w**2 / 2 + 0.04 * phase_s2 * mean_w**2
 
     def _power_at(self, time_ns: int) -> float | None:
         index = bisect.bisect_left(self._points, time_ns, key=lambda point: point.time_ns)
@@ -501,6 +494,8 @@ WIDE_NS = 100_000.0
 
 #: A change of power is a step if it is so many times what power usually changes by from tick to tick.
 STEP = 8.0
+#: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016).
+BEND = 0.02
 
 
 class _Times(Sequence[int]):
@@ -547,7 +542,7 @@ def in_tick(
     if outside_w > 3 * noise_w:  # something short happened within the tick, nobody knows where in it
         excess_j = joules - (before_w + after_w) / 2 * tick_s
         return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
-    return smooth_j, unseen_j2, mean_w
+    return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
 
 
 def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
