@@ -1,8 +1,8 @@
 """The error of a window's energy, effllm's beside its peers': ``make bench-energy``.
 
-A node of traced GPUs is measured by one tool after the other, so that none disturbs another; several processes
-of the same tool run side by side.  Every tool gets the same lengths and pauses, and each of its windows is
-judged by the true energy between the edges that the tool itself claims.
+Hosts of traced GPUs are measured by one tool after the other, so that none disturbs another.  Every tool gets
+the same lengths and pauses, and each of its windows is judged by the true energy between the edges that the
+tool itself claims.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.energy_run import ROOT, Length, measure
+from benchmarks.energy_run import ROOT, Host, Length, measure
 from benchmarks.energy_tables import show, to_dict
-from benchmarks.energy_traces import HELD_OUT, TUNING, Group, groups
+from benchmarks.energy_traces import HELD_OUT, TUNING, hosts
 from tests.nvml_library import Trace, build
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -47,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.energy", description=__doc__)
     parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=HELD_OUT, help="of traces (default: held-out)")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which, with commas between them (default: all)")
-    parser.add_argument("--processes", type=int, default=4, help="of each tool, side by side (default: 4)")
+    parser.add_argument("--copies", type=int, default=3, help="of each tool on each host, side by side (default: 3)")
     parser.add_argument("--quick", action="store_true", help="a minute instead of ten: too few windows for figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     given = parser.parse_args()
@@ -57,16 +56,17 @@ def main() -> None:
     if set(names) - {"effllm"} and not PEERS_PYTHON.exists():
         parser.error("the peers are not installed: run `make bench-energy`, or choose --tools effllm")
     console = Console()
-    node, lengths = groups(given.set), QUICK if given.quick else FULL
+    lengths = QUICK if given.quick else FULL
     load = os.getloadavg()[0]
     columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as bar:
-        environ = _prepare(Path(folder), node)
+        places = _prepare(Path(folder), given.set)
         measured = [
-            measure(name, [python, "-m", module], node, lengths, given.processes, environ, bar)
+            measure(name, [python, "-m", module], places, lengths, given.copies, bar)
             for name, (module, python) in TOOLS.items()
             if name in names
         ]
+    node = [group for place in places for group in place.groups]
     shown = [length.name for length in lengths]
     show(console, measured, node, shown)
     console.print(f"Traces: {given.set}. Load before the start: {load:.2f} on {os.cpu_count()} CPUs.")
@@ -75,21 +75,25 @@ def main() -> None:
         console.print(f"kept in {_keep(body).relative_to(ROOT)}")
 
 
-def _prepare(folder: Path, node: Sequence[Group]) -> dict[str, str]:
-    """Build the library and write the trace; return the environment in which every tool sees them."""
+def _prepare(folder: Path, chosen: str) -> list[Host]:
+    """Build the library and write the traces; return the hosts, with the environment in which tools see them."""
     library = build(folder)
     if library is None:
         sys.exit("there is no C compiler here, so the traced NVML library cannot be built")
-    trace = Trace(library, folder / "trace")
-    trace.write(*(gpu for group in node for gpu in group.gpus))
     programs = folder / "bin"
     programs.mkdir()
     smi = programs / "nvidia-smi"  # CodeCarbon believes in a GPU where this runs
     smi.write_text("#!/bin/sh\n")
     smi.chmod(0o755)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("EFFICIENTLLM_", "CUDA_"))}
-    folders = {name: str(folder) for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
-    return environ | trace.environment() | folders | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    environ |= {name: str(folder) for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
+    environ["PATH"] = f"{programs}:{os.environ['PATH']}"
+    made = []
+    for number, groups in enumerate(hosts(chosen)):
+        trace = Trace(library, folder / f"trace-{number}")
+        trace.write(*(gpu for group in groups for gpu in group.gpus))
+        made.append(Host(groups, environ | trace.environment()))
+    return made
 
 
 def _machine(load: float) -> dict[str, Any]:

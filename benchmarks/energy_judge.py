@@ -17,12 +17,12 @@ HALF_WIDTHS_95 = 1.96
 
 @dataclass(frozen=True)
 class Verdict:
-    """One window of one GPU, or of the sum of a group's."""
+    """One window of one GPU, or of the sum of a group's; all relative to the truth."""
 
-    error: float  # relative, signed; infinite where nothing was measured
+    error: float  # signed; infinite where nothing was measured
     least_error: float  # the smallest that its edges allow if they may lie anywhere inside the tool's calls
-    in_random: bool | None = None  # whether the truth lies in the stated interval of the random parts
-    in_whole: bool | None = None  # ... in that of random and sensor parts together
+    random: float | None = None  # half-width (95 %) of what the tool says of its random errors
+    whole: float | None = None  # ... and of the sensor's as well
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,17 @@ class Errors:
     worst: float
     bias: float
     least_mean: float
-    in_random: float | None
+    random_mean: float | None  # half-width of the stated interval
+    in_random: float | None  # share of windows in it
+    whole_mean: float | None
     in_whole: float | None
 
 
 def errors(verdicts: Sequence[Verdict]) -> Errors:
     """Return the errors of these windows."""
     sizes = sorted(abs(verdict.error) for verdict in verdicts)
+    random = [(verdict.error, verdict.random) for verdict in verdicts if verdict.random is not None]
+    whole = [(verdict.error, verdict.whole) for verdict in verdicts if verdict.whole is not None]
     return Errors(
         windows=len(sizes),
         mean=sum(sizes) / len(sizes),
@@ -49,8 +53,10 @@ def errors(verdicts: Sequence[Verdict]) -> Errors:
         worst=sizes[-1],
         bias=sum(verdict.error for verdict in verdicts) / len(verdicts),
         least_mean=sum(verdict.least_error for verdict in verdicts) / len(verdicts),
-        in_random=_share(verdict.in_random for verdict in verdicts),
-        in_whole=_share(verdict.in_whole for verdict in verdicts),
+        random_mean=_mean(width for _, width in random),
+        in_random=_mean(abs(error) <= width for error, width in random),
+        whole_mean=_mean(width for _, width in whole),
+        in_whole=_mean(abs(error) <= width for error, width in whole),
     )
 
 
@@ -89,24 +95,23 @@ def _verdict(row: dict[str, Any], places: Sequence[int], gpus: Sequence[Gpu]) ->
     truth = _truth(gpus, row["start_ns"], row["end_ns"])
     parts = [row["joules"][place] for place in places]
     if any(part is None for part in parts):
-        return Verdict(math.inf, math.inf, False, False)
+        return Verdict(math.inf, math.inf, 0.0, 0.0)
     measured = sum(parts)
     lowest, highest = _truth(gpus, begun_ns, end_ns), _truth(gpus, begin_ns, ended_ns)
-    in_random = in_whole = None
+    random = whole = None
     if row["random_j2"] is not None:
-        random_j = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places))
+        random = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places)) / truth
         # The gains of different boards have nothing to do with each other.
-        sensor_j = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places))
-        in_random = abs(measured - truth) <= random_j
-        in_whole = abs(measured - truth) <= math.hypot(random_j, sensor_j)
+        sensors = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places)) / truth
+        whole = math.hypot(random, sensors)
     least = max(lowest - measured, measured - highest, 0.0) / truth
-    return Verdict((measured - truth) / truth, least, in_random, in_whole)
+    return Verdict((measured - truth) / truth, least, random, whole)
 
 
 def _truth(gpus: Sequence[Gpu], start_ns: int, end_ns: int) -> float:
     return sum(gpu.energy_j(start_ns * NS, end_ns * NS) for gpu in gpus)
 
 
-def _share(values: Iterable[bool | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
     return sum(known) / len(known) if known else None

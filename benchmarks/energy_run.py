@@ -37,29 +37,31 @@ class Length:
         return [(chance.uniform(0.2, 0.6), self.seconds * chance.uniform(0.9, 1.1)) for _ in range(self.count)]
 
 
+@dataclass(frozen=True)
+class Host:
+    """GPUs of one machine, and the environment in which a process sees them."""
+
+    groups: Sequence[Group]
+    environ: dict[str, str]
+
+
 def measure(
-    name: str,
-    command: Sequence[str],
-    node: Sequence[Group],
-    lengths: Sequence[Length],
-    processes: int,
-    environ: dict[str, str],
-    bar: Progress,
+    name: str, command: Sequence[str], hosts: Sequence[Host], lengths: Sequence[Length], copies: int, bar: Progress
 ) -> Measured:
-    """Let processes of one tool measure the same node, and judge what they say."""
+    """Let one tool measure all hosts at once, each with so many processes, and judge what they say."""
     task = bar.add_task(f"{name}: starting", total=None)
-    gpus = sum(len(group.gpus) for group in node)
+    places = [host for _ in range(copies) for host in hosts]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        runs = [_Run(command, environ, folder / str(number)) for number in range(processes)]
+        runs = [_Run(command, place.environ, folder / str(number)) for number, place in enumerate(places)]
         for run in runs:
             stack.callback(run.stop)
         seconds = 0.0
-        for number, run in enumerate(runs):
+        for number, (run, place) in enumerate(zip(runs, places, strict=True)):
             chance = random.Random(number)  # the same windows for every tool
             blocks = [{"name": length.name, "windows": length.windows(chance)} for length in lengths]
             seconds += sum(sum(window) for block in blocks for window in block["windows"])
-            run.tell({"gpus": gpus, "blocks": blocks})
+            run.tell({"gpus": sum(len(group.gpus) for group in place.groups), "blocks": blocks})
         version = [run.hear()["version"] for run in runs][0]  # noqa: RUF015 - all are heard
         time.sleep(SETTLE_S)
         bar.update(task, description=name, total=seconds)
@@ -67,7 +69,7 @@ def measure(
             run.tell({})
         answers = _gather(runs, bar, task)
     bar.update(task, completed=seconds)
-    return _judged(name, version, answers, node, lengths)
+    return _judged(name, version, list(zip(places, answers, strict=True)), lengths)
 
 
 class _Run:
@@ -130,19 +132,20 @@ def _gather(runs: Sequence[_Run], bar: Progress, task: TaskID) -> list[dict[str,
 
 
 def _judged(
-    name: str, version: str, answers: Sequence[dict[str, Any]], node: Sequence[Group], lengths: Sequence[Length]
+    name: str, version: str, answers: Sequence[tuple[Host, dict[str, Any]]], lengths: Sequence[Length]
 ) -> Measured:
     verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
     blocked_s: dict[str, list[float]] = {length.name: [] for length in lengths}
-    for answer in answers:
+    for host, answer in answers:
         rows = iter(answer["rows"])
         for length in lengths:
             chosen = [next(rows) for _ in range(length.count)]
-            for (group, whom), found in judge(chosen, node).items():
+            for (group, whom), found in judge(chosen, host.groups).items():
                 verdicts.setdefault((group, whom, length.name), []).extend(found)
             for begin_ns, begun_ns, end_ns, ended_ns in (row["calls"] for row in chosen):
                 blocked_s[length.name].append((begun_ns - begin_ns + ended_ns - end_ns) / 1e9)
     shares = {
-        length.name: sum(answer["cpu_shares"][length.name] for answer in answers) / len(answers) for length in lengths
+        length.name: sum(answer["cpu_shares"][length.name] for _, answer in answers) / len(answers)
+        for length in lengths
     }
     return Measured(name, version, verdicts, shares, blocked_s)

@@ -75,7 +75,7 @@ def goals(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequence
     plain, planted = _split(node)
     found = []
     for length in lengths if peer else ():
-        for name, groups, whom in (("all traces, each GPU", plain, EACH), ("sum of 8 GPUs", _reference(node), SUM)):
+        for name, groups, whom in (("each GPU", plain, EACH), ("sum of 8", _reference(node), SUM)):
             ratio = ours.errors(groups, whom, length).mean / peer.errors(groups, whom, length).mean
             found.append(Goal(f"error over {PEER}'s, {length}: {name}", ratio, 0.0, RATIO_GOALS[length]))
     for length in lengths:
@@ -83,7 +83,7 @@ def goals(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequence
         found.append(Goal(f"truth in the random interval, {length}", share or 0.0, *SHARE_GOAL))
     for length in lengths:
         share = ours.errors(planted, EACH, length).in_whole
-        found.append(Goal(f"truth in the whole interval, gain off by 5 %, {length}", share or 0.0, SHARE_GOAL[0], 1.0))
+        found.append(Goal(f"truth in the whole interval, gain +5 %, {length}", share or 0.0, SHARE_GOAL[0], 1.0))
     found += [Goal(f"agent's share of a core, {length}", ours.cpu_shares[length], 0.0, CPU_GOAL) for length in lengths]
     return found
 
@@ -141,7 +141,7 @@ def _by_trace(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequ
 
 
 def _costs(measured: Sequence[Measured], lengths: Sequence[str]) -> Table:
-    title = "Share of a core in %, and ms that both calls keep the caller (median)"
+    title = "% of a core, of a process (effllm: one per GPU); ms in both calls (median)"
     table = _table(title, "tool", [f"{unit} {length}" for unit in ("%", "ms") for length in lengths])
     for one in measured:
         shares = [f"{one.cpu_shares[length] * 100:.2f}" for length in lengths]
@@ -150,13 +150,23 @@ def _costs(measured: Sequence[Measured], lengths: Sequence[str]) -> Table:
 
 
 def _intervals(ours: Measured, node: Sequence[Group], lengths: Sequence[str]) -> Table:
-    title = f"{OURS}: % of windows with the truth in the random interval / the whole one"
+    title = f"{OURS}: % of windows with the truth in the stated interval, its half-width in %"
     table = _table(title, "trace", [f"windows of {length}" for length in lengths])
     plain, planted = _split(node)
-    for name, groups in [("all", plain), *((group.name, [group]) for group in plain + planted)]:
+    table.add_row("[bold]random parts")
+    for name, groups in [("all", plain), *((group.name, [group]) for group in plain)]:
         found = [ours.errors(groups, EACH, length) for length in lengths]
-        table.add_row(name, *(f"{(e.in_random or 0) * 100:.1f} / {(e.in_whole or 0) * 100:.1f}" for e in found))
+        table.add_row(name, *(_interval(e.in_random, e.random_mean) for e in found))
+    table.add_section()
+    table.add_row("[bold]with the sensor's")
+    for name, groups in [("all", planted), *((group.name, [group]) for group in planted)]:
+        found = [ours.errors(groups, EACH, length) for length in lengths]
+        table.add_row(name, *(_interval(e.in_whole, e.whole_mean) for e in found))
     return table
+
+
+def _interval(share: float | None, half_width: float | None) -> str:
+    return f"{(share or 0.0) * 100:.1f}  ±{_percent(half_width or 0.0)}"
 
 
 def _goals(found: Sequence[Goal]) -> Table:

@@ -33,29 +33,17 @@ class Group:
         return self.gain != 1.0
 
 
-def groups(chosen: str) -> list[Group]:
-    """Return the groups of a set; their GPUs, one after the other, are those of the node."""
+def hosts(chosen: str) -> list[list[Group]]:
+    """Return the hosts of a set: groups, whose GPUs are the host's, one after the other, eight at most."""
     chance = random.Random({TUNING: 20261121, HELD_OUT: 3141592}[chosen])
-    waves = _WAVES[chosen]
-    made: list[Group] = []
-    for name, wave, count, sensor in (
-        (REFERENCE, "square", 8, _whole_100),
-        ("fast square", "fast", 2, _whole_100),
-        ("sine", "sine", 2, _whole_100),
-        ("bursts", "bursts", 2, _whole_100),
-        ("steps", "steps", 1, _whole_100),
-        ("square, 20 ms", "square", 1, _half_20),
-        ("fast square, 20 ms", "fast", 1, _half_20),
-        ("square, 25 %", "square", 2, _quarter_100),
-        ("sine, 25 %", "sine", 1, _quarter_100),
-        ("steps, 25 %", "steps", 1, _quarter_100),
-        ("square, gain 1.05", "square", 1, _off(_whole_100)),
-        ("sine, gain 1.05", "sine", 1, _off(_whole_100)),
-        ("square, 25 %, gain 1.05", "square", 1, _off(_quarter_100)),
-    ):
-        gpus = [sensor(Gpu("", power=waves[wave]), chance) for _ in range(count)]
-        made.append(Group(name, tuple(gpus), gpus[0].gain))
-    return _placed(made)
+    made = []
+    for rows in _HOSTS:
+        groups = []
+        for name, wave, count, sensor in rows:
+            gpus = [sensor(Gpu("", power=_WAVES[chosen][wave]), chance) for _ in range(count)]
+            groups.append(Group(name, tuple(gpus), gpus[0].gain))
+        made.append(_placed(groups, len(made)))
+    return made
 
 
 _WAVES: dict[str, dict[str, Curve]] = {
@@ -103,13 +91,37 @@ def _off(sensor: _Sensor) -> _Sensor:
     return lambda gpu, chance: replace(sensor(gpu, chance), gain=1.05)
 
 
-def _placed(made: Sequence[Group]) -> list[Group]:
+def _placed(groups: Sequence[Group], host: int) -> list[Group]:
     """Give each GPU its own UUID and place on the bus, in the order of NVML's indices."""
     placed, index = [], 0
-    for group in made:
+    for group in groups:
         gpus = []
         for gpu in group.gpus:
-            gpus.append(replace(gpu, uuid=f"GPU-{index:08x}", bus=f"00000000:{index + 1:02X}:00.0"))
+            gpus.append(replace(gpu, uuid=f"GPU-{host:04x}{index:04x}", bus=f"00000000:{index + 1:02X}:00.0"))
             index += 1
         placed.append(replace(group, gpus=tuple(gpus)))
     return placed
+
+
+#: Name, wave, number of GPUs and sensor of each group, by host.
+_HOSTS = (
+    ((REFERENCE, "square", 8, _whole_100),),
+    (
+        ("fast square", "fast", 2, _whole_100),
+        ("sine", "sine", 2, _whole_100),
+        ("bursts", "bursts", 2, _whole_100),
+        ("steps", "steps", 1, _whole_100),
+    ),
+    (
+        ("square, 20 ms", "square", 1, _half_20),
+        ("fast square, 20 ms", "fast", 1, _half_20),
+        ("square, 25 %", "square", 2, _quarter_100),
+        ("sine, 25 %", "sine", 1, _quarter_100),
+        ("steps, 25 %", "steps", 1, _quarter_100),
+    ),
+    (
+        ("square, +5 %", "square", 1, _off(_whole_100)),
+        ("sine, +5 %", "sine", 1, _off(_whole_100)),
+        ("square, 25 %, +5 %", "square", 1, _off(_quarter_100)),
+    ),
+)
