@@ -34,6 +34,8 @@ FROZEN_J = 20.0
 CROSS_CHECK_S = 60.0
 #: Counter and power may differ by so much, beyond what sampling explains, before the counter is suspect.
 DISAGREEMENT = 0.03
+#: Iterations keep step with the sensor from this share of the largest possible aliasing on; told above the error.
+LOCKED, LOCKED_ERROR = 0.25, 0.02
 
 
 class Energy(NamedTuple):
@@ -104,6 +106,7 @@ class EnergyLedger:
         self._rhythm: tuple[float, float] | None = None
         self._method = device.energy_method
         self._doubted = False
+        self._has_beaten = False
 
     def calibrate(self, sensor: Sensor) -> None:
         """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
@@ -464,7 +467,23 @@ class EnergyLedger:
             return 0.0
         ticks = span_s / self._sensor.tick_s
         inflation = 1.0 if self._rhythm is None else beat(*self._rhythm, self._sensor.tick_s, span_s)
-        return ticks * inflation * self._powers.alias_w2(self._sensor.duty) * self._sensor.tick_s**2
+        variance_j2 = ticks * inflation * self._powers.alias_w2(self._sensor.duty) * self._sensor.tick_s**2
+        self._tell_beat(inflation, math.sqrt(variance_j2), span_s)
+        return variance_j2
+
+    def _tell_beat(self, inflation: float, deviation_j: float, span_s: float) -> None:
+        """Say once that iterations beat with the sensor, for no other window will average that out."""
+        if self._rhythm is None or self._has_beaten or inflation < LOCKED * span_s / self._rhythm[0]:
+            return
+        off = deviation_j / (self._powers.mean_w * span_s) if self._powers.mean_w > 0 else 0.0
+        if off > LOCKED_ERROR:
+            self._has_beaten = True
+            text = (
+                f"iterations of {self._rhythm[0]:.3g} s keep step with the power sensor, which measures "
+                f"{self._sensor.duty:.0%} of every {self._sensor.tick_s:.3g} s: this GPU's energy may be off by "
+                f"{off:.0%}, in the same way in every window; over many GPUs it averages out"
+            )
+            self._events.append(("energy_aliasing", text))
 
     # --- cross-check ---
 
@@ -579,7 +598,7 @@ class _Spread:
     """How much power varies, and how much of that from one reading to the next: running, forgetting slowly."""
 
     def __init__(self) -> None:
-        self._mean_w = self._square_w2 = 0.0
+        self.mean_w = self._square_w2 = 0.0
         self._count = 0
         self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
         self._last: tuple[int, float] | None = None
@@ -590,8 +609,8 @@ class _Spread:
     def add(self, time_ns: int, power_w: float, tick_s: float) -> None:
         self._count += 1
         weight = max(1 / self._count, 1 / 64)
-        difference = power_w - self._mean_w
-        self._mean_w += weight * difference
+        difference = power_w - self.mean_w
+        self.mean_w += weight * difference
         self._square_w2 = (1 - weight) * (self._square_w2 + weight * difference * difference)
         self.least_w, self.most_w = min(self.least_w, power_w), max(self.most_w, power_w)
         tick_s = tick_s or 0.1
