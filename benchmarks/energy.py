@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--set", choices=(HELD_OUT, TUNING), default=HELD_OUT, help="of traces (default: held-out)")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which, with commas between them (default: all)")
     parser.add_argument("--copies", type=int, default=3, help="of each tool on each host, side by side (default: 3)")
+    parser.add_argument("--profiled", action="store_true", help="effllm knows that the sensors do not lag")
     parser.add_argument("--quick", action="store_true", help="a minute instead of ten: too few windows for figures")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results/")
     given = parser.parse_args()
@@ -60,7 +61,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as bar:
-        places = _prepare(Path(folder), given.set)
+        places = _prepare(Path(folder), given.set, {"BENCHMARK_PROFILED": "1"} if given.profiled else {})
         measured = [
             measure(name, [python, "-m", module], places, lengths, given.copies, bar)
             for name, (module, python) in TOOLS.items()
@@ -75,7 +76,7 @@ def main() -> None:
         console.print(f"kept in {_keep(body).relative_to(ROOT)}")
 
 
-def _prepare(folder: Path, chosen: str) -> list[Host]:
+def _prepare(folder: Path, chosen: str, settings: dict[str, str]) -> list[Host]:
     """Build the library and write the traces; return the hosts, with the environment in which tools see them."""
     library = build(folder)
     if library is None:
@@ -86,7 +87,7 @@ def _prepare(folder: Path, chosen: str) -> list[Host]:
     smi.write_text("#!/bin/sh\n")
     smi.chmod(0o755)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("EFFICIENTLLM_", "CUDA_"))}
-    environ |= {name: str(folder) for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
+    environ |= settings | {name: str(folder) for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME")}
     environ["PATH"] = f"{programs}:{os.environ['PATH']}"
     made = []
     for number, groups in enumerate(hosts(chosen)):

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from msgspec.structs import replace
+
 from benchmarks.energy_driver import Calls, Reading, Tool, drive
 from effllm import __version__
 from effllm.calibration import calibrate
@@ -29,6 +31,8 @@ from effllm.schema import Device, Integrals, Sample, Sensor
 from effllm.track import EDGE_WAIT_S, Track
 
 NICENESS = 5  # as in effllm.agent.main
+#: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.
+PROFILED = "BENCHMARK_PROFILED"
 
 
 class _Agent:
@@ -80,6 +84,8 @@ class _Agent:
 
     def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
         sensor = calibrate(device, read, cache_folder() / "calibration")
+        if PROFILED in os.environ:
+            sensor = replace(sensor, lag_error_s=0.0)
         self._calibrated.set()
         return sensor
 
