@@ -1,0 +1,802 @@
+"""effllm/devices/amd.py on the tests' own amdsmi, whose truth is known; not run on an AMD GPU."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm.devices import DeviceUnavailable, Site, amd, device_names
+from effllm.devices import open_device as open_named
+from effllm.devices.amd import Reading, judge_counter, open_device
+from effllm.schema import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
+
+LIBRARY = Path(__file__).parent / "amdsmi_library"
+LOOP = "loop.py"
+GIB = 2**30
+#: The library takes 2^-16 J for 15.3 uJ: 0.27 % too much.
+HIGH = 15.3e-6 * 2**16
+
+# As AMD SMI lists them.  HIP counts B, C, A; on the PCI bus they are C, A, B.
+A = {"serial": 0xA, "bdf": "0000:5e:00.0", "hip_id": 2, "memory_used": 1 * GIB}
+B = {"serial": 0xB, "bdf": "0000:c1:00.0", "hip_id": 0, "memory_used": 2 * GIB}
+C = {"serial": 0xC, "bdf": "0000:3b:00.0", "hip_id": 1, "memory_used": 3 * GIB}
+KEY_A, KEY_B, KEY_C = (f"GPU-000000000000000{digit}" for digit in "abc")
+
+IO_ERROR, NOT_SUPPORTED, NO_PERMISSION, RETRY, TIMEOUT, NOT_LOADED = 12, 2, 10, 9, 8, 34
+RELEASES = [(5, 7), (6, 0), (6, 1), (6, 3), (7, 0)]
+
+FIELDS = {
+    "memory_bytes": "amdsmi_get_gpu_memory_usage",
+    "utilization": "amdsmi_get_gpu_activity",
+    "power_w": "amdsmi_get_power_info",
+    "energy_j": "amdsmi_get_energy_count",
+    "temperature_c": "amdsmi_get_temp_metric",
+    "sm_clock_hz": "amdsmi_get_clock_info",
+    "power_limit_w": "amdsmi_get_power_cap_info",
+}
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+class Library:
+    """The fake amdsmi in this process, on a clock of the test's own."""
+
+    def __init__(self, path):
+        self.path = path
+        self.clock = Clock()
+        self.script = {"release": [7, 0], "gpus": [A, B, C], "faults": []}
+        self.module = None
+        self._readers = []
+        self.write()
+
+    def write(self, **changes):
+        self.script |= changes
+        self.path.write_text(json.dumps(self.script))
+
+    def fault(self, *faults):
+        names = ("call", "error", "gpu")
+        self.write(faults=[dict(zip(names, fault, strict=False)) for fault in faults])
+
+    def open(self, **site):
+        if "amdsmi" not in sys.modules:
+            self.module = importlib.import_module("amdsmi")
+            self.module.now = self.clock
+        reader = open_device(Site(**{"host": "node7", **site}), clock=self.clock, sleep=self.clock.sleep)
+        self._readers.append(reader)
+        return reader
+
+    def of(self, release=(7, 0), **gpu):
+        """Open the one GPU of a machine."""
+        self.write(release=release, gpus=[gpu])
+        return self.open()
+
+    def close(self):
+        for reader in self._readers:
+            reader.close()
+
+
+def forget():
+    for name in [name for name in sys.modules if name.split(".")[0] == "amdsmi"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(LIBRARY))
+    monkeypatch.setenv("AMDSMI_SCRIPT", str(tmp_path / "script.json"))
+    forget()
+    library = Library(tmp_path / "script.json")
+    yield library
+    library.close()
+    forget()
+
+
+# --- which GPU ---
+
+
+def device_of(library, **site):
+    """Return what is opened, and the GiB in use there: two witnesses of which GPU it is."""
+    reader = library.open(**site)
+    sample, failures = reader.read()
+    assert not failures
+    return reader.device.key, sample.memory_bytes / GIB
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"),
+    [
+        (None, 0, (KEY_B, 2)),
+        (None, 2, (KEY_A, 1)),
+        ("2,0,1", 0, (KEY_A, 1)),
+        ("2,0,1", 1, (KEY_B, 2)),
+        ("1", 0, (KEY_C, 3)),
+        ("1", 2, (KEY_C, 3)),  # one per rank: the launcher shows rank 2 its own GPU only
+        (f"{KEY_C},{KEY_A}", 1, (KEY_A, 1)),
+        (f" {KEY_B.upper()} , 2 ", 1, (KEY_A, 1)),
+        ("1,99,0", 0, (KEY_C, 3)),
+    ],
+)
+def test_permuted_visible_devices_lead_to_the_right_gpu(library, visible, local_rank, expected):
+    assert device_of(library, visible_devices=visible, local_rank=local_rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank"),
+    [("", 0), ("-1", 0), ("0,1", 2), (None, 3), ("1,99,0", 1), ("GPU-none", 0)],
+)
+def test_a_rank_without_a_visible_gpu_is_told_so(library, visible, local_rank):
+    with pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"):
+        library.open(visible_devices=visible, local_rank=local_rank)
+
+
+@pytest.mark.parametrize(
+    ("release", "order"),
+    [
+        ((7, 0), [KEY_B, KEY_C, KEY_A]),  # HIP's own numbers
+        ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the numbers of the driver's nodes, from which HIP's are made
+        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # neither is told: the PCI bus
+    ],
+)
+def test_gpus_are_counted_as_hip_counts_them_and_not_as_amd_smi_lists_them(library, release, order):
+    library.write(release=release)
+
+    assert [device_of(library, local_rank=rank)[0] for rank in range(3)] == order
+
+
+@pytest.mark.parametrize("bus", ["00000000:5E:00.0", "0000:5e:00.0"])
+def test_the_bus_that_torch_gives_outranks_every_position(library, bus):
+    assert device_of(library, cuda_pci_bus_id=bus, visible_devices="0,1", local_rank=1) == (KEY_A, 1)
+
+
+@pytest.mark.parametrize(
+    "uuid",
+    [
+        "30303030-3030-3030-3030-303030303063",  # as torch gives HIP's 16 letters "000000000000000c"
+        "GPU-000000000000000c",
+        "00ff74a1-0000-1000-8000-00000000000c",  # AMD SMI's own
+    ],
+)
+def test_the_uuid_that_torch_gives_is_found_however_it_is_written(library, uuid):
+    assert device_of(library, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (KEY_C, 3)
+
+
+@pytest.mark.parametrize("site", [{"cuda_uuid": "GPU-gone"}, {"cuda_pci_bus_id": "00000000:01:00.0"}])
+def test_a_gpu_of_torch_that_amd_smi_does_not_know_is_never_guessed(library, site):
+    with pytest.raises(DeviceUnavailable, match="does not know the GPU"):
+        library.open(**site)
+
+
+def test_a_hidden_gpu_has_no_place_in_the_order(library):
+    library.fault(("amdsmi_get_gpu_device_bdf", NO_PERMISSION, 1))  # B, as in a container that was given A and C
+
+    assert device_of(library, visible_devices="0") == (KEY_C, 3)
+
+
+@pytest.mark.parametrize("release", [(6, 0), (7, 0)])  # all bits set, and "N/A"
+@pytest.mark.parametrize("serial", [None, 0])
+def test_gpus_without_a_serial_number_are_told_apart_by_their_place(library, release, serial):
+    library.write(gpus=[A | {"serial": serial}, B | {"serial": serial}], release=release)
+
+    found = {device_of(library, local_rank=rank) for rank in (0, 1)}
+
+    assert found == {("node7-0000:5e:00.0", 1), ("node7-0000:c1:00.0", 2)}
+
+
+def test_all_partitions_of_a_gpu_are_the_one_device_whose_energy_they_share(library):
+    partitions = [A | {"bdf": f"0000:5e:00.{function}", "hip_id": function} for function in (0, 1, 2)]
+    partitions[1] |= {"serial": None}  # as AMD SMI tells of all but the first, since 7.12
+    library.write(gpus=[partitions[1], partitions[0], partitions[2], B | {"hip_id": 3}])
+
+    assert [device_of(library, local_rank=rank)[0] for rank in range(4)] == [KEY_A, KEY_A, KEY_A, KEY_B]
+
+
+# --- what is read ---
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_sample_has_the_values_of_its_moment_in_base_units_whatever_the_release(library, release):
+    reader = library.of(release, power_kind="average" if release < (6, 0) else "current")
+    library.clock.now_s = 2000.25
+    first, failures = reader.read()
+    library.clock.now_s += 10
+    second, _ = reader.read()
+
+    assert failures == {}
+    assert first.time_ns == 2_000_250_000_000
+    assert (first.memory_bytes, first.utilization) == (48 * GIB, 0.75)
+    power_w, other_w = first.power_w, first.power_average_w
+    assert (power_w, other_w) == ((None, 400.0) if release < (6, 0) else (400.0, None))
+    assert second.energy_j - first.energy_j == pytest.approx(400 * 10 * HIGH, abs=1e-3)
+    assert first.gauges == {
+        "temperature_c": 65.0,
+        "sm_clock_hz": 2.1e9,
+        "memory_clock_hz": 1.3e9,
+        "power_limit_w": 750.0,
+        "dram_activity_ratio": 0.4,
+    }
+    assert first.gauges.keys() <= GAUGES.keys()
+
+
+@pytest.mark.parametrize("kind", ["current", "average"])
+def test_energy_alone_is_read_with_two_calls(library, kind):
+    reader = library.of(power_kind=kind)
+    every = [*FIELDS.values(), "amdsmi_get_gpu_metrics_info"]
+    library.fault(*[(call, IO_ERROR) for call in every if "energy" not in call and "power_info" not in call])
+    sample, failures = reader.read_energy()
+
+    assert (sample.energy_only, failures) == (True, {})
+    assert (sample.power_w if kind == "current" else sample.power_average_w) == 400.0
+    assert sample.energy_j > 0
+    assert sample.time_ns == round(library.clock() * 1e9)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_device_says_what_it_is(library, release):
+    reader = library.of(release, serial=0x1234567890ABCDEF, power_kind="average")
+    device = reader.device
+
+    assert (device.key, device.name) == ("GPU-1234567890abcdef", "AMD Instinct MI300X")
+    assert (device.kind, device.is_gpu, device.shared, device.simulated) == ("amd", True, False, False)
+    assert (device.memory_total_bytes, device.power_limit_w) == (192 * GIB, 750.0)
+    assert (device.energy_method, device.power_scope) == (COUNTER, GPU)
+    assert (device.energy_key, device.energy_note, device.not_measured) == ("", "", ())
+    library_version = {(5, 7): "24.23.7.0", (6, 3): "24.24.3.0", (7, 0): "25.0.0"}.get(release, "AMD SMI 24.24.")
+    assert library_version in device.driver
+    assert device.driver.startswith("AMD SMI" if release < (6, 0) else "amdgpu 6.10.5, AMD SMI")
+
+
+@pytest.mark.parametrize("release", [(6, 0), (7, 0)])
+@pytest.mark.parametrize(
+    ("no_value", "gone"),
+    [
+        ("gfx_activity", "utilization"),
+        ("umc_activity", "dram_activity_ratio"),
+        ("current_socket_power", "power_w"),
+        ("memory_used", "memory_bytes"),
+        ("gfx_clock", "sm_clock_hz"),
+        ("energy_accumulator", "energy_j"),
+    ],
+)
+def test_a_value_that_is_not_there_is_none_and_no_failure(library, release, no_value, gone):
+    reader = library.of(release, no_value=[no_value])
+    sample, failures = reader.read()
+
+    assert getattr(sample, gone, None) is None
+    assert gone not in sample.gauges
+    assert failures == {}
+
+
+def test_a_gpu_says_in_a_sentence_each_what_it_does_not_measure(library):
+    lacking = ["memory_usage", "activity"]
+    gpu = {"lacking": [f"amdsmi_get_gpu_{name}" for name in lacking] + ["amdsmi_get_power_info"]}
+    device = library.of(no_value=["energy_accumulator"], **gpu).device
+
+    what, why = zip(*(sentence.split(": ", 1) for sentence in device.not_measured), strict=True)
+    assert what == ("memory", "utilization", "power", "energy")
+    assert "AMD SMI gives no power" in why[-1]
+    assert (device.energy_method, device.power_scope) == (None, None)
+
+
+def test_activity_of_the_memory_is_bandwidth_since_mi300_only(library):
+    sample, _ = library.of(name="AMD Instinct MI210").read()
+
+    assert sample.utilization == 0.75
+    assert "dram_activity_ratio" not in sample.gauges
+
+
+def test_an_activity_above_100_percent_is_no_number(library):
+    reader = library.of()
+    library.write(gpus=[{"gfx_activity": 250}])
+    sample, failures = reader.read()
+
+    assert sample.utilization is None
+    assert failures == {"utilization": "AMD SMI gave no value"}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("error", [IO_ERROR, RETRY, TIMEOUT])
+def test_a_failing_read_is_none_never_zero_and_recovers(library, field, error):
+    reader = library.of()
+    library.fault((FIELDS[field], error))
+    failing = [reader.read() for _ in range(2)]
+    library.fault()
+    sample, failures = reader.read()
+
+    def value(sample):
+        return sample.gauges.get(field, getattr(sample, field, None))
+
+    reason = {IO_ERROR: "AMDSMI_STATUS_IO - I/O Error", RETRY: "RETRY - Retry", TIMEOUT: "TIMEOUT - Timeout"}[error]
+    for failed, reasons in failing:
+        assert value(failed) is None
+        assert reason in reasons[field]
+        assert failed.memory_bytes or failed.power_w  # the others stand
+    assert value(sample) > 0
+    assert failures == {}
+
+
+def test_a_release_that_cannot_raise_its_own_exception_fails_a_read_and_nothing_else(library):
+    reader = library.of((5, 7), power_kind="average")
+    library.fault(("amdsmi_get_gpu_activity", RETRY))
+    sample, failures = reader.read()
+
+    assert sample.power_average_w == 400.0
+    assert failures == {"utilization": "RETRY", "dram_activity_ratio": "RETRY"}
+
+
+@pytest.mark.parametrize("call", [*FIELDS.values(), "amdsmi_get_gpu_metrics_info", "*"])
+@pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION, IO_ERROR, RETRY, 0xFFFFFFFF])
+@pytest.mark.parametrize("release", [(5, 7), (7, 0)])
+def test_a_read_never_raises(library, release, call, error):
+    reader = library.of(release)
+    library.fault((call, error))
+
+    sample, _ = reader.read()
+
+    assert sample.time_ns > 0
+
+
+def test_a_counter_that_fails_at_the_opening_is_not_trusted(library):
+    library.fault(("amdsmi_get_energy_count", IO_ERROR))
+    reader = library.of()
+    library.fault()
+    sample, failures = reader.read()
+
+    assert reader.device.energy_method == INSTANT
+    assert "could not be read" in reader.device.energy_note
+    assert (sample.energy_j, sample.power_w, failures) == (None, 400.0, {})
+
+
+# --- throttling ---
+
+
+def test_a_limit_throttles_when_the_time_that_it_held_has_grown(library):
+    reader = library.of(residencies={"ppt": 0.5, "vr_thm": 0.4, "hbm_thm": 0.0})
+    then_s = library.clock()
+    first, _ = reader.read()
+    library.clock.sleep(1.0)
+    over = 0.4 * then_s / library.clock()  # it held before, and not since
+    library.write(gpus=[{"residencies": {"ppt": 0.5, "vr_thm": over, "hbm_thm": 0.0}}])
+    second, failures = reader.read()
+
+    assert first.throttled_by is None  # there is nothing to compare with
+    assert second.throttled_by == ("power_cap",)
+    assert failures == {}
+
+
+@pytest.mark.parametrize("release", [(6, 0), (7, 0)])
+@pytest.mark.parametrize(("throttled", "expected"), [(True, ("unspecified",)), (False, ()), (None, None)])
+def test_before_mi300_it_is_told_that_a_gpu_is_throttled_but_not_why(library, release, throttled, expected):
+    sample, failures = library.of(release, throttled=throttled).read()
+
+    assert (sample.throttled_by, failures) == (expected, {})
+
+
+def test_limits_that_cannot_be_read_are_a_failure(library):
+    reader = library.of(residencies={"ppt": 0.5})
+    library.fault(("amdsmi_get_gpu_metrics_info", IO_ERROR))
+    sample, failures = reader.read()
+
+    assert sample.throttled_by is None
+    assert list(failures) == ["throttled_by"]
+
+
+# --- whether the counter can be believed ---
+
+
+def readings(joules, watts=100.0, every_s=0.1, stamps=None):
+    stamps = stamps or range(1, len(joules) + 1)
+    return [Reading(i * every_s, joules[i], watts, stamp) for i, stamp in zip(range(len(joules)), stamps, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("joules", "is_good", "reason"),
+    [
+        # 100 W for 0.1 s are 10 J.  From the first move to the last there are 0.3 s, 30 J by power, of which
+        # the counter may differ by 25 %, 7.5 J, and by 0.5 W for 0.3 s, 0.15 J.
+        ([0, 10, 20, 30, 40], True, ""),
+        ([0, 12.5, 25, 37.5, 50], True, ""),
+        ([0, 12.6, 25.2, 37.8, 50.4], False, "it counted 37.8 J in 0.3 s in which power comes to 30 J"),
+        ([0, 7.5, 15, 22.5, 30], True, ""),
+        ([0, 7.4, 14.8, 22.2, 29.6], False, "it counted 22.2 J"),
+        ([0, 0.1, 0.2, 0.3, 0.4], False, "it counted 0.3 J"),
+        ([5, 5, 5, 5, 5], False, "it stood still in 0.4 s"),
+        ([5, 5, 6, 6, 6], False, "it moved once in 0.4 s"),
+        ([50, 40, 30, 20, 10], False, "it went back by 10 J"),
+        ([0, 10, 20, 19, 30], False, "it went back by 1 J"),
+        ([0, None, None, None, 40], False, "it could not be read"),
+        # Three ticks of 0.2 s: 40 J from the first move to the last, wherever in a tick one begins to look.
+        ([0, 20, 20, 40, 40, 60, 60], True, ""),
+        ([0, 0, 20, 20, 40, 40, 60], True, ""),
+    ],
+)
+def test_a_counter_is_believed_where_power_comes_to_as_much(joules, is_good, reason):
+    verdict = judge_counter(readings(joules))
+
+    assert verdict.is_good is is_good
+    assert verdict.reason.startswith(reason)
+    assert not verdict.is_stale
+
+
+def test_power_of_a_few_watts_may_be_half_a_watt_off():
+    # 2 W for 0.3 s are 0.6 J, of which 25 % are 0.15 J; half a watt of rounding is 0.15 J more.
+    assert judge_counter(readings([0, 0.29, 0.58, 0.87, 1.16], watts=2.0)).is_good
+    assert not judge_counter(readings([0, 0.31, 0.62, 0.93, 1.24], watts=2.0)).is_good
+
+
+def test_a_counter_that_nothing_can_check_is_believed_and_says_so():
+    verdict = judge_counter(readings([0, 10, 20, 30], watts=None))
+
+    assert (verdict.is_good, verdict.reason) == (True, "there is no power to check it against")
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"), [(0.01, "it counted"), (100.0, "it counted"), (0.0, "it stood still"), (-1.0, "it went back")]
+)
+@pytest.mark.parametrize(
+    ("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")]
+)
+def test_a_counter_of_a_wrong_rate_gives_way_to_power_and_it_is_said(library, rate, why, kind, method, field):
+    reader = library.of(rate=rate, power_kind=kind)
+    sample, failures = reader.read()
+    device = reader.device
+
+    assert (device.energy_method, device.power_scope) == (method, GPU)
+    assert device.energy_note.startswith(f"power is integrated, for the energy counter is not used: {why}")
+    assert (sample.energy_j, getattr(sample, field), failures) == (None, 400.0, {})
+    assert device.not_measured == ()
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0])
+def test_a_counter_of_a_wrong_rate_without_power_is_no_energy(library, rate):
+    reader = library.of(rate=rate, lacking=["amdsmi_get_power_info"])
+    sample, _ = reader.read()
+
+    assert (reader.device.energy_method, sample.energy_j) == (None, None)
+    assert reader.device.not_measured[-1].startswith("energy: the energy counter of this GPU is not used, it ")
+
+
+def test_a_counter_alone_is_used_and_it_is_said_that_nothing_checks_it(library):
+    device = library.of(lacking=["amdsmi_get_power_info"]).device
+
+    assert device.energy_method == COUNTER
+    assert device.energy_note == "the energy counter is not checked: there is no power to check it against"
+
+
+def test_power_without_a_counter_is_integrated(library):
+    reader = library.of(no_value=["energy_accumulator"])
+    began_s = library.clock()
+
+    assert reader.device.energy_method == INSTANT
+    assert reader.device.energy_note.endswith("is not used: it has none")
+    assert library.clock() == began_s  # nothing to look at
+
+
+def test_a_library_that_repeats_one_reading_measures_neither_energy_nor_power(library):
+    library.fault(("*", "stale"))
+    reader = library.of((6, 0))
+    library.clock.sleep(10)
+    sample, failures = reader.read()
+    device = reader.device
+
+    assert (device.energy_method, device.power_scope) == (None, None)
+    assert [sentence.split(":")[0] for sentence in device.not_measured] == ["utilization", "power", "energy"]
+    assert "repeats one reading for 0.5 s" in device.not_measured[-1]
+    assert (sample.energy_j, sample.power_w, sample.utilization, failures) == (None, None, None, {})
+    assert sample.memory_bytes == 48 * GIB
+
+
+def test_the_opening_looks_at_the_counter_for_half_a_second_at_most(library):
+    began_s = library.clock()
+    library.of(tick_s=0.1)
+
+    assert 0.4 < library.clock() - began_s <= amd.CHECK_S
+
+
+@pytest.mark.parametrize("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
+@pytest.mark.parametrize("tick_s", [0.0, 0.01, 0.05, 0.1])
+def test_a_good_counter_is_believed_whatever_its_tick_and_its_load(library, power, tick_s):
+    device = library.of(power=power, tick_s=tick_s).device
+
+    assert (device.energy_method, device.energy_note) == (COUNTER, "")
+
+
+def test_a_counter_that_goes_back_later_is_given_as_it_is(library):
+    reader = library.of()
+    first, _ = reader.read()
+    library.write(gpus=[{"rate": 0.5}])
+    second, failures = reader.read()
+
+    assert second.energy_j < first.energy_j
+    assert failures == {}
+
+
+# --- cards of two dies ---
+
+CARD_1 = [
+    {"name": "AMD Instinct MI250X", "device_id": 0x7408, "power_kind": "average", "serial": 0x11, "hip_id": 0},
+    {"name": "AMD Instinct MI250X", "device_id": 0x7408, "power_kind": "average", "serial": 0x12, "hip_id": 1},
+]
+CARD_1[0] |= {"bdf": "0000:c1:00.0", "max_bandwidth": {"1": 200_000}}
+CARD_1[1] |= {"bdf": "0000:c6:00.0", "max_bandwidth": {"0": 200_000}, "second_die": True}
+FIRST, SECOND = "GPU-0000000000000011", "GPU-0000000000000012"
+
+
+@pytest.mark.parametrize("release", [(5, 7), (6, 0), (7, 0)])
+def test_the_two_dies_of_a_card_share_an_energy_key_and_one_carries_the_energy(library, release):
+    library.write(gpus=CARD_1, release=release)
+    first, second = library.open(local_rank=0), library.open(local_rank=1)
+    (one, _), (other, failures) = first.read(), second.read()
+
+    assert (first.device.key, second.device.key) == (FIRST, SECOND)
+    assert first.device.energy_key == second.device.energy_key == FIRST
+    assert (first.device.energy_method, first.device.power_scope) == (COUNTER, GPU)  # a module has its CPU in it
+    assert first.device.energy_note == "of both dies of the card"
+    assert (one.power_average_w, one.energy_j > 0) == (400.0, True)
+    assert (second.device.energy_method, second.device.power_scope) == (None, None)
+    assert (other.power_average_w, other.power_w, other.energy_j, failures) == (None, None, None, {})
+    assert other.memory_bytes == 48 * GIB  # the rest of it is its own
+    assert second.device.not_measured[-1] == (
+        f"energy: this is the second die of its card; the other one, {FIRST}, has that of both"
+    )
+    assert second.device.power_limit_w is None
+
+
+def test_the_links_say_which_die_is_on_the_same_card_before_the_bus_does(library):
+    # The first die of card 1, and the second of card 2 next to it on the bus, whose first one lies elsewhere.
+    other = [CARD_1[0] | {"serial": 0x21, "bdf": "0000:d6:00.0"}, CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0"}]
+    other[1] |= {"max_bandwidth": {"0": 100_000, "1": 200_000}}
+    library.write(gpus=[CARD_1[0], *other])
+
+    device = library.open(cuda_pci_bus_id="0000:c2:00.0").device
+
+    assert device.energy_key == "GPU-0000000000000021"
+
+
+@pytest.mark.parametrize("max_bandwidth", [{"1": 100_000}, {}])
+def test_a_die_whose_card_shows_no_other_is_nobodys_energy(library, max_bandwidth):
+    # Beside it only another card's die, which the links tell, or which is a second die, too.
+    stranger = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
+    library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, stranger])
+
+    device = library.open(cuda_pci_bus_id="0000:c6:00.0").device
+
+    assert (device.energy_key, device.energy_method) == ("", None)
+    assert "not to be seen here" in device.not_measured[-1]
+
+
+def test_first_dies_of_two_cards_are_two_energies(library):
+    library.write(gpus=[CARD_1[0], CARD_1[0] | {"serial": 0x21, "bdf": "0000:c9:00.0", "hip_id": 1}])
+
+    keys = [library.open(local_rank=rank).device.energy_key for rank in (0, 1)]
+
+    assert keys == [FIRST, "GPU-0000000000000021"]
+
+
+@pytest.mark.parametrize("release", [(5, 7), (7, 0)])
+@pytest.mark.parametrize("device_id", [0x7408, 0x740C])
+def test_a_card_of_two_dies_is_known_by_its_number_where_its_name_is_not_told(library, release, device_id):
+    device = library.of(release, name="", device_id=device_id, power_kind="average").device
+
+    assert (device.name, device.energy_note) == ("", "of both dies of the card")
+
+
+@pytest.mark.parametrize("gpu", [{"name": "AMD Instinct MI300A"}, {"name": "", "device_id": 0x74A0}])
+@pytest.mark.parametrize("release", [(6, 0), (7, 0)])
+def test_the_energy_of_an_mi300a_is_that_of_a_module_with_a_cpu_in_it(library, release, gpu):
+    device = library.of(release, **gpu).device
+
+    assert (device.power_scope, device.energy_key) == (MODULE, "")
+
+
+def test_an_mi210_has_one_die_and_an_energy_of_its_own(library):
+    device = library.of(name="AMD Instinct MI210", device_id=0x740F, power_kind="average").device
+
+    assert (device.energy_key, device.power_scope, device.energy_note) == ("", GPU, "")
+
+
+# --- loss and return ---
+
+LOST = ("*", IO_ERROR, 0)
+
+
+def test_a_lost_gpu_comes_back(library):
+    reader = library.of()
+    library.fault(LOST)
+    lost, failures = reader.read()
+    library.fault()
+    waiting, _ = reader.read()  # AMD SMI was just started anew in vain: not again within the second
+    library.clock.sleep(1.0)
+    back, no_failures = reader.read()
+
+    assert (lost.memory_bytes, lost.utilization, lost.power_w, lost.energy_j) == (None, None, None, None)
+    assert failures.keys() >= {"memory_bytes", "utilization", "power_w", "energy_j", "temperature_c"}
+    assert set(failures.values()) == {"AMDSMI_STATUS_IO - I/O Error"}
+    assert waiting.memory_bytes is None
+    assert (back.memory_bytes, back.power_w, no_failures) == (48 * GIB, 400.0, {})
+
+
+def test_a_gpu_that_comes_back_elsewhere_in_the_list_is_the_same_gpu(library):
+    reader = library.open(cuda_pci_bus_id="0000:5e:00.0")
+    library.fault(LOST)
+    reader.read()
+    library.write(gpus=[C, B, A], faults=[])
+    library.clock.sleep(1.0)
+    sample, _ = reader.read()
+
+    assert sample.memory_bytes == 1 * GIB
+
+
+def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(library):
+    reader = library.of()
+    library.fault(LOST)
+    reader.read()  # sought at once, in vain; then after 1, 2, 4, 8 s
+    for delay_s in (1.0, 2.0, 4.0):
+        library.clock.sleep(delay_s)
+        reader.read()
+    library.fault()
+    library.clock.sleep(7.0)
+    too_early, _ = reader.read()
+    library.clock.sleep(1.0)
+    back, _ = reader.read()
+
+    assert too_early.memory_bytes is None
+    assert back.memory_bytes == 48 * GIB
+
+
+def test_a_gpu_that_is_lost_again_is_sought_soon(library):
+    reader = library.of()
+    library.fault(LOST)
+    for _ in range(4):  # sought four times in vain: the next delay would be 16 s
+        library.clock.sleep(60.0)
+        reader.read()
+    library.fault()
+    library.clock.sleep(60.0)
+    reader.read()
+    library.fault(LOST)
+    library.clock.sleep(60.0)
+    lost, _ = reader.read()
+    library.fault()
+    library.clock.sleep(1.0)
+    back, _ = reader.read()
+
+    assert lost.memory_bytes is None
+    assert back.memory_bytes == 48 * GIB
+
+
+def test_a_driver_that_goes_and_returns_is_survived(library):
+    reader = library.of()
+    library.fault(LOST, ("amdsmi_init", NOT_LOADED))
+    reader.read()  # AMD SMI is shut down now, and does not start
+    _, failures = reader.read()
+    library.fault()
+    library.clock.sleep(1.0)
+    sample, _ = reader.read()
+
+    assert set(failures.values()) == {"AMDSMI_STATUS_NOT_INIT - Device not initialized"}
+    assert sample.memory_bytes == 48 * GIB
+
+
+def test_a_closed_reader_fails_and_does_not_come_back(library):
+    reader = library.of()
+    reader.close()
+    reader.close()
+    library.clock.sleep(60.0)
+    sample, failures = reader.read()
+
+    assert sample.memory_bytes is None
+    assert set(failures.values()) == {"AMDSMI_STATUS_NOT_INIT - Device not initialized"}
+
+
+# --- where there is no GPU ---
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (NO_PERMISSION, r"/dev/kfd and /dev/dri \(groups render and video\)"),
+        (NOT_LOADED, "amdgpu driver is not loaded"),
+        (18, "AMD SMI does not start: AMDSMI_STATUS_INIT_ERROR - Initialization error"),
+    ],
+)
+def test_a_library_that_does_not_start_is_told_in_a_sentence(library, monkeypatch, tmp_path, error, advice):
+    monkeypatch.setattr(amd, "_DEVICE_NODES", tmp_path)
+    library.fault(("amdsmi_init", error))
+
+    with pytest.raises(DeviceUnavailable, match=advice) as raised:
+        library.open()
+    assert "\n" not in str(raised.value)
+
+
+def test_no_gpus_at_all_are_told_in_a_sentence(library, monkeypatch, tmp_path):
+    monkeypatch.setattr(amd, "_DEVICE_NODES", tmp_path)
+    library.write(gpus=[])
+
+    with pytest.raises(DeviceUnavailable, match="AMD SMI sees no GPU: give the container /dev/kfd and /dev/dri"):
+        library.open()
+    assert library.module._state["references"] == 0
+
+
+@pytest.mark.parametrize("denied", ["kfd", "dri/renderD128"])
+def test_a_node_that_this_user_may_not_open_is_why_there_are_no_gpus(library, monkeypatch, tmp_path, denied):
+    (tmp_path / "dri").mkdir()
+    for name in ("kfd", "dri/renderD128"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(amd, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(amd.os, "access", lambda path, mode: Path(path) != tmp_path / denied)  # root may open all
+    library.write(gpus=[])
+
+    with pytest.raises(DeviceUnavailable, match="groups render and video"):
+        library.open()
+
+
+def test_a_missing_package_is_told_in_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+
+    with pytest.raises(DeviceUnavailable, match="the Python package amdsmi is not installed: install"):
+        open_named("amd", Site())
+
+
+@pytest.mark.parametrize("error", ["KeyError", "AttributeError", "OSError"])
+def test_a_package_without_its_library_is_told_in_a_sentence_and_prints_nothing(library, capfd, error):
+    library.write(import_error=error)
+
+    with pytest.raises(DeviceUnavailable, match=r"cannot use libamd_smi.so .* install ROCm's amd-smi-lib"):
+        open_named("amd", Site())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_its_name_is_its_file_and_needs_no_library_to_be_listed():
+    code = "import effllm.devices.amd, sys; print('amdsmi' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "amd" in device_names()
+    assert done.stdout == "False\n"
+
+
+# --- a whole job ---
+
+
+def train(launch, script, gpu, **settings):
+    script.write_text(json.dumps({"release": [7, 0], "gpus": [gpu]}))
+    others = os.environ.get("PYTHONPATH", "")
+    environ = {
+        "PYTHONPATH": f"{LIBRARY}{os.pathsep}{others}" if others else str(LIBRARY),
+        "AMDSMI_SCRIPT": str(script),
+        "XDG_CACHE_HOME": str(script.parent / "cache"),  # what is learnt of a counter is learnt anew
+    }
+    # Longer than the two seconds in which the agent learns how a counter moves and reads nothing else.
+    return launch.python(LOOP, "--iterations", 350, environ=environ, device="amd", **settings).done()
+
+
+@pytest.mark.parametrize(("rate", "method"), [(1.0, COUNTER), (0.01, INSTANT)])
+def test_a_job_on_an_amd_gpu_is_measured_as_its_power_says(launch, library, tmp_path, rate, method):
+    gpu = {"serial": 0xA, "power": [400.0, 100.0, 1.3], "gfx_activity": 25, "rate": rate}
+    job = train(launch, tmp_path / "job.json", gpu)
+    ledger, summary = job.ledger, job.ledger.summary
+    start_s, end_s = job.told()["steps"][0][0], job.told()["steps"][-1][1]
+    fake = importlib.import_module("amdsmi")
+    truth_w = fake.energy_j(fake.GPU | gpu, start_s, end_s) / (end_s - start_s)
+
+    assert {row.device for row in ledger.ranks} == {KEY_A}
+    assert [device["kind"] for device in ledger.facts["ranks"]["0"]["devices"]] == ["amd"]
+    assert summary.metrics["aec_watts"].value == pytest.approx(truth_w, rel=0.05)
+    assert summary.metrics["pcu_ratio"].value == pytest.approx(0.25, abs=1e-6)
+    assert summary.metrics["amu_gb"].value == pytest.approx(48.0, abs=1e-6)
+    assert (summary.energy.scope, summary.energy.method) == (GPU, method)
+    assert set(summary.energy.by_device) == {KEY_A}
+    assert (summary.coverage.gpus_measured, summary.coverage.gpus_expected) == (1, 1)
