@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from powercap_tree import Powercap
 
 from effllm.devices import Site
-from effllm.devices.host import NO_RAPL, RAPL_UNREADABLE, Rapl, open_device, rapl_zones
+from effllm.devices.host import open_device
+from effllm.node_power import rapl
+from effllm.node_power.rapl import NO_RAPL, RAPL_UNREADABLE
 
 MIB = 2**20
 DEADLINE_S = 30.0
@@ -105,7 +108,7 @@ def no_rapl(tmp_path):
 
 @contextmanager
 def opened(site, clock, powercap):
-    reader = open_device(site, clock=clock, powercap=powercap)
+    reader = open_device(site, clock=clock, powercap=powercap, perf=powercap / "no-perf", pause=lambda _: None)
     try:
         yield reader
     finally:
@@ -183,7 +186,7 @@ import os
 from effllm.devices import Site
 from effllm.devices.host import open_device
 blob = bytearray(os.urandom(4096)) * ({100 * MIB} // 4096)
-reader = open_device(Site(trainer_pid=os.getppid()), powercap=Path({str(no_rapl)!r}))
+reader = open_device(Site(trainer_pid=os.getppid()), powercap=Path({str(no_rapl)!r}), perf=Path({str(no_rapl)!r}))
 print(reader.read()[0].memory_bytes)
 reader.close()
 """
@@ -305,7 +308,7 @@ def num_open_files():
 def test_closing_gives_back_all_files_and_may_happen_twice(trainer, clock, no_rapl):
     trainer.do("fork_waiting(lambda: None)")
     before = num_open_files()
-    reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl)
+    reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl, perf=no_rapl)
     reader.read()
     while_open = num_open_files()
     reader.close()
@@ -324,37 +327,7 @@ def test_a_process_that_is_gone_keeps_no_file_open(trainer, reader, clock):
     assert num_open_files() - before == -2
 
 
-# --- RAPL -----------------------------------------------------------------------------------------
-
-
-class Powercap:
-    """A tree as a two-socket server has it, whose counters the test moves."""
-
-    RANGE_UJ = 262_143_328_850
-    ZONES = (
-        ("intel-rapl:0", "package-0"),
-        ("intel-rapl:0:0", "core"),
-        ("intel-rapl:0:1", "dram"),
-        ("intel-rapl:1", "package-1"),
-        ("intel-rapl:1:0", "dram"),
-        ("intel-rapl:2", "psys"),
-        ("intel-rapl-mmio:0", "package-0"),
-    )
-
-    def __init__(self, root):
-        self.root = root
-        for zone, name in self.ZONES:
-            (root / zone).mkdir(parents=True)
-            (root / zone / "name").write_text(name + "\n")
-            (root / zone / "max_energy_range_uj").write_text(f"{self.RANGE_UJ}\n")
-            self.set_j(zone, 1000)
-        (root / "intel-rapl").mkdir()  # the control type, no zone
-
-    def set_j(self, zone, joules):
-        (self.root / zone / "energy_uj").write_text(f"{int(joules * 1e6)}\n")
-
-    def break_zone(self, zone):
-        (self.root / zone / "energy_uj").write_text("")
+# --- RAPL, whose own tests are in test_node_power_rapl.py ---
 
 
 @pytest.fixture
@@ -362,84 +335,31 @@ def powercap(tmp_path):
     return Powercap(tmp_path / "powercap")
 
 
-@pytest.fixture
-def rapl(powercap, clock):
-    return Rapl(rapl_zones(powercap.root), clock)
-
-
-def test_packages_and_dram_count_but_neither_psys_nor_cores(powercap):
-    names = [zone.name for zone in rapl_zones(powercap.root)]
-
-    assert names == ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
-
-
-def test_the_energy_of_all_zones_adds_up(powercap, rapl, clock):
-    clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 1200)
-    powercap.set_j("intel-rapl:1", 1100)
-    powercap.set_j("intel-rapl:1:0", 1020)
-    powercap.set_j("intel-rapl:2", 2000)
-
-    assert rapl.energy_j() == 200 + 100 + 20
-
-
-def test_a_wrap_around_goes_on_counting(powercap, clock):
-    powercap.set_j("intel-rapl:0", Powercap.RANGE_UJ / 1e6 - 30)
-    rapl = Rapl(rapl_zones(powercap.root), clock)
-    clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 70)
-
-    assert rapl.energy_j() == 30 + 70
-
-
-def test_a_failing_read_is_no_wrap_around(powercap, rapl, clock):
-    clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 1100)
-    assert rapl.energy_j() == 100
-    clock.now_s += 1.0
-    powercap.break_zone("intel-rapl:0")
-    with pytest.raises(ValueError, match="invalid literal"):
-        rapl.energy_j()
-    clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 1250)
-
-    assert rapl.energy_j() == 250
-
-
-def test_a_counter_that_is_reset_is_no_wrap_around(powercap, rapl, clock):
-    clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 0)  # as a wrap-around it would be 261,143 J in a second
-    with pytest.raises(ValueError, match="reset"):
-        rapl.energy_j()
-    clock.now_s += 1.0
-    powercap.set_j("intel-rapl:0", 50)
-
-    assert rapl.energy_j() == 50
-
-
-def test_a_counter_left_unread_until_it_may_have_wrapped_twice_tells_nothing(powercap, rapl, clock):
-    clock.now_s += 300.0  # at 1,000 W the range of 262 kJ lasts 262 s
-    powercap.set_j("intel-rapl:0", 1100)
-
-    with pytest.raises(ValueError, match="wrapped"):
-        rapl.energy_j()
-
-
 def test_local_rank_0_counts_the_host_once_and_says_its_scope(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, local_rank=0), clock, powercap.root) as reader:
+        before, _ = reader.read()
         clock.now_s += 1.0
         powercap.set_j("intel-rapl:0", 1300)
         sample, failures = reader.read()
 
     assert (reader.device.energy_method, reader.device.power_scope) == ("counter", "cpu")
-    assert (sample.energy_j, sample.power_w, failures) == (300.0, None, {})
+    assert (sample.energy_j - before.energy_j, sample.power_w, failures) == (300.0, None, {})
+
+
+def test_a_cpu_job_shares_the_key_of_its_energy_with_the_nodes_own_sensor_of_its_cpus(trainer, powercap, clock):
+    with opened(Site(trainer_pid=trainer.pid, host="node1"), clock, powercap.root) as reader:
+        by_device = reader.device
+    by_node = rapl.open_reader("node1", rapl.open_rapl(clock, powercap.root, pause=lambda _: None)).device
+
+    assert (by_device.key, by_device.energy_key) == ("host:node1", by_node.key)
+    assert (by_device.energy_note, by_device.sensor) == (by_node.energy_note, by_node.sensor)
 
 
 def test_other_local_ranks_leave_the_energy_to_rank_0(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, local_rank=1), clock, powercap.root) as reader:
         sample, failures = reader.read()
 
-    assert (reader.device.energy_method, reader.device.not_measured) == (None, ())
+    assert (reader.device.energy_method, reader.device.energy_key, reader.device.not_measured) == (None, "", ())
     assert (sample.energy_j, failures) == (None, {})
 
 
@@ -461,6 +381,7 @@ def test_unreadable_rapl_names_the_ways_to_grant_it(trainer, powercap, clock, mo
 
 def test_rapl_that_fails_while_it_is_read_is_none_and_recovers(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
+        before, _ = reader.read()
         powercap.break_zone("intel-rapl:1")
         failed, reasons = reader.read()
         clock.now_s += 1.0
@@ -470,4 +391,4 @@ def test_rapl_that_fails_while_it_is_read_is_none_and_recovers(trainer, powercap
     assert failed.energy_j is None
     assert list(reasons) == ["energy_j"]
     assert failed.memory_bytes > 0  # the rest goes on
-    assert (sample.energy_j, failures) == (100.0, {})
+    assert (sample.energy_j - before.energy_j, failures) == (100.0, {})

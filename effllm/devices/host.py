@@ -12,25 +12,14 @@ from typing import NamedTuple
 
 import psutil
 
-from effllm.devices import Site
-from effllm.schema import Device, Sample
-
-POWERCAP = Path("/sys/class/powercap")
-
-# No CPU package draws more, so a counter that moved faster was reset, and one that was not read for
-# longer than its range lasts at this power may have wrapped twice.
-_PACKAGE_MAX_W = 1000.0
+from effllm.devices import DeviceUnavailable, Site
+from effllm.node_power.rapl import PERF, POWERCAP, SENSOR, Rapl, open_rapl
+from effllm.schema import COUNTER, CPU, Device, Sample, Sensor
 
 _REFRESH_S = 10.0
 _CHILDREN_OF_THIS_THREAD = Path("/proc/thread-self/children")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-NO_RAPL = "energy: this machine exposes no RAPL power sensor"
-RAPL_UNREADABLE = (
-    "energy: only root may read the RAPL counters; run as root, or make /sys/class/powercap/intel-rapl:*/energy_uj "
-    "readable (chmod or a udev rule), or give Python the capability CAP_DAC_READ_SEARCH"
-)
 
 
 class Usage(NamedTuple):
@@ -203,64 +192,16 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     return max(total - total_before, living, 0.0)
 
 
-class Rapl:
-    """The energy counters of all CPU packages and their DRAM, as one that neither wraps nor jumps."""
-
-    def __init__(self, zones: list[Path], clock: Callable[[], float]) -> None:
-        self._zones = zones
-        self._clock = clock
-        self._ranges_uj = [_number(zone / "max_energy_range_uj") for zone in zones]
-        self._last_uj = self._counters_uj()
-        self._last_s = clock()
-        self._total_uj = 0
-
-    def energy_j(self) -> float:
-        """Return the energy since the start.
-
-        Raises:
-            OSError, ValueError: a counter cannot be read, or what it counted since cannot be known.
-        """
-        counters_uj, now_s = self._counters_uj(), self._clock()
-        # A fall is a wrap-around: modulo the range the difference is right.
-        spent_uj = [
-            (now - last) % range_uj
-            for now, last, range_uj in zip(counters_uj, self._last_uj, self._ranges_uj, strict=True)
-        ]
-        limit_uj = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0) * 1e6
-        self._last_uj, self._last_s = counters_uj, now_s
-        if limit_uj > min(self._ranges_uj):
-            raise ValueError("the counters were not read for so long that they may have wrapped more than once")
-        if max(spent_uj) > limit_uj:
-            raise ValueError("a counter was reset")
-        self._total_uj += sum(spent_uj)
-        return self._total_uj / 1e6
-
-    def _counters_uj(self) -> list[int]:
-        return [_number(zone / "energy_uj") for zone in self._zones]
-
-
-def _number(path: Path) -> int:
-    return int(path.read_text())
-
-
-def rapl_zones(root: Path) -> list[Path]:
-    """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
-    zones = sorted(root.glob("intel-rapl:*"))  # the same names on AMD; intel-rapl-mmio shows a package twice
-    names = {zone: (zone / "name").read_text().strip() for zone in zones}
-    return [zone for zone, name in names.items() if name.startswith("package") or name == "dram"]
-
-
-def _open_rapl(root: Path, local_rank: int, clock: Callable[[], float]) -> tuple[Rapl | None, str]:
+def _open_rapl(
+    local_rank: int, clock: Callable[[], float], powercap: Path, perf: Path, pause: Callable[[float], None]
+) -> tuple[Rapl | None, str]:
     """Return the counters, or none and the sentence that says why."""
     if local_rank != 0:
         return None, ""  # node power is read once per node
     try:
-        zones = rapl_zones(root)
-        return (Rapl(zones, clock), "") if zones else (None, NO_RAPL)
-    except PermissionError:  # since Linux 5.10, for CVE-2020-8694
-        return None, RAPL_UNREADABLE
-    except (OSError, ValueError) as error:
-        return None, f"energy: the RAPL counters cannot be read: {error}"
+        return open_rapl(clock, powercap, perf, pause=pause), ""
+    except DeviceUnavailable as error:
+        return None, str(error)
 
 
 def _cpu_name() -> str:
@@ -298,6 +239,8 @@ class HostReader:
     def close(self) -> None:
         """Close all files; may be called twice."""
         self._tree.close()
+        if self._rapl is not None:
+            self._rapl.close()
 
     def _read_tree(self, failures: dict[str, str]) -> tuple[float | None, float | None]:
         try:
@@ -317,9 +260,16 @@ class HostReader:
             return None
 
 
-def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic, powercap: Path = POWERCAP) -> HostReader:
+def open_device(
+    site: Site,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    powercap: Path = POWERCAP,
+    perf: Path = PERF,
+    pause: Callable[[float], None] = time.sleep,
+) -> HostReader:
     """Open the host as the device of this rank."""
-    rapl, why_not = _open_rapl(powercap, site.local_rank, clock)
+    rapl, why_not = _open_rapl(site.local_rank, clock, powercap, perf, pause)
     device = Device(
         key=f"host:{site.host}",
         kind="host",
@@ -327,9 +277,12 @@ def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic, powe
         is_gpu=False,
         shared=True,
         memory_total_bytes=psutil.virtual_memory().total,
-        energy_method="counter" if rapl else None,
-        power_scope="cpu" if rapl else None,
+        energy_method=COUNTER if rapl else None,
+        power_scope=CPU if rapl else None,
         not_measured=(why_not,) if why_not else (),
+        energy_key=f"cpu:{site.host}" if rapl else "",  # that of the node's own sensor of its CPUs: counted once
+        energy_note=rapl.note if rapl else "",
+        sensor=SENSOR if rapl else Sensor(),
     )
     tree = ProcessTree(site.trainer_pid, site.excluded_pids | {os.getpid()}, clock)
     return HostReader(device, tree, rapl)

@@ -1,0 +1,92 @@
+"""What a node draws beyond its GPUs, read once per node.
+
+A sensor is an `effllm.devices.Reader` with an ``interval_s``: how often it is worth reading.  Its device
+has the scope CPU or NODE_PSU, computes nothing, and says in its note and its sensor what it is and how far
+it may be off.  Reading may take seconds, and so may opening: both belong into a thread of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.devices import DeviceUnavailable
+from effllm.node_power import hwmon, rapl
+from effllm.node_power.reader import NodeReader
+
+AUTO, NONE, IPMI = "auto", "none", "ipmi"
+ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} in it is the node's name)"
+
+#: Seconds between readings of the CPUs, and of the power supplies.
+CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
+
+
+class Opener(NamedTuple):
+    """A sensor that has not been touched yet."""
+
+    name: str  # "cpu" or "psu"
+    interval_s: float
+    open: Callable[[], NodeReader]  # raises DeviceUnavailable, whose text says why and what to do
+
+
+def openers(choice: str, host: str, credentials: Path | None = None) -> list[Opener]:
+    """Return what there may be to read on this node, none of it touched yet.
+
+    Args:
+        choice: ``auto`` is the CPUs, and the management controller in-band; it never uses the network.
+            ``none`` is nothing.  ``ipmi``, or the URL of a Redfish service, says where the power of the
+            node as a whole comes from; the CPUs are read beside it.
+        host: the node's name, part of the devices' keys.
+        credentials: file of the Redfish service's user and password.
+
+    Raises:
+        ValueError: the choice is none of these; what is wrong with a URL is told when it is opened.
+    """
+    if choice == NONE:
+        return []
+    if choice not in (AUTO, IPMI) and not choice.startswith(("https://", "http://")):
+        raise ValueError(f"{choice!r} is not usable: {ALLOWED}")
+
+    def open_node() -> NodeReader:
+        if choice in (AUTO, IPMI):
+            return _open("ipmi", host)
+        return _open("redfish", host, choice, credentials)
+
+    return [
+        Opener("cpu", CPU_INTERVAL_S, lambda: open_cpu(host)),
+        Opener("psu", PSU_INTERVAL_S, open_node),
+    ]
+
+
+def open_sensors(choice: str, host: str, credentials: Path | None = None) -> tuple[list[NodeReader], list[str]]:
+    """Open all that can be read, and say of what cannot why, and what to do about it, in a sentence each."""
+    sensors, why_not = [], []
+    for opener in openers(choice, host, credentials):
+        try:
+            sensors.append(opener.open())
+        except DeviceUnavailable as error:
+            why_not.append(str(error))
+    return sensors, why_not
+
+
+def open_cpu(host: str) -> NodeReader:
+    """Open the CPUs by RAPL, else by hwmon.
+
+    Raises:
+        DeviceUnavailable: neither can be read; the text is hwmon's where it has a sensor, else RAPL's.
+    """
+    try:
+        return rapl.open_reader(host)
+    except DeviceUnavailable as by_rapl:
+        try:
+            return hwmon.open_reader(host)
+        except DeviceUnavailable as by_hwmon:
+            raise (by_rapl if str(by_hwmon) == hwmon.NO_HWMON else by_hwmon) from None
+
+
+def _open(name: str, *arguments: object) -> NodeReader:
+    # Imported when needed: TLS alone takes as much memory as a small process.
+    sensor: NodeReader = importlib.import_module(f"{__name__}.{name}").open_reader(*arguments)
+    return sensor

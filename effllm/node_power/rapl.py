@@ -1,0 +1,327 @@
+"""RAPL, the energy counters of Intel's and AMD's CPUs, through powercap or, where that is closed, through perf.
+
+Never an estimate from a TDP: what cannot be read is not measured.  Not run on real hardware so far; the
+tests have recorded trees.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from effllm.devices import DeviceUnavailable
+from effllm.node_power.perf_event import PerfEvent
+from effllm.node_power.reader import Measured, NodeReader
+from effllm.schema import COUNTER, CPU, Device, Sensor
+
+POWERCAP = Path("/sys/class/powercap")
+PERF = Path("/sys/bus/event_source/devices/power")
+
+#: Far more often than the counters wrap: AMD's 65.5 kJ last 234 s at 280 W, Intel's DRAM wraps there too.
+INTERVAL_S = 1.0
+
+# No CPU package draws more, so a counter that moved faster was reset, and one that was not read for
+# longer than its range lasts at this power may have wrapped twice.
+_PACKAGE_MAX_W = 1000.0
+
+# Where the total starts, and how far it goes back after a stretch of which nothing is known: further than can
+# flow until the next reading, so that nobody takes the difference across that stretch for energy.
+_START_J, _BACK_J = 1e9, 1e6
+
+# Dies that mirror one counter agree in every one of so many pauses; counters of two sockets differ in the first.
+_LOOKS, _PAUSE_S, _LEAST_MOVES = 8, 0.01, 3
+
+SENSOR = Sensor(
+    tick_s=0.001,
+    gain_error=0.10,
+    source="assumed, for neither Intel nor AMD states an error: Intel measures since Haswell "
+    "(doi 10.1109/IPDPSW.2015.70) with DRAM off by a constant (doi 10.1145/2989081.2989088), AMD's Zen 2 models "
+    "(arXiv 2108.00808)",
+)
+
+NO_RAPL = (
+    "energy: this machine exposes no RAPL power sensor; virtual machines have none, and containers hide "
+    "/sys/devices/virtual/powercap unless it is mounted into them"
+)
+RAPL_UNREADABLE = (
+    "energy: only root may read the RAPL counters; let root make /sys/class/powercap/intel-rapl:*/energy_uj readable "
+    "at boot (tmpfiles.d, sysfs.conf or a udev rule), or allow perf (kernel.perf_event_paranoid=0, or the capability "
+    "CAP_PERFMON for Python), or give Python CAP_DAC_READ_SEARCH, or run as root; see docs/node-power.md"
+)
+
+
+class Counter(Protocol):
+    """One energy counter that wraps."""
+
+    is_package: bool  # else DRAM
+    range: int  # after so many counts it starts again
+    per_joule: float
+
+    def read(self) -> int:
+        """Return the count; raises OSError or ValueError where it cannot be read."""
+
+    def close(self) -> None:
+        """Give back what is held; may be called twice."""
+
+
+class Zone:
+    """A counter in powercap's tree."""
+
+    per_joule = 1e6
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.is_package = name.startswith("package")
+        self.range = int((path / "max_energy_range_uj").read_text())
+
+    def read(self) -> int:
+        """Return the microjoules."""
+        return int((self.path / "energy_uj").read_text())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Event:
+    """A counter of perf's power PMU, which the kernel keeps from wrapping."""
+
+    range = 2**64
+
+    def __init__(self, event: PerfEvent, is_package: bool, per_joule: float) -> None:
+        self._event = event
+        self.is_package = is_package
+        self.per_joule = per_joule
+
+    def read(self) -> int:
+        """Return the count since it was opened."""
+        return self._event.read()
+
+    def close(self) -> None:
+        """Close it."""
+        self._event.close()
+
+
+class Rapl:
+    """The energy counters of all CPU packages and their DRAM, as one that neither wraps nor jumps."""
+
+    def __init__(self, counters: Sequence[Counter], clock: Callable[[], float], note: str = "") -> None:
+        self.note = note
+        self._counters = counters
+        self._clock = clock
+        self._last = [counter.read() for counter in counters]
+        self._last_s = clock()
+        self._start_j = self._total_j = _START_J
+        self._shortest_j = min(counter.range / counter.per_joule for counter in counters)
+
+    def energy_j(self) -> float:
+        """Return a total of which only the differences mean something.
+
+        A read that fails leaves everything as it was, so the next one has what flowed meanwhile.  After a
+        stretch of which nothing can be known the total is lower than before.
+
+        Raises:
+            OSError, ValueError: a counter cannot be read, or what it counted since cannot be known.
+        """
+        counts, now_s = [counter.read() for counter in self._counters], self._clock()
+        # A fall is a wrap-around: modulo the range the difference is right.
+        spent_j = [
+            (now - last) % counter.range / counter.per_joule
+            for counter, now, last in zip(self._counters, counts, self._last, strict=True)
+        ]
+        limit_j = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0)
+        self._last, self._last_s = counts, now_s
+        if limit_j > self._shortest_j:
+            self._go_back()
+            raise ValueError("the counters were not read for so long that they may have wrapped more than once")
+        if max(spent_j) > limit_j:
+            self._go_back()
+            raise ValueError("a counter was reset")
+        self._total_j += sum(spent_j)
+        return self._total_j
+
+    def _go_back(self) -> None:
+        self._start_j = self._total_j = max(self._start_j - _BACK_J, 0.0)
+
+    def close(self) -> None:
+        """Close all counters; may be called twice."""
+        for counter in self._counters:
+            counter.close()
+
+
+def powercap_zones(root: Path) -> list[Zone]:
+    """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
+    zones = []
+    for path in sorted(root.glob("intel-rapl:*")):  # the same names on AMD; intel-rapl-mmio shows a package twice
+        try:
+            name = (path / "name").read_text().strip()
+        except FileNotFoundError:  # a container that masks the zones shows where they would be
+            continue
+        if name.startswith("package") or name == "dram":
+            zones.append(Zone(path, name))
+    return zones
+
+
+def perf_events(root: Path, open_event: Callable[[int, int, int], PerfEvent] = PerfEvent) -> list[Event]:
+    """Return the packages and their DRAM as counters of the power PMU, none where there is no such PMU.
+
+    Raises:
+        OSError, ValueError: it may not be used, or is not as its documentation says.
+    """
+    if not (root / "type").exists():
+        return []
+    kind, cpus = int((root / "type").read_text()), _cpus((root / "cpumask").read_text())
+    events: list[Event] = []
+    with ExitStack() as opened:
+        for name in ("energy-pkg", "energy-ram"):  # neither -psys nor -cores nor -gpu
+            if (root / "events" / name).exists():
+                config, per_joule = _event(root / "events", name)
+                for cpu in cpus:
+                    event = open_event(kind, config, cpu)
+                    opened.callback(event.close)
+                    events.append(Event(event, name == "energy-pkg", per_joule))
+        opened.pop_all()
+    return events
+
+
+def _event(folder: Path, name: str) -> tuple[int, float]:
+    """Return what to ask the kernel for, and how many counts are a joule."""
+    asked = re.fullmatch(r"event=(0x[0-9a-f]+)", (folder / name).read_text().strip())
+    unit = (folder / f"{name}.unit").read_text().strip()
+    scale = float((folder / f"{name}.scale").read_text())
+    if asked is None or unit != "Joules" or not 0.0 < scale <= 1.0:
+        raise ValueError(f"perf's {name} is not as expected: unit {unit!r}, scale {scale!r}")
+    return int(asked[1], 16), 1.0 / scale
+
+
+def _cpus(mask: str) -> list[int]:
+    """Return the CPUs of a list as ``0,28`` or ``0-1``: the kernel names one per package, or per die."""
+    cpus: list[int] = []
+    for part in mask.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus
+
+
+class _Look(NamedTuple):
+    """All packages read one after the other, and so once more: what lies between agrees if it is the same."""
+
+    first: list[int]
+    second: list[int]
+
+
+def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
+    """Return the packages that show the counter of an earlier one, by their place in the sequence.
+
+    Linux shows one package per die, and on some AMD processors every die shows the whole socket: a sum
+    over them is twice the energy, or twelve times (CodeCarbon issues 1274 and 1379; kernel commits
+    26096aed255f and 8d72eba1cf8c).
+    """
+    packages = [index for index, counter in enumerate(counters) if counter.is_package]
+    pairs = {
+        (one, other): 0
+        for place, one in enumerate(packages)
+        for other in packages[place + 1 :]
+        if (counters[one].range, counters[one].per_joule) == (counters[other].range, counters[other].per_joule)
+    }
+    last = _look(counters) if pairs else None
+    for _ in range(_LOOKS):
+        if not pairs or last is None:
+            break
+        pause(_PAUSE_S)
+        now = _look(counters)
+        for (one, other), moves in list(pairs.items()):
+            size = counters[one].range
+            least = now.first[one] - last.second[one]  # what the one has counted at least ...
+            width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
+            counted = (now.first[other] - last.first[other]) % size
+            if (counted - least) % size <= width:
+                pairs[one, other] = moves + (counted > 0)
+            else:
+                del pairs[one, other]
+        last = now
+    return {other for (_, other), moves in pairs.items() if moves >= _LEAST_MOVES}
+
+
+def _look(counters: Sequence[Counter]) -> _Look:
+    return _Look([counter.read() for counter in counters], [counter.read() for counter in counters])
+
+
+def open_rapl(
+    clock: Callable[[], float] = time.monotonic,
+    powercap: Path = POWERCAP,
+    perf: Path = PERF,
+    open_event: Callable[[int, int, int], PerfEvent] = PerfEvent,
+    pause: Callable[[float], None] = time.sleep,
+) -> Rapl:
+    """Open the counters of all packages and their DRAM, through powercap or else through perf.
+
+    Raises:
+        DeviceUnavailable: there are none, or they may not be read.
+    """
+    ways: dict[str, Callable[[], Sequence[Counter]]] = {
+        "powercap": lambda: powercap_zones(powercap),
+        "perf": lambda: perf_events(perf, open_event),
+    }
+    why_not = ""
+    for way, find in ways.items():
+        try:
+            counters = find()
+            if counters:
+                return _counting(counters, clock, way, pause)
+        except PermissionError:  # since Linux 5.10, for CVE-2020-8694
+            why_not = RAPL_UNREADABLE
+        except (OSError, ValueError) as error:
+            why_not = why_not or f"energy: the RAPL counters cannot be read through {way}: {error}"
+    raise DeviceUnavailable(why_not or NO_RAPL)
+
+
+def _counting(
+    counters: Sequence[Counter], clock: Callable[[], float], way: str, pause: Callable[[float], None]
+) -> Rapl:
+    try:
+        copies = mirrors(counters, pause)
+        kept = [counter for index, counter in enumerate(counters) if index not in copies]
+        rapl = Rapl(kept, clock, _note(kept, len(copies), way))
+    except (OSError, ValueError):
+        for counter in counters:
+            counter.close()
+        raise
+    for index in copies:
+        counters[index].close()
+    return rapl
+
+
+def _note(counters: Sequence[Counter], num_copies: int, way: str) -> str:
+    num_packages = sum(counter.is_package for counter in counters)
+    packages = f"{num_packages} CPU package{'s' if num_packages > 1 else ''}"
+    dram = "with DRAM" if num_packages < len(counters) else "without DRAM, for which there is no counter"
+    note = f"RAPL through {way}: {packages} {dram}"
+    if num_copies:
+        note += f"; {num_copies} more packages always show the same numbers as these and are not counted again"
+    return note
+
+
+def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
+    """Open the CPUs of a node, with their DRAM where it has counters.
+
+    Raises:
+        DeviceUnavailable: there are no counters, or they may not be read.
+    """
+    if rapl is None:
+        rapl = open_rapl()
+    device = Device(
+        key=f"cpu:{host}",
+        kind="rapl",
+        name="CPU",
+        is_gpu=False,
+        energy_method=COUNTER,
+        power_scope=CPU,
+        energy_note=rapl.note,
+        sensor=SENSOR,
+        only_power=True,
+    )
+    return NodeReader(device, INTERVAL_S, lambda: Measured(energy_j=rapl.energy_j()), rapl.close)

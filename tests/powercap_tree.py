@@ -1,0 +1,52 @@
+"""Trees as /sys/class/powercap has them, whose counters a test moves."""
+
+INTEL_RANGE_UJ = 262_143_328_850
+INTEL_DRAM_RANGE_UJ = 65_712_999_613
+AMD_RANGE_UJ = 65_532_610_987
+
+#: Two sockets of a Xeon, with their DRAM and with what must not be added to them.
+INTEL = {
+    "intel-rapl:0": ("package-0", INTEL_RANGE_UJ),
+    "intel-rapl:0:0": ("core", INTEL_RANGE_UJ),
+    "intel-rapl:0:1": ("dram", INTEL_DRAM_RANGE_UJ),
+    "intel-rapl:1": ("package-1", INTEL_RANGE_UJ),
+    "intel-rapl:1:0": ("dram", INTEL_DRAM_RANGE_UJ),
+    "intel-rapl:2": ("psys", INTEL_RANGE_UJ),
+    "intel-rapl-mmio:0": ("package-0", INTEL_RANGE_UJ),
+}
+
+#: An EPYC socket: the same names as Intel's, no DRAM.
+AMD = {"intel-rapl:0": ("package-0", AMD_RANGE_UJ), "intel-rapl:0:0": ("core", AMD_RANGE_UJ)}
+
+#: Two sockets whose dies are shown one by one, each with the counter of its whole socket.
+AMD_DIES = {
+    "intel-rapl:0": ("package-0-die-0", AMD_RANGE_UJ),
+    "intel-rapl:1": ("package-0-die-1", AMD_RANGE_UJ),
+    "intel-rapl:2": ("package-1-die-2", AMD_RANGE_UJ),
+    "intel-rapl:3": ("package-1-die-3", AMD_RANGE_UJ),
+}
+
+
+class Powercap:
+    """A tree in a folder; every counter starts at 1,000 J."""
+
+    def __init__(self, root, zones=INTEL):
+        self.root = root
+        self.ranges_uj = {zone: range_uj for zone, (_, range_uj) in zones.items()}
+        for zone, (name, range_uj) in zones.items():
+            (root / zone).mkdir(parents=True)
+            (root / zone / "name").write_text(name + "\n")
+            (root / zone / "max_energy_range_uj").write_text(f"{range_uj}\n")
+            self.set_j(zone, 1000)
+        (root / "intel-rapl").mkdir()  # the control type, no zone
+
+    def set_j(self, zone, joules):
+        (self.root / zone / "energy_uj").write_text(f"{round(joules * 1e6)}\n")
+
+    def add_j(self, zone, joules):
+        """Move a counter as the hardware does: beyond its range it starts again."""
+        file = self.root / zone / "energy_uj"
+        file.write_text(f"{(int(file.read_text()) + round(joules * 1e6)) % self.ranges_uj[zone]}\n")
+
+    def break_zone(self, zone):
+        (self.root / zone / "energy_uj").write_text("")

@@ -1,0 +1,195 @@
+"""effllm/node_power/hwmon.py with trees as Grace's and EPYC's kernels show them; no machine here has either."""
+
+from pathlib import Path
+
+import pytest
+
+from effllm.devices import DeviceUnavailable
+from effllm.node_power.hwmon import NO_HWMON, open_reader
+
+#: A Grace Hopper: the module contains Grace, and Grace contains the two rails.
+GRACE_HOPPER = {
+    "Module Power Socket 0": 612.4,
+    "Grace Power Socket 0": 104.25,
+    "CPU Power Socket 0": 46.5,
+    "SysIO Power Socket 0": 11.75,
+}
+#: Two Graces on a board, without a GPU in their module.
+GRACE_GRACE = {
+    "Grace Power Socket 0": 210.5,
+    "Grace Power Socket 1": 190.25,
+    "CPU Power Socket 0": 150.0,
+    "CPU Power Socket 1": 130.0,
+    "SysIO Power Socket 0": 20.0,
+    "SysIO Power Socket 1": 21.0,
+}
+
+
+class Hwmon:
+    """A tree like /sys/class/hwmon, one ACPI power meter per folder."""
+
+    def __init__(self, root, meters=None, below="device", interval_ms="50"):
+        self.root, self._below = root, below
+        self.files = {}
+        for label, watts in (meters or {}).items():
+            chip = self.chip("power_meter") / below
+            chip.mkdir(exist_ok=True)
+            (chip / "power1_oem_info").write_text(label + "\n")
+            if interval_ms is not None:
+                (chip / "power1_average_interval").write_text(interval_ms + "\n")
+            (chip / "power1_accuracy").write_text("100.0%\n")
+            self.files[label] = chip / "power1_average"
+            self.set_w(label, watts)
+
+    def chip(self, name):
+        chip = self.root / f"hwmon{len(list(self.root.glob('hwmon*')))}"
+        chip.mkdir(parents=True)
+        (chip / "name").write_text(name + "\n")
+        return chip
+
+    def set_w(self, label, watts):
+        self.files[label].write_text(f"{round(watts * 1e6)}\n")
+
+
+@pytest.fixture
+def grace_hopper(tmp_path):
+    return Hwmon(tmp_path / "hwmon", GRACE_HOPPER)
+
+
+def watts(hwmon):
+    sample, failures = open_reader("node1", hwmon.root).read()
+    assert failures == {}
+    return sample.power_average_w
+
+
+def why_not(root):
+    with pytest.raises(DeviceUnavailable) as caught:
+        open_reader("node1", root)
+    return str(caught.value)
+
+
+def test_grace_is_the_whole_cpu_side_to_which_its_own_rails_are_not_added(grace_hopper):
+    assert watts(grace_hopper) == 104.25  # neither + 46.5 + 11.75, nor the module's 612.4
+
+
+def test_two_sockets_add_up(tmp_path):
+    assert watts(Hwmon(tmp_path, GRACE_GRACE)) == 210.5 + 190.25
+
+
+def test_ten_sockets_and_more_are_still_one_each(tmp_path):
+    assert watts(Hwmon(tmp_path, {f"Grace Power Socket {socket}": 10.0 for socket in range(12)})) == 120.0
+
+
+def test_without_a_meter_of_the_whole_socket_the_rails_are_summed_and_the_note_says_what_may_lack(tmp_path):
+    hwmon = Hwmon(tmp_path, {"CPU Power Socket 0": 46.5, "SysIO Power Socket 0": 11.75})
+
+    assert watts(hwmon) == 46.5 + 11.75
+    assert "may lack" in open_reader("node1", hwmon.root).device.energy_note
+
+
+def test_the_device_is_an_averaged_power_with_its_own_interval_and_no_energy(grace_hopper):
+    reader = open_reader("node1", grace_hopper.root)
+    device = reader.device
+    sample, _ = reader.read()
+
+    assert (device.key, device.kind, device.energy_method, device.power_scope) == (
+        "cpu:node1",
+        "hwmon",
+        "average power",
+        "cpu",
+    )
+    assert (device.sensor.average_s, device.sensor.tick_s, device.sensor.gain_error) == (0.05, 0.05, 0.05)
+    assert (sample.energy_j, sample.power_w) == (None, None)
+    assert reader.interval_s == 1.0
+
+
+def test_a_cpu_inside_a_module_with_a_gpu_says_so_by_its_energy_key(grace_hopper, tmp_path):
+    beside_a_gpu = open_reader("node1", grace_hopper.root).device
+    alone = open_reader("node1", Hwmon(tmp_path / "two", GRACE_GRACE).root).device
+
+    assert (beside_a_gpu.energy_key, alone.energy_key) == ("module-cpu:node1", "")
+
+
+def test_newer_kernels_put_the_same_files_one_folder_higher(tmp_path):
+    assert watts(Hwmon(tmp_path, GRACE_HOPPER, below=".")) == 104.25
+
+
+def test_a_meter_that_is_shown_in_both_folders_is_counted_once(grace_hopper):
+    device = grace_hopper.files["Grace Power Socket 0"].parent
+    for name in ("power1_average", "power1_oem_info"):
+        (device.parent / name).write_text((device / name).read_text())
+
+    assert watts(grace_hopper) == 104.25
+
+
+@pytest.mark.parametrize("label", ["Total Power Socket 0", "Total Input Power in uW Socket 0"])
+def test_the_names_of_graces_successor_are_known(tmp_path, label):
+    assert watts(Hwmon(tmp_path, {label: 300.0, "CPU Rail Power Socket 0": 200.0})) == 300.0
+
+
+def test_an_interval_that_is_longer_than_ours_is_waited_for(tmp_path):
+    reader = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms="2000").root)
+
+    assert (reader.interval_s, reader.device.sensor.average_s) == (2.0, 2.0)
+
+
+def test_an_interval_that_is_not_told_is_assumed_and_said_to_be(tmp_path):
+    sensor = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms=None).root).device.sensor
+
+    assert (sensor.average_s, sensor.source.split(";")[0]) == (1.0, "averaging interval assumed")
+
+
+@pytest.mark.parametrize("microwatts", [0xFFFFFFFF * 1000, 0, -5, "", "N/A"])
+def test_a_reading_that_cannot_be_is_a_failure_and_the_next_good_one_counts(grace_hopper, microwatts):
+    reader = open_reader("node1", grace_hopper.root)
+    grace_hopper.files["Grace Power Socket 0"].write_text(f"{microwatts}\n")
+    failed, failures = reader.read()
+    grace_hopper.set_w("Grace Power Socket 0", 99.0)
+    sample, no_failures = reader.read()
+
+    assert (failed.power_average_w, list(failures)) == (None, ["power_average_w"])
+    assert (sample.power_average_w, no_failures) == (99.0, {})
+
+
+def test_one_socket_that_fails_leaves_no_sum_of_the_others(tmp_path):
+    hwmon = Hwmon(tmp_path, GRACE_GRACE)
+    reader = open_reader("node1", hwmon.root)
+    hwmon.files["Grace Power Socket 1"].unlink()
+
+    assert reader.read()[0].power_average_w is None
+
+
+def test_the_power_meter_of_an_ordinary_server_is_not_taken_for_a_cpus(tmp_path):
+    assert why_not(Hwmon(tmp_path, {"": 420.0, "System Power": 431.0}).root) == NO_HWMON
+
+
+def test_a_module_alone_is_not_taken_for_a_cpu(tmp_path):
+    assert why_not(Hwmon(tmp_path, {"Module Power Socket 0": 612.0}).root) == NO_HWMON
+
+
+def test_a_machine_without_hwmon_says_so(tmp_path):
+    assert why_not(tmp_path / "nowhere") == NO_HWMON
+
+
+def test_a_meter_that_may_not_be_read_says_which(grace_hopper, monkeypatch):
+    read_text = Path.read_text
+
+    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, whom no mode stops
+        if path.name == "power1_average":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
+
+    assert "Permission denied" in why_not(grace_hopper.root)
+
+
+def test_epycs_sockets_are_read_through_hsmp(tmp_path):
+    hwmon = Hwmon(tmp_path)
+    for microwatts in (245_000_000, 251_500_000):
+        (hwmon.chip("amd_hsmp_hwmon") / "power1_input").write_text(f"{microwatts}\n")
+    hwmon.chip("k10temp")
+    reader = open_reader("node1", hwmon.root)
+
+    assert reader.read()[0].power_w == 245.0 + 251.5
+    assert (reader.device.energy_method, reader.device.driver) == ("instant power", "amd_hsmp")

@@ -1,0 +1,456 @@
+"""effllm/node_power/rapl.py with trees as Intel's and AMD's servers show them; no machine here has RAPL."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
+
+from effllm.devices import DeviceUnavailable
+from effllm.energy import EnergyLedger
+from effllm.node_power.perf_event import PerfEvent
+from effllm.node_power.rapl import (
+    INTERVAL_S,
+    NO_RAPL,
+    RAPL_UNREADABLE,
+    open_rapl,
+    open_reader,
+    perf_events,
+    powercap_zones,
+)
+from effllm.schema import Sample
+
+NOWHERE = Path("/nowhere")
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def powercap(tmp_path):
+    return Powercap(tmp_path / "powercap")
+
+
+def opened(powercap, clock, pause=lambda _: None):
+    return open_rapl(clock, powercap.root, NOWHERE, pause=pause)
+
+
+def flowed_j(rapl):
+    """Return the energy since it was opened: the total starts at 1e9 J, so that it can go back."""
+    return round(rapl.energy_j() - 1e9, 6)
+
+
+@pytest.fixture
+def rapl(powercap, clock):
+    return opened(powercap, clock)
+
+
+# --- powercap ---
+
+
+def test_packages_and_dram_count_but_neither_psys_nor_cores(powercap):
+    names = [zone.path.name for zone in powercap_zones(powercap.root)]
+
+    assert names == ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
+
+
+def test_the_energy_of_both_packages_and_their_dram_adds_up(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 1200)
+    powercap.set_j("intel-rapl:1", 1100)
+    powercap.set_j("intel-rapl:1:0", 1020)
+    powercap.set_j("intel-rapl:2", 2000)  # psys
+
+    assert flowed_j(rapl) == 200 + 100 + 20
+    assert rapl.note == "RAPL through powercap: 2 CPU packages with DRAM"
+
+
+def test_a_wrap_around_goes_on_counting(powercap, clock):
+    powercap.set_j("intel-rapl:0", INTEL_RANGE_UJ / 1e6 - 30)
+    rapl = opened(powercap, clock)
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 70)
+
+    assert flowed_j(rapl) == 30 + 70
+
+
+def test_amds_65_kj_that_last_234_s_at_280_w_are_right_over_ten_minutes(tmp_path, clock):
+    powercap = Powercap(tmp_path / "amd", AMD)
+    rapl = opened(powercap, clock)
+    for _ in range(600):
+        clock.now_s += INTERVAL_S
+        powercap.add_j("intel-rapl:0", 280.0)
+        energy_j = flowed_j(rapl)
+
+    assert round(AMD_RANGE_UJ / 1e6 / 280) == 234
+    assert energy_j == pytest.approx(600 * 280.0)  # two and a half ranges
+    assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, for which there is no counter"
+
+
+def test_a_read_error_adds_no_full_range_of_262_kj_as_in_codecarbon_and_perun(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 1100)
+    assert flowed_j(rapl) == 100
+    clock.now_s += 1.0
+    powercap.break_zone("intel-rapl:0")  # theirs takes that for 0, and 0 for a wrap-around
+    with pytest.raises(ValueError, match="invalid literal"):
+        rapl.energy_j()
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 1250)
+
+    assert flowed_j(rapl) == 250
+
+
+def test_a_read_error_is_a_failure_of_that_read_and_never_a_zero(powercap, rapl, clock):
+    reader = open_reader("node1", rapl)
+    powercap.break_zone("intel-rapl:1:0")
+    sample, failures = reader.read()
+
+    assert (sample.energy_j, list(failures)) == (None, ["energy_j"])
+    assert failures["energy_j"].startswith("rapl: ")
+
+
+def test_a_counter_that_is_reset_is_no_wrap_around(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 0)  # as a wrap-around it would be 261,143 J in a second
+    with pytest.raises(ValueError, match="reset"):
+        rapl.energy_j()
+    before_j = rapl.energy_j()
+    clock.now_s += 1.0
+    powercap.set_j("intel-rapl:0", 50)
+
+    assert rapl.energy_j() - before_j == 50
+
+
+def test_a_counter_left_unread_until_it_may_have_wrapped_twice_tells_nothing(tmp_path, clock):
+    powercap = Powercap(tmp_path / "amd", AMD)
+    rapl = opened(powercap, clock)
+    clock.now_s += 65.0  # at 1,000 W the range of 65.5 kJ lasts 65.5 s
+    powercap.set_j("intel-rapl:0", 1100)
+
+    with pytest.raises(ValueError, match="wrapped"):
+        rapl.energy_j()
+
+
+def test_a_stretch_of_which_nothing_is_known_stays_a_hole_in_the_ledger(powercap, rapl, clock):
+    reader = open_reader("node1", rapl)
+    ledger = EnergyLedger(reader.device, longest_gap_s=5.0)
+
+    def read(second):
+        clock.now_s += 1.0
+        try:
+            energy_j = rapl.energy_j()
+        except ValueError:
+            energy_j = None
+        ledger.add(Sample(time_ns=second * 10**9, energy_j=energy_j))
+
+    for second in range(1, 11):  # 100 W, and between the 4th and the 5th reading a reset
+        powercap.set_j("intel-rapl:0", 1000 + 100 * second if second < 5 else 100 * (second - 5))
+        read(second)
+
+    energy = ledger.energy(10**9, 10 * 10**9)
+    # Known: 1 s to 4 s, and from the 7th reading on, the first whose difference is believed: 6 s to 10 s.
+    assert (energy.joules, energy.covered_s) == (pytest.approx(300 + 400), pytest.approx(3 + 4))
+
+
+def test_the_counters_are_read_at_least_once_a_minute(rapl):
+    assert open_reader("node1", rapl).interval_s <= 60.0
+
+
+def test_the_device_is_a_counter_of_the_cpus_that_says_how_far_it_may_be_off(rapl):
+    device = open_reader("node1", rapl).device
+
+    assert (device.key, device.kind, device.is_gpu, device.only_power) == ("cpu:node1", "rapl", False, True)
+    assert (device.energy_method, device.power_scope) == ("counter", "cpu")
+    assert (device.sensor.tick_s, device.sensor.gain_error) == (0.001, 0.10)
+    assert device.sensor.source.startswith("assumed")
+
+
+# --- dies that mirror one counter ---
+
+
+class Dies:
+    """A pause in which every socket draws, and all its dies show it."""
+
+    def __init__(self, powercap, sockets, watts=(100.0, 130.0)):
+        self._powercap, self._sockets, self._watts = powercap, sockets, watts
+        self.num_pauses = 0
+
+    def __call__(self, seconds):
+        self.num_pauses += 1
+        for zones, watts in zip(self._sockets, self._watts, strict=False):
+            for zone in zones:
+                self._powercap.add_j(zone, watts * seconds)
+
+
+DIES = (("intel-rapl:0", "intel-rapl:1"), ("intel-rapl:2", "intel-rapl:3"))
+
+
+def test_dies_that_mirror_one_counter_are_counted_once(tmp_path, clock):
+    powercap = Powercap(tmp_path / "dies", AMD_DIES)
+    draw = Dies(powercap, DIES)
+    rapl = opened(powercap, clock, draw)
+    clock.now_s += 1.0
+    draw(1.0)
+
+    assert flowed_j(rapl) == 100 + 130
+    assert rapl.note.startswith("RAPL through powercap: 2 CPU packages without DRAM")
+    assert rapl.note.endswith("; 2 more packages always show the same numbers as these and are not counted again")
+
+
+def test_mirrored_dies_are_found_across_a_wrap_around_too(tmp_path, clock):
+    powercap = Powercap(tmp_path / "dies", AMD_DIES)
+    for zone in DIES[0]:
+        powercap.set_j(zone, AMD_RANGE_UJ / 1e6 - 2.5)  # 1 J a pause: it wraps in the third
+    draw = Dies(powercap, DIES)
+    rapl = opened(powercap, clock, draw)
+    clock.now_s += 1.0
+    draw(1.0)
+
+    assert flowed_j(rapl) == pytest.approx(100 + 130)
+
+
+def test_two_sockets_with_counters_of_their_own_are_told_apart_by_one_pause(powercap, clock):
+    draw = Dies(powercap, (("intel-rapl:0",), ("intel-rapl:1",)), (100.0, 100.01))
+    rapl = opened(powercap, clock, draw)
+    clock.now_s += 1.0
+    draw(1.0)
+
+    assert flowed_j(rapl) == pytest.approx(200.01)
+    assert draw.num_pauses == 1 + 1
+
+
+def test_counters_that_do_not_move_are_not_taken_for_each_other(powercap, rapl, clock):
+    clock.now_s += 1.0
+    powercap.add_j("intel-rapl:0", 10)
+    powercap.add_j("intel-rapl:1", 10)
+
+    assert flowed_j(rapl) == 20
+
+
+def test_dram_that_draws_the_same_in_both_sockets_is_counted_twice(powercap, clock):
+    dram = ("intel-rapl:0:1", "intel-rapl:1:0")
+    draw = Dies(powercap, (dram, ("intel-rapl:0",), ("intel-rapl:1",)), (20.0, 100.0, 110.0))
+    rapl = opened(powercap, clock, draw)
+    clock.now_s += 1.0
+    draw(1.0)
+
+    assert flowed_j(rapl) == pytest.approx(20 + 20 + 100 + 110)
+
+
+# --- who may not read ---
+
+
+def close_powercap(monkeypatch):
+    """Take away the right to read the counters; the tests may run as root, whom no mode stops."""
+    read_text = Path.read_text
+
+    def as_an_ordinary_user(path, *args, **kwargs):
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", as_an_ordinary_user)
+
+
+def why_not(clock, powercap, perf=NOWHERE, open_event=None):
+    with pytest.raises(DeviceUnavailable) as caught:
+        open_rapl(clock, powercap, perf, open_event or no_event, pause=lambda _: None)
+    return str(caught.value)
+
+
+def no_event(kind, config, cpu):
+    raise PermissionError(13, "Permission denied", "perf_event_open")
+
+
+def test_a_machine_without_counters_says_so(tmp_path, clock):
+    assert why_not(clock, tmp_path) == NO_RAPL
+
+
+def test_zones_that_a_container_masks_are_as_good_as_none(tmp_path, clock):
+    (tmp_path / "intel-rapl:0").symlink_to(tmp_path / "devices" / "virtual" / "powercap" / "intel-rapl:0")
+
+    assert why_not(clock, tmp_path) == NO_RAPL
+
+
+def test_closed_counters_name_three_ways_to_open_them(powercap, clock, monkeypatch):
+    close_powercap(monkeypatch)
+    text = why_not(clock, powercap.root)
+
+    assert text == RAPL_UNREADABLE
+    for way in ("tmpfiles.d", "perf_event_paranoid", "CAP_PERFMON", "CAP_DAC_READ_SEARCH"):
+        assert way in text
+
+
+def test_a_tree_that_is_not_as_expected_says_what_it_is(powercap, clock):
+    powercap.break_zone("intel-rapl:0")
+
+    assert why_not(clock, powercap.root).startswith(
+        "energy: the RAPL counters cannot be read through powercap: invalid"
+    )
+
+
+# --- perf's power PMU ---
+
+SCALE = 2.3283064365386962890625e-10  # 2^-32 J, as the kernel writes it
+
+
+class FakeEvent:
+    """What the system call opens, moved by the test."""
+
+    def __init__(self, kind, config, cpu):
+        self.asked, self.joules, self.is_open = (kind, config, cpu), 0.0, True
+
+    def read(self):
+        if not self.is_open:
+            raise OSError(9, "Bad file descriptor")
+        return round(self.joules / SCALE)
+
+    def close(self):
+        self.is_open = False
+
+
+class Pmu:
+    """The power PMU of a two-socket server, and what was opened of it."""
+
+    def __init__(self, root):
+        self.root, self.opened, self.limit = root, [], 99
+        (root / "events").mkdir(parents=True)
+        (root / "type").write_text("22\n")
+        (root / "cpumask").write_text("0,28\n")
+        for name, config in (("energy-pkg", 2), ("energy-ram", 3), ("energy-cores", 1), ("energy-psys", 5)):
+            (root / "events" / name).write_text(f"event=0x{config:02x}\n")
+            (root / "events" / f"{name}.scale").write_text("2.3283064365386962890625e-10\n")
+            (root / "events" / f"{name}.unit").write_text("Joules\n")
+
+    def __call__(self, kind, config, cpu):
+        if len(self.opened) >= self.limit:
+            raise PermissionError(13, "Permission denied", "perf_event_open")
+        self.opened.append(FakeEvent(kind, config, cpu))
+        return self.opened[-1]
+
+    def event(self, config, cpu):
+        return next(event for event in self.opened if event.asked == (22, config, cpu))
+
+
+@pytest.fixture
+def pmu(tmp_path):
+    return Pmu(tmp_path / "power")
+
+
+def test_perf_counts_where_powercap_is_closed(powercap, pmu, clock, monkeypatch):
+    close_powercap(monkeypatch)
+    rapl = open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
+    clock.now_s += 1.0
+    pmu.event(2, 0).joules += 200.0
+    pmu.event(2, 28).joules += 100.0
+    pmu.event(3, 28).joules += 20.0
+
+    assert flowed_j(rapl) == 200 + 100 + 20
+    assert rapl.note == "RAPL through perf: 2 CPU packages with DRAM"
+
+
+def test_perf_is_asked_for_packages_and_dram_of_one_cpu_per_package(pmu):
+    perf_events(pmu.root, pmu)
+
+    assert [event.asked for event in pmu.opened] == [(22, 2, 0), (22, 2, 28), (22, 3, 0), (22, 3, 28)]
+
+
+def test_perf_is_left_alone_where_powercap_can_be_read(powercap, pmu, clock):
+    open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
+
+    assert pmu.opened == []
+
+
+def test_dies_that_mirror_one_counter_are_counted_once_through_perf_too(pmu, clock):
+    (pmu.root / "cpumask").write_text("0-2\n")  # three dies of one socket; no DRAM on AMD
+    for path in (pmu.root / "events").glob("energy-ram*"):
+        path.unlink()
+
+    def draw(seconds):
+        for cpu in range(3):
+            pmu.event(2, cpu).joules += 250.0 * seconds
+
+    rapl = open_rapl(clock, NOWHERE, pmu.root, pmu, pause=draw)
+    clock.now_s += 1.0
+    draw(1.0)
+
+    assert flowed_j(rapl) == pytest.approx(250)
+    assert [event.is_open for event in pmu.opened] == [True, False, False]
+
+
+def test_perf_that_refuses_midway_leaves_nothing_open(powercap, pmu, clock, monkeypatch):
+    close_powercap(monkeypatch)
+    pmu.limit = 3
+
+    assert why_not(clock, powercap.root, pmu.root, pmu) == RAPL_UNREADABLE
+    assert [event.is_open for event in pmu.opened] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("energy-pkg.unit", "Watts"),
+        ("energy-pkg.scale", "0"),
+        ("energy-pkg.scale", "nan"),
+        ("energy-pkg", "event=0x02,umask=1"),
+        ("../type", ""),
+        ("../cpumask", "\n"),
+    ],
+)
+def test_a_pmu_that_is_not_as_documented_is_not_guessed_at(pmu, clock, name, text):
+    (pmu.root / "events" / name).write_text(text)
+
+    assert why_not(clock, NOWHERE, pmu.root, pmu).startswith("energy: the RAPL counters cannot be read through perf: ")
+
+
+def test_closing_gives_back_what_perf_opened_and_may_happen_twice(pmu, clock):
+    reader = open_reader("node1", open_rapl(clock, NOWHERE, pmu.root, pmu, pause=lambda _: None))
+    reader.close()
+    reader.close()
+
+    assert [event.is_open for event in pmu.opened] == [False] * 4
+    assert reader.read()[0].energy_j is None
+
+
+def test_the_real_system_call_counts_a_cpus_clock_in_nanoseconds():
+    """The kernel's own counter of a CPU's time has the power PMU's shape, so the call itself is proved here."""
+    try:
+        event = PerfEvent(kind=1, config=0, cpu=0)  # PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK
+    except OSError as error:
+        pytest.skip(f"perf may not be used here: {error}")
+    began_ns, first = time.monotonic_ns(), event.read()
+    while time.monotonic_ns() - began_ns < 50_000_000:
+        pass
+    passed_ns, counted = time.monotonic_ns() - began_ns, event.read() - first
+    event.close()
+    event.close()
+
+    assert counted == pytest.approx(passed_ns, rel=0.05)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        event.read()
+
+
+def test_a_counter_that_the_kernel_does_not_have_is_an_error_of_its_own():
+    with pytest.raises(OSError, match="perf_event_open"):
+        PerfEvent(kind=0x7FFFFFFF, config=0, cpu=0)
+
+
+def test_a_tree_that_vanishes_is_a_failure_and_no_crash(powercap, rapl):
+    reader = open_reader("node1", rapl)
+    shutil.rmtree(powercap.root)
+
+    assert list(reader.read()[1]) == ["energy_j"]
