@@ -1,0 +1,224 @@
+"""effllm/node_power/ipmi.py with stand-ins for its tools that say what ipmi-dcmi 1.6.10 and ipmitool 1.8.19 say."""
+
+import os
+import time
+
+import jobs
+import pytest
+
+from effllm.devices import DeviceUnavailable
+from effllm.node_power.ipmi import MOST_BYTES, NO_DEVICE, NO_TOOL, Command, open_reader
+
+IPMI_DCMI = """
+Current Power                        : 332 Watts
+Minimum Power over sampling duration : 68 watts
+Maximum Power over sampling duration : 504 watts
+Average Power over sampling duration : 348 watts
+Time Stamp                           : 11/03/2023 - 08:36:29
+Statistics reporting time period     : 2685198000 milliseconds
+Power Measurement                    : Active
+"""
+
+IPMITOOL = """
+    Instantaneous power reading:                   173 Watts
+    Minimum during sampling period:                  0 Watts
+    Maximum during sampling period:               1023 Watts
+    Average power reading over sample period:      138 Watts
+    IPMI timestamp:                           Thu Aug  1 13:46:34 2024
+    Sampling period:                          00010824 Seconds.
+    Power reading state is:                   activated
+
+"""
+
+
+class Tools:
+    """A folder of executables, and an IPMI device that only has to be there."""
+
+    def __init__(self, root):
+        self.root = root
+        self.device = root / "ipmi0"
+        self.device.touch()
+        self.folder = root / "a folder; touch surprise"
+        self.folder.mkdir()
+
+    def put(self, name, body):
+        tool = self.folder / name
+        tool.write_text(f"#!/bin/sh\n{body}\n")
+        tool.chmod(0o755)
+        return tool
+
+    def say(self, name, text, status=0):
+        """Put a tool that says something, whatever it is asked."""
+        answer = self.root / f"{name}.txt"
+        answer.write_text(text)
+        return self.put(name, f"cat '{answer}'; exit {status}")
+
+    def which(self, name):
+        return str(self.folder / name) if (self.folder / name).exists() else None
+
+    def open(self, limit_s=5.0):
+        return open_reader("node1", [self.device], self.which, limit_s)
+
+    def why_not(self, limit_s=5.0):
+        with pytest.raises(DeviceUnavailable) as caught:
+            self.open(limit_s)
+        return str(caught.value)
+
+
+@pytest.fixture
+def tools(tmp_path):
+    return Tools(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "text", "watts"), [("ipmi-dcmi", IPMI_DCMI, 332.0), ("ipmitool", IPMITOOL, 173.0)])
+def test_what_the_node_draws_now_is_read_and_not_its_mean_since_boot(tools, name, text, watts):
+    tools.say(name, text)
+    sample, failures = tools.open().read()
+
+    assert (sample.power_w, sample.energy_j, failures) == (watts, None, {})
+
+
+def test_a_warning_before_the_reading_does_no_harm(tools):
+    tools.say("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL)
+
+    assert tools.open().read()[0].power_w == 173.0
+
+
+def test_the_device_is_the_nodes_power_that_says_what_dcmi_may_leave_out(tools):
+    tools.say("ipmi-dcmi", IPMI_DCMI)
+    reader = tools.open()
+    device = reader.device
+
+    assert (device.key, device.kind, device.driver) == ("psu:node1", "ipmi", "ipmi-dcmi")
+    assert (device.energy_method, device.power_scope, device.only_power) == ("instant power", "node-psu", True)
+    assert "leaves out" in device.energy_note
+    assert (reader.interval_s, device.sensor.tick_s, device.sensor.gain_error) == (10.0, 5.0, 0.10)
+    assert 0 < device.sensor.call_s < 5
+
+
+def test_the_tools_are_asked_for_the_reading_alone_and_through_the_kernels_driver(tools):
+    asked = tools.root / "asked"
+    tools.put("ipmi-dcmi", f"echo \"$@\" >> '{asked}'; exit 1")
+    tools.put("ipmitool", f"echo \"$@\" >> '{asked}'; exit 1")
+    tools.why_not()
+
+    assert asked.read_text().splitlines() == [
+        "--driver-type=OPENIPMI --get-system-power-statistics",
+        "-I open dcmi power reading",
+    ]
+    assert not (tools.root / "surprise").exists()
+
+
+def test_where_the_first_tool_shows_nothing_the_second_is_asked(tools):
+    tools.say("ipmi-dcmi", "ipmi-dcmi: command not supported\n", 1)
+    tools.say("ipmitool", IPMITOOL)
+
+    assert tools.open().device.driver == "ipmitool"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (IPMI_DCMI.replace("Active", "Not Available"), "the measurement is off"),
+        (IPMI_DCMI.replace("332 Watts", "0 Watts"), "shows 0 W, which a node that runs cannot draw"),
+        ("could not find inband device\n", "shows no power: could not find inband device"),
+        ("", "shows no power: it said nothing"),
+        ("Current Power : many Watts\n", "shows no power: Current Power : many Watts"),
+        ("\0\xff" * 100, "shows no power"),
+    ],
+)
+def test_what_is_no_power_reading_is_never_a_number(tools, text, reason):
+    tools.say("ipmi-dcmi", text)
+
+    assert reason in tools.why_not()
+
+
+def test_a_reading_that_is_switched_off_by_ipmitools_word_is_none(tools):
+    tools.say("ipmitool", IPMITOOL.replace("activated", "deactivated"))
+
+    assert "the measurement is off" in tools.why_not()
+
+
+def test_a_tool_that_fails_later_is_a_failure_of_that_reading(tools):
+    tools.say("ipmi-dcmi", IPMI_DCMI)
+    reader = tools.open()
+    tools.say("ipmi-dcmi", "ipmi-dcmi: driver busy\n", 1)
+    failed, failures = reader.read()
+    tools.say("ipmi-dcmi", IPMI_DCMI)
+    sample, _ = reader.read()
+
+    assert (failed.power_w, failures) == (None, {"power_w": "ipmi: ipmi-dcmi failed (1): ipmi-dcmi: driver busy"})
+    assert sample.power_w == 332.0
+
+
+def test_a_tool_that_hangs_is_ended_with_its_children_at_the_limit(tools):
+    tools.put("ipmi-dcmi", "sleep 600 & sleep 600")
+    began_s = time.monotonic()
+    why_not = tools.why_not(limit_s=0.3)
+
+    assert why_not == "node power: ipmi-dcmi did not answer within 0.3 s"
+    assert time.monotonic() - began_s < 4.0
+    assert jobs.gone(lambda: set(jobs.processes_of_session()) - {os.getpid()}, within_s=5.0) == set()
+
+
+def test_a_tool_that_leaves_a_child_behind_on_its_output_does_not_hold_us(tools):
+    answer = tools.root / "answer"
+    answer.write_text(IPMI_DCMI)
+    tools.put("ipmi-dcmi", f"sleep 600 &\ncat '{answer}'")
+
+    assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
+
+
+def test_a_tool_that_closes_its_output_and_hangs_is_ended_too(tools):
+    tools.put("ipmi-dcmi", "exec >/dev/null 2>&1; sleep 600")
+
+    assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
+
+
+def test_a_tool_that_never_stops_talking_is_ended(tools):
+    tools.put("ipmi-dcmi", "exec yes")
+
+    assert tools.why_not() == "node power: ipmi-dcmi says more than a power reading"
+    assert MOST_BYTES < 10**6
+
+
+def test_one_that_hangs_in_the_kernel_is_not_started_again(tools, monkeypatch):
+    command = Command([str(tools.put("ipmi-dcmi", "sleep 600"))], limit_s=0.1)
+    ended = Command._end
+
+    def stuck(self, process):  # what a process in state D does: it outlives SIGKILL
+        self._stuck = process
+
+    monkeypatch.setattr(Command, "_end", stuck)
+    with pytest.raises(TimeoutError):
+        command.run()
+    with pytest.raises(OSError, match="hangs in the kernel and is not started again"):
+        command.run()
+    ended(command, command._stuck)
+
+
+def test_no_device_says_how_to_get_one(tools):
+    tools.device.unlink()
+
+    assert tools.why_not() == NO_DEVICE
+
+
+def test_a_device_that_is_closed_names_three_ways_to_open_it(tools, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, whom no mode stops
+    text = tools.why_not()
+
+    assert str(tools.device) in text
+    for way in ("run as root", 'GROUP="ipmi"', "setfacl"):
+        assert way in text
+    assert "switch the node off" in text
+
+
+def test_no_tool_says_which_to_install(tools):
+    assert tools.why_not() == NO_TOOL
+
+
+def test_the_tools_are_found_on_the_path(tools, monkeypatch):
+    tools.say("ipmitool", IPMITOOL)
+    monkeypatch.setenv("PATH", f"{tools.folder}:{os.environ['PATH']}")
+
+    assert open_reader("node1", [tools.device]).device.driver == "ipmitool"
