@@ -1,0 +1,92 @@
+"""Who asks a Redfish service, and how it is known to be the right one: a file that its owner alone can read."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BASIC, SESSION = "basic", "session"
+_MOST_BYTES = 16 * 1024
+
+
+class CredentialsError(ValueError):
+    """The file is not usable; the message is one line that never holds what is in it."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a credentials file says."""
+
+    user: str
+    password: str = field(repr=False)
+    authentication: str = BASIC
+    ca_file: Path | None = None  # whom to believe instead of the system's authorities
+    fingerprint: bytes | None = None  # SHA-256 of the one certificate to believe, whatever it says of itself
+
+    @classmethod
+    def read(cls, path: Path) -> Credentials:
+        """Read lines of the form ``key = value``; blank lines and those that begin with ``#`` are left out.
+
+        Raises:
+            CredentialsError: others may read the file, or it does not say what it should.
+        """
+        values: dict[str, str] = {}
+        for number, line in enumerate(_private_text(path).splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            key, equals, value = (part.strip() for part in line.partition("="))
+            if not equals or key not in _KEYS or key in values:
+                raise CredentialsError(f"{path}: line {number} is not 'key = value' with {', '.join(_KEYS)}, each once")
+            values[key] = value
+        missing = [key for key in ("user", "password") if not values.get(key)]
+        if missing:
+            raise CredentialsError(f"{path} has no {' and no '.join(missing)}")
+        return cls(
+            user=values["user"],
+            password=values["password"],
+            authentication=_authentication(path, values.get("authentication", BASIC)),
+            ca_file=Path(values["ca_file"]).expanduser() if values.get("ca_file") else None,
+            fingerprint=_fingerprint(path, values["fingerprint"]) if values.get("fingerprint") else None,
+        )
+
+
+_KEYS = ("user", "password", "authentication", "ca_file", "fingerprint")
+
+
+def _private_text(path: Path) -> str:
+    try:
+        # Without blocking, or a pipe of that name would hold us until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CredentialsError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CredentialsError(f"{path} is no regular file")
+        if status.st_uid != os.geteuid():
+            raise CredentialsError(f"{path} belongs to another user: it must be owned by who runs the job")
+        if status.st_mode & 0o077:
+            raise CredentialsError(f"{path} is open to others: chmod 600 {path}")
+        return os.read(descriptor, _MOST_BYTES).decode()
+    except UnicodeDecodeError:
+        raise CredentialsError(f"{path} is no text") from None
+    except OSError as error:
+        raise CredentialsError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _authentication(path: Path, value: str) -> str:
+    if value not in (BASIC, SESSION):
+        raise CredentialsError(f"{path}: authentication is {BASIC} or {SESSION}")
+    return value
+
+
+def _fingerprint(path: Path, value: str) -> bytes:
+    digits = value.lower().removeprefix("sha256:").removeprefix("sha256 fingerprint=").replace(":", "")
+    if not re.fullmatch("[0-9a-f]{64}", digits):
+        raise CredentialsError(f"{path}: fingerprint is the SHA-256 of the certificate, 64 hexadecimal digits")
+    return bytes.fromhex(digits)

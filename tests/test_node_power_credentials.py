@@ -1,0 +1,98 @@
+"""effllm/node_power/credentials.py: a file that its owner alone can read, and lines that never repeat it."""
+
+import os
+
+import pytest
+
+from effllm.node_power.credentials import Credentials, CredentialsError
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text, mode=0o600):
+        file = tmp_path / "bmc"
+        file.write_text(text)
+        file.chmod(mode)
+        return file
+
+    return write_file
+
+
+def refusal(file):
+    with pytest.raises(CredentialsError) as caught:
+        Credentials.read(file)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_the_file_says_is_read(write):
+    file = write(
+        f"# the monitoring user\n\nuser = monitor\npassword={SECRET} = with spaces # and signs\n"
+        f"authentication = session\nca_file = /etc/bmc.pem\nfingerprint = SHA256:{'AB:' * 31}AB\n"
+    )
+    credentials = Credentials.read(file)
+
+    assert (credentials.user, credentials.password) == ("monitor", f"{SECRET} = with spaces # and signs")
+    assert (credentials.authentication, str(credentials.ca_file)) == ("session", "/etc/bmc.pem")
+    assert credentials.fingerprint == bytes([0xAB]) * 32
+
+
+def test_user_and_password_are_enough(write):
+    credentials = Credentials.read(write(f"user = monitor\npassword = {SECRET}\n"))
+
+    assert (credentials.authentication, credentials.ca_file, credentials.fingerprint) == ("basic", None, None)
+
+
+def test_the_password_is_not_shown_where_credentials_are_printed(write):
+    assert SECRET not in repr(Credentials.read(write(f"user = monitor\npassword = {SECRET}\n")))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601, 0o777])
+def test_a_file_that_others_may_open_is_refused_with_the_command_that_helps(write, mode):
+    file = write(f"user = monitor\npassword = {SECRET}\n", mode)
+
+    assert refusal(file) == f"{file} is open to others: chmod 600 {file}"
+
+
+def test_a_file_of_another_user_is_refused(write, monkeypatch):
+    file = write(f"user = monitor\npassword = {SECRET}\n")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+    assert refusal(file).endswith("belongs to another user: it must be owned by who runs the job")
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path):
+    assert refusal(tmp_path / "nowhere").endswith("cannot be read: No such file or directory")
+
+
+def test_a_folder_and_a_pipe_are_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+
+    assert "no regular file" in refusal(tmp_path)
+    assert "no regular file" in refusal(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (SECRET, "line 1 is not 'key = value'"),
+        (f"user = monitor\npasswort = {SECRET}\n", "line 2 is not"),
+        (f"user = a\nuser = b\npassword = {SECRET}\n", "line 2 is not"),
+        (f"password = {SECRET}\n", "has no user"),
+        ("", "has no user and no password"),
+        (f"user = a\npassword = {SECRET}\nauthentication = {SECRET}\n", "authentication is basic or session"),
+        (f"user = a\npassword = {SECRET}\nfingerprint = {SECRET}\n", "64 hexadecimal digits"),
+    ],
+)
+def test_what_is_wrong_in_it_is_told_by_its_line_and_never_repeated(write, text, reason):
+    assert reason in refusal(write(text))
+
+
+def test_bytes_that_are_no_text_are_refused(write):
+    file = write("")
+    file.write_bytes(b"user = \xff\xfe")
+
+    assert refusal(file).endswith("is no text")

@@ -1,0 +1,690 @@
+"""effllm/node_power/redfish.py against a stand-in service on loopback, over TLS where that is what is tested."""
+
+import hashlib
+import ssl
+import time
+
+import pytest
+import redfish_service
+from redfish_service import PASSWORD, SESSIONS, USER, Service, chassis, link, supply, tree
+
+from effllm.devices import DeviceUnavailable
+from effllm.node_power.https import MOST_BYTES
+from effllm.node_power.redfish import open_reader
+
+CHASSIS = "/redfish/v1/Chassis/1"
+TWO_SUPPLIES = tree(chassis("1"), supply("1", "PSU0", 937.4), supply("1", "PSU1", 1021.1))
+FIRST, SECOND = (f"{CHASSIS}/PowerSubsystem/PowerSupplies/PSU{n}" for n in (0, 1))
+
+
+@pytest.fixture
+def credentials(tmp_path):
+    def write(**more):
+        file = tmp_path / "bmc-credentials"
+        file.write_text(
+            "".join(f"{key} = {value}\n" for key, value in {"user": USER, "password": PASSWORD, **more}.items())
+        )
+        file.chmod(0o600)
+        return file
+
+    return write
+
+
+@pytest.fixture
+def serve(request):
+    """Start a service that ends with the test, after the reader that was opened on it."""
+    running = []
+
+    def start(resources, **options):
+        service = Service(resources, **options)
+        running.append(service.__enter__())
+        return service
+
+    yield start
+    for service in running:
+        service.__exit__()
+
+
+@pytest.fixture
+def opened(serve, credentials):
+    """Open readers that are closed when the test ends."""
+    readers = []
+
+    def open_it(service, path="", limit_s=5.0, host="node1.example", file=None):
+        readers.append(open_reader(host, service.url + path, file or credentials(), limit_s))
+        return readers[-1]
+
+    yield open_it
+    for reader in readers:
+        reader.close()
+
+
+def why_not(url, file, limit_s=5.0):
+    with pytest.raises(DeviceUnavailable) as caught:
+        open_reader("node1", url, file, limit_s)
+    assert PASSWORD not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def watts(reader):
+    sample, failures = reader.read()
+    assert failures == {}
+    return sample.power_w
+
+
+# --- the shapes that services have ---
+
+
+def test_the_inputs_of_all_power_supplies_add_up(serve, opened):
+    reader = opened(serve(TWO_SUPPLIES))
+
+    assert watts(reader) == pytest.approx(937.4 + 1021.1)
+    assert reader.device.energy_note == "sum of the inputs of 2 power supplies; integrated power"
+
+
+def test_the_older_form_has_all_supplies_in_one_resource(serve, opened):
+    power = {"PowerSupplies": [{"MemberId": "0", "PowerInputWatts": 400}, {"MemberId": "1", "PowerInputWatts": 412.5}]}
+    reader = opened(serve(tree(chassis("1", Power=link(f"{CHASSIS}/Power")), {f"{CHASSIS}/Power": power})))
+
+    assert watts(reader) == 812.5
+    assert reader.device.energy_note.startswith("sum of the inputs of 2 power supplies")
+
+
+def test_a_chassis_that_only_knows_its_own_power_is_believed_and_the_note_says_so(serve, opened):
+    environment = {"PowerWatts": {"Reading": 374}}
+    path = f"{CHASSIS}/EnvironmentMetrics"
+    reader = opened(serve(tree(chassis("1", EnvironmentMetrics=link(path)), {path: environment})))
+
+    assert watts(reader) == 374
+    assert reader.device.energy_note.startswith("EnvironmentMetrics of chassis 1: what the vendor counts into it")
+    assert reader.device.sensor.gain_error == 0.10
+
+
+def control(*controls):
+    return serve_power({"PowerControl": list(controls)})
+
+
+def serve_power(power):
+    return tree(chassis("1", Power=link(f"{CHASSIS}/Power")), {f"{CHASSIS}/Power": power})
+
+
+SERVER = {"MemberId": "0", "Name": "Server Power Control", "PowerConsumedWatts": 344}
+CPUS = {"MemberId": "1", "Name": "CPU Sub-system Power", "PowerConsumedWatts": 154}
+MEMORY = {"MemberId": "2", "Name": "Memory Sub-system Power", "PowerConsumedWatts": 23}
+
+
+def test_parts_of_a_chassis_are_not_added_to_the_whole(serve, opened):
+    reader = opened(serve(control(CPUS, SERVER, MEMORY)))
+
+    assert watts(reader) == 344
+    assert reader.device.energy_note.startswith("PowerControl 'Server Power Control', the largest of 3, of chassis 1")
+
+
+def test_the_whole_stays_the_whole_when_a_part_is_listed_before_it_later(serve, opened):
+    service = serve(control(SERVER, CPUS))
+    reader = opened(service)
+    service.resources[f"{CHASSIS}/Power"] = {"PowerControl": [CPUS, {**SERVER, "PowerConsumedWatts": 150}]}
+
+    assert watts(reader) == 150
+
+
+def test_a_control_of_the_chassis_by_its_context_comes_before_a_larger_one(serve, opened):
+    reader = opened(serve(control({**SERVER, "PhysicalContext": "Chassis"}, {**CPUS, "PowerConsumedWatts": 9000})))
+
+    assert watts(reader) == 344
+
+
+def test_supplies_come_before_what_the_chassis_says(serve, opened):
+    resources = tree(
+        chassis("1", Power=link(f"{CHASSIS}/Power")),
+        supply("1", "PSU0", 500.0),
+        {f"{CHASSIS}/Power": {"PowerControl": [SERVER]}},
+    )
+
+    assert watts(opened(serve(resources))) == 500.0
+
+
+def test_a_gpu_chassis_inside_the_node_is_neither_added_nor_a_reason_to_ask(serve, opened):
+    def box(name, reading, **links):
+        path = f"/redfish/v1/Chassis/{name}/EnvironmentMetrics"
+        return {**chassis(name, EnvironmentMetrics=link(path), **links), path: {"PowerWatts": {"Reading": reading}}}
+
+    inside = {"Links": {"ContainedBy": link("/redfish/v1/Chassis/DGX")}}
+    gpus = [box(f"HGX_GPU_SXM_{n}", 690, **inside) for n in range(1, 9)]
+
+    assert watts(opened(serve(tree(box("DGX", 8412), box("HGX_Chassis_0", 6000, **inside), *gpus)))) == 8412
+
+
+def two_nodes():
+    boxes = []
+    for name, reading in (("Node1", 700), ("Node2", 900)):
+        path = f"/redfish/v1/Chassis/{name}/EnvironmentMetrics"
+        boxes += [chassis(name, EnvironmentMetrics=link(path)), {path: {"PowerWatts": {"Reading": reading}}}]
+    return tree(*boxes)
+
+
+def test_two_chassis_that_stand_alone_are_a_question_for_a_person(serve, credentials):
+    text = why_not(serve(two_nodes()).url, credentials())
+
+    assert text.endswith("shows the power of 2 chassis: name one in the URL, such as /redfish/v1/Chassis/Node1")
+
+
+def test_a_chassis_in_the_url_is_the_answer(serve, opened):
+    assert watts(opened(serve(two_nodes()), "/Chassis/Node2/")) == 900
+
+
+def test_supplies_that_feed_several_systems_say_so(serve, opened):
+    systems = [link("/redfish/v1/Systems/1"), link("/redfish/v1/Systems/2")]
+    reader = opened(serve(tree(chassis("1", Links={"ComputerSystems": systems}), supply("1", "PSU0", 900.0))))
+
+    assert "; they feed 2 computer systems by the service's word" in reader.device.energy_note
+
+
+def test_a_service_without_any_power_says_so(serve, credentials):
+    assert why_not(serve(tree(chassis("1"))).url, credentials()).endswith("shows no power of a whole chassis")
+
+
+@pytest.mark.parametrize("reading", [0, -3, 1e7, "NaN", 1e400])
+def test_what_cannot_be_the_power_of_a_node_is_not_believed(serve, credentials, reading):
+    service = serve(tree(chassis("1"), supply("1", "PSU0", 1.0)))
+    body = f'{{"InputPowerWatts": {{"Reading": {reading if reading != "NaN" else chr(34) + "NaN" + chr(34)}}}}}'
+    service.resources[f"{FIRST}/Metrics"] = lambda handler: raw(handler, body.encode().replace(b"inf", b"1e400"))
+
+    assert why_not(service.url, credentials())
+
+
+# --- supplies that are out ---
+
+
+def test_a_supply_that_is_there_and_silent_fails_the_reading_by_name_and_recovers(serve, opened):
+    service = serve({**TWO_SUPPLIES})
+    reader = opened(service)
+    service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": None}}
+    failed, failures = reader.read()
+    service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": 1000.0}}
+
+    assert failed.power_w is None
+    assert failures == {"power_w": "redfish: power supply PSU1 is there and gives no input power"}
+    assert watts(reader) == pytest.approx(1937.4)
+
+
+@pytest.mark.parametrize("how", [{"Status": {"State": "Absent"}}, {"LineInputStatus": "LossOfInput"}])
+def test_a_supply_that_is_out_or_without_line_draws_nothing(serve, opened, how):
+    service = serve({**TWO_SUPPLIES})
+    reader = opened(service)
+    service.resources[SECOND] = {**service.resources[SECOND], **how}
+    service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": None}}
+
+    assert watts(reader) == 937.4
+
+
+def test_a_supply_that_is_put_into_an_empty_slot_later_counts(serve, opened):
+    service = serve(
+        tree(chassis("1"), supply("1", "PSU0", 937.4), supply("1", "PSU1", None, Status={"State": "Absent"}))
+    )
+    reader = opened(service)
+    before_w = watts(reader)
+    service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": 62.6}}
+
+    assert (before_w, watts(reader)) == (937.4, 1000.0)
+
+
+def test_a_supply_that_is_silent_from_the_start_leaves_the_chassis_own_figure_with_the_reason(serve, opened):
+    resources = tree(
+        chassis("1", Power=link(f"{CHASSIS}/Power")),
+        supply("1", "PSU0", 500.0),
+        supply("1", "PSU1", None),
+        {f"{CHASSIS}/Power": {"PowerControl": [SERVER]}},
+    )
+    reader = opened(serve(resources))
+
+    assert watts(reader) == 344
+    assert "; power supply PSU1 is there and gives no input power" in reader.device.energy_note
+
+
+def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
+    resources = tree(chassis("1"), chassis("2"), supply("1", "PSU0", 500.0), supply("2", "PSU0", 500.0))
+
+    assert "SN-PSU0 is in two chassis: name one of them in the URL" in why_not(serve(resources).url, credentials())
+
+
+# --- energy counters, and what sensors say of themselves ---
+
+
+def test_an_energy_counter_is_used_where_its_steps_are_finer_than_our_readings(serve, opened):
+    # 0.001 kWh are 3.6 kJ, which 1,000 W take 3.6 s for.
+    service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
+    reader = opened(service)
+    sample, _ = reader.read()
+
+    assert sample.energy_j == pytest.approx((12.345 + 11.001) * 3.6e6)
+    assert (reader.device.energy_method, sample.power_w) == ("counter", 1000.0)
+    assert reader.device.energy_note.endswith("; its energy counter")
+    assert reader.device.sensor.tick_s == pytest.approx(5.0)  # the assumed period is longer than 3.6 s
+
+
+def test_a_coarse_energy_counter_is_left_for_integrated_power(serve, opened):
+    # 0.1 kWh are 360 kJ: 1,000 W take six minutes for one step.
+    reader = opened(serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.3), supply("1", "PSU1", 400.0, 11.1))))
+
+    assert (reader.device.energy_method, reader.read()[0].energy_j) == ("instant power", None)
+
+
+def test_joules_of_a_chassis_are_used_as_they_are(serve, opened):
+    path = f"{CHASSIS}/EnvironmentMetrics"
+    metrics = {"PowerWatts": {"Reading": 374}, "EnergyJoules": {"Reading": 1234567}, "EnergykWh": {"Reading": 0.3}}
+    reader = opened(serve(tree(chassis("1", EnvironmentMetrics=link(path)), {path: metrics})))
+
+    assert reader.read()[0].energy_j == 1234567.0
+
+
+def test_energy_of_a_supply_that_is_pulled_stays_in_the_sum(serve, opened):
+    service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
+    reader = opened(service)
+    for path in (SECOND, f"{SECOND}/Metrics"):
+        del service.resources[path]
+    sample, failures = reader.read()
+
+    assert (sample.power_w, failures) == (600.0, {})
+    assert sample.energy_j == pytest.approx((12.345 + 11.001) * 3.6e6)
+
+
+def with_sensors(*sensors):
+    parts = [chassis("1")]
+    for n, sensor in enumerate(sensors):
+        path = f"{CHASSIS}/Sensors/PS{n}"
+        one = supply("1", f"PSU{n}", 500.0)
+        one[f"{CHASSIS}/PowerSubsystem/PowerSupplies/PSU{n}/Metrics"]["InputPowerWatts"]["DataSourceUri"] = path
+        parts += [one, {path: sensor}]
+    return tree(*parts)
+
+
+def test_period_and_error_are_the_worst_that_the_sensors_state(serve, opened):
+    sensors = (
+        {"Reading": 500.0, "SensingInterval": "PT3S", "ReadingAccuracy": 5.0},  # 5 W of 500 W: 1 %
+        {"Reading": 500.0, "SensingInterval": "PT0.5S", "Accuracy": 2.5},
+    )
+    sensor = opened(serve(with_sensors(*sensors))).device.sensor
+
+    assert (sensor.tick_s, sensor.gain_error) == (3.0, 0.025)
+    assert sensor.source == "period and error by the service's word"
+
+
+def test_what_one_sensor_does_not_state_is_assumed_for_all_and_said_to_be(serve, opened):
+    sensor = opened(serve(with_sensors({"Reading": 500.0, "Accuracy": 1.0}, {"Reading": 500.0}))).device.sensor
+
+    assert (sensor.tick_s, sensor.gain_error) == (5.0, 0.05)
+    assert sensor.source.startswith("5 % is what makers of server supplies demand")
+    assert sensor.source.endswith("a period of 5 s assumed")
+
+
+def test_sensors_that_are_not_there_do_no_harm(serve, opened):
+    resources = with_sensors({"Reading": 500.0})
+    del resources[f"{CHASSIS}/Sensors/PS0"]
+
+    assert watts(opened(serve(resources))) == 500.0
+
+
+# --- who it is, and of which node ---
+
+
+def test_the_device_is_the_nodes_power_by_its_supplies(serve, opened):
+    reader = opened(serve(TWO_SUPPLIES))
+    device = reader.device
+
+    assert (device.key, device.kind, device.name) == ("psu:node1.example", "redfish", "Contoso 3500")
+    assert (device.energy_method, device.power_scope, device.only_power, device.is_gpu) == (
+        "instant power",
+        "node-psu",
+        True,
+        False,
+    )
+    assert reader.interval_s == 10.0
+    assert 0 < device.sensor.call_s < 5
+
+
+def test_a_controller_at_a_loopback_address_is_each_nodes_own(serve, opened):
+    assert opened(serve(TWO_SUPPLIES)).device.energy_key == ""
+
+
+def test_nodes_that_ask_one_controller_share_the_key_of_its_energy(serve, opened, monkeypatch):
+    monkeypatch.setattr("effllm.node_power.redfish._is_own", lambda _: False)  # as of an address on a network
+    service = serve(TWO_SUPPLIES)
+    keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
+
+    assert keys == {f"psu:127.0.0.1:{service.port}/redfish/v1"}
+
+
+def test_the_nodes_name_stands_in_the_url_up_to_its_first_dot(credentials):
+    with pytest.raises(DeviceUnavailable, match=r"Redfish at node7-bmc\.invalid: "):
+        open_reader("node7.cluster.example", "https://{host}-bmc.invalid/redfish/v1", credentials())
+
+
+# --- who asks ---
+
+
+def test_a_wrong_password_is_told_in_one_line_without_it(serve, credentials):
+    service = serve(TWO_SUPPLIES, password="another")
+
+    assert why_not(service.url, credentials()).endswith(
+        "refuses the user or the password of the credentials file (401)"
+    )
+    assert len(service.asked) == 1
+
+
+def test_a_user_who_is_refused_later_is_not_tried_again_and_again(serve, opened):
+    service = serve({**TWO_SUPPLIES})
+    reader = opened(service)
+    service.password = "changed"
+    _, first = reader.read()
+    num_asked = len(service.asked)
+    _, second = reader.read()
+
+    assert "refuses the user" in first["power_w"]
+    assert "not tried again for ten minutes" in second["power_w"]
+    assert len(service.asked) == num_asked
+
+
+def test_a_user_without_the_right_to_read_is_told_which_to_ask_for(serve, credentials):
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: handler.answer(403, {})})
+
+    assert "may not read /redfish/v1/Chassis (403): give it the privilege Login" in why_not(service.url, credentials())
+
+
+def test_without_credentials_a_service_that_wants_some_says_so(serve):
+    assert why_not(serve(TWO_SUPPLIES).url, None).endswith("asks for a user (401): name a credentials file")
+
+
+def test_a_service_that_wants_no_user_gets_none(serve):
+    service = serve(TWO_SUPPLIES, password=None)
+    reader = open_reader("node1", service.url)
+
+    assert watts(reader) == pytest.approx(1958.5)
+    assert not any("Authorization" in headers for _, _, headers in service.asked)
+    reader.close()
+
+
+def test_a_session_is_opened_once_used_and_ended(serve, opened, credentials):
+    service = serve(TWO_SUPPLIES)
+    reader = opened(service, file=credentials(authentication="session"))
+    watts(reader)
+    reader.close()
+
+    assert [one[:2] for one in service.asked if one[0] != "GET"] == [
+        ("POST", SESSIONS),
+        ("DELETE", f"{SESSIONS}/token-1"),
+    ]
+    assert not any("Authorization" in headers for _, _, headers in service.asked)
+    assert service.tokens == set()
+
+
+def test_a_session_that_expires_is_opened_again(serve, opened, credentials):
+    service = serve(TWO_SUPPLIES)
+    reader = opened(service, file=credentials(authentication="session"))
+    service.tokens.clear()
+
+    assert watts(reader) == pytest.approx(1958.5)
+
+
+def test_a_session_for_a_wrong_password_is_refused_in_one_line(serve, credentials):
+    service = serve(TWO_SUPPLIES, password="another")
+
+    assert "(401)" in why_not(service.url, credentials(authentication="session"))
+
+
+# --- trust ---
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    made = redfish_service.certificate(tmp_path_factory.mktemp("tls"))
+    if made is None:
+        pytest.skip("no openssl: no certificate can be made")
+    return made
+
+
+def fingerprint(certificate):
+    own = (certificate.parent / "certificate.pem").read_text()
+    digits = hashlib.sha256(ssl.PEM_cert_to_DER_cert(own)).hexdigest().upper()
+    return ":".join(digits[n : n + 2] for n in range(0, 64, 2))
+
+
+def test_a_certificate_that_nobody_vouches_for_is_not_believed_and_hears_no_password(serve, credentials, certificate):
+    service = serve(TWO_SUPPLIES, certificate=certificate)
+
+    assert "certificate is not believed" in why_not(service.url, credentials())
+    assert service.asked == []
+
+
+def test_a_certificate_that_the_named_file_vouches_for_is_believed(serve, opened, credentials, certificate):
+    service = serve(TWO_SUPPLIES, certificate=certificate)
+    reader = opened(service, file=credentials(ca_file=certificate.parent / "certificate.pem"))
+
+    assert watts(reader) == pytest.approx(1958.5)
+
+
+def test_a_certificate_is_believed_by_its_fingerprint_whatever_name_it_has(serve, opened, credentials, certificate):
+    service = serve(TWO_SUPPLIES, certificate=certificate)
+    service.url = service.url.replace("127.0.0.1", "localhost")  # the certificate is for 127.0.0.1
+
+    assert watts(opened(service, file=credentials(fingerprint=fingerprint(certificate)))) == pytest.approx(1958.5)
+
+
+def test_another_certificate_than_the_pinned_one_hears_no_password(serve, credentials, certificate):
+    service = serve(TWO_SUPPLIES, certificate=certificate)
+    text = why_not(service.url, credentials(fingerprint="00" * 32))
+
+    assert text.endswith("certificate is not the one whose fingerprint the credentials file holds")
+    assert service.asked == []
+
+
+def test_a_file_of_authorities_that_is_none_is_told_before_anything_is_sent(serve, credentials, tmp_path):
+    service = serve(TWO_SUPPLIES)
+    url = service.url.replace("http:", "https:")
+
+    assert "ca_file" in why_not(url, credentials(ca_file=tmp_path / "nowhere.pem"))
+
+
+def test_plain_http_leaves_this_machine_never(credentials):
+    assert "in the clear" in why_not("http://192.0.2.7/redfish/v1", credentials())
+
+
+def test_a_user_in_the_url_is_refused_without_repeating_it(credentials):
+    text = why_not("https://root:calvin@bmc.example/redfish/v1", credentials())
+
+    assert "credentials file" in text
+    assert "calvin" not in text
+
+
+@pytest.mark.parametrize(
+    "url", ["https://", "https://bmc:port", "https://bmc/redfish/v1?x=1", "https://[::1", "https://127.0.0.1:9/metrics"]
+)
+def test_what_is_no_url_of_a_redfish_service_is_told(credentials, url):
+    assert why_not(url, credentials(), limit_s=0.5).startswith("node power: ")
+
+
+def test_proxies_of_the_environment_are_not_used(serve, opened, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    assert watts(opened(serve(TWO_SUPPLIES))) == pytest.approx(1958.5)
+
+
+# --- services in a bad mood ---
+
+
+def raw(handler, body, status="200 OK"):
+    handler.wfile.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def test_a_service_that_hangs_costs_the_limit_and_no_more_and_recovers(serve, opened):
+    service = serve({**TWO_SUPPLIES})
+    reader = opened(service, limit_s=0.4)
+    metrics = service.resources[f"{SECOND}/Metrics"]
+    service.resources[f"{SECOND}/Metrics"] = lambda handler: service.release.wait(20)
+    began_s = time.monotonic()
+    failed, failures = reader.read()
+    took_s = time.monotonic() - began_s
+    service.resources[f"{SECOND}/Metrics"] = metrics
+
+    assert (failed.power_w, failures) == (None, {"power_w": "redfish: no answer within 0.4 s"})
+    assert 0.3 < took_s < 2.0
+    assert watts(reader) == pytest.approx(1958.5)
+
+
+def drip(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while not handler.server.service.release.wait(0.05):
+        handler.wfile.write(b" ")
+
+
+def drip_headers(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    while not handler.server.service.release.wait(0.05):
+        handler.wfile.write(b"X")
+
+
+@pytest.mark.parametrize("slowly", [drip, drip_headers])
+def test_a_byte_now_and_then_does_not_stretch_the_limit(serve, credentials, slowly):
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": slowly})
+    began_s = time.monotonic()
+
+    assert why_not(service.url, credentials(), limit_s=0.4).endswith("no answer within 0.4 s")
+    assert time.monotonic() - began_s < 2.0
+
+
+def test_nobody_at_the_address_is_told(serve, credentials):
+    with Service({}) as service:
+        url = service.url
+
+    assert "Connection refused" in why_not(url, credentials())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>Welcome</html>",
+        b"[]",
+        b'{"Members": 7}',
+        b'{"Members": [{}]}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"null",
+    ],
+)
+def test_garbage_is_a_reason_and_no_crash(serve, credentials, body):
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: raw(handler, body)})
+
+    assert "/redfish/v1/Chassis is no Redfish resource of this kind" in why_not(service.url, credentials())
+
+
+def test_what_is_not_http_is_a_reason_and_no_crash(serve, credentials):
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": lambda handler: handler.wfile.write(b"SSH-2.0-dropbear\r\n" * 3)})
+
+    assert "no HTTP answer: BadStatusLine" in why_not(service.url, credentials())
+
+
+def test_a_body_that_is_cut_short_is_a_reason_and_no_reading(serve, credentials):
+    def cut(handler):
+        handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"Chassis"')
+        handler.close_connection = True
+
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": cut})
+
+    assert "the answer to /redfish/v1/ breaks off" in why_not(service.url, credentials())
+
+
+def test_a_body_without_end_is_read_up_to_a_mebibyte(serve, credentials):
+    sent = []
+
+    def flood(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n")
+        try:
+            while not handler.server.service.release.is_set():
+                handler.wfile.write(b" " * 65536)
+                sent.append(65536)
+        except OSError:
+            handler.close_connection = True
+
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": flood})
+
+    assert "is larger than 1024 KiB" in why_not(service.url, credentials())
+    assert sum(sent) < 20 * MOST_BYTES
+
+
+def test_a_redirect_to_a_stranger_is_not_followed_and_the_stranger_hears_nothing(serve, credentials):
+    stranger = serve({**TWO_SUPPLIES}, password=None)
+    target = {"Location": stranger.url + "/"}
+    service = serve({"/redfish/v1/": lambda handler: handler.answer(307, {}, target)})
+
+    assert "points to another one (127.0.0.1), which is not followed" in why_not(service.url, credentials())
+    assert stranger.num_connections == 0
+
+
+def test_a_redirect_on_the_same_service_is_followed(serve, opened):
+    service = serve({**TWO_SUPPLIES})
+    service.resources["/redfish/v1/root"] = service.resources["/redfish/v1/"]
+    service.resources["/redfish/v1/"] = lambda handler: handler.answer(308, {}, {"Location": "/redfish/v1/root"})
+
+    assert watts(opened(service)) == pytest.approx(1958.5)
+
+
+def test_redirects_in_a_circle_end(serve, credentials):
+    service = serve({"/redfish/v1/": lambda handler: handler.answer(302, {}, {"Location": "/redfish/v1/"})})
+
+    assert "more than 3 redirects" in why_not(service.url, credentials())
+
+
+@pytest.mark.parametrize("elsewhere", ["http://127.0.0.1:1/steal", "//evil.example/x", "relative"])
+def test_a_pointer_to_elsewhere_is_not_followed(serve, credentials, elsewhere):
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": {"Chassis": link(elsewhere)}})
+
+    assert "which is no path on it" in why_not(service.url, credentials())
+    assert service.paths() == ["/redfish/v1/"]
+
+
+def test_one_connection_serves_all_readings(serve, opened):
+    service = serve(TWO_SUPPLIES)
+    reader = opened(service)
+    for _ in range(3):
+        watts(reader)
+
+    assert service.num_connections == 1
+
+
+def test_a_connection_that_the_service_ended_meanwhile_is_opened_again(serve, opened):
+    service = serve({**TWO_SUPPLIES})
+    reader = opened(service)
+    metrics = service.resources[f"{SECOND}/Metrics"]
+
+    def last_answer(handler):
+        handler.answer(200, metrics)
+        handler.close_connection = True  # without having said so
+
+    service.resources[f"{SECOND}/Metrics"] = last_answer
+
+    assert [watts(reader) for _ in range(3)] == pytest.approx([1958.5] * 3)
+
+
+def test_a_service_of_the_older_protocol_is_read_too(serve, opened):
+    def old(document):
+        def answer(handler):
+            handler.protocol_version = "HTTP/1.0"
+            handler.answer(200, document)
+            handler.close_connection = True
+
+        return answer
+
+    service = serve({path: old(document) for path, document in TWO_SUPPLIES.items()})
+
+    assert watts(opened(service)) == pytest.approx(1958.5)
+
+
+def test_closing_twice_and_reading_after_is_no_crash(serve, opened):
+    reader = opened(serve(TWO_SUPPLIES))
+    reader.close()
+    reader.close()
+
+    assert watts(reader) == pytest.approx(1958.5)  # it connects again
