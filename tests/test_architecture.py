@@ -22,9 +22,10 @@ MODULES = {
 FLOORS = """
 0    schema
 1.0  config  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
-1.0.1 node_power.reader  node_power.perf_event  node_power.credentials
-1.0.2 node_power.https
-1.0.3 node_power.*
+1.0.1 node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
+1.0.2 node_power.https  node_power.rapl_counters
+1.0.3 node_power.redfish_sources
+1.0.4 node_power.*
 1.1  energy  node_power  log  summary_text
 1.2  window  calibration  devices._nvml_identity  devices._nvml_power  devices._nvml_gpm
 1.2.1 devices._nvml_slices

@@ -6,20 +6,16 @@ tests have recorded trees.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.perf_event import PerfEvent
+from effllm.node_power.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, perf_events, powercap_zones
 from effllm.node_power.reader import Measured, NodeReader
 from effllm.schema import COUNTER, CPU, Device, Sensor
-
-POWERCAP = Path("/sys/class/powercap")
-PERF = Path("/sys/bus/event_source/devices/power")
 
 #: Far more often than the counters wrap: AMD's 65.5 kJ last 234 s at 280 W, Intel's DRAM wraps there too.
 INTERVAL_S = 1.0
@@ -52,57 +48,6 @@ RAPL_UNREADABLE = (
     "at boot (tmpfiles.d, sysfs.conf or a udev rule), or allow perf (kernel.perf_event_paranoid=0, or the capability "
     "CAP_PERFMON for Python), or give Python CAP_DAC_READ_SEARCH, or run as root; see docs/node-power.md"
 )
-
-
-class Counter(Protocol):
-    """One energy counter that wraps."""
-
-    is_package: bool  # else DRAM
-    range: int  # after so many counts it starts again
-    per_joule: float
-
-    def read(self) -> int:
-        """Return the count; raises OSError or ValueError where it cannot be read."""
-
-    def close(self) -> None:
-        """Give back what is held; may be called twice."""
-
-
-class Zone:
-    """A counter in powercap's tree."""
-
-    per_joule = 1e6
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self.is_package = name.startswith("package")
-        self.range = int((path / "max_energy_range_uj").read_text())
-
-    def read(self) -> int:
-        """Return the microjoules."""
-        return int((self.path / "energy_uj").read_text())
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Event:
-    """A counter of perf's power PMU, which the kernel keeps from wrapping."""
-
-    range = 2**64
-
-    def __init__(self, event: PerfEvent, is_package: bool, per_joule: float) -> None:
-        self._event = event
-        self.is_package = is_package
-        self.per_joule = per_joule
-
-    def read(self) -> int:
-        """Return the count since it was opened."""
-        return self._event.read()
-
-    def close(self) -> None:
-        """Close it."""
-        self._event.close()
 
 
 class Rapl:
@@ -150,60 +95,6 @@ class Rapl:
         """Close all counters; may be called twice."""
         for counter in self._counters:
             counter.close()
-
-
-def powercap_zones(root: Path) -> list[Zone]:
-    """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
-    zones = []
-    for path in sorted(root.glob("intel-rapl:*")):  # the same names on AMD; intel-rapl-mmio shows a package twice
-        try:
-            name = (path / "name").read_text().strip()
-        except FileNotFoundError:  # a container that masks the zones shows where they would be
-            continue
-        if name.startswith("package") or name == "dram":
-            zones.append(Zone(path, name))
-    return zones
-
-
-def perf_events(root: Path, open_event: Callable[[int, int, int], PerfEvent] = PerfEvent) -> list[Event]:
-    """Return the packages and their DRAM as counters of the power PMU, none where there is no such PMU.
-
-    Raises:
-        OSError, ValueError: it may not be used, or is not as its documentation says.
-    """
-    if not (root / "type").exists():
-        return []
-    kind, cpus = int((root / "type").read_text()), _cpus((root / "cpumask").read_text())
-    events: list[Event] = []
-    with ExitStack() as opened:
-        for name in ("energy-pkg", "energy-ram"):  # neither -psys nor -cores nor -gpu
-            if (root / "events" / name).exists():
-                config, per_joule = _event(root / "events", name)
-                for cpu in cpus:
-                    event = open_event(kind, config, cpu)
-                    opened.callback(event.close)
-                    events.append(Event(event, name == "energy-pkg", per_joule))
-        opened.pop_all()
-    return events
-
-
-def _event(folder: Path, name: str) -> tuple[int, float]:
-    """Return what to ask the kernel for, and how many counts are a joule."""
-    asked = re.fullmatch(r"event=(0x[0-9a-f]+)", (folder / name).read_text().strip())
-    unit = (folder / f"{name}.unit").read_text().strip()
-    scale = float((folder / f"{name}.scale").read_text())
-    if asked is None or unit != "Joules" or not 0.0 < scale <= 1.0:
-        raise ValueError(f"perf's {name} is not as expected: unit {unit!r}, scale {scale!r}")
-    return int(asked[1], 16), 1.0 / scale
-
-
-def _cpus(mask: str) -> list[int]:
-    """Return the CPUs of a list as ``0,28`` or ``0-1``: the kernel names one per package, or per die."""
-    cpus: list[int] = []
-    for part in mask.strip().split(","):
-        first, _, last = part.partition("-")
-        cpus += range(int(first), int(last or first) + 1)
-    return cpus
 
 
 class _Look(NamedTuple):
@@ -254,7 +145,7 @@ def open_rapl(
     clock: Callable[[], float] = time.monotonic,
     powercap: Path = POWERCAP,
     perf: Path = PERF,
-    open_event: Callable[[int, int, int], PerfEvent] = PerfEvent,
+    open_event: OpenEvent = PerfEvent,
     pause: Callable[[float], None] = time.sleep,
 ) -> Rapl:
     """Open the counters of all packages and their DRAM, through powercap or else through perf.

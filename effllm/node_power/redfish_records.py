@@ -1,0 +1,125 @@
+"""The Redfish resources that have to do with power, as far as they are read here: every property may lack."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from msgspec import Struct, field
+
+
+class Link(Struct):
+    """A pointer to another resource."""
+
+    path: str = field(name="@odata.id")
+
+
+class Root(Struct):
+    """The service itself."""
+
+    chassis: Link | None = field(name="Chassis", default=None)
+    version: str | None = field(name="RedfishVersion", default=None)
+
+
+class Collection(Struct):
+    """Pointers to resources of one kind."""
+
+    members: list[Link] = field(name="Members", default_factory=list)
+
+
+class Status(Struct):
+    """Whether a part is there and works."""
+
+    state: str | None = field(name="State", default=None)
+
+
+class Reading(Struct):
+    """A sensor's value in brief, and where the whole sensor is."""
+
+    value: Decimal | None = field(name="Reading", default=None)
+    sensor: str | None = field(name="DataSourceUri", default=None)
+
+
+class ChassisLinks(Struct):
+    """What a chassis belongs to."""
+
+    contained_by: Link | None = field(name="ContainedBy", default=None)
+    systems: list[Link] = field(name="ComputerSystems", default_factory=list)
+
+
+class Chassis(Struct):
+    """A box, with what shows its power."""
+
+    id: str = field(name="Id")
+    manufacturer: str | None = field(name="Manufacturer", default=None)
+    model: str | None = field(name="Model", default=None)
+    subsystem: Link | None = field(name="PowerSubsystem", default=None)
+    power: Link | None = field(name="Power", default=None)
+    environment: Link | None = field(name="EnvironmentMetrics", default=None)
+    links: ChassisLinks | None = field(name="Links", default=None)
+
+
+class Subsystem(Struct):
+    """The power subsystem of a chassis."""
+
+    supplies: Link | None = field(name="PowerSupplies", default=None)
+
+
+class Supply(Struct):
+    """A power supply."""
+
+    id: str = field(name="Id")
+    metrics: Link | None = field(name="Metrics", default=None)
+    serial: str | None = field(name="SerialNumber", default=None)
+    status: Status | None = field(name="Status", default=None)
+    line: str | None = field(name="LineInputStatus", default=None)
+
+
+class SupplyMetrics(Struct):
+    """What a power supply measures."""
+
+    watts: Reading | None = field(name="InputPowerWatts", default=None)
+    kwh: Reading | None = field(name="EnergykWh", default=None)
+
+
+class Environment(Struct):
+    """What a chassis measures of itself."""
+
+    watts: Reading | None = field(name="PowerWatts", default=None)
+    joules: Reading | None = field(name="EnergyJoules", default=None)
+    kwh: Reading | None = field(name="EnergykWh", default=None)
+
+
+class Control(Struct):
+    """The power of a chassis or a part of it, in the older form."""
+
+    watts: float | None = field(name="PowerConsumedWatts", default=None)
+    member: str | None = field(name="MemberId", default=None)
+    name: str | None = field(name="Name", default=None)
+    context: str | None = field(name="PhysicalContext", default=None)
+
+
+class OldSupply(Struct):
+    """A power supply, in the older form."""
+
+    watts: float | None = field(name="PowerInputWatts", default=None)
+    member: str | None = field(name="MemberId", default=None)
+    name: str | None = field(name="Name", default=None)
+    serial: str | None = field(name="SerialNumber", default=None)
+    volts: float | None = field(name="LineInputVoltage", default=None)
+    status: Status | None = field(name="Status", default=None)
+
+
+class OldPower(Struct):
+    """The power of a chassis in the older form, all in one resource."""
+
+    controls: list[Control] = field(name="PowerControl", default_factory=list)
+    supplies: list[OldSupply] = field(name="PowerSupplies", default_factory=list)
+
+
+class SensorResource(Struct):
+    """What a sensor says of itself."""
+
+    value: float | None = field(name="Reading", default=None)
+    interval: str | None = field(name="SensingInterval", default=None)
+    accuracy: float | None = field(name="ReadingAccuracy", default=None)  # in the unit of the reading
+    accuracy_percent: float | None = field(name="Accuracy", default=None)
