@@ -130,6 +130,8 @@ class Agent:
             cuda_uuid=self._facts.get("cuda_uuid", ""),
             cuda_pci_bus_id=self._facts.get("cuda_pci_bus_id", ""),
             visible_devices=self._facts.get("visible_devices"),
+            hip_visible_devices=self._facts.get("hip_visible_devices"),
+            rocr_visible_devices=self._facts.get("rocr_visible_devices"),
             power_scope=self._config.power_scope,
             excluded_pids=frozenset((os.getpid(),)),
         )

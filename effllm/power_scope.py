@@ -6,7 +6,7 @@ CPU and memory in one); GPUs and CPUs; what the power supplies draw, which alone
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -35,47 +35,39 @@ def choose(devices: Mapping[str, Device], host_of: Mapping[str, str], wanted: st
         host_of: the node of each.
         wanted: one of `CHOICES`; where a node lacks it the widest that all have is taken, and said.
     """
+    if not any(device.energy_method for device in devices.values()):
+        return Scope()
     nodes: dict[str, list[Device]] = {}
     for key, device in devices.items():
         nodes.setdefault(host_of.get(key, ""), []).append(device)
     offers = [_offers(node) for node in nodes.values()]
-    if not any(offers):
-        return Scope()
     common = [label for label in (NODE_PSU, GPU_AND_CPU, GPU) if all(label in offer for offer in offers)]
     asked = GPU if wanted == MODULE else wanted
-    if asked in common:
-        label, complaint = asked, ""
-    else:
-        label = common[0] if common else GPU
-        complaint = (
-            "" if wanted == AUTO else f"power scope: not every node has {wanted}; {_named(label, devices)} is used"
-        )
-    measured = [device for offer in offers for device in offer.get(label, ())]
-    return Scope(
-        _named(label, {one.key: one for one in measured}), label, frozenset(one.key for one in measured), complaint
-    )
+    label = asked if asked in common else common[0]
+    counted = {device.key: device for offer in offers for device in offer[label]}
+    name = _named(label, counted)
+    refused = wanted not in (AUTO, label) and asked not in common
+    complaint = f"power scope: not every node has {wanted}; {name} is used" if refused else ""
+    return Scope(name, label, frozenset(counted), complaint)
 
 
-def _offers(node: Iterable[Device]) -> dict[str, list[Device]]:
-    """Return what a node could give, by scope."""
+def _offers(node: Sequence[Device]) -> dict[str, list[Device]]:
+    """Return what a node could give, by scope: the devices that would count, those that measure nothing included.
+
+    The narrowest is there always, for a GPU without a sensor is a hole in the sum and not a smaller sum.
+    """
+    computing = [device for device in node if not device.only_power]
+    narrow = [device for device in computing if device.is_gpu] or computing
     measured = [device for device in node if device.energy_method]
-    supplies = [device for device in measured if device.power_scope == NODE_PSU]
-    accelerators = [device for device in measured if device.power_scope in (GPU, MODULE)]
-    has_gpus = any(device.is_gpu for device in node)
     # The CPU of a module is in the module's energy already.
-    in_module = any(device.power_scope == MODULE for device in accelerators)
-    cpus = [] if in_module else [device for device in measured if device.power_scope == CPU]
-    offers: dict[str, list[Device]] = {}
+    in_module = any(device.power_scope == MODULE for device in measured)
+    cpus = [] if in_module else [one for one in measured if one.power_scope == CPU and one not in narrow]
+    supplies = [device for device in measured if device.power_scope == NODE_PSU]
+    offers = {GPU: narrow}
+    if cpus or in_module or (narrow and all(one.power_scope == CPU for one in narrow)):
+        offers[GPU_AND_CPU] = [*narrow, *cpus]
     if supplies:
         offers[NODE_PSU] = supplies[:1]  # two ways to one node's supplies show the same watts
-    if accelerators or not has_gpus:
-        narrow = accelerators or cpus
-        if narrow:
-            offers[GPU] = narrow
-        if accelerators and (cpus or in_module):
-            offers[GPU_AND_CPU] = [*accelerators, *cpus]
-        elif cpus and not has_gpus:
-            offers[GPU_AND_CPU] = cpus
     return offers
 
 

@@ -110,6 +110,8 @@ class Session:
             "trainer_pid": os.getpid(),
             "host": platform.node(),
             "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
+            "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
+            "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
             "job": "",
             "endpoint": "",
             "run_folder": "",

@@ -11,7 +11,7 @@ import pytest
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVML_TRACE")
+DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVML_TRACE")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,6 +24,12 @@ def clean_environment(tmp_path_factory):
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv(jobs.SESSION, uuid.uuid4().hex)
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_calibrations(clean_environment, tmp_path, monkeypatch):
+    """Let each test learn its sensors anew: two traces may give one name to different GPUs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -800,3 +800,20 @@ def test_a_job_on_an_amd_gpu_is_measured_as_its_power_says(launch, library, tmp_
     assert (summary.energy.scope, summary.energy.method) == (GPU, method)
     assert set(summary.energy.by_device) == {KEY_A}
     assert (summary.coverage.gpus_measured, summary.coverage.gpus_expected) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rocr", "hip", "cuda", "expected"),
+    [
+        ("2,0", None, None, "2"),
+        ("2,0", "1", None, "0"),  # HIP counts within what ROCR shows
+        ("2,0", None, "1", "0"),  # and knows CUDA's variable as its own
+        (None, "1", "0", "1"),  # which it outranks
+    ],
+)
+def test_the_lists_of_rocm_count_one_within_the_other(library, rocr, hip, cuda, expected):
+    whole = [device_of(library, visible_devices=str(index))[0] for index in range(3)]
+
+    found, _ = device_of(library, rocr_visible_devices=rocr, hip_visible_devices=hip, visible_devices=cuda)
+
+    assert found == whole[int(expected)]

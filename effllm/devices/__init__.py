@@ -30,6 +30,8 @@ class Site:
     cuda_uuid: str = ""  # torch's current device, where the trainer has one
     cuda_pci_bus_id: str = ""
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
+    rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES, within which the next one counts
+    hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES, which outranks CUDA_VISIBLE_DEVICES on ROCm
     power_scope: str = "auto"  # which scope is wanted, where a device has more than one
     excluded_pids: frozenset[int] = field(default_factory=frozenset)  # our own processes
 

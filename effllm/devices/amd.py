@@ -275,12 +275,18 @@ def _find(site: Site, processors: Sequence[Processor]) -> Processor:
         raise DeviceUnavailable(_advice(None))
     if site.cuda_pci_bus_id or site.cuda_uuid:
         return _find_as_torch_says(site, processors)
-    shown, entries = _shown(site.visible_devices, processors)
+    # ROCm's runtime hides first, HIP counts within what is left, and knows CUDA's variable as its own.
+    shown, entries = _shown(site.rocr_visible_devices, processors)
+    hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
+    if hip is not None:
+        shown, entries = _shown(hip, shown)
     # A launcher may show each rank its own GPU only; the local rank then counts ranks, not entries.
     position = 0 if entries == 1 else site.local_rank
     if position < len(shown):
         return shown[position]
-    source = "this machine" if site.visible_devices is None else f"CUDA_VISIBLE_DEVICES={site.visible_devices!r}"
+    lists = {"ROCR": site.rocr_visible_devices, "HIP": site.hip_visible_devices, "CUDA": site.visible_devices}
+    set_to = [f"{name}_VISIBLE_DEVICES={text!r}" for name, text in lists.items() if text is not None]
+    source = " and ".join(set_to) or "this machine"
     number = f"only {len(shown)} usable" if shown else "no usable"
     raise DeviceUnavailable(
         f"local rank {site.local_rank} has no GPU: {source} shows {number} of the {len(processors)} here"
