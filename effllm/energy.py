@@ -273,7 +273,7 @@ class EnergyLedger:
             end_j2=end.variance_j2 + shift_j2,
             inside_j2=after[1] - before[1] + self._alias_j2(covered_s),
             estimated_j=after[0] - before[0],
-            method=self._method_in(from_ns, to_ns),
+            method=self.method_in(from_ns, to_ns),
         )
 
     def newest_ns(self) -> int:
@@ -452,7 +452,7 @@ class EnergyLedger:
             point.variances_j2 - rest * point.variance_j2,
         )
 
-    def _method_in(self, from_ns: int, to_ns: int) -> str | None:
+    def method_in(self, from_ns: int, to_ns: int) -> str | None:
         """Return the worst method that was used in a stretch."""
         used = {
             point.method

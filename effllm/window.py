@@ -143,7 +143,7 @@ class Series:
             phases=phases,
             memory_peak_bytes=self.peak(start_ns, end_ns, "memory_bytes"),
             power_peak_w=self.peak(start_ns, end_ns, "power_w"),
-            energy_method=self._energy.energy(start_ns, end_ns).method,
+            energy_method=self._energy.method_in(start_ns, end_ns),
             gauges=gauges,
             throttled_s=throttled_s,
             throttle_covered_s=throttle_covered_s,
