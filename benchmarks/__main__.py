@@ -1,4 +1,4 @@
-"""Measure everything, or what is named: ``python -m benchmarks [recorder importing agent latency training]``."""
+"""Measure everything, or what is named: ``python -m benchmarks [recorder importing ...]``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.figure import Figure
 
-NAMES = ("recorder", "importing", "latency", "agent", "training")
+NAMES = ("recorder", "importing", "latency", "agent", "sampling", "training")
 RESULTS = Path(__file__).parent / "results"
 
 
