@@ -2,11 +2,12 @@
 
 What standing still can show is measured here: how often the counter moves, whether the power reading
 moves with it, what a call takes.  How far readings lag behind shows only under a changing load, which
-``effllm profile`` applies; what it finds is kept in the same file.
+``effllm profile`` applies; what it finds is kept in the same file.  See docs/calibration.md.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import statistics
@@ -26,8 +27,14 @@ LONGEST_S = 2.0
 #: Reads of one calibration are at least so far apart; and each call may take so much of the time.
 LEAST_APART_S, MOST_BUSY = 0.002, 0.25
 LEAST_MOVES = 4
-
-_CACHE_DAYS = 90
+#: A counter that moved between almost all reads moves all the time, if the reads were at most so far apart.
+DENSE_S = 0.006
+#: So many changes of the power reading tell whether it is held, against what the table says.
+LEAST_CHANGES = 8
+#: Firmware changes, and the driver's version does not tell: what is older is measured anew.
+KEPT_DAYS = 90
+#: A tick that is found anew may differ by so much from the one that is kept.
+SAME_TICK = 0.02
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -38,25 +45,56 @@ class Calibration(msgspec.Struct, frozen=True):
     date: str
     sensor: Sensor
     measured_lag: bool = False  # under a load, not assumed
+    checked: str = ""  # the day on which it was last found to hold, where that is not its date
+
+    def is_fresh(self) -> bool:
+        """Whether it may be used unseen."""
+        try:
+            age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
+        except ValueError:
+            return False
+        return -1 <= age.days <= KEPT_DAYS
+
+    def told(self) -> Sensor:
+        """Return the sensor, which says from where it is known."""
+        verb = "profiled" if self.measured_lag else "measured"
+        return replace(self.sensor, source=f"{verb} {self.date}, kept in the cache")
 
 
-def calibrate(device: Device, read: Callable[[], Sample], folder: Path | None) -> Sensor:
+class _Seen(msgspec.Struct, frozen=True):
+    """What two seconds of reads have shown."""
+
+    call_s: float
+    tick: tuple[float, float] | None
+    is_held: bool | None
+
+
+def calibrate(device: Device, read: Callable[[], Sample], folder: Path | None, *, keep: bool = True) -> Sensor:
     """Return how the device's sensor behaves: from the cache, else measured now and kept there.
 
     Args:
         device: as it was opened; its sensor says what is known before.
         read: takes one sample; each is also used as a measurement by whoever called.
-        folder: the cache; ``None`` keeps nothing.
+        folder: the cache; ``None`` is none.
+        keep: whether what is measured now is put there.
     """
-    if device.energy_method != COUNTER or device.simulated or not device.is_gpu:
+    if device.simulated or not device.is_gpu:
         return device.sensor
-    known = load(folder, device.name, device.driver) if folder else None
-    if known is not None:
-        _watch(read, 1.3 * known.sensor.tick_s, known.sensor.tick_s / 24)
-        return replace(known.sensor, source=f"measured {known.date}, kept in the cache")
-    sensor = measure(assumed(device), read)
-    if folder and sensor.source.startswith("measured"):
-        store(folder, Calibration(device.name, device.driver, time.strftime("%Y-%m-%d"), sensor))
+    kept = load(folder, device.name, device.driver) if folder else None
+    if device.energy_method != COUNTER:
+        return kept.told() if kept is not None and kept.measured_lag else device.sensor
+    if kept is not None and kept.is_fresh():
+        _watch(read, 1.3 * kept.sensor.tick_s, kept.sensor.tick_s / 24)
+        return kept.told()
+    seen = _look(read)
+    if kept is not None and kept.measured_lag and _still_holds(kept.sensor, seen):
+        again = replace(kept, checked=_today())
+        if folder and keep and seen.tick is not None:
+            store(folder, again)
+        return again.told()
+    sensor = _with(assumed(device), seen)
+    if folder and keep and sensor.source.startswith("measured"):
+        _store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor), since=kept)
     return sensor
 
 
@@ -83,29 +121,48 @@ def _of_table(row: hardware.KnownSensor, sensor: Sensor) -> Sensor:
     )
 
 
+# --- measuring -----------------------------------------------------------------------------------
+
+
 def measure(sensor: Sensor, read: Callable[[], Sample]) -> Sensor:
     """Watch the counter and the power reading move for two seconds, and return what they show."""
+    return _with(sensor, _look(read))
+
+
+def _look(read: Callable[[], Sample]) -> _Seen:
     samples, call_s = _watch(read, LONGEST_S, LEAST_APART_S)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
-    if tick is None:
-        return replace(sensor, call_s=call_s, source=f"{sensor.source}: the counter moved too seldom to tell")
-    tick_s, tick_error_s = tick
+    return _Seen(call_s, tick, is_held(samples))
+
+
+def _with(sensor: Sensor, seen: _Seen) -> Sensor:
+    if seen.tick is None:
+        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: the reads did not tell the tick")
+    tick_s, tick_error_s = seen.tick
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # by a tick, whichever it is
     return replace(
         sensor,
         tick_s=tick_s,
         tick_error_s=tick_error_s,
-        is_held=sensor.is_held or is_held(samples),
-        lag_error_s=sensor.lag_error_s or tick_s,
-        call_s=call_s,
+        is_held=sensor.is_held if seen.is_held is None else seen.is_held,
+        lag_error_s=tick_s if lag_is_open else sensor.lag_error_s,
+        call_s=seen.call_s,
         source="measured here",
     )
+
+
+def _still_holds(sensor: Sensor, seen: _Seen) -> bool:
+    if seen.tick is None:
+        return True  # nothing speaks against it
+    tick_s, error_s = seen.tick
+    return abs(tick_s - sensor.tick_s) <= SAME_TICK * sensor.tick_s + error_s + sensor.tick_error_s
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Return the period of a counter and the half-width of what is open about it, from dense readings.
 
     Every move lies between two reads; the period is what explains all of them.  A counter that moved
-    from almost every read to the next moves all the time: its tick is 0.
+    from almost every read to the next moves all the time: its tick is 0.  ``None``: the reads do not tell.
 
     Args:
         readings: monotonic time in ns and joules.
@@ -118,7 +175,8 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     if len(moves) < LEAST_MOVES:
         return None
     if len(moves) > 0.6 * (len(readings) - 1):
-        return 0.0, 0.0
+        apart_ns = statistics.median(second_ns - first_ns for (first_ns, _), (second_ns, _) in pairwise(readings))
+        return (0.0, 0.0) if apart_ns <= DENSE_S * 1e9 else None
     middles = [(after + until) / 2 for after, until in moves]
     period = statistics.median(later - earlier for earlier, later in pairwise(middles))
     shortest, longest = 0.5 * period, 1.5 * period
@@ -138,43 +196,21 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
 
 
-def is_held(samples: Sequence[Sample]) -> bool:
-    """Whether the power reading changes only when the counter does, as a sensor's that measures once per tick."""
+def is_held(samples: Sequence[Sample]) -> bool | None:
+    """Whether the power reading changes only when the counter does, as a sensor's that measures once per tick.
+
+    ``None``: it changed too seldom to tell.
+    """
     pairs = [
         (first, second)
         for first, second in pairwise(samples)
         if first.power_w is not None and second.power_w is not None
     ]
     changes = [(first, second) for first, second in pairs if first.power_w != second.power_w]
-    if not changes:
-        return True
+    if len(changes) < LEAST_CHANGES:
+        return None
     together = sum(first.energy_j != second.energy_j for first, second in changes)
     return together >= 0.8 * len(changes)
-
-
-def load(folder: Path, name: str, driver: str) -> Calibration | None:
-    """Return what is kept about a model and driver; ``None`` where nothing usable is."""
-    try:
-        kept = msgspec.json.decode(_path(folder, name, driver).read_bytes(), type=Calibration)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return kept if (kept.name, kept.driver) == (name, driver) and kept.sensor.tick_s >= 0 else None
-
-
-def store(folder: Path, calibration: Calibration) -> None:
-    """Keep a calibration; a folder that cannot be written costs the next start two seconds."""
-    path = _path(folder, calibration.name, calibration.driver)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
-        draft.replace(path)
-
-
-def _path(folder: Path, name: str, driver: str) -> Path:
-    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-{driver}").strip("-")[:120] + ".json")
 
 
 def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[list[Sample], float]:
@@ -188,4 +224,64 @@ def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[l
             return samples, statistics.median(calls_s) if calls_s else 0.0
         samples.append(read())
         calls_s.append(time.monotonic() - began_s)
-        time.sleep(max(apart_s - calls_s[-1], calls_s[-1] / MOST_BUSY, 0.0))
+        pause_s = max(apart_s - calls_s[-1], calls_s[-1] / MOST_BUSY)
+        time.sleep(max(min(pause_s, end_s - time.monotonic()), 0.0))
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def load(folder: Path, name: str, driver: str) -> Calibration | None:
+    """Return what is kept about a model and driver; ``None`` where nothing usable is."""
+    name = _model(name)
+    try:
+        kept = msgspec.json.decode(_path(folder, name, driver).read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
+
+
+def store(folder: Path, calibration: Calibration) -> None:
+    """Keep a calibration; a folder that cannot be written costs the next start two seconds."""
+    calibration = replace(calibration, name=_model(calibration.name))
+    path = _path(folder, calibration.name, calibration.driver)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
+        draft.replace(path)
+
+
+def _store_unless_profiled(folder: Path, calibration: Calibration, since: Calibration | None) -> None:
+    """Keep a calibration, but not over a profile that somebody has put there since."""
+    now = load(folder, calibration.name, calibration.driver)
+    if now is None or now == since or not now.measured_lag:
+        store(folder, calibration)
+
+
+def _model(name: str) -> str:
+    """Return the name of the chip, whose sensor its slices share."""
+    return re.sub(r"\s+MIG\b.*$", "", name)
+
+
+def _is_possible(sensor: Sensor) -> bool:
+    """Whether there can be such a sensor: a file may have been edited."""
+    return (
+        0 <= sensor.tick_s <= 10
+        and 0 <= sensor.tick_error_s <= 10
+        and -10 <= sensor.lag_s <= 10
+        and 0 <= sensor.lag_error_s <= 10
+        and 0 < sensor.duty <= 1
+        and 0 <= sensor.average_s <= 60
+        and 0 <= sensor.gain_error <= 1
+    )
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _path(folder: Path, name: str, driver: str) -> Path:
+    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-{driver}").strip("-")[:120] + ".json")
