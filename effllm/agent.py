@@ -196,7 +196,7 @@ class Agent:
             if opener.name == "cpu" and own is not None and own.kind == "host":
                 continue  # it reads them itself
             interval_s = max(opener.interval_s, self._config.collection_interval_s)
-            sampler = Sampler(opener.open, interval_s, self._log.line, self._sampled, is_optional=True)
+            sampler = Sampler(opener.open, interval_s, self._log.line, self._sampled, is_node_sensor=True)
             self._tracks.append(Track(sampler, interval_s))
             sampler.start()
 

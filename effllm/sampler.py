@@ -39,7 +39,7 @@ class Sampler:
         log: takes one line whenever a quantity stops being measured, and one when it is again.
         wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
         calibrate: learns how the device's sensor behaves, after the first sample.
-        is_optional: nobody is told where there is no such device.
+        is_node_sensor: slow by nature, and nobody is told where there is none.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Sampler:
         log: Callable[[str], None],
         wake_descriptor: int,
         calibrate: Calibrate | None = None,
-        is_optional: bool = False,
+        is_node_sensor: bool = False,
     ) -> None:
         self.device: Device | None = None  # None until it is open
         self.unavailable = ""  # why there is no device
@@ -58,7 +58,7 @@ class Sampler:
         self._log = log
         self._wake_descriptor = wake_descriptor
         self._calibrate = calibrate
-        self._is_optional = is_optional
+        self._is_node_sensor = is_node_sensor
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # asked moments: is it its request's first, its last
@@ -104,7 +104,8 @@ class Sampler:
     def stale_s(self) -> float | None:
         """Return for how long a read has not come back, if that is so long that the device counts as stale."""
         since_s = self._reading_since_s
-        if since_s is None or time.monotonic() - since_s < STALE_AFTER_S:
+        allowed_s = 3 * self._interval_s if self._is_node_sensor else 0.0
+        if since_s is None or time.monotonic() - since_s < max(STALE_AFTER_S, allowed_s):
             return None
         return time.monotonic() - since_s
 
@@ -124,7 +125,7 @@ class Sampler:
         except DeviceUnavailable as error:
             self._reading_since_s = None
             self.unavailable = str(error)
-            if not self._is_optional:
+            if not self._is_node_sensor:
                 self._log(f"no device is sampled: {error}")
             os.eventfd_write(self._wake_descriptor, 1)
             return
@@ -168,7 +169,7 @@ class Sampler:
 
     def _pace_s(self) -> float:
         """Return the interval, longer where calls are slow."""
-        if self._call_s > SLOW_CALL_S:
+        if self._call_s > SLOW_CALL_S and not self._is_node_sensor:
             return min(max(self._interval_s, self._call_s / MOST_PLAINLY / 10), LONGEST_INTERVAL_S)
         return self._interval_s
 
