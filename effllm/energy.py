@@ -30,7 +30,7 @@ OVERSHOOT = 1.2
 #: Where no limit is known: no accelerator, module or node sensor exceeds it for long.
 UNLIMITED_W = 20_000.0
 #: A counter that stands still while this much flowed by power is frozen.
-FROZEN_J = 20.0
+FROZEN_J, LEAST_STANDING_S = 20.0, 0.5
 CROSS_CHECK_S = 60.0
 #: Counter and power may differ by so much, beyond what sampling explains, before the counter is suspect.
 DISAGREEMENT = 0.03
@@ -64,6 +64,15 @@ class _Point(NamedTuple):
     variances_j2: float  # running total
 
 
+class _Step(NamedTuple):
+    """What a reading adds."""
+
+    method: str | None  # None: nobody knows
+    joules: float
+    variance_j2: float
+    is_estimated: bool
+
+
 class _Level(NamedTuple):
     """The cumulative energy at one moment, interpolated."""
 
@@ -71,14 +80,17 @@ class _Level(NamedTuple):
     variance_j2: float
     power_w: float
     is_known: bool
+    estimated_j: float = 0.0  # of it
 
 
-class _Trust(NamedTuple):
-    """The last counter reading before it stopped making sense, and what was entered since."""
+class _Base(NamedTuple):
+    """A counter reading that made sense, and what was entered until then."""
 
     time_ns: int
     counter_j: float
     total_j: float
+    variances_j2: float
+    flow_j: float  # ... and by power alone
 
 
 class EnergyLedger:
@@ -97,8 +109,11 @@ class EnergyLedger:
         self._limit_w = device.power_limit_w * OVERSHOOT if device.power_limit_w else UNLIMITED_W
         self._points: deque[_Point] = deque()
         self._last_counter: tuple[int, float] | None = None
-        self._trust: _Trust | None = None
-        self._last_power: tuple[int, float] | None = None
+        self._trust: _Base | None = None  # while the counter is in doubt: where it last made sense
+        self._left: _Base | None = None  # where it made sense before it went on from elsewhere: it may return
+        self._moved: _Base | None = None  # when it last moved
+        self._flow_j = 0.0  # running total by power alone
+        self._has_told_doubt = False
         self._powers = _Spread()
         self._edges: dict[int, _Level] = {}
         self._events: list[tuple[str, str]] = []
@@ -125,34 +140,46 @@ class EnergyLedger:
 
     def add(self, sample: Sample) -> None:
         """Enter a reading, which must be newer than the last."""
+        self._limit_w = max(self._limit_w, sample.gauges.get("power_limit_w", 0.0) * OVERSHOOT)  # it can be raised
         power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
+        if power_w is not None and power_w > UNLIMITED_W:
+            power_w = None
         counter_j = _usable(sample.energy_j) if self._method == COUNTER else None
         if power_w is None and counter_j is None and self._last_counter is not None:
             return  # a failed read: the counter will tell what it misses, if it comes back
-        last = self._points[-1] if self._points else None
-        self._learn(sample.time_ns, counter_j, power_w)
-        if last is None:
-            self._points.append(_Point(sample.time_ns, 0.0, power_w, None, False, 0.0, 0, 0.0, 0.0))
-        else:
-            method, joules, variance_j2, estimated = self._step(last, sample, counter_j, power_w)
-            self._points.append(
-                _Point(
-                    time_ns=sample.time_ns,
-                    total_j=last.total_j + joules,
-                    power_w=power_w,
-                    method=method,
-                    estimated=estimated,
-                    variance_j2=variance_j2,
-                    holes_ns=last.holes_ns + (sample.time_ns - last.time_ns if method is None else 0),
-                    estimated_j=last.estimated_j + (joules if estimated else 0.0),
-                    variances_j2=last.variances_j2 + variance_j2,
-                )
-            )
-        if counter_j is not None:
-            self._last_counter = (sample.time_ns, counter_j)
         if power_w is not None:
-            self._last_power = (sample.time_ns, power_w)
+            self._powers.add(sample.time_ns, power_w, self._sensor.tick_s)
+        if self._points:
+            step = self._step(self._points[-1], sample, counter_j, power_w)
+        else:
+            step = _Step(None, 0.0, 0.0, False)
+        self._enter(sample.time_ns, power_w, step)
+        if counter_j is not None:
+            if self._last_counter is None or counter_j != self._last_counter[1]:
+                self._moved = self._base(sample.time_ns, counter_j)
+            self._last_counter = (sample.time_ns, counter_j)
         self._cross_check()
+
+    def _enter(self, time_ns: int, power_w: float | None, step: _Step) -> None:
+        total_j = estimated_j = variances_j2 = 0.0
+        holes_ns = 0
+        if self._points:
+            last = self._points[-1]  # not that from which the step was taken, where it puts right what was entered
+            total_j, estimated_j, variances_j2 = last.total_j, last.estimated_j, last.variances_j2
+            holes_ns = last.holes_ns + (time_ns - last.time_ns if step.method is None else 0)
+        self._points.append(
+            _Point(
+                time_ns=time_ns,
+                total_j=total_j + step.joules,
+                power_w=power_w,
+                method=step.method,
+                estimated=step.is_estimated,
+                variance_j2=step.variance_j2,
+                holes_ns=holes_ns,
+                estimated_j=estimated_j + (step.joules if step.is_estimated else 0.0),
+                variances_j2=variances_j2 + step.variance_j2,
+            )
+        )
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
         """Tell how long an iteration takes and how much that varies, for ticks may beat with iterations."""
@@ -163,81 +190,105 @@ class EnergyLedger:
         events, self._events = self._events, []
         return events
 
-    def _learn(self, time_ns: int, counter_j: float | None, power_w: float | None) -> None:
-        """Learn when the counter moves, and how much power varies from reading to reading."""
-        if power_w is not None:
-            self._powers.add(time_ns, power_w, self._sensor.tick_s)
-        if self.clock is None or counter_j is None or self._last_counter is None:
-            return
-        before_ns, before_j = self._last_counter
-        if counter_j > before_j:
-            self.clock.moved(before_ns, time_ns)
-        elif counter_j == before_j and self._trust is None:
-            self.clock.stood(before_ns, time_ns)
-
-    def _step(
-        self, last: _Point, sample: Sample, counter_j: float | None, power_w: float | None
-    ) -> tuple[str | None, float, float, bool]:
-        """Return method, joules, variance and whether it is an estimate, of the step to a reading."""
-        span_ns = sample.time_ns - last.time_ns
-        by_power = self._by_power(last, span_ns, power_w)
+    def _step(self, last: _Point, sample: Sample, counter_j: float | None, power_w: float | None) -> _Step:
+        """Return the step to a reading; that of a counter may begin before the last one."""
+        by_power = self._by_power(last, sample.time_ns - last.time_ns, power_w)
         if self._method != COUNTER:
-            method = self._method if by_power is not None else None
-            joules, variance_j2 = by_power or (0.0, 0.0)
-            return method, joules, variance_j2, False
+            return _Step(self._method, *by_power, False) if by_power else _Step(None, 0.0, 0.0, False)
+        expected_j = by_power[0] if by_power else None
+        self._flow_j += expected_j or 0.0
         if counter_j is not None and self._last_counter is not None:
-            believed_j = self._believed(last, sample.time_ns, counter_j, by_power)
-            if believed_j is not None:
-                return COUNTER, believed_j, 0.0, False
+            step = self._by_counter(last, sample.time_ns, counter_j, expected_j)
+            if step is not None:
+                return step
         elif self._trust is None and self._last_counter is not None:
-            self._trust = _Trust(*self._last_counter, last.total_j)  # it cannot be read now
+            self._trust = self._base(*self._last_counter)  # it cannot be read now
         if by_power is None:
-            return None, 0.0, 0.0, False
-        return INSTANT if sample.power_w is not None else AVERAGE, *by_power, True
+            return _Step(None, 0.0, 0.0, False)
+        return _Step(INSTANT if sample.power_w is not None else AVERAGE, *by_power, True)
 
-    def _believed(
-        self, last: _Point, time_ns: int, counter_j: float, by_power: tuple[float, float] | None
-    ) -> float | None:
-        """Return the energy since the last point by the counter, or ``None`` where it cannot be believed."""
+    def _by_counter(self, last: _Point, time_ns: int, counter_j: float, expected_j: float | None) -> _Step | None:
+        """Return the step by the counter, or ``None`` where it cannot be believed."""
         assert self._last_counter is not None
         before_ns, before_j = self._last_counter
         step_j = counter_j - before_j
-        expected_j = by_power[0] if by_power else None
-        if self._trust is None:
-            if not 0.0 <= step_j <= self._most_j(time_ns - before_ns):
-                self._distrust(before_ns, before_j, last.total_j, _what_happened(step_j))
-                return None
-            if step_j == 0.0 and expected_j is not None and self._stands_still(time_ns - before_ns, expected_j):
-                self._distrust(before_ns, before_j, last.total_j, "it stands still while power flows")
-                return None
-            return step_j
-        # What flowed since the last reading that was believed, if the counter has come back to where it was.
-        trust = self._trust
-        since_trust_j = counter_j - trust.counter_j
-        whole_j = max(since_trust_j - (last.total_j - trust.total_j), 0.0)
-        came_back = 0.0 <= since_trust_j <= self._most_j(time_ns - trust.time_ns)
-        went_on = before_ns > trust.time_ns and 0.0 < step_j <= self._most_j(time_ns - before_ns)
-        if before_ns == last.time_ns and went_on and not (came_back and _nearer(whole_j, step_j, expected_j)):
+        is_possible = 0.0 <= step_j <= self._most_j(time_ns - before_ns)
+        if self._trust is not None:
+            return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
+        if self._left is not None:  # as if it had never left; that is so if power says so
+            as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
+            returned = 0.0 <= as_if_j <= self._most_j(time_ns - before_ns)
+            if returned and (not is_possible or _nearer(as_if_j, step_j, expected_j)):
+                return _Step(COUNTER, as_if_j, 0.0, False)
+        if not is_possible:
+            self._distrust(self._base(before_ns, before_j), _what_happened(step_j))
+            return None
+        if step_j == 0.0 and self._stands_still(time_ns):
+            assert self._moved is not None
+            flow_j = self._flow_j - self._moved.flow_j
+            self._distrust(self._moved, "it stands still while power flows")
+            variance_j2 = self._powers.sampling_j2((time_ns - self._moved.time_ns) * NS)
+            return self._put_right(time_ns, self._moved, flow_j, variance_j2, INSTANT)
+        if self.clock is not None:
+            learn = self.clock.moved if step_j > 0.0 else self.clock.stood
+            learn(before_ns, time_ns)
+        return _Step(COUNTER, step_j, 0.0, False)
+
+    def _by_doubted(
+        self, last: _Point, time_ns: int, counter_j: float, expected_j: float | None, is_possible: bool
+    ) -> _Step | None:
+        """Return the step by a counter in doubt, if it is back where it was or goes on from where it is."""
+        assert self._trust is not None and self._last_counter is not None
+        trust, (before_ns, before_j) = self._trust, self._last_counter
+        since_j, entered_j = counter_j - trust.counter_j, last.total_j - trust.total_j
+        is_back = counter_j != before_j and 0.0 <= since_j <= self._most_j(time_ns - trust.time_ns)
+        goes_on = is_possible and counter_j != before_j and trust.time_ns < before_ns == last.time_ns
+        if is_back and not (goes_on and _nearer(counter_j - before_j, since_j - entered_j, expected_j)):
             self._tell_trusted()
-            return step_j
-        if came_back and whole_j > 0 and counter_j != before_j:
+            # What windows were told meanwhile by power is as open as that was.
+            return self._put_right(time_ns, trust, since_j, last.variances_j2 - trust.variances_j2, COUNTER)
+        if goes_on:
+            self._left = trust
             self._tell_trusted()
-            return whole_j
+            return _Step(COUNTER, counter_j - before_j, 0.0, False)
         return None
+
+    def _put_right(self, time_ns: int, since: _Base, joules: float, variance_j2: float, method: str) -> _Step:
+        """Return the one step that replaces all since a reading, but for those that windows were told of."""
+        told_ns = max([since.time_ns, *self._edges])
+        while len(self._points) > 1 and self._points[-2].time_ns >= told_ns:
+            self._points.pop()
+        last = self._points[-1]
+        left_j = since.total_j + joules - last.total_j
+        most_j = self._most_j(time_ns - last.time_ns)
+        is_told = last.time_ns > since.time_ns or method != COUNTER
+        return _Step(method, min(max(left_j, 0.0), most_j), variance_j2 if is_told else 0.0, method != COUNTER)
+
+    def _base(self, time_ns: int, counter_j: float) -> _Base:
+        last = self._points[-1]
+        return _Base(time_ns, counter_j, last.total_j, last.variances_j2, self._flow_j)
 
     def _most_j(self, span_ns: int) -> float:
         return self._limit_w * (span_ns * NS + max(2 * self._sensor.tick_s, 0.1) + self._sensor.lag_s)
 
-    def _stands_still(self, span_ns: int, expected_j: float) -> bool:
-        return span_ns * NS > 3 * self._sensor.tick_s and expected_j > FROZEN_J
+    def _stands_still(self, time_ns: int) -> bool:
+        """Whether it has not moved for longer than its ticks explain, though power flowed."""
+        if self._moved is None:
+            return False
+        stood_s = (time_ns - self._moved.time_ns) * NS
+        longest_s = max(3 * self._sensor.tick_s, LEAST_STANDING_S) + self._sensor.lag_s
+        return stood_s > longest_s and self._flow_j - self._moved.flow_j > FROZEN_J
 
-    def _distrust(self, time_ns: int, counter_j: float, total_j: float, why: str) -> None:
-        self._trust = _Trust(time_ns, counter_j, total_j)
+    def _distrust(self, base: _Base, why: str) -> None:
+        self._trust = base
+        self._has_told_doubt = True
         self._events.append(("energy_counter", f"the energy counter is not believed: {why}; power fills the gap"))
 
     def _tell_trusted(self) -> None:
         self._trust = None
-        self._events.append(("energy_counter", "the energy counter is believed again"))
+        if self._has_told_doubt:  # that it could not be read, the sampler told
+            self._events.append(("energy_counter", "the energy counter is believed again"))
+        self._has_told_doubt = False
 
     def _by_power(self, last: _Point, span_ns: int, power_w: float | None) -> tuple[float, float] | None:
         """Return energy and variance of a step by the power at its ends."""
@@ -265,14 +316,14 @@ class EnergyLedger:
         start, end = self._level(from_ns), self._level(to_ns)
         joules = max(end.joules - start.joules, 0.0)
         shift_j2 = self._shift_j2(end.power_w - start.power_w, joules / covered_s)
-        before, after = self._running(from_ns), self._running(to_ns)
+        before_j2, after_j2 = self._variances_j2(from_ns), self._variances_j2(to_ns)
         return Energy(
             joules=joules,
             covered_s=covered_s,
             start_j2=start.variance_j2 + shift_j2,
             end_j2=end.variance_j2 + shift_j2,
-            inside_j2=after[1] - before[1] + self._alias_j2(covered_s),
-            estimated_j=after[0] - before[0],
+            inside_j2=after_j2 - before_j2 + self._alias_j2(covered_s),
+            estimated_j=max(end.estimated_j - start.estimated_j, 0.0),
             method=self.method_in(from_ns, to_ns),
         )
 
@@ -322,7 +373,12 @@ class EnergyLedger:
         """Return the cumulative energy at a moment; the same again for the same moment, though more is known then."""
         if time_ns not in self._edges:
             anchors = self._anchors(time_ns) if self.clock is not None else None
-            self._edges[time_ns] = self._between_ticks(time_ns, anchors) if anchors else self._between_points(time_ns)
+            level = self._between_ticks(time_ns, anchors) if anchors else self._between_points(time_ns)
+            # What has been learnt since may contradict what was told, but no window is negative.
+            least_j = max((edge.joules for at_ns, edge in self._edges.items() if at_ns < time_ns), default=-math.inf)
+            most_j = min((edge.joules for at_ns, edge in self._edges.items() if at_ns > time_ns), default=math.inf)
+            told_j = min(max(level.joules, least_j), most_j)
+            self._edges[time_ns] = level._replace(joules=told_j, estimated_j=self._estimated_j(told_j))
         return self._edges[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
@@ -437,20 +493,25 @@ class EnergyLedger:
         point = self._points[index]
         return point.holes_ns if point.method else point.holes_ns - (point.time_ns - time_ns)
 
-    def _running(self, time_ns: int) -> tuple[float, float]:
-        """Return the running totals of what was estimated and of variances, at a moment."""
+    def _estimated_j(self, total_j: float) -> float:
+        """Return how much of a cumulative energy was estimated."""
+        index = bisect.bisect_left(self._points, total_j, key=lambda point: point.total_j)
+        if index >= len(self._points):
+            return self._points[-1].estimated_j
+        point = self._points[index]
+        return point.estimated_j - (point.total_j - total_j if point.estimated else 0.0)
+
+    def _variances_j2(self, time_ns: int) -> float:
+        """Return the running total of variances at a moment."""
         index = bisect.bisect_left(self._points, time_ns, key=lambda point: point.time_ns)
         if index >= len(self._points):
-            return self._points[-1].estimated_j, self._points[-1].variances_j2
+            return self._points[-1].variances_j2
         point = self._points[index]
         if index == 0:
-            return point.estimated_j, point.variances_j2
+            return point.variances_j2
         before = self._points[index - 1]
         rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
-        return (
-            point.estimated_j - rest * (point.estimated_j - before.estimated_j),
-            point.variances_j2 - rest * point.variance_j2,
-        )
+        return point.variances_j2 - rest * point.variance_j2
 
     def method_in(self, from_ns: int, to_ns: int) -> str | None:
         """Return the worst method that was used in a stretch."""
