@@ -261,7 +261,7 @@ class ClusterTotals(Struct, frozen=True):
     energy_iterations: int = 0
     energy_complete: bool = False  # no window was left out: energy_j is the total
     energy_measured_j: float | None = None  # with the holes: never a total
-    energy_gpus_j: float | None = None  # the part of energy_j that GPUs drew
+    energy_gpus_j: float | None = None  # that GPUs drew in the covered windows, whatever the scope of energy_j
     energy_error_j: float | None = None  # of energy_j: random part, half-width, 95 %
     energy_gain_error_j: float | None = None  # of energy_j: the sensors' gain, half-width, 95 %
     energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of counters from power
@@ -336,6 +336,7 @@ class ClusterReport(Struct, frozen=True):
     correction: bool = False  # not a new window: totals after a late report
     energy_by_class: dict[str, float | None] = {}
     time_by_class: dict[str, float] = {}
+    energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
 
 
 class Event(Struct, frozen=True):
@@ -405,6 +406,7 @@ class Summary(Struct, frozen=True):
     samples: int = 0
     loss: float | None = None
     events: dict[str, int] = {}  # how many of each kind
+    peak: str = ""  # of a device, that MFU is measured against, and from where it is known
 
 
 class Parameters(Struct, frozen=True, array_like=True):
