@@ -334,27 +334,34 @@ class EnergyLedger:
     def reads_for(self, edge_ns: int) -> list[int]:
         """Return when to read so that the energy at an edge can be told: moments at and after it, soonest first."""
         if self.clock is None or self._method != COUNTER:
-            return [edge_ns]
+            return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
         shown_ns = edge_ns + max(round(self._sensor.lag_s / NS), 0)  # when the counter will show it
         last = self.clock.before(shown_ns)
         tick_ns = self.clock.tick_ns
         if last is None:  # find the ticks first
-            return [edge_ns + round(tick_ns * part / 8) for part in range(18)]
+            return [shown_ns + round(tick_ns * part / 8) for part in range(18)]
         next_ns, half_ns = last[0] + tick_ns, last[1]
-        reads = [edge_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
-        if half_ns > WIDE_NS and next_ns - edge_ns > half_ns:
+        reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
+        if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
             reads.insert(1, round(next_ns))  # which halves what is open about the phase
+        if shown_ns > edge_ns:  # the tick before, which is not over yet
+            reads.insert(0, max(edge_ns, shown_ns - round(tick_ns)))
         return reads
 
     def is_settled(self, edge_ns: int) -> bool:
         """Whether nothing that is read later could tell the energy at an edge better."""
         newest_ns = self.newest_ns()
         if self.clock is None or self._method != COUNTER:
-            return newest_ns + self._reach_ns() >= edge_ns
+            return newest_ns + self._reach_ns() >= edge_ns + self._late_ns()
         edge_ns += max(round(self._sensor.lag_s / NS), 0)
         last = self.clock.before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
+
+    def _late_ns(self) -> int:
+        """Return how long after an edge a reading tells of it, where no ticks are known and it is worth waiting."""
+        late_ns = self._shift_ns()
+        return late_ns if late_ns >= LEAST_TICK_S / NS else 0
 
     def _reach_ns(self) -> int:
         return 0 if self._method == COUNTER else round(self._sensor.tick_s / NS)
@@ -403,7 +410,8 @@ class EnergyLedger:
                 continue
             tick = round((told[0] - last[0]) / tick_ns)
             anchors[tick] = point.total_j
-            if self._sensor.is_held and point.power_w is not None:  # it is that of the tick before
+            is_of_tick = self._sensor.is_held and self._sensor.lag_s <= 0  # the counter lags, power does not
+            if is_of_tick and point.power_w is not None:  # it is that of the tick before
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
         anchors = {**implied, **anchors}
         return anchors if 0 in anchors or 1 in anchors else None
