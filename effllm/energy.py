@@ -79,8 +79,8 @@ class _Level(NamedTuple):
     joules: float
     variance_j2: float
     power_w: float
-    is_known: bool
     estimated_j: float = 0.0  # of it
+    shift_s2: float = 0.0  # variance of when the readings around it are from
 
 
 class _Base(NamedTuple):
@@ -315,13 +315,16 @@ class EnergyLedger:
             return Energy(None)
         start, end = self._level(from_ns), self._level(to_ns)
         joules = max(end.joules - start.joules, 0.0)
-        shift_j2 = self._shift_j2(end.power_w - start.power_w, joules / covered_s)
+        # What is open about both edges moves them alike, so that only a difference of power between them counts;
+        # what is open about one of them alone, for more was known at the other, moves that one.
+        both_s2 = min(start.shift_s2, end.shift_s2)
+        rise_j2 = both_s2 * (end.power_w - start.power_w) ** 2 / 2
         before_j2, after_j2 = self._variances_j2(from_ns), self._variances_j2(to_ns)
         return Energy(
             joules=joules,
             covered_s=covered_s,
-            start_j2=start.variance_j2 + shift_j2,
-            end_j2=end.variance_j2 + shift_j2,
+            start_j2=start.variance_j2 + rise_j2 + (start.shift_s2 - both_s2) * start.power_w**2,
+            end_j2=end.variance_j2 + rise_j2 + (end.shift_s2 - both_s2) * end.power_w**2,
             inside_j2=after_j2 - before_j2 + self._alias_j2(covered_s),
             estimated_j=max(end.estimated_j - start.estimated_j, 0.0),
             method=self.method_in(from_ns, to_ns),
@@ -385,7 +388,9 @@ class EnergyLedger:
             least_j = max((edge.joules for at_ns, edge in self._edges.items() if at_ns < time_ns), default=-math.inf)
             most_j = min((edge.joules for at_ns, edge in self._edges.items() if at_ns > time_ns), default=math.inf)
             told_j = min(max(level.joules, least_j), most_j)
-            self._edges[time_ns] = level._replace(joules=told_j, estimated_j=self._estimated_j(told_j))
+            self._edges[time_ns] = level._replace(
+                joules=told_j, estimated_j=self._estimated_j(told_j), shift_s2=self._shift_s2(time_ns)
+            )
         return self._edges[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
@@ -428,15 +433,15 @@ class EnergyLedger:
             joules, variance_j2, power_w = in_tick(
                 since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
             )
-            return _Level(anchors[0] + joules, variance_j2, power_w, True)
+            return _Level(anchors[0] + joules, variance_j2, power_w)
         local_w = self._power_at(time_ns)
         # One side of the tick was read: power leads there.
         if 0 in anchors:
             power_w = local_w or before_w or 0.0
-            return _Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w, True)
+            return _Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w)
         power_w = local_w or after_w or 0.0
         rest_s = tick_s - since_s
-        return _Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w, True)
+        return _Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w)
 
     def _between_points(self, time_ns: int) -> _Level:
         """Return the level between two readings, for counters that move all the time, unknown ticks, and power."""
@@ -458,10 +463,9 @@ class EnergyLedger:
                 + (first_w * since_s if since_s < 0 else second_w * (since_s - span_s)),
                 tick_j2 + self._powers.jump_j2(min(abs(since_s), abs(since_s - span_s))),
                 first_w if since_s < 0 else second_w,
-                bool(second.method),
             )
         if second.method is None:
-            return _Level(first.total_j, 0.0, 0.0, False)
+            return _Level(first.total_j, 0.0, 0.0)
         rest_s = span_s - since_s
         local_w = first_w + (second_w - first_w) * since_s / span_s
         share_j = (first_w + local_w) / 2 * since_s
@@ -469,7 +473,7 @@ class EnergyLedger:
         # The counter's step is exact; what power says differently is spread in proportion to time.
         share_j += (joules - total_j) * since_s / span_s
         variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
-        return _Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w, True)
+        return _Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)
 
     def _shift_ns(self) -> int:
         """Return by how much readings are older than they look, on average."""
@@ -477,16 +481,11 @@ class EnergyLedger:
             return round((self._sensor.lag_s + self._sensor.tick_s / 2) / NS)
         return round(self._sensor.average_s / 2 / NS) if self._method == AVERAGE else 0
 
-    def _shift_j2(self, rise_w: float, mean_w: float) -> float:
-        """Return the variance of each edge by what is open about when readings are from.
-
-        One shift moves both edges of a stretch alike, so that only a difference of power between them
-        counts; but the ticks' phase is known a little better at each edge than at the one before.
-        """
-        phase_s2 = 0.0
-        if self.clock is not None and (last := self.clock.before(self.newest_ns())) is not None:
-            phase_s2 = (last[1] * NS) ** 2 / 3
-        return (self._sensor.lag_error_s**2 / 3 + phase_s2) * rise_w**2 / 2 + 0.04 * phase_s2 * mean_w**2
+    def _shift_s2(self, time_ns: int) -> float:
+        """Return the variance of when readings are from, as far as is known now."""
+        last = self.clock.before(time_ns) if self.clock is not None else None
+        phase_s = last[1] * NS if last is not None else 0.0
+        return (self._sensor.lag_error_s**2 + phase_s**2) / 3
 
     def _power_at(self, time_ns: int) -> float | None:
         index = bisect.bisect_left(self._points, time_ns, key=lambda point: point.time_ns)
