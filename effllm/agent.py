@@ -52,6 +52,7 @@ from effllm.transport import AgentLink, Outbox, make_context
 from effllm.window import Series, WindowCutter
 
 BEAT_S = 5.0
+CALIBRATION_S = 3.0  # windows are cut when it is known how the sensor behaves
 LOSS_WAIT_S = 0.5  # a window's loss comes after its end
 HELLO_AGAIN_S = 2.0
 DEVICE_WAIT_S = 3.0
@@ -179,10 +180,11 @@ class Agent:
             self._poller.register(self._link.socket, zmq.POLLIN)
             self._poller.register(self._link.monitor, zmq.POLLIN)
 
-    def _wait_for_device(self) -> None:
+    def _wait_for_device(self, timeout_s: float = DEVICE_WAIT_S) -> None:
         poll = select.poll()
         poll.register(self._sampled, select.POLLIN)
-        poll.poll(DEVICE_WAIT_S * 1000)
+        if poll.poll(timeout_s * 1000):
+            os.eventfd_read(self._sampled)
 
     def _start_node_sensors(self) -> None:
         """Read what the node draws beside its GPUs: once per node, and never beside a device that is simulated."""
@@ -199,6 +201,10 @@ class Agent:
             sampler = Sampler(opener.open, interval_s, self._log.line, self._sampled, is_node_sensor=True)
             self._tracks.append(Track(sampler, interval_s))
             sampler.start()
+        # The scope of the job's power is chosen when its first window closes.
+        until_s = self._started_s + DEVICE_WAIT_S
+        while any(track.sampler.is_opening for track in self._tracks) and time.monotonic() < until_s:
+            self._wait_for_device(0.05)
 
     def _start_cutting(self) -> None:
         origin_ns = time.monotonic_ns()
@@ -238,6 +244,10 @@ class Agent:
     def _is_orphan(self) -> bool:
         return self._trainer < 0 and os.getppid() != self._facts["trainer_pid"]
 
+    @property
+    def _is_calibrating(self) -> bool:
+        return any(track.sampler.is_calibrating for track in self._tracks)
+
     def _timeout_ms(self) -> int:
         now_s = time.monotonic()
         until_s = self._next_beat_s if self._trainer >= 0 else min(self._next_beat_s, now_s + 1.0)
@@ -248,7 +258,7 @@ class Agent:
                     until_s = min(until_s, ended.end_ns * 1e-9 + wait_s)
                     break
             else:
-                until_s = now_s
+                until_s = now_s + (LEAST_LOOP_S if self._is_calibrating else 0.0)
         if self._link and self._link.connected and not self._welcome:
             until_s = min(until_s, self._hello_s + HELLO_AGAIN_S)
         if self._outbox.unsent() and self._welcome:
@@ -321,7 +331,8 @@ class Agent:
             _, ordinal, _, _ = self._ring.state()
             moved_on = ordinal > ended.ordinal or self._cutter.last_ordinal > ended.ordinal or self._status is not None
             waited_s = now_s - ended.end_ns * 1e-9
-            if (not edge and waited_s < EDGE_WAIT_S) or (not moved_on and waited_s < LOSS_WAIT_S):
+            patience_s = CALIBRATION_S if self._is_calibrating else EDGE_WAIT_S
+            if (not edge and waited_s < patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
                 return
             row = self._cutter.cut(self._series)
             if row is not None:

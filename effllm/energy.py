@@ -301,8 +301,10 @@ class EnergyLedger:
 
     def energy(self, start_ns: int, end_ns: int) -> Energy:
         """Return what flowed in ``[start_ns, end_ns]``."""
-        if len(self._points) < 2 or end_ns <= start_ns:
+        if not self._points or end_ns <= start_ns:
             return Energy(None)
+        if len(self._points) == 1:
+            return self._standing(start_ns, end_ns)
         first_ns, last_ns = self._points[0].time_ns, self._points[-1].time_ns
         # What a sensor said stands until its next update.
         last_ns += self._reach_ns()
@@ -311,9 +313,9 @@ class EnergyLedger:
             return Energy(None)
         holes_ns = self._holes_ns(to_ns) - self._holes_ns(from_ns)
         covered_s = (to_ns - from_ns - holes_ns) * NS
+        start, end = self._level(from_ns), self._level(to_ns)  # of holes, too: what was told is not told again
         if covered_s <= 0:
             return Energy(None)
-        start, end = self._level(from_ns), self._level(to_ns)
         joules = max(end.joules - start.joules, 0.0)
         # What is open about both edges moves them alike, so that only a difference of power between them counts;
         # what is open about one of them alone, for more was known at the other, moves that one.
@@ -367,7 +369,20 @@ class EnergyLedger:
         return late_ns if late_ns >= LEAST_TICK_S / NS else 0
 
     def _reach_ns(self) -> int:
-        return 0 if self._method == COUNTER else round(self._sensor.tick_s / NS)
+        """Return for how long after a reading its power stands: until the sensor's next update, or our next look."""
+        if self._method == COUNTER:
+            return 0
+        look_ns = self._longest_gap_ns // 5 if self._device.only_power else 0
+        return max(round(self._sensor.tick_s / NS), look_ns)
+
+    def _standing(self, start_ns: int, end_ns: int) -> Energy:
+        """Return the energy of a sensor that has been read once."""
+        (point,) = self._points
+        from_ns, to_ns = max(start_ns, point.time_ns), min(end_ns, point.time_ns + self._reach_ns())
+        if to_ns <= from_ns or point.power_w is None:
+            return Energy(None)
+        covered_s = (to_ns - from_ns) * NS
+        return Energy(point.power_w * covered_s, covered_s, method=self._method)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the readings that no stretch from ``time_ns`` on needs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ Calibrate = Callable[[Device, Callable[[], Sample]], Sensor]
 
 
 class Sampler:
-    """Reads one device every ``interval_s`` seconds, and at the moments that are asked for.
+    """Reads one device every ``interval_s`` seconds on average, and at the moments that are asked for.
 
     Args:
         open_reader: opens the device, in the thread, because a driver may take its time even for that.
@@ -53,6 +54,7 @@ class Sampler:
     ) -> None:
         self.device: Device | None = None  # None until it is open
         self.unavailable = ""  # why there is no device
+        self.is_calibrating = False
         self._open_reader = open_reader
         self._interval_s = interval_s
         self._log = log
@@ -109,6 +111,11 @@ class Sampler:
             return None
         return time.monotonic() - since_s
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether it is not known yet if there is such a device."""
+        return self.device is None and not self.unavailable
+
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; ``False`` where the device did not answer in time and its thread is left behind."""
         self._stopped = True
@@ -133,27 +140,48 @@ class Sampler:
         self._read(reader)
         os.eventfd_write(self._wake_descriptor, 1)
         self._learn(reader)
-        next_s = time.monotonic() + self._interval_s
+        next_s = turn_s = time.monotonic() + self._interval_s
         while not self._stopped:
             self._sleep_until(next_s)
             due = self._due_now()
             is_time = time.monotonic() >= next_s
             if self._stopped or not (due or is_time):
                 continue
-            self._read(reader, energy_only=not is_time and not any(is_first for _, is_first, _ in due))
-            if any(is_last for _, _, is_last in due):
-                os.eventfd_write(self._wake_descriptor, 1)
+            self._answer(reader, due, is_time)
             now_s = time.monotonic()
             while next_s <= now_s:  # a slow read leaves ticks out, it does not pile them up
-                next_s += self._pace_s()
+                pace_s = self._pace_s()
+                turn_s += pace_s
+                # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
+                next_s = turn_s + random.random() * pace_s  # noqa: S311 - nobody gains by guessing it
         reader.close()
+
+    def _answer(self, reader: Reader, due: Sequence[tuple[int, bool, bool]], is_time: bool) -> Sample:
+        """Take the reading that is due: all there is at its time and at an edge, energy alone elsewhere."""
+        sample = self._read(reader, energy_only=not is_time and not any(is_first for _, is_first, _ in due))
+        if any(is_last for _, _, is_last in due):
+            os.eventfd_write(self._wake_descriptor, 1)
+        return sample
 
     def _learn(self, reader: Reader) -> None:
         if self._calibrate is None:
             return
-        sensor = self._calibrate(reader.device, lambda: self._read(reader, energy_only=True))
+        self.is_calibrating = True
+        next_s = time.monotonic() + self._interval_s
+
+        def read() -> Sample:
+            """Take one of many readings; now and then, and where an edge asks for it, a whole one."""
+            nonlocal next_s
+            self._take_requests()
+            due = self._due_now()
+            is_time = time.monotonic() >= next_s
+            next_s += self._interval_s if is_time else 0.0
+            return self._answer(reader, due, is_time)
+
+        sensor = self._calibrate(reader.device, read)
         self.device = reader.device = replace(reader.device, sensor=sensor)
         self._samples.put(self.device)
+        self.is_calibrating = False
 
     def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
         read = getattr(reader, "read_energy", reader.read) if energy_only else reader.read

@@ -60,6 +60,8 @@ class Track:
         """Whether nothing to come could tell an edge better, or nothing will come."""
         if self.series is None:
             return True
+        if self.sampler.is_calibrating and self.sampler.stale_s() is None:
+            return False  # what is told before would not fit to what is told after
         return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
 
     def note_baseline(self, start_ns: int, end_ns: int) -> bool:
