@@ -5,14 +5,16 @@ A device is known by its key alone, so one that several ranks sit on enters once
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from effllm.energy_account import EnergySums, WindowEnergy, stretch_of, sum_of
-from effllm.schema import ClusterTotals, Device, DeviceWindow, Integrals, RankReport
+from effllm.energy_account import EnergySums, Stretch, WindowEnergy, stretch_of, sum_of
+from effllm.power_scope import Scope
+from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, RankReport
 from effllm.window import iterations_only
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
@@ -22,17 +24,23 @@ ROUNDING = 1e-6
 class MergedDevice(Struct, frozen=True):
     """What one device did in one window, from the rows of all ranks that sit on it."""
 
+    device: Device
     wall: Integrals
     iterations: Integrals
     phases_j: dict[str, float | None]
-    span_s: float
+    span_s: float  # of the row that its energy is from
     memory_peak_bytes: float | None
-    window: DeviceWindow  # of the rank that saw most of it
+    window: DeviceWindow  # of that row
 
     @property
     def is_measured(self) -> bool:
         """Whether anything of it was measured."""
         return self.wall.memory_covered_s + self.wall.utilization_covered_s + self.wall.energy_covered_s > 0
+
+    @property
+    def energy_coverage(self) -> float:
+        """Share of its span in which its energy was measured."""
+        return min(self.wall.energy_covered_s / self.span_s, 1.0) if self.span_s > 0 else 0.0
 
 
 def merge_devices(
@@ -40,8 +48,9 @@ def merge_devices(
 ) -> dict[str, MergedDevice]:
     """Return each device of a window once.
 
-    Whole-device readings are taken from the rank that covers most; shares of a shared device add up,
-    and with a rank missing they are not measured, for a sum with a hole in it is not a sum.
+    Whole-device readings are taken from the rank that covers most of its row, of equals from the first: one
+    and the same from window to window, whose rows meet.  Shares of a shared device add up, and with a rank
+    missing they are not measured, for a sum with a hole in it is not a sum.
 
     Args:
         rows: the window's rows.
@@ -52,30 +61,34 @@ def merge_devices(
     for row in rows:
         for one in row.devices:
             seen.setdefault(one.device, []).append((row, one))
-    return {
-        key: _merge(pairs, devices[key].shared, members.get(key, set()))
-        for key, pairs in seen.items()
-        if key in devices
-    }
+    return {key: _merge(pairs, devices[key], members.get(key, set())) for key, pairs in seen.items() if key in devices}
 
 
-def _merge(pairs: list[tuple[RankReport, DeviceWindow]], shared: bool, members: set[int]) -> MergedDevice:
-    _, best = max(pairs, key=lambda pair: (pair[1].wall.energy_covered_s, pair[1].wall.memory_covered_s))
+def _merge(pairs: list[tuple[RankReport, DeviceWindow]], device: Device, members: set[int]) -> MergedDevice:
+    row, best = min(pairs, key=lambda pair: (*_least_covered(*pair), pair[0].rank))
     peaks = [one.memory_peak_bytes for _, one in pairs if one.memory_peak_bytes is not None]
     wall, iterations = best.wall, iterations_only(best)
-    if shared:
+    if device.shared:
         whole = members <= {row.rank for row, _ in pairs}
         wall = _add_shares(wall, [one.wall for _, one in pairs], whole)
         iterations = _add_shares(iterations, [iterations_only(one) for _, one in pairs], whole)
         peaks = [sum(peaks)] if whole and len(peaks) == len(pairs) else []
     return MergedDevice(
+        device=device,
         wall=wall,
         iterations=iterations,
         phases_j={name: part.energy_j for name, part in best.phases.items()},
-        span_s=max(row.wall_s for row, _ in pairs),
+        span_s=row.wall_s,
         memory_peak_bytes=max(peaks, default=None),
         window=best,
     )
+
+
+def _least_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:
+    """Return the uncovered shares of a row, without the digits in which equal ones differ by rounding."""
+    covered = one.wall.energy_covered_s, one.wall.memory_covered_s
+    energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
+    return energy, memory
 
 
 def _add_shares(best: Integrals, shares: Sequence[Integrals], whole: bool) -> Integrals:
@@ -83,7 +96,13 @@ def _add_shares(best: Integrals, shares: Sequence[Integrals], whole: bool) -> In
     utilization = [(share.utilization_seconds, share.utilization_covered_s) for share in shares]
     memory_sum, memory_s = _sum_of_means(memory) if whole else (None, 0.0)
     utilization_sum, utilization_s = _sum_of_means(utilization) if whole else (None, 0.0)
-    return Integrals(best.energy_j, best.energy_covered_s, memory_sum, memory_s, utilization_sum, utilization_s)
+    return replace(
+        best,
+        memory_byte_seconds=memory_sum,
+        memory_covered_s=memory_s,
+        utilization_seconds=utilization_sum,
+        utilization_covered_s=utilization_s,
+    )
 
 
 def _sum_of_means(shares: Sequence[tuple[float | None, float]]) -> tuple[float | None, float]:
@@ -98,51 +117,63 @@ def window_energy(
     merged: Mapping[str, MergedDevice],
     devices: Mapping[str, Device],
     absent: int,
-    counted: Collection[str] | None = None,
+    blind: int = 0,
+    scope: Scope | None = None,
 ) -> WindowEnergy:
     """Return the energy of a window and how much of it was measured.
 
     Args:
         merged: the window's devices.
-        devices: every known device; where none of them has an energy sensor there is no coverage.
-        absent: ranks whose devices nobody knows.
-        counted: keys of the devices whose energy is the job's; ``None`` for all of them.
+        devices: every device that the window should hold.
+        absent: ranks of which nothing is known.
+        blind: ranks without a device, though they are there.
+        scope: whose energy is the job's; ``None`` for that of all devices.
     """
-    in_scope = {key: device for key, device in devices.items() if counted is None or key in counted}
-    span_s = max((one.span_s for one in merged.values()), default=0.0)
-    expected_s = covered_s = 0.0
-    shown: dict[str, str] = {}  # whose energy -> the device that shows it best
-    for key, device in in_scope.items():
-        owner = device.energy_key or key
-        best = shown.get(owner)
-        if best is None or _covered_s(merged, key) > _covered_s(merged, best):
-            shown[owner] = key
-    for key in shown.values():
-        one = merged.get(key)
-        expected_s += one.span_s if one else span_s
-        covered_s += _covered_s(merged, key)
-    expected_s += absent * span_s
-    members = {key: merged[key] for key in shown.values() if key in merged}
+    in_scope = [key for key in devices if scope is None or key in scope.keys]
+    lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
+    is_measurable = any(device.energy_method for device in devices.values()) if scope is None else bool(scope.label)
+    shown = _shown(merged, devices, in_scope)
+    measured = {owner: one for owner, one in shown.items() if one is not None and one.wall.energy_j is not None}
+    wall = {owner: stretch_of(one.device, one.wall) for owner, one in measured.items()}
+    iterations = {owner: stretch_of(one.device, one.iterations) for owner, one in measured.items()}
     phases_j: dict[str, float] = {}
-    for one in members.values():
+    for one in measured.values():
         for name, joules in one.phases_j.items():
             phases_j[name] = phases_j.get(name, 0.0) + (joules or 0.0)
-    by_device = {
-        key: stretch_of(devices[key], one.wall) for key, one in members.items() if one.wall.energy_j is not None
-    }
-    measurable = any(device.energy_method for device in in_scope.values()) and expected_s > 0
+    gpus = _shown(merged, devices, [key for key, device in devices.items() if device.is_gpu])
     return WindowEnergy(
-        coverage=min(covered_s / expected_s, 1.0) if measurable else None,
-        wall=sum_of(by_device),
-        iterations=sum_of({key: stretch_of(devices[key], one.iterations) for key, one in members.items()}),
+        coverage=_coverage(shown, merged, lacking) if is_measurable else None,
+        wall=sum_of(wall),
+        iterations=sum_of(iterations),
         phases_j=phases_j,
-        by_device=by_device,
+        by_device=wall,
+        gpus_coverage=_coverage(gpus, merged, absent + blind) if gpus else None,
+        gpus_wall_j=sum(one.wall.energy_j or 0.0 for one in gpus.values() if one),
+        gpus_iterations_j=sum(one.iterations.energy_j or 0.0 for one in gpus.values() if one),
     )
 
 
-def _covered_s(merged: Mapping[str, MergedDevice], key: str) -> float:
-    one = merged.get(key)
-    return one.wall.energy_covered_s if one else 0.0
+def _shown(
+    merged: Mapping[str, MergedDevice], devices: Mapping[str, Device], keys: Iterable[str]
+) -> dict[str, MergedDevice | None]:
+    """Return whose energy is to be measured, each once, and the device that shows it best in this window."""
+    shown: dict[str, MergedDevice | None] = {}
+    for key in sorted(keys):
+        owner, one = devices[key].energy_key or key, merged.get(key)
+        best = shown.setdefault(owner, one)
+        if one is not None and (best is None or one.energy_coverage > best.energy_coverage + ROUNDING):
+            shown[owner] = one
+    return shown
+
+
+def _coverage(shown: Mapping[str, MergedDevice | None], merged: Mapping[str, MergedDevice], lacking: int) -> float:
+    """Return measured over expected device-seconds."""
+    if not merged:
+        return 0.0
+    span_s = max(one.span_s for one in merged.values())
+    expected_s = sum(one.span_s if one else span_s for one in shown.values()) + lacking * span_s
+    covered_s = sum(one.energy_coverage * one.span_s for one in shown.values() if one)
+    return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # of no time nothing is missing
 
 
 def is_covered(coverage: float | None, least: float) -> bool:
@@ -171,7 +202,7 @@ class DeviceSums(Struct):
 
 
 class GaugeSums(Struct):
-    """The running sums of a gauge, over all devices that have it."""
+    """The running sums of a gauge, over all GPUs that have it."""
 
     value_seconds: float = 0.0
     covered_s: float = 0.0
@@ -203,6 +234,8 @@ class Account(Struct):
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
     measured_j: float = 0.0
+    gpus_j: float = 0.0  # what GPUs drew in the covered windows, whatever the scope ...
+    gpus_holes: int = 0  # ... and in how many of these that is not known
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
     throttle_covered_s: float = 0.0
@@ -233,10 +266,12 @@ class Account(Struct):
             sums.utilization_covered_s += sign * integrals.utilization_covered_s
             if one.memory_peak_bytes is not None:
                 sums.memory_peak_bytes = max(one.memory_peak_bytes, sums.memory_peak_bytes or 0.0)
-            self._add_gauges(one.window, sign)
+            if one.device.is_gpu:
+                self._add_gauges(one.window, sign)
 
     def _add_gauges(self, window: DeviceWindow, sign: int) -> None:
-        for name, gauge in window.gauges.items():
+        for name in GAUGES.keys() & window.gauges.keys():
+            gauge = window.gauges[name]
             sums = self.gauges.setdefault(name, GaugeSums())
             sums.value_seconds += sign * gauge.value_seconds
             sums.covered_s += sign * gauge.covered_s
@@ -255,13 +290,15 @@ class Account(Struct):
 
         With a sign of -1 take it back, for a late row changes all of it.
         """
-        stretch = energy.wall if self.wall else energy.iterations
+        stretch: Stretch = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * stretch.joules
         if not is_covered(energy.coverage, least_coverage):
             self.holes += sign
             return
         self.energy_windows += sign
         self.energy.add(window, stretch, sign)
+        self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
+        self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, least_coverage))
         self.energy_iterations += sign * max((row.iterations for row in rows), default=0)
         for row in rows:
             sums = self.ranks.setdefault(row.rank, RankSums())
@@ -303,7 +340,7 @@ class Account(Struct):
             utilization_min=min(busy, default=None),
             utilization_max=max(busy, default=None),
             energy_j=self.energy.joules if self.energy_windows else None,
-            energy_gpus_j=self.energy.gpus_j if self.energy_windows else None,
+            energy_gpus_j=self.gpus_j if self.energy_windows and not self.gpus_holes else None,
             energy_error_j=self.energy.error_j if self.energy_windows else None,
             energy_gain_error_j=self.energy.gain_j if self.energy_windows else None,
             energy_estimated_j=self.energy.estimated_j if self.energy_windows else None,

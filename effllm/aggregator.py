@@ -16,7 +16,7 @@ from msgspec import Struct
 from effllm.account import merge_devices, window_energy
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
-from effllm.reporting import Window, report_of, summary_of
+from effllm.reporting import Window, doubts, report_of, summary_of
 from effllm.roster import ABSENT_AFTER_S, Roster
 from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Summary
 
@@ -256,8 +256,14 @@ class Aggregator:
         members = roster.sitting(rows)
         devices = {key: roster.devices[key] for key in members}
         window.merged = merge_devices(window.ordered, devices, members)
-        unknown = roster.absent(rows) - set(roster.hellos)
-        window.energy = window_energy(window.merged, devices, len(unknown), roster.scope.keys)
+        unknown, blind = roster.absent(rows) - set(roster.hellos), roster.blind(rows)
+        # The first window decides: of the scopes that every node has, the widest that covers it well enough.
+        weighed = [
+            (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope)) for scope in roster.scopes
+        ]
+        least = self._config.min_coverage
+        scope, window.energy = max(weighed, key=lambda one: min(round(one[1].coverage or 0.0, 5), least))
+        roster.settle(scope)
         return window
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:
@@ -286,6 +292,9 @@ class Aggregator:
         self._ledger.reports += 1
         self._last_report = report
         self._closed.append(Closed(report, window.ordered, self._safe()))
+        if not correction:
+            for kind, text in doubts(report, window, self._roster):
+                self._tell(kind, text, report.time_s, once=kind)
 
     def _safe(self) -> dict[int, int]:
         pending: dict[int, int] = {}

@@ -48,11 +48,14 @@ class Ledger(Struct):
     events: dict[str, int] = {}
     warmed_s: float = 0.0  # iteration time that the warm-up has had
     run_after: int = 0  # windows up to this one are not in the run-to-date values: warm-up, or a reset
+    warm_until: int = 0  # ... because of the warm-up of this attempt
+    warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
+    scope: str = ""  # whose energy the sums are of, once there are any
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
         self.attempt, self.job = self.attempt + 1, job
-        self.world_size = self.closed = self.run_after = 0
+        self.world_size = self.closed = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s = {}, 0.0
         for sums in (self.run.energy, self.whole.energy, *self.devices.values()):
             sums.close()
@@ -67,7 +70,7 @@ class Ledger(Struct):
         warming = min(row.iteration_first for row in rows) <= iterations or self.warmed_s < seconds
         self.warmed_s += max(row.time_s for row in rows)
         if warming:
-            self.run_after = window
+            self.run_after = self.warm_until = window
         return warming
 
     def reset_run(self, window: int) -> None:
@@ -97,6 +100,8 @@ class Ledger(Struct):
             account.add_energy(window, energy, rows, least_coverage, sign)
         for key, stretch in energy.by_device.items():
             self.devices.setdefault(key, EnergySums()).add(window, stretch, sign)
+        if window <= self.warm_until:
+            self.warmup_j += sign * energy.iterations_j
         for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
             self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
 

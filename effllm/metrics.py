@@ -299,19 +299,13 @@ def tflops_per_gpu(totals: ClusterTotals) -> float | None:
 @metric("ratio", group="throughput", bases=("window",))
 def mfu_ratio(totals: ClusterTotals) -> float | None:
     """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): model FLOP/s over the job's peak."""
-    if totals.flops_per_token is None or not totals.peak_flops_per_s:
-        return None
-    rate = _counted_ratio(totals.tokens, totals.time_s)
-    return _share_of_peak(rate, totals.flops_per_token, totals.peak_flops_per_s)
+    return _possible(share_of_peak(totals, totals.flops_per_token))
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def hfu_ratio(totals: ClusterTotals) -> float | None:
     """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): recomputation counts as well."""
-    if totals.hardware_flops_per_token is None or not totals.peak_flops_per_s:
-        return None
-    rate = _counted_ratio(totals.tokens, totals.time_s)
-    return _share_of_peak(rate, totals.hardware_flops_per_token, totals.peak_flops_per_s)
+    return _possible(share_of_peak(totals, totals.hardware_flops_per_token))
 
 
 @metric("GB", group="memory", bases=("run",))
@@ -408,7 +402,7 @@ def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> d
 
 
 def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
-    """Return the random and the systematic error of every metric of energy: tag -> half-widths, 95 %.
+    """Return the random and the systematic error of every metric of energy and power: tag -> half-widths, 95 %.
 
     Each is what the metric would change by if the energy were off by its own error.
     """
@@ -420,14 +414,15 @@ def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dic
             value = entry.formula(totals)
             if value is None or not totals.energy_j or totals.energy_error_j is None:
                 continue
-            parts = (totals.energy_error_j, totals.energy_gain_error_j or 0.0)
-            random, systematic = (_moved(entry.formula, totals, value, part / totals.energy_j) for part in parts)
+            random = _moved(entry.formula, totals, value, totals.energy_error_j / totals.energy_j, gain=False)
+            share = (totals.energy_gain_error_j or 0.0) / totals.energy_j
+            systematic = _moved(entry.formula, totals, value, share, gain=True)
             if random or systematic:
                 found[entry.tag(base)] = (random, systematic)
     return found
 
 
-def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float) -> float:
+def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, gain: bool) -> float:
     scale = 1 + share
     moved = replace(
         totals,
@@ -437,6 +432,13 @@ def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float) 
         energy_error_j=_scaled(totals.energy_error_j, scale),
         energy_gain_error_j=_scaled(totals.energy_gain_error_j, scale),
     )
+    if gain:  # what the same sensors said of power is off by the same factor
+        moved = replace(
+            moved,
+            baseline_w=_scaled(totals.baseline_w, scale),
+            power_peak_w=_scaled(totals.power_peak_w, scale),
+            power_histogram_s={(step + 0.5) * scale - 0.5: s for step, s in totals.power_histogram_s.items()},
+        )
     after = formula(moved)
     return 0.0 if after is None else abs(after - value)
 
@@ -454,6 +456,14 @@ def power_percentile(totals: ClusterTotals, share: float) -> float | None:
         if passed_s >= share * whole_s:
             return (step + 0.5) * POWER_STEP_W
     return None
+
+
+def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float | None:
+    """Return FLOP/s over the job's peak, by the FLOPs of a token: a utilization, unless one of these is wrong."""
+    rate = _counted_ratio(totals.tokens, totals.time_s)
+    if rate is None or flops_per_token is None or not totals.peak_flops_per_s:
+        return None
+    return rate * flops_per_token / totals.peak_flops_per_s
 
 
 def headline() -> Iterable[Metric]:
@@ -478,8 +488,7 @@ def _error_ratio(error: float | None, value: float | None) -> float | None:
     return None if error is None or not value else error / value
 
 
-def _share_of_peak(rate: float | None, flops_per_token: float, peak_flops_per_s: float) -> float | None:
-    share = None if rate is None else rate * flops_per_token / peak_flops_per_s
+def _possible(share: float | None) -> float | None:
     return share if share is not None and share <= 1.0 else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from effllm.schema import CPU, GPU, MODULE, NODE_PSU, Device
 
@@ -16,64 +17,99 @@ GPU_AND_CPU = "gpu+cpu"
 AUTO = "auto"
 #: What ``EFFICIENTLLM_POWER_SCOPE`` may be.
 CHOICES = (AUTO, GPU, MODULE, GPU_AND_CPU, NODE_PSU)
+#: What a node may offer; the last is its modules' where it has those, and its CPUs' where it has no GPU.
+WIDEST_FIRST = (NODE_PSU, GPU_AND_CPU, GPU)
+
+#: The devices of a node, maybe none.
+Node = Sequence[Device]
 
 
 class Scope(Struct, frozen=True):
     """The devices whose energy is the job's."""
 
     label: str | None = None  # as it is shown; None: nothing measures energy
-    choice: str = AUTO  # of CHOICES: what to ask for to get the same again
+    choice: str = AUTO  # of WIDEST_FIRST: what to ask for to get the same again
     keys: frozenset[str] = frozenset()
+    lacking: int = 0  # nodes without such a sensor: expected, and never measured
     complaint: str = ""  # one sentence, where what was asked for is not to be had
 
 
-def choose(devices: Mapping[str, Device], host_of: Mapping[str, str], wanted: str) -> Scope:
-    """Return the scope of a job.
+def scopes(nodes: Sequence[Node]) -> list[Scope]:
+    """Return what every node has, from the widest; nothing where no node measures energy."""
+    if not any(device.energy_method for node in nodes for device in node):
+        return []
+    offers = [_offers(node) for node in nodes]
+    return [_scope(offers, choice) for choice in WIDEST_FIRST if all(choice in offer for offer in offers)]
+
+
+def choose(nodes: Sequence[Node], wanted: str) -> Scope:
+    """Return the scope of a job: what is wanted, or else the widest that every node has, and then it says so.
 
     Args:
-        devices: all that is known, by key.
-        host_of: the node of each.
-        wanted: one of `CHOICES`; where a node lacks it the widest that all have is taken, and said.
+        nodes: the devices of each node.
+        wanted: one of `CHOICES`.
     """
-    if not any(device.energy_method for device in devices.values()):
-        return Scope()
-    nodes: dict[str, list[Device]] = {}
-    for key, device in devices.items():
-        nodes.setdefault(host_of.get(key, ""), []).append(device)
-    offers = [_offers(node) for node in nodes.values()]
-    common = [label for label in (NODE_PSU, GPU_AND_CPU, GPU) if all(label in offer for offer in offers)]
-    asked = GPU if wanted == MODULE else wanted
-    label = asked if asked in common else common[0]
-    counted = {device.key: device for offer in offers for device in offer[label]}
-    name = _named(label, counted)
-    refused = wanted not in (AUTO, label) and asked not in common
-    complaint = f"power scope: not every node has {wanted}; {name} is used" if refused else ""
-    return Scope(name, label, frozenset(counted), complaint)
+    offered = scopes(nodes)
+    if not offered:
+        complaint = f"power scope: {wanted} was asked for, and nothing measures energy"
+        return Scope(complaint="" if wanted == AUTO else complaint)
+    chosen = next((scope for scope in offered if wanted in (scope.choice, scope.label)), offered[0])
+    if wanted == AUTO or _is_what_was_wanted(chosen, wanted):
+        return chosen
+    return replace(chosen, complaint=f"power scope: not every node has {wanted}; {chosen.label} is used")
 
 
-def _offers(node: Sequence[Device]) -> dict[str, list[Device]]:
-    """Return what a node could give, by scope: the devices that would count, those that measure nothing included.
+def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
+    """Return the scope that a run has summed up so far, whatever has come since.
+
+    Args:
+        nodes: the devices of each node.
+        choice: the `Scope.choice` of the run.
+        wanted: what is asked for now.
+    """
+    now = choose(nodes, wanted)
+    if now.label and now.choice == choice:
+        return now
+    kept = _scope([_offers(node) for node in nodes], choice)
+    if kept.lacking or not now.label:
+        complaint = f"the run began with {kept.label}, which not every node has: its energy has holes"
+    elif wanted == AUTO:
+        complaint = f"{now.label} was not measured from the start of the run, so {kept.label} stays"
+    else:
+        complaint = f"{wanted} was asked for, but the run began with {kept.label}, which stays"
+    return replace(kept, complaint=f"power scope: {complaint}")
+
+
+def _is_what_was_wanted(scope: Scope, wanted: str) -> bool:
+    if wanted == GPU_AND_CPU:  # a module is both
+        return scope.choice == GPU_AND_CPU and scope.label != CPU
+    return scope.label == wanted
+
+
+def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
+    members = {device.key: device for offer in offers for device in offer.get(choice, ())}
+    there = {device.power_scope for device in members.values() if device.energy_method}
+    # By what is really in it: a job on CPUs alone is not called ``gpu``.
+    label = "+".join(scope for scope in (GPU, MODULE, CPU, NODE_PSU) if scope in there) or choice
+    return Scope(label, choice, frozenset(members), sum(choice not in offer for offer in offers))
+
+
+def _offers(node: Node) -> dict[str, Node]:
+    """Return the devices that a node's energy would be the sum of, by choice, those that measure nothing included.
 
     The narrowest is there always, for a GPU without a sensor is a hole in the sum and not a smaller sum.
     """
-    computing = [device for device in node if not device.only_power]
-    narrow = [device for device in computing if device.is_gpu] or computing
     measured = [device for device in node if device.energy_method]
+    supplies = [device for device in measured if device.power_scope == NODE_PSU]
+    cpus = [device for device in measured if device.power_scope == CPU]
+    gpus = [device for device in node if device.is_gpu]
     # The CPU of a module is in the module's energy already.
     in_module = any(device.power_scope == MODULE for device in measured)
-    cpus = [] if in_module else [one for one in measured if one.power_scope == CPU and one not in narrow]
-    supplies = [device for device in measured if device.power_scope == NODE_PSU]
-    offers = {GPU: narrow}
-    if cpus or in_module or (narrow and all(one.power_scope == CPU for one in narrow)):
-        offers[GPU_AND_CPU] = [*narrow, *cpus]
+    offers: dict[str, Node] = {GPU: gpus or cpus or [device for device in node if not device.only_power]}
+    if gpus and in_module:
+        offers[GPU_AND_CPU] = gpus
+    elif cpus:
+        offers[GPU_AND_CPU] = [*gpus, *cpus]
     if supplies:
         offers[NODE_PSU] = supplies[:1]  # two ways to one node's supplies show the same watts
     return offers
-
-
-def _named(label: str, devices: Mapping[str, Device]) -> str:
-    """Return the scope by what is really in it: a job on CPUs alone is not called ``gpu``."""
-    if label == NODE_PSU:
-        return NODE_PSU
-    there = {device.power_scope for device in devices.values() if device.energy_method}
-    return "+".join(scope for scope in (GPU, MODULE, CPU) if scope in there) or label

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from effllm import metrics
-from effllm.account import Account, MergedDevice
-from effllm.energy_account import WindowEnergy
+from effllm.account import ROUNDING, Account, MergedDevice
+from effllm.energy_account import MOST_RANDOM_ERROR, WindowEnergy, times_longer
 from effllm.ledger import Ledger
 from effllm.roster import Roster
 from effllm.schema import (
@@ -105,6 +106,7 @@ def report_of(
         correction=correction,
         energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
         time_by_class=ledger.time_by_class(),
+        energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MOST_RANDOM_ERROR,
     )
 
 
@@ -114,10 +116,11 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
     merged: Mapping[str, MergedDevice] = window.merged if window else {}
     absent = roster.absent(rows) if window else set()
     gpus = {key for key in (roster.sitting(rows) if window else roster.devices) if roster.devices[key].is_gpu}
-    unknown = len(absent - set(roster.hellos)) if gpus else 0
-    span_s = sum(one.span_s for one in merged.values())
-    memory_s = sum(one.wall.memory_covered_s for one in merged.values())
-    busy_s = sum(one.wall.utilization_covered_s for one in merged.values())
+    unknown = len((absent - set(roster.hellos)) | roster.blind(rows)) if gpus else 0
+    computing = [one for one in merged.values() if not one.device.only_power]
+    span_s = sum(one.span_s for one in computing)
+    memory_s = sum(one.wall.memory_covered_s for one in computing)
+    busy_s = sum(one.wall.utilization_covered_s for one in computing)
     return Coverage(
         ranks_expected=ledger.world_size,
         ranks_reporting=len(rows),
@@ -166,6 +169,7 @@ def summary_of(
             error_by_device={key: sums.error_j for key, sums in ledger.devices.items()},
             error_joules=whole.energy_error_j if roster.measures_energy else None,
             gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
+            warmup_joules=ledger.warmup_j if roster.measures_energy else None,
             estimated_joules=whole.energy_estimated_j if roster.measures_energy else None,
             by_class=ledger.energy_by_class() if roster.measures_energy else {},
         ),
@@ -183,7 +187,31 @@ def summary_of(
         samples=whole.samples,
         loss=ledger.loss,
         events=dict(ledger.events),
+        peak=roster.peak_source if run.flops_per_token else "",
     )
+
+
+def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tuple[str, str]]:
+    """Yield what speaks against the values of a window, as kind and sentence."""
+    last = report.last
+    for name, flops in (("MFU", last.flops_per_token), ("HFU", last.hardware_flops_per_token)):
+        share = metrics.share_of_peak(last, flops)
+        if share is not None and share > 1 + ROUNDING:
+            yield (
+                "mfu",
+                f"{name} would be {share:.3g}, which cannot be, and is not shown: wrong are the {flops:.3g} FLOPs per "
+                f"token, the tokens, or the peak ({roster.peak_source})",
+            )
+    if report.energy_doubtful and window.energy and not report.final:
+        error = metrics.timing_error_ratio(last) or 0.0
+        times = times_longer(window.energy.iterations)
+        iterations = math.ceil(times * last.iterations)
+        yield (
+            "energy_doubtful",
+            f"a window's energy is known to ±{100 * error:.0f} % only: {last.iterations} iterations "
+            f"({last.energy_time_s:.2g} s) are too short for the sensor, from {iterations} on "
+            f"({times * last.energy_time_s:.2g} s) it would be ±5 %; run-to-date values are not affected",
+        )
 
 
 def straggler_of(rows: Sequence[RankReport]) -> Straggler | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cache
+from typing import NamedTuple
 
 from effllm import hardware
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
-from effllm.power_scope import Scope, choose
+from effllm.power_scope import AUTO, Node, Scope, choose, keep, scopes
 from effllm.schema import METHODS, Device, Hello
 
 SILENT_AFTER_S = 15.0  # three beats: a rank that says nothing for so long is waited for no more
@@ -36,7 +38,7 @@ class Roster:
         self.hellos: dict[int, Hello] = {}
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks that sit on each device
-        self._scope, self._scope_of = Scope(), (0, 0, 0)  # and what was known when it was chosen
+        self._scope: Scope | None = None  # None: something new is known since it was chosen
 
     # --- who comes, is heard, and goes ---
 
@@ -79,6 +81,7 @@ class Roster:
             if old is None or old.energy_method is None or device.energy_method is not None:
                 self.devices[device.key] = device
             self.members.setdefault(device.key, set()).add(message.rank)
+        self._scope = None
         return is_new
 
     def rank_of(self, rank: int, agent: str) -> RankState | None:
@@ -145,8 +148,18 @@ class Roster:
     def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
         """Return the ranks on each device of a window; a device that all its ranks have left is not in it."""
         gone = {rank for rank, known in self._ledger.ranks.items() if known.bye} - set(reporting)
+        hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
         stayed = {key: ranks - gone for key, ranks in self.members.items()}
-        return {key: ranks for key, ranks in stayed.items() if ranks}
+        return {key: ranks for key, ranks in stayed.items() if ranks or self._is_of_a_node(key, hosts)}
+
+    def _is_of_a_node(self, key: str, hosts: set[str]) -> bool:
+        """Whether a device is a sensor of one of these nodes, which matters though the rank that read it has left."""
+        return self.devices[key].only_power and self.hellos[min(self.members[key])].host in hosts
+
+    def blind(self, reporting: Iterable[int]) -> set[int]:
+        """Return the ranks that have not left and that introduced no device that they compute on."""
+        there = self.hellos.keys() & (self.absent(reporting) | set(reporting))
+        return {rank for rank in there if all(device.only_power for device in self.hellos[rank].devices)}
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether some have left, and nobody else is waited for."""
@@ -198,14 +211,29 @@ class Roster:
         peak = self.config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
-        peaks = [_peak_flops_per_s(device.name) for device in self.devices.values() if device.is_gpu]
-        return sum(one for one in peaks if one) if peaks and all(peaks) else None
+        peaks = [_peak_of(device.name) for device in self.devices.values() if device.is_gpu]
+        known = [one.flops_per_s for one in peaks if one]
+        return sum(known) if known and len(known) == len(peaks) else None
+
+    @property
+    def peak_source(self) -> str:
+        """What the peak is that MFU is measured against, and from where; empty where there is none."""
+        if self.peak_flops_per_s is None:
+            return ""
+        if self.config.peak_tflops:
+            return f"{self.config.peak_tflops:g} TFLOP/s per device, as configured"
+        peaks = {_peak_of(device.name) for device in self.devices.values() if device.is_gpu}
+        return "; ".join(sorted(one.text for one in peaks if one))
 
     @property
     def power_limit_w(self) -> float | None:
-        """Power limit of all GPUs together, where each has one."""
-        limits = [device.power_limit_w for device in self.devices.values() if device.is_gpu]
-        return sum(one for one in limits if one) if limits and all(limits) else None
+        """Power limit of all GPUs together, where each has one, or the first die of its card has that of both."""
+        owners: dict[str, float] = {}
+        for key, device in self.devices.items():
+            if device.is_gpu:
+                owner = device.energy_key or key
+                owners[owner] = owners.get(owner, 0.0) + (device.power_limit_w or 0.0)
+        return sum(owners.values()) if owners and all(owners.values()) else None
 
     @property
     def baseline_w(self) -> float | None:
@@ -249,14 +277,29 @@ class Roster:
 
     @property
     def scope(self) -> Scope:
-        """Whose energy is the job's, and what it is called."""
-        known = (len(self.devices), len(self.hellos), sum(d.energy_method is not None for d in self.devices.values()))
-        if known != self._scope_of:  # asked for every window, and 10,000 ranks say hello once
-            hosts = {key: self.hellos[min(ranks)].host for key, ranks in self.members.items()}
-            # A sensor that shows up late must not change what the sums of a run are sums of.
-            wanted = self._scope.choice if self._ledger.closed and self._scope.label else self.config.power_scope
-            self._scope, self._scope_of = choose(self.devices, hosts, wanted), known
+        """Whose energy is the job's, and what it is called; once there are sums of it, it stays."""
+        if self._scope is None:
+            wanted, settled = self.config.power_scope, self._ledger.scope
+            self._scope = keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
         return self._scope
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """What the scope may still become, from the widest: where nobody asked for one, whatever every node has."""
+        if self._ledger.scope or self.config.power_scope != AUTO:
+            return [self.scope]
+        return scopes(self._nodes()) or [self.scope]
+
+    def settle(self, scope: Scope) -> None:
+        """Sum up the energy of this scope from now on, whatever sensors may come."""
+        if scope.label and not self._ledger.scope:
+            self._ledger.scope, self._scope = scope.choice, None
+
+    def _nodes(self) -> list[Node]:
+        nodes: dict[str, list[Device]] = {hello.host: [] for hello in self.hellos.values()}
+        for key, ranks in self.members.items():
+            nodes[self.hellos[min(ranks)].host].append(self.devices[key])
+        return list(nodes.values())
 
     @property
     def energy_method(self) -> str | None:
@@ -271,6 +314,15 @@ class Roster:
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
 
-def _peak_flops_per_s(name: str) -> float | None:
-    """Return a GPU's dense peak in BF16, or in FP16 where it is older than that."""
-    return hardware.peak_flops_per_s(name, "bf16") or hardware.peak_flops_per_s(name, "fp16")
+class _Peak(NamedTuple):
+    flops_per_s: float
+    text: str
+
+
+@cache  # asked for every window and GPU
+def _peak_of(name: str) -> _Peak | None:
+    """Return a GPU's dense peak in BF16, or in FP16 where it is older than that, by the hardware table."""
+    for precision in ("bf16", "fp16"):
+        if peak := hardware.peak_flops_per_s(name, precision):
+            return _Peak(peak, f"{peak / 1e12:g} TFLOP/s per GPU: {name}, dense {precision.upper()}, hardware table")
+    return None

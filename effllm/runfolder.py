@@ -11,11 +11,20 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from effllm.schema import ClusterReport, DeviceWindow, Event, Gauge, Integrals, RankReport
+from effllm.schema import NORMAL_95, ClusterReport, DeviceWindow, Event, Gauge, Integrals, RankReport
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
 Row = TypeVar("Row")
+
+
+class GaugeRow(Struct, frozen=True):
+    """A gauge over a window: its mean over the seconds in which it was read, and its extremes."""
+
+    mean: float
+    covered_s: float
+    least: float
+    most: float
 
 
 class RankRow(Struct, frozen=True):
@@ -59,7 +68,7 @@ class RankRow(Struct, frozen=True):
     energy_method: str | None = None
     energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of the counter from power
     throttled_s: dict[str, float] = {}  # by reason
-    gauges: dict[str, Gauge] = {}  # by the names in effllm.schema.GAUGES
+    gauges: dict[str, GaugeRow] = {}  # by the names in effllm.schema.GAUGES
 
 
 def energy_error_j(integrals: Integrals) -> float | None:
@@ -67,7 +76,7 @@ def energy_error_j(integrals: Integrals) -> float | None:
     if integrals.energy_j is None:
         return None
     variance = integrals.energy_start_j2 + integrals.energy_end_j2 + integrals.energy_inside_j2
-    return 1.96 * math.sqrt(variance)
+    return NORMAL_95 * math.sqrt(variance)
 
 
 def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
@@ -113,8 +122,12 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         iterations_overrun=row.iterations_overrun,
         simulated=simulated,
         throttled_s=device.throttled_s,
-        gauges=device.gauges,
+        gauges={name: _gauge_row(gauge) for name, gauge in device.gauges.items() if gauge.covered_s > 0},
     )
+
+
+def _gauge_row(gauge: Gauge) -> GaugeRow:
+    return GaugeRow(gauge.value_seconds / gauge.covered_s, gauge.covered_s, gauge.least, gauge.most)
 
 
 def _coverage(row: RankReport) -> float | None:

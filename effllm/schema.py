@@ -61,6 +61,9 @@ GPU, MODULE, CPU, NODE_PSU = "gpu", "module", "cpu", "node-psu"
 #: on most boards against an external meter (arXiv 2312.02741).
 UNCALIBRATED_GAIN_ERROR = 0.05
 
+#: Half-width of a 95 % interval over the standard deviation of a normal distribution.
+NORMAL_95 = 1.96
+
 
 class Sensor(Struct, frozen=True, array_like=True):
     """How the energy sensor of a device behaves, and from where that is known."""

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from effllm import metrics
 from effllm.account import Account, is_covered, merge_devices, window_energy
-from effllm.schema import Integrals
+from effllm.ledger import Ledger
+from effllm.schema import Gauge, Integrals
 
 
 def gpus(count):
@@ -265,3 +266,113 @@ def test_taking_a_window_back_leaves_what_was_there_before(cluster, wall):
 
     assert (left.energy_j, left.energy_tokens, left.memory_mean_bytes) == (None, 0, None)
     assert (account.holes, account.measured_j) == (0, 0.0)
+
+
+# --- each joule once, and each of it known by its error -------------------------------------------
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8))
+def test_two_ranks_on_a_gpu_whose_windows_jitter_count_its_joules_once(edges_s):
+    # Both ranks' windows follow each other without a gap, each at its own pace; the GPU draws 100 W all the time.
+    devices, members = {"GPU-0": gpu()}, {"GPU-0": {0, 1}}
+    windows = [
+        [
+            row(rank, number, busy_s=spans_s[rank], wait_s=0.0, devices=(device_window("GPU-0", spans_s[rank]),))
+            for rank in (0, 1)
+        ]
+        for number, spans_s in enumerate(edges_s, start=1)
+    ]
+
+    totals = totals_of(windows, devices, members, wall=True)
+
+    assert totals.energy_complete
+    assert totals.energy_j == pytest.approx(100.0 * sum(spans_s[0] for spans_s in edges_s))
+
+
+def test_shares_of_a_host_leave_the_error_of_its_energy_as_it_is():
+    wall = Integrals(
+        3000.0, 10.0, GIB * 10.0, 10.0, 5.0, 10.0, energy_start_j2=4.0, energy_end_j2=5.0, energy_estimated_j=7.0
+    )
+    rows = [row(0, devices=(device_window("node0", wall=wall),)), host_row(1)]
+
+    totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=True)
+
+    assert totals.energy_error_j == pytest.approx(1.96 * 3.0)
+    assert totals.energy_estimated_j == 7.0
+
+
+def test_percentiles_of_power_are_those_of_gpu_seconds_in_steps_of_ten_watts():
+    # 94 s between 300 and 310 W, 5 s between 500 and 510 W, 1 s between 690 and 700 W
+    busy = device_window("GPU-0", power_histogram_s={30: 44.0, 50: 5.0})
+    idle = device_window("GPU-1", power_histogram_s={30: 50.0, 69: 1.0})
+
+    totals = totals_of([[row(0, devices=(busy,)), row(1, devices=(idle,))]], *gpus(2))
+
+    assert [metrics.power_percentile(totals, share) for share in (0.5, 0.94, 0.95, 0.99, 1.0)] == [
+        305.0, 305.0, 505.0, 505.0, 695.0,
+    ]  # fmt: skip
+    assert metrics.power_percentile(totals_of([[row(0)]], *gpus(1)), 0.5) is None
+
+
+def test_gauges_are_means_over_time_and_gpus_and_heat_is_the_hottest():
+    def heated(name, degrees, clock_hz, seconds):
+        gauges = {
+            "temperature_c": Gauge(degrees * seconds, seconds, degrees - 5.0, degrees + 5.0),
+            "sm_clock_hz": Gauge(clock_hz * seconds, seconds, clock_hz, clock_hz),
+            "of_a_stranger": Gauge(1.0, 1.0, 1.0, 1.0),
+        }
+        return device_window(name, gauges=gauges, throttled_s={"any": 1.0, "power_cap": 1.0}, throttle_covered_s=5.0)
+
+    rows = [row(0, devices=(heated("GPU-0", 60.0, 1e9, 10.0),)), row(1, devices=(heated("GPU-1", 70.0, 2e9, 30.0),))]
+    totals = totals_of([rows], *gpus(2))
+
+    assert (totals.temperature_max_c, totals.sm_clock_hz) == (75.0, pytest.approx(1.75e9))
+    assert metrics.throttled_ratio(totals) == pytest.approx(0.2)
+    assert metrics.sm_clock_mhz(totals) == pytest.approx(1750.0)
+    assert metrics.sm_activity_ratio(totals) is None
+
+
+@st.composite
+def classed_windows(draw):
+    """Return windows of up to three ranks, with phases, holes and devices that nobody measures."""
+    ranks, windows = draw(st.integers(1, 3)), []
+    names = ("evaluation", "checkpoint", "other", "startup", "shutdown")
+    for number in range(1, draw(st.integers(1, 5)) + 1):
+        rows = []
+        for rank in range(ranks):
+            phases_s = {name: draw(SECONDS) for name in draw(st.sets(st.sampled_from(names)))}
+            share = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))  # of all of it that was measured
+            parts = {
+                name: Integrals(share * seconds * draw(st.floats(0, 900)), share * seconds)
+                for name, seconds in {"iterations": 10.0, **phases_s}.items()
+            }
+            joules = sum(part.energy_j for part in parts.values())
+            wall = Integrals(joules, share * (10.0 + sum(phases_s.values()))) if share else Integrals()
+            del parts["iterations"]
+            one = device_window(f"GPU-{rank}", wall=wall, phases=parts if share else {})
+            rows.append(row(rank, number, phases_s=phases_s, devices=(one,)))
+        windows.append(rows)
+    return windows, ranks
+
+
+@settings(deadline=None, max_examples=200)
+@given(classed_windows(), st.integers(0, 40), st.sampled_from([0.5, 1.0]))
+def test_the_energy_of_the_classes_adds_up_to_what_was_measured(job, warmup, least):
+    windows, ranks = job
+    devices, members = gpus(ranks)
+    ledger = Ledger(attempt=1, job="job", started_time_s=0.0)
+    for rows in windows:
+        number = rows[0].window
+        merged = merge_devices(rows, devices, members)
+        ledger.warm(number, rows, warmup, 0.0)
+        ledger.count_rows(number, rows)
+        ledger.count_devices(number, rows, merged, window_energy(merged, devices, 0), least)
+    run, whole, by_class = ledger.run.totals(), ledger.whole.totals(), ledger.energy_by_class()
+
+    assert sum(by_class.values()) == pytest.approx(whole.energy_measured_j or 0.0, rel=1e-9, abs=1e-6)
+    if whole.energy_complete:
+        assert sum(by_class.values()) == pytest.approx(whole.energy_j, rel=1e-9)
+    # What the run to date leaves out of its iterations is the warm-up.
+    measured_in_run = run.energy_measured_j or 0.0
+    assert measured_in_run + ledger.warmup_j == pytest.approx(by_class["iterations"], rel=1e-9, abs=1e-6)

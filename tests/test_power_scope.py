@@ -1,0 +1,331 @@
+"""effllm/power_scope.py: whose energy is the job's, and what becomes of it in a job."""
+
+import pytest
+from builders import device_window, full, gpu, hello, reports, row
+
+from effllm.aggregator import Aggregator
+from effllm.config import VARIABLES, Config
+from effllm.ledger import restore
+from effllm.power_scope import CHOICES, choose, keep, scopes
+from effllm.schema import Bye, Device, Integrals
+
+# --- what every node has ------------------------------------------------------------------------
+
+
+def cpu(host="node0", **changes):
+    return gpu(f"cpu:{host}", kind="rapl", is_gpu=False, only_power=True, power_scope="cpu", **changes)
+
+
+def psu(host="node0", **changes):
+    return gpu(f"psu:{host}", kind="redfish", is_gpu=False, only_power=True, power_scope="node-psu", **changes)
+
+
+def module(name, shared="module:node0:1"):
+    return gpu(name, power_scope="module", energy_key=shared)
+
+
+def host_device(host="node0", **changes):
+    return gpu(host, kind="host", is_gpu=False, shared=True, power_scope="cpu", **changes)
+
+
+BLIND = gpu("GPU-blind", energy_method=None, power_scope=None)
+BOTH = (gpu("GPU-0"), cpu(), psu())
+
+
+def chosen(*nodes, wanted="auto"):
+    scope = choose(nodes, wanted)
+    return scope.label, set(scope.keys)
+
+
+def test_what_may_be_asked_for_is_what_the_variable_allows():
+    [variable] = [one for one in VARIABLES if one.name == "POWER_SCOPE"]
+
+    for choice in CHOICES:
+        assert variable.read(choice) == choice
+        assert choice in variable.allowed
+
+
+def test_the_power_supplies_are_taken_where_every_node_tells_theirs():
+    assert chosen(BOTH, (gpu("GPU-1"), psu("node1"))) == ("node-psu", {"psu:node0", "psu:node1"})
+
+
+def test_gpus_and_cpus_are_taken_where_a_node_does_not_tell_its_supplies():
+    nodes = BOTH, (gpu("GPU-1"), cpu("node1"))
+
+    assert chosen(*nodes) == ("gpu+cpu", {"GPU-0", "GPU-1", "cpu:node0", "cpu:node1"})
+
+
+def test_gpus_alone_are_taken_where_a_node_tells_neither():
+    assert chosen(BOTH, (gpu("GPU-1"),)) == ("gpu", {"GPU-0", "GPU-1"})
+
+
+def test_the_cpu_in_a_module_is_not_added():
+    node = module("GPU-0"), module("GPU-1"), cpu()
+
+    assert chosen(node) == ("module", {"GPU-0", "GPU-1"})
+    assert chosen(node, wanted="gpu+cpu") == ("module", {"GPU-0", "GPU-1"})
+    assert choose([node], "gpu+cpu").complaint == "", "a module is both"
+
+
+def test_modules_beside_plain_gpus_are_named_with_them():
+    assert chosen((module("GPU-0"),), (gpu("GPU-1"), cpu("node1")))[0] == "gpu+module+cpu"
+    assert chosen((module("GPU-0"),), (gpu("GPU-1"),))[0] == "gpu+module"
+
+
+def test_a_job_on_cpus_alone_is_not_called_gpu():
+    assert chosen((host_device(),), (host_device("node1"),)) == ("cpu", {"node0", "node1"})
+    assert chosen((host_device(),), BOTH[:2])[0] == "gpu+cpu"
+
+
+def test_a_gpu_without_a_sensor_is_a_hole_and_not_left_out():
+    assert chosen((gpu("GPU-0"), BLIND)) == ("gpu", {"GPU-0", "GPU-blind"})
+    assert chosen((gpu("GPU-0"),), (BLIND,)) == ("gpu", {"GPU-0", "GPU-blind"})
+
+
+def test_a_host_without_a_sensor_is_a_hole_too():
+    blind = host_device("node1", energy_method=None)
+
+    assert chosen((gpu("GPU-0"),), (blind,)) == ("gpu", {"GPU-0", "node1"})
+
+
+def test_two_ways_to_the_supplies_of_one_node_are_one():
+    scope = choose([(*BOTH, psu("node0-again"))], "auto")
+
+    assert (scope.label, len(scope.keys)) == ("node-psu", 1)
+
+
+def test_where_nothing_measures_energy_there_is_no_scope():
+    assert choose([(BLIND,), ()], "auto").label is None
+    assert choose([(BLIND,)], "node-psu").complaint == (
+        "power scope: node-psu was asked for, and nothing measures energy"
+    )
+    assert scopes([]) == []
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "gpu+cpu", "node-psu"])
+def test_what_is_asked_for_is_taken_where_every_node_has_it(wanted):
+    scope = choose([BOTH, (gpu("GPU-1"), cpu("node1"), psu("node1"))], wanted)
+
+    assert (scope.label, scope.complaint) == (wanted, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "node", "used"),
+    [
+        ("node-psu", BOTH[:2], "gpu+cpu"),
+        ("gpu+cpu", BOTH[:1], "gpu"),
+        ("module", BOTH[:1], "gpu"),
+        ("gpu", (module("GPU-0"),), "module"),
+        ("gpu", (host_device(),), "cpu"),
+    ],
+)
+def test_what_is_asked_for_and_not_there_is_told_with_what_is_used(wanted, node, used):
+    scope = choose([node], wanted)
+
+    assert (scope.label, scope.complaint) == (used, f"power scope: not every node has {wanted}; {used} is used")
+
+
+def test_modules_are_had_by_asking_for_them():
+    assert choose([(module("GPU-0"), psu())], "module").label == "module"
+    assert choose([(module("GPU-0"), psu())], "module").complaint == ""
+
+
+def test_a_scope_that_a_run_has_summed_up_is_kept_when_nodes_come_without_it():
+    scope = keep([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
+
+    assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
+    assert scope.complaint == "power scope: the run began with node-psu, which not every node has: its energy has holes"
+
+
+def test_a_scope_is_kept_when_something_else_is_asked_for_later():
+    scope = keep([BOTH], "node-psu", "gpu")
+
+    assert scope.label == "node-psu"
+    assert scope.complaint == "power scope: gpu was asked for, but the run began with node-psu, which stays"
+
+
+def test_a_scope_is_kept_when_nothing_measures_any_more():
+    scope = keep([(BLIND,)], "gpu", "auto")
+
+    assert (scope.label, set(scope.keys)) == ("gpu", {"GPU-blind"})
+    assert "has holes" in scope.complaint
+
+
+# --- in a job -----------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Nodes of one rank and one GPU each, and whatever sensors the node has."""
+
+    def __init__(self, *nodes: tuple[Device, ...], ledger=None, **settings):
+        self.nodes = list(nodes)
+        self.aggregator = Aggregator(Config(**settings), "job", 1, 1000.0, ledger)
+        for rank in range(len(nodes)):
+            self.introduce(rank)
+
+    def introduce(self, rank, *more):
+        self.nodes[rank] = (*self.nodes[rank], *more)
+        message = hello(rank, len(self.nodes), devices=self.nodes[rank], host=f"node{rank}")
+        assert self.aggregator.hello(message, 0.0, 1000.0) == ""
+
+    def window(self, number, watts=None, without=()):
+        """Close a window of 10 s in which each device draws 100 W, or what is said, and some are not read."""
+        for rank, devices in enumerate(self.nodes):
+            windows = tuple(
+                device_window(one.key, wall=full(10.0, (watts or {}).get(one.key, 100.0)))
+                if one.energy_method
+                else device_window(one.key, wall=Integrals(None, 0.0, 1.0, 10.0, 1.0, 10.0))
+                for one in devices
+                if one.key not in without
+            )
+            self.aggregator.reports(reports(row(rank, number, devices=windows)), 0.0, 1000.0)
+        [closed] = self.aggregator.take_closed()
+        return closed.report
+
+    def summary(self):
+        return self.aggregator.summary(2000.0, ended=False)
+
+
+def test_a_modules_energy_that_two_gpus_show_is_counted_once():
+    job = Cluster((module("GPU-0"), module("GPU-1"), cpu()))
+    report = job.window(1, {"GPU-0": 900.0, "GPU-1": 900.0})
+
+    assert (report.power_scope, report.last.energy_j) == ("module", 9000.0)
+    assert report.last.energy_gpus_j == 9000.0
+    assert job.summary().energy.by_device == {"module:node0:1": 9000.0}
+
+
+def test_the_two_dies_of_a_card_of_which_one_shows_the_energy_are_measured():
+    dies = gpu("die-0", energy_key="die-0"), gpu("die-1", energy_key="die-0", energy_method=None, power_scope=None)
+    report = Cluster(dies).window(1)
+
+    assert (report.coverage.energy, report.last.energy_j) == (1.0, 1000.0)
+    assert report.values["energy/watts_per_gpu"] == 50.0
+
+
+def test_watts_per_gpu_are_those_of_the_gpus_whatever_the_scope():
+    job = Cluster((gpu("GPU-0", power_limit_w=400.0), cpu(), psu()))
+    report = job.window(1, {"GPU-0": 300.0, "cpu:node0": 150.0, "psu:node0": 800.0})
+
+    assert report.power_scope == "node-psu"
+    assert report.values["window/aec_watts"] == pytest.approx(800.0)
+    assert report.values["energy/watts_per_gpu"] == pytest.approx(300.0)
+    assert report.values["energy/power_limit_ratio"] == pytest.approx(0.75)
+
+
+def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
+    report = Cluster((gpu("GPU-0"), psu())).window(1)
+
+    assert report.coverage.memory == report.coverage.utilization == 1.0
+    assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
+    supply = device_window("psu:node0", power_peak_w=3000.0, power_histogram_s={300: 10.0})
+    one = device_window("GPU-0", power_peak_w=500.0, power_histogram_s={50: 10.0})
+    aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
+    aggregator.reports(reports(row(0, 1, devices=(one, supply))), 0.0, 1000.0)
+
+    run = aggregator.take_closed()[0].report.run
+    assert (run.power_peak_w, run.power_histogram_s) == (500.0, {50: 10.0})
+
+
+def test_what_is_asked_for_and_not_there_stands_in_what_is_not_measured():
+    job = Cluster((gpu("GPU-0"),), power_scope="node-psu")
+    job.window(1)
+
+    assert job.summary().not_measured == ("power scope: not every node has node-psu; gpu is used",)
+    assert job.summary().energy.scope == "gpu"
+
+
+def test_a_sensor_that_shows_up_after_the_first_window_does_not_change_what_the_sums_are_of():
+    job = Cluster((gpu("GPU-0"),))
+    job.window(1)
+    job.introduce(0, psu())
+    report = job.window(2, {"psu:node0": 800.0})
+
+    assert (report.power_scope, report.run.energy_j) == ("gpu", 2000.0)
+    assert job.summary().energy.by_device == {"GPU-0": 2000.0}
+    assert job.summary().not_measured == (
+        "power scope: node-psu was not measured from the start of the run, so gpu stays",
+    )
+
+
+def test_a_sensor_that_begins_too_late_to_cover_the_first_window_does_not_make_a_hole_of_it():
+    job = Cluster((gpu("GPU-0"), cpu(), psu()))
+    report = job.window(1, without=("psu:node0",))
+
+    assert (report.power_scope, report.run.energy_complete, report.run.energy_j) == ("gpu+cpu", True, 2000.0)
+
+
+def test_a_scope_that_was_asked_for_stays_though_it_has_a_hole_from_the_start():
+    job = Cluster((gpu("GPU-0"), psu()), power_scope="node-psu")
+    report = job.window(1, without=("psu:node0",))
+
+    assert (report.power_scope, report.coverage.energy, report.run.energy_j) == ("node-psu", 0.0, None)
+
+
+@pytest.mark.parametrize(("least", "expected_j"), [(1.0, None), (0.5, 1000.0)])
+def test_a_supply_that_is_not_read_in_a_window_is_judged_by_the_least_coverage(least, expected_j):
+    job = Cluster((gpu("GPU-0"), psu()), (gpu("GPU-1"), psu("node1")), min_coverage=least)
+    job.window(1)
+    report = job.window(2, without=("psu:node1",))
+
+    assert report.coverage.energy == pytest.approx(0.5)
+    assert report.last.energy_j == expected_j
+    assert job.summary().energy.total_joules == (None if expected_j is None else 3000.0)
+    assert job.summary().energy.measured_joules == pytest.approx(3000.0)
+
+
+def send(aggregator, rank, number, *keys):
+    windows = tuple(device_window(key) for key in keys)
+    aggregator.reports(reports(row(rank, number, devices=windows)), 0.0, 1000.0)
+
+
+def test_a_node_that_comes_late_without_the_scope_is_a_hole():
+    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    aggregator.hello(hello(0, devices=(gpu("GPU-0"), psu()), host="node0"), 0.0, 1000.0)
+    send(aggregator, 0, 1, "GPU-0", "psu:node0")
+    aggregator.close_all()
+    aggregator.hello(hello(1, devices=(gpu("GPU-1"),), host="node1"), 0.0, 1000.0)
+    send(aggregator, 0, 2, "GPU-0", "psu:node0")
+    send(aggregator, 1, 2, "GPU-1")
+
+    report = aggregator.take_closed()[-1].report
+    assert (report.power_scope, report.coverage.energy) == ("node-psu", pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("next_attempt", [False, True])
+def test_whoever_goes_on_with_a_run_sums_up_the_same(next_attempt):
+    first = Cluster((gpu("GPU-0"), cpu()))
+    first.window(1)
+    ledger = restore(first.aggregator.snapshot())
+    second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger.next_attempt("job") if next_attempt else ledger)
+    report = second.window(1 if next_attempt else 2)
+
+    assert (report.power_scope, report.job.energy_j) == ("gpu+cpu", 4000.0)
+
+
+def test_a_rank_without_a_device_is_a_hole():
+    report = Cluster((gpu("GPU-0"),), ()).window(1)
+
+    assert report.coverage.energy == pytest.approx(0.5)
+    assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (2, 1)
+    assert report.run.energy_j is None
+
+
+def test_a_rank_without_a_device_is_in_the_power_of_its_node():
+    report = Cluster((psu(),)).window(1)
+
+    assert (report.power_scope, report.last.energy_j, report.last.energy_gpus_j) == ("node-psu", 1000.0, None)
+
+
+def test_a_nodes_sensor_whose_reader_has_left_is_a_hole_while_others_go_on():
+    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    for rank, devices in enumerate([(gpu("GPU-0"), psu()), (gpu("GPU-1"),)]):
+        aggregator.hello(hello(rank, devices=devices), 0.0, 1000.0)
+    send(aggregator, 0, 1, "GPU-0", "psu:node0")
+    send(aggregator, 1, 1, "GPU-1")
+    aggregator.bye(Bye("agent-0", 0, "completed", 10), 0.0, 1000.0)
+    send(aggregator, 1, 2, "GPU-1")
+
+    reports_of = [closed.report for closed in aggregator.take_closed()]
+    assert [report.coverage.energy for report in reports_of] == [1.0, 0.0]
+    assert [report.power_scope for report in reports_of] == ["node-psu", "node-psu"]
