@@ -69,6 +69,10 @@ def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
         energy_iterations=iterations,
         energy_complete=True,
         energy_measured_j=612.0 * gpus * time_s,
+        energy_gpus_j=612.0 * gpus * time_s,
+        energy_error_j=612.0 * gpus * 0.005,  # 5 ms at either end
+        energy_gain_error_j=0.05 * 612.0 * gpus * time_s,
+        energy_estimated_j=0.0,
         gpus=gpus,
         world_size=gpus,
         peak_flops_per_s=989e12 * gpus,
@@ -78,7 +82,27 @@ def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
 
 def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
     """Return totals on which every metric there is has a value."""
-    return msgspec.structs.replace(totals(iterations, gpus), generated_tokens=5000, generation_s=2.0)
+    return msgspec.structs.replace(
+        totals(iterations, gpus),
+        generated_tokens=5000,
+        generation_s=2.0,
+        hardware_flops_per_token=2.4e10,
+        power_limit_w=700.0 * gpus,
+        power_peak_w=698.0,
+        power_histogram_s={60: 9.0, 61: 0.9, 69: 0.1},
+        throttled_s=0.01,
+        throttle_covered_s=10.0,
+        temperature_max_c=71.0,
+        sm_clock_hz=1.755e9,
+        sm_activity=0.81,
+        tensor_activity=0.43,
+        dram_activity=0.32,
+        baseline_w=75.0 * gpus,
+        carbon_g_per_kwh=380.0,
+        pue=1.2,
+        price_per_kwh=0.21,
+        price_per_gpu_hour=2.5,
+    )
 
 
 def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:

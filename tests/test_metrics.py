@@ -35,10 +35,30 @@ TOTALS = ClusterTotals(
     energy_iterations=80,
     energy_complete=False,
     energy_measured_j=70_000.0,
+    energy_gpus_j=48_000.0,
+    energy_error_j=120.0,
+    energy_gain_error_j=3_000.0,
+    energy_estimated_j=600.0,
     gpus=4,
     world_size=8,
     peak_flops_per_s=4e9,
     flops_per_token=2e5,
+    hardware_flops_per_token=3e5,
+    power_limit_w=1600.0,
+    power_peak_w=398.0,
+    power_histogram_s={20: 60.0, 30: 35.0, 39: 5.0},
+    throttled_s=8.0,
+    throttle_covered_s=200.0,
+    temperature_max_c=81.0,
+    sm_clock_hz=1.755e9,
+    sm_activity=0.7,
+    tensor_activity=0.4,
+    dram_activity=0.3,
+    baseline_w=300.0,
+    carbon_g_per_kwh=400.0,
+    pue=1.2,
+    price_per_kwh=0.25,
+    price_per_gpu_hour=3.6,
 )
 NOTHING = ClusterTotals()
 
@@ -50,12 +70,25 @@ BY_HAND = {
     "st_samples_per_param_per_sec": 6e-6,  # 300 / 50 / 1,000,000
     "aec_watts": 1500.0,  # 60,000 / 40
     "it_tokens_per_sec": 30.0,  # 900 / 30
-    "watts_per_gpu": 375.0,  # 1500 / 4
+    "watts_per_gpu": 300.0,  # 48,000 / 40 / 4
+    "p95_watts_per_gpu": 305.0,  # 95 of 100 s are below 310 W
+    "median_watts_per_gpu": 205.0,
+    "peak_watts_per_gpu": 398.0,
+    "power_limit_ratio": 0.75,  # 48,000 / 40 / 1600
+    "timing_error_ratio": 0.002,  # 120 / 60,000
+    "sensor_error_ratio": 0.05,
     "total_joules": None,  # a part is missing
     "measured_joules": 70_000.0,
     "joules_per_token": 0.125,  # 60,000 / 480,000
     "joules_per_iteration": 750.0,  # 60,000 / 80
     "joules_per_sample": 250.0,  # 60,000 / 240
+    "total_wh": None,  # a part is missing
+    "joules_per_10k_tokens": 1250.0,
+    "tokens_per_joule": 8.0,  # 480,000 / 60,000
+    "joules_above_baseline": 48_000.0,  # 60,000 - 300 * 40
+    "co2_kg": None,
+    "electricity_cost": None,
+    "gpu_cost": 0.2,  # 4 GPUs * 50 s / 3600 * 3.6
     "tokens_per_second": 12_000.0,
     "tokens_per_second_per_gpu": 3000.0,
     "samples_per_second": 6.0,
@@ -64,11 +97,19 @@ BY_HAND = {
     "padding_ratio": 0.25,  # 1 - 600 / 800
     "tflops_per_gpu": 0.0006,  # 12,000 * 2e5 / 4 / 1e12
     "mfu_ratio": 0.6,  # 12,000 * 2e5 / 4e9
+    "hfu_ratio": 0.9,
     "peak_gb": 4.0,
     "smallest_mean_gb": 2.0,
     "largest_mean_gb": 3.0,
     "least_utilization_ratio": 0.8,
+    "throttled_ratio": 0.04,  # 8 / 200
+    "hottest_c": 81.0,
+    "sm_clock_mhz": 1755.0,
+    "sm_activity_ratio": 0.7,
+    "tensor_activity_ratio": 0.4,
+    "dram_activity_ratio": 0.3,
 }
+COMPLETE = msgspec.structs.replace(TOTALS, energy_complete=True)
 
 
 @pytest.mark.parametrize(("name", "expected"), BY_HAND.items())
@@ -105,15 +146,16 @@ def test_the_contract_is_shown_on_three_bases_and_the_rest_on_one():
     values = evaluate(TOTALS, window, job)
 
     assert [values[tag] for tag in ("pcu_ratio", "window/pcu_ratio", "job/pcu_ratio")] == [0.9, 0.6, 0.3]
-    assert values["energy/watts_per_gpu"] == 750.0, "of the window"
+    assert values["energy/watts_per_gpu"] == 600.0, "of the window"
     assert values["energy/total_joules"] == 60_000.0, "of the job"
     assert "energy/window/watts_per_gpu" not in values
 
 
-def test_a_full_report_has_at_most_sixty_tags():
-    tags = evaluate(*[msgspec.structs.replace(TOTALS, energy_complete=True)] * 3)
+def test_a_full_report_has_every_metric_and_at_most_sixty_tags():
+    tags = evaluate(COMPLETE, COMPLETE, COMPLETE)
 
     assert len(tags) == sum(len(entry.bases) for entry in METRICS.values()) <= 60
+    assert {describe(tag).name for tag in tags} == set(METRICS)
 
 
 def test_the_headline_is_the_contracts_block_in_its_order():
@@ -190,7 +232,10 @@ def test_the_mfu_of_a_job_that_runs_at_peak_is_exactly_one():
 
 
 def test_an_mfu_above_one_is_no_value():
-    assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, flops_per_token=4e5)) is None
+    above = msgspec.structs.replace(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
+
+    assert (metrics.mfu_ratio(above), metrics.hfu_ratio(above)) == (None, None)
+    assert metrics.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event tells"
 
 
 def test_mfu_needs_a_peak_and_the_flops_of_a_token():
@@ -214,6 +259,42 @@ def test_without_gpus_the_share_is_that_of_a_rank():
     # 12,000 tokens/s on 8 ranks
     assert metrics.tokens_per_second_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) == 1500.0
     assert metrics.watts_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) is None
+
+
+def test_watt_hours_are_those_of_a_total_alone():
+    assert metrics.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
+
+
+def test_emissions_are_kwh_times_pue_times_the_intensity_that_was_given():
+    # 60 kJ are 1/60 kWh: 1/60 * 1.2 * 400 g = 8 g
+    assert metrics.co2_kg(COMPLETE) == pytest.approx(0.008)
+    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
+    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
+    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "an intensity, too"
+
+
+def test_costs_are_in_the_currency_of_their_prices_and_need_them():
+    # 1/60 kWh * 1.2 * 0.25
+    assert metrics.electricity_cost(COMPLETE) == pytest.approx(0.005)
+    assert metrics.electricity_cost(msgspec.structs.replace(COMPLETE, price_per_kwh=None)) is None
+    assert metrics.gpu_cost(msgspec.structs.replace(COMPLETE, gpus=0)) is None
+    assert metrics.gpu_cost(msgspec.structs.replace(COMPLETE, price_per_gpu_hour=None)) is None
+
+
+def test_what_lies_above_the_baseline_may_be_negative_and_stands_beside_the_energy():
+    idle = msgspec.structs.replace(TOTALS, baseline_w=2000.0)
+
+    assert metrics.joules_above_baseline(idle) == -20_000.0
+    assert metrics.joules_per_token(idle) == metrics.joules_per_token(TOTALS)
+
+
+def test_what_no_chart_shows_has_a_chart_in_another_unit():
+    hidden = {entry.name for entry in METRICS.values() if not entry.chart}
+
+    assert hidden == {
+        "total_wh", "joules_per_10k_tokens", "tokens_per_joule", "median_watts_per_gpu", "peak_watts_per_gpu",
+        "electricity_cost", "gpu_cost",
+    }  # fmt: skip
 
 
 def test_padding_is_unknown_where_only_one_count_is():

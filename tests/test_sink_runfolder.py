@@ -16,7 +16,7 @@ from sink_examples import complete_totals, make_report, make_row, make_run, make
 
 from effllm import metrics
 from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
-from effllm.schema import Coverage, DeviceWindow, Event, Integrals, Summary
+from effllm.schema import Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
 from effllm.sinks import Keeper, SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder
 
@@ -71,26 +71,42 @@ def test_files_are_the_owners_alone_whatever_the_umask(folder):
 
 
 def test_a_ranks_row_has_the_fields_that_the_tools_rely_on(folder):
-    row = make_row(
-        2,
-        phases_s={"evaluation": 1.0},
-        devices=(
-            DeviceWindow("GPU-a", Integrals(100.0, 2.06, 4e9, 4.12, 3.0, 4.12), {"evaluation": Integrals(25.0, 1.0)}),
-            DeviceWindow("module-0", Integrals(130.0, 4.12)),
-        ),
+    # Variances of 4, 9 and 3 J^2: half-width 1.96 * 4 J
+    wall = Integrals(100.0, 2.06, 4e9, 4.12, 3.0, 4.12, 4.0, 9.0, 3.0, 1.5)
+    gpu = DeviceWindow(
+        "GPU-a",
+        wall,
+        {"evaluation": Integrals(25.0, 1.0)},
+        energy_method="counter",
+        gauges={"sm_clock_hz": Gauge(8e9, 4.0, 1.9e9, 2.1e9)},
+        throttled_s={"any": 0.5, "power_cap": 0.5},
+        energy_gain_error=0.05,
     )
+    supply = DeviceWindow("module-0", Integrals(130.0, 4.12))
+    row = make_row(2, phases_s={"evaluation": 1.0}, devices=(gpu, supply))
     RunFolder(folder, {"ranks": {"2": {"host": "node7", "role": "trainer"}}}).write(make_report(attempt=3), [row])
 
     line = json.loads((folder / "ranks-0001.jsonl").read_text())
     expected = {
         "attempt": 3, "rank": 2, "host": "node7", "device": "GPU-a", "iteration_first": 91, "iteration_last": 100,
         "start_time_s": 1_700_000_000.0, "end_time_s": 1_700_000_005.12, "tokens": 81_920, "samples": 40,
-        "busy_s": 4.04, "wait_s": 0.08, "wall_s": 4.12, "energy_j": 100.0, "energy_error_j": None,
-        "energy_gain_error": None, "memory_byte_seconds": 4e9, "utilization_seconds": 3.0, "coverage": 0.5,
+        "busy_s": 4.04, "wait_s": 0.08, "wall_s": 4.12, "energy_j": 100.0, "energy_error_j": 7.84,
+        "energy_gain_error": 0.05, "energy_method": "counter", "energy_estimated_j": 1.5,
+        "throttled_s": {"any": 0.5, "power_cap": 0.5},
+        "memory_byte_seconds": 4e9, "utilization_seconds": 3.0, "coverage": 0.5,
         "tokens_processed": 87_500, "tokens_loss": 75_000, "phases_s": {"evaluation": 1.0},
         "phases_j": {"evaluation": 25.0}, "loss": 3.245678, "window": 10, "other_devices_j": {"module-0": 130.0},
     }  # fmt: skip
     assert {name: line[name] for name in expected} == expected
+    assert line["gauges"] == {"sm_clock_hz": {"mean": 2e9, "covered_s": 4.0, "least": 1.9e9, "most": 2.1e9}}
+
+
+def test_a_row_without_energy_has_no_error_of_it(folder):
+    blind = DeviceWindow("GPU-a", Integrals(None, 0.0, 4e9, 4.12), energy_gain_error=0.05)
+    RunFolder(folder, {}).write(make_report(), [make_row(devices=(blind,))])
+
+    (row,) = read_ranks(folder)
+    assert (row.energy_j, row.energy_error_j, row.energy_gain_error, row.energy_estimated_j) == (None,) * 4
 
 
 def test_coverage_is_that_of_memory_where_energy_is_not_measured_and_unknown_without_both(folder):

@@ -63,10 +63,20 @@ def test_every_value_of_a_report_is_a_scalar_of_its_iteration(tmp_path):
     report = whole_report()
     back = written(tmp_path, report)
 
-    for tag, value in report.values.items():
+    charted = {tag: value for tag, value in report.values.items() if metrics.describe(tag).chart}
+    for tag, value in charted.items():
         assert points(back, tag) == [(100, pytest.approx(value, rel=1e-6))]
-    assert {entry.name for entry in metrics.METRICS.values()} == {tag.rpartition("/")[2] for tag in report.values}
+    assert {metrics.describe(tag).name for tag in charted} == {
+        entry.name for entry in metrics.METRICS.values() if entry.chart
+    }
     assert back.Scalars("efficientllm/amu_gb")[0].wall_time == report.time_s
+
+
+def test_what_another_unit_of_it_shows_has_no_chart(tmp_path):
+    tags = set(written(tmp_path, whole_report()).Tags()["scalars"])
+
+    assert "efficientllm/energy/total_joules" in tags
+    assert not {"efficientllm/energy/total_wh", "efficientllm/energy/joules_per_10k_tokens"} & tags
 
 
 def test_the_six_tags_of_the_contract_are_there(tmp_path):
