@@ -26,8 +26,8 @@ FLOORS = """
 1.0.2 node_power.https  node_power.rapl_counters
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
-1.1  energy  node_power  log  summary_text
-1.2  window  calibration  devices._nvml_identity  devices._nvml_power  devices._nvml_gpm
+1.1  energy  node_power  log  summary_text  devices._nvml_call  devices._nvml_identity
+1.2  window  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices
 1.2.2 devices.*
 1.2.3 energy_account  power_scope

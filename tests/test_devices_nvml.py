@@ -1,5 +1,6 @@
 """effllm/devices/nvml.py through the real pynvml, on the tests' own NVML library."""
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ GPU_B = Gpu("GPU-aaaa0002-0000-4000-8000-000000000002", "00000000:5E:00.0", memo
 MIG = Gpu("MIG-dddd0004-0000-5000-8000-000000000004", parent=2, memory=flat(5 * GIB), memory_total=10 * GIB)
 A, B, C = GPU_A.uuid, GPU_B.uuid, GPU_C.uuid
 
-UNKNOWN_ERROR = 999
+NO_PERMISSION, UNKNOWN_ERROR = 4, 999
 NOT_AVAILABLE_32, NOT_AVAILABLE_64 = 2**32 - 1, 2**64 - 1
 
 
@@ -95,6 +96,12 @@ def test_a_hidden_gpu_has_no_place_in_the_order(trace):
     assert device_of(trace, visible_devices="0") == (B, 2)
 
 
+def test_a_broken_gpu_beside_it_costs_a_rank_nothing(trace):
+    trace.fault("0 handle error 999")  # "Unable to determine the device handle for GPU C: Unknown Error"
+
+    assert device_of(trace, visible_devices="1") == (B, 2)
+
+
 def test_the_device_says_what_it_is(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         device = reader.device
@@ -148,6 +155,46 @@ def test_a_failing_read_is_none_never_zero_and_recovers(trace, field):
         assert reasons == {name: "Unknown Error"}
     assert getattr(sample, name) > 0
     assert failures == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        ("memory", ["memory"]),
+        ("utilization", ["utilization"]),
+        ("power", ["power"]),
+        ("energy", []),  # power takes its place
+        ("fields", []),  # older calls do
+        *(
+            (call, [])
+            for call in ("mig", "limit", "clocks", "temperature", "throttle", "ecc", "gpm", "events", "about")
+        ),
+    ],
+)
+def test_what_this_user_may_not_ask_is_a_lack_and_no_failure_and_costs_nothing_else(trace, call, missing):
+    trace.fault(f"1 {call} error {NO_PERMISSION}")
+
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        sample, failures = reader.read()
+        device = reader.device
+
+    assert failures == {}
+    assert [sentence.partition(":")[0] for sentence in device.not_measured] == missing
+    measured = {"memory": sample.memory_bytes, "utilization": sample.utilization, "power": sample.power_w}
+    assert [name for name, value in measured.items() if value is None] == missing
+    assert device.energy_method == ("instant power" if call == "energy" else "counter")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("memory", "memory_bytes"), ("energy", "energy_j"), ("clocks.sm", "sm_clock_hz"), ("throttle", "throttled_by")],
+)
+def test_a_right_that_is_taken_away_later_is_a_failure(trace, call, name):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault(f"1 {call} error {NO_PERMISSION}")
+        _, failures = reader.read()
+
+    assert failures == {name: "Insufficient Permissions"}
 
 
 @pytest.mark.parametrize(
@@ -281,6 +328,117 @@ def test_a_driver_that_goes_and_returns_is_survived(trace):
     assert sample.memory_bytes == 1 * GIB
 
 
+def test_a_gpu_that_came_back_is_read_as_before_and_asked_nothing_about_what_it_can(trace):
+    trace.count_calls()
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.fault("1 * lost")
+        reader.read()
+        trace.fault()
+        reader.pass_time(1.0)
+        before = trace.call_count(reader.pid)
+        reader.read()
+        calls = trace.call_count(reader.pid) - before
+
+    assert (calls["nvmlInitWithFlags"], calls["nvmlDeviceGetHandleByUUID"]) == (1, 1)
+    assert calls["nvmlDeviceGetFieldValues"] == 2  # the one that failed, and the one that did not
+    assert not {"nvmlDeviceGetName", "nvmlDeviceIsMigDeviceHandle", "nvmlDeviceGetPowerUsage"} & set(calls)
+
+
+def test_a_gpu_that_came_back_is_found_by_its_uuid_wherever_it_is_now(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.write(GPU_A, GPU_B, GPU_C)
+        trace.fault("1 * lost")  # which is A until NVML starts anew, and then B
+        sample, failures = reader.read()
+
+    assert (sample.memory_bytes, failures) == (1 * GIB, {})
+
+
+def test_nothing_is_asked_of_a_library_that_has_not_found_its_gpu_again(trace):
+    with trace.reader(Site(cuda_uuid=A)) as reader:
+        trace.write(GPU_C, GPU_B)
+        trace.fault("1 * lost")
+        reader.read()  # NVML starts anew, without it
+        trace.fault()
+        sample, failures = reader.read()
+        trace.write(GPU_C, GPU_A, GPU_B)
+        reader.pass_time(1.0)
+        back, _ = reader.read()
+
+    assert sample.memory_bytes is None  # the handle may mean another GPU by now
+    assert set(failures.values()) == {"Uninitialized"}
+    assert back.memory_bytes == 1 * GIB
+
+
+def test_two_readers_of_one_gpu_read_the_same(trace):
+    with trace.reader(Site(cuda_uuid=A)) as one, trace.reader(Site(visible_devices="0")) as other:
+        trace.fault("1 * freeze 0 1000.5")
+        samples = [reader.read()[0] for reader in (one, other)]
+
+    assert one.device == other.device
+    assert samples[0].energy_j == samples[1].energy_j == 300.0 * 1000.5
+
+
+HANGS = """
+import json, os, sys, time
+from effllm import sampler
+from effllm.devices import Site, open_device
+from effllm.track import Track
+
+sampler.STALE_AFTER_S = 0.3
+lines, events, num_samples = [], [], 0
+reading = sampler.Sampler(lambda: open_device("nvml", Site(visible_devices="0")), 0.02, lines.append, os.eventfd(0))
+track = Track(reading, 0.02)
+reading.start()
+
+def until(condition):
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+        track.take()
+        events.extend(track.take_events())
+
+until(lambda: track.series is not None and track.series.newest_ns)
+start_ns = track.series.newest_ns
+path = os.environ["NVML_TRACE"] + ".faults"
+open(path + ".draft", "w").write("1 energy hang " + sys.argv[1])
+os.replace(path + ".draft", path)
+until(lambda: events)
+hung_ns = time.monotonic_ns()
+said = {"settled": track.is_settled(hung_ns), "stale_s": reading.stale_s()}
+if float(sys.argv[1]) < 5:
+    until(lambda: len(events) > 1)
+    end_ns = time.monotonic_ns()
+    track.ask(end_ns)
+    until(lambda: track.series.is_settled(end_ns))
+    said["energy"] = track.series.integrals(start_ns, end_ns).energy_j
+    said["truth"] = 300.0 * (end_ns - start_ns) / 1e9
+began_s = time.monotonic()
+said["stopped"] = reading.stop(0.2)
+said["stop_s"] = time.monotonic() - began_s
+print(json.dumps(said | {"events": events, "lines": lines}))
+"""
+
+
+def test_a_call_that_hangs_makes_the_device_stale_and_holds_up_nothing(trace):
+    said = json.loads(run_python(HANGS, "30", **trace.environment()))
+
+    assert [kind for kind, _ in said["events"]] == ["stale"]
+    assert f"{A} is stale" in said["events"][0][1]
+    assert said["settled"]  # nobody waits for it
+    assert said["stale_s"] >= 0.3
+    assert (said["stopped"], said["stop_s"] < 1.0) == (False, True)
+
+
+def test_after_a_call_that_hung_for_a_while_no_energy_is_missing(trace):
+    said = json.loads(run_python(HANGS, "1", **trace.environment()))
+
+    assert [kind for kind, _ in said["events"]] == ["stale", "stale"]
+    assert said["events"][1][1].endswith("answers again")
+    assert said["energy"] == pytest.approx(said["truth"], rel=0.005)
+    assert said["stopped"]
+
+
 def test_the_only_slice_of_a_gpu_has_its_own_memory_and_all_of_its_energy_but_no_utilization(trace):
     with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may name the slice's GPU
         sample, failures = reader.read()
@@ -316,10 +474,9 @@ def test_a_driver_that_does_not_start_is_told_in_a_sentence(trace, error, advice
         pass
 
 
-def run_python(code, **environ):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, check=False
-    )
+def run_python(code, *arguments, **environ):
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

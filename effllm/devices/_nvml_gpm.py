@@ -26,31 +26,45 @@ class Gpm:
 
     Args:
         handle: the GPU's.
-        instance: id of the GPU instance, for a MIG slice.
+        instance: id of the GPU instance, for a MIG slice; where it has several compute instances, they share it.
     """
 
     def __init__(self, handle: Any, instance: int | None) -> None:
         self._handle, self._instance = handle, instance
-        self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
+        self._samples: list[Any] = []
         self._last_s: float | None = None
+        self._asked = pynvml.c_nvmlGpmMetricsGet_t(
+            version=pynvml.NVML_GPM_METRICS_GET_VERSION, numMetrics=len(_METRICS)
+        )
+        for place, metric in enumerate(_METRICS):
+            self._asked.metrics[place].metricId = metric
+        self._answers = [(self._asked.metrics[place], name) for place, name in enumerate(_METRICS.values())]
 
-    def read(self) -> dict[str, float]:
-        """Return the activities since the read before; nothing at the first read or too soon after one.
+    def open(self) -> None:
+        """Make room for two samples, if there is any."""
+        self._last_s = None
+        with suppress(pynvml.NVMLError):
+            self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
 
-        Raises:
-            pynvml.NVMLError: the sample cannot be taken.
-        """
+    def enter(self, gauges: dict[str, float], failures: dict[str, str]) -> None:
+        """Enter the activities since the read before; nothing at the first read or too soon after one."""
         now_s = time.monotonic()
-        if self._last_s is not None and now_s - self._last_s < LEAST_APART_S:
-            return {}
+        if not self._samples or (self._last_s is not None and now_s - self._last_s < LEAST_APART_S):
+            return
         before, now = self._samples
-        if self._instance is None:
-            pynvml.nvmlGpmSampleGet(self._handle, now)
-        else:
-            pynvml.nvmlGpmMigSampleGet(self._handle, self._instance, now)
-        is_first, self._last_s = self._last_s is None, now_s
-        self._samples = [now, before]
-        return {} if is_first else self._between(before, now)
+        try:
+            if self._instance is None:
+                pynvml.nvmlGpmSampleGet(self._handle, now)
+            else:
+                pynvml.nvmlGpmMigSampleGet(self._handle, self._instance, now)
+            is_first, self._last_s = self._last_s is None, now_s
+            self._samples = [now, before]
+            if not is_first:
+                self._asked.sample1, self._asked.sample2 = before, now
+                pynvml.nvmlGpmMetricsGet(self._asked)
+                self._take(gauges)
+        except pynvml.NVMLError as error:
+            failures["gpm"] = str(error)
 
     def close(self) -> None:
         """Let the samples go."""
@@ -59,20 +73,11 @@ class Gpm:
                 pynvml.nvmlGpmSampleFree(sample)
         self._samples = []
 
-    def _between(self, before: Any, now: Any) -> dict[str, float]:
-        asked = pynvml.c_nvmlGpmMetricsGet_t()
-        asked.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        asked.numMetrics = len(_METRICS)
-        asked.sample1, asked.sample2 = before, now
-        for place, metric in enumerate(_METRICS):
-            asked.metrics[place].metricId = metric
-        pynvml.nvmlGpmMetricsGet(asked)
-        told = {}
-        for place, name in enumerate(_METRICS.values()):
-            metric = asked.metrics[place]
-            if metric.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= metric.value <= 100.0:
-                told[name] = metric.value / 100
-        return told
+    def _take(self, gauges: dict[str, float]) -> None:
+        for answer, name in self._answers:
+            percent = answer.value
+            if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= 100.0:  # which nan is not
+                gauges[name] = percent / 100
 
 
 def open_gpm(handle: Any, instance: int | None) -> Gpm | None:
@@ -80,6 +85,8 @@ def open_gpm(handle: Any, instance: int | None) -> Gpm | None:
     try:
         if not pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
             return None
-        return Gpm(handle, instance)
     except pynvml.NVMLError:
         return None
+    gpm = Gpm(handle, instance)
+    gpm.open()
+    return gpm

@@ -50,8 +50,8 @@ def text_of(answer: str | bytes) -> str:
 def _uuids_in_bus_order() -> list[str]:
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
-        # A GPU that the container hides, or that has fallen off the bus, is not in CUDA's order either.
-        with suppress(pynvml.NVMLError_NoPermission, pynvml.NVMLError_GpuIsLost):
+        # A GPU that the container hides, or that is broken, is not in CUDA's order either.
+        with suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             pci = pynvml.nvmlDeviceGetPciInfo(handle)
             found.append(((pci.domain, pci.bus, pci.device), text_of(pynvml.nvmlDeviceGetUUID(handle))))
@@ -76,3 +76,15 @@ def _find_as_torch_says(site: Site) -> Any:
     if site.cuda_pci_bus_id:
         return pynvml.nvmlDeviceGetHandleByPciBusId(site.cuda_pci_bus_id)
     raise DeviceUnavailable(f"NVML does not know the GPU {uuid} that torch uses: is it hidden from this container?")
+
+
+def module_of(handle: Any, host: str) -> str:
+    """Return what all GPUs of a module share, by which its energy is counted once.
+
+    They have one serial number, the board's, and module ids of their own (GB200 and GB300 trays,
+    NVIDIA/k8s-test-infra#727).  Without it: better once per host than once per GPU.
+    """
+    try:
+        return f"module:{text_of(pynvml.nvmlDeviceGetSerial(handle))}"
+    except pynvml.NVMLError:
+        return f"module:{host}"

@@ -2,70 +2,84 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from ctypes import byref, c_int, c_uint, c_ulonglong, sizeof
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pynvml
 
 from effllm import hardware
+from effllm.devices._nvml_call import LACKING, LACKING_CODES, Quantity, offered, prepare, why
 from effllm.schema import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
-LACKING = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
-LACKING_CODES = frozenset({
-    pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION,
-    pynvml.NVML_ERROR_INVALID_ARGUMENT,
-})  # fmt: skip
-
-#: How long the counter is compared with the powers of GPU and module, to tell which of them it counts.
-PROBE_S = 0.5
+_INSTANT_ID, _AVERAGE_ID = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE
+_OF_GPU, _OF_MODULE = pynvml.NVML_POWER_SCOPE_GPU, pynvml.NVML_POWER_SCOPE_MODULE
+_OF_MEMORY = pynvml.NVML_POWER_SCOPE_MEMORY
 
 
-class NotAvailable(Exception):
-    """NVML said yes, and gave the value that means "not available"."""
-
-
-def known(value: int, bits: int) -> int:
-    """Return a value that is not NVML's mark for one that is not available.
-
-    Raises:
-        NotAvailable: it is.
-    """
-    if value == 2**bits - 1:
-        raise NotAvailable(f"NVML gave {value:#x}, its mark for a value that is not available")
-    return value
-
-
-@dataclass(frozen=True)
-class Field:
-    """One value of the batched call."""
+class Field(NamedTuple):
+    """A value of the batched call: millijoules, or milliwatts of a scope."""
 
     name: str
     id: int
-    scope: int
-    bits: int
-
-    def value(self, answer: Any) -> float:
-        """Return the value in base units.
-
-        Raises:
-            pynvml.NVMLError, NotAvailable: NVML has none.
-        """
-        if answer.nvmlReturn != pynvml.NVML_SUCCESS:
-            raise pynvml.NVMLError(answer.nvmlReturn)
-        raw = answer.value.uiVal if self.bits == 32 else answer.value.ullVal
-        return known(raw, self.bits) / 1e3  # mW, mJ
+    scope: int = _OF_GPU
+    bits: int = 32
 
 
-ENERGY = Field("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, 0, 64)
-_FIELDS = (
-    ENERGY,
-    Field("power_w", pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_POWER_SCOPE_GPU, 32),
-    Field("power_average_w", pynvml.NVML_FI_DEV_POWER_AVERAGE, pynvml.NVML_POWER_SCOPE_GPU, 32),
-    Field("memory_power_w", pynvml.NVML_FI_DEV_POWER_AVERAGE, pynvml.NVML_POWER_SCOPE_MEMORY, 32),
-    Field("module_power_w", pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_POWER_SCOPE_MODULE, 32),
-)
+_ENERGY = Field("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
+_POWERS = (Field("power_w", _INSTANT_ID), Field("power_average_w", _AVERAGE_ID))
+_MODULE_POWERS = (Field("power_w", _INSTANT_ID, _OF_MODULE), Field("power_average_w", _AVERAGE_ID, _OF_MODULE))
+_MEMORY_POWER = Field("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no board was seen to know that of the moment
+
+#: How long the counter is compared with the powers of GPU and module, to tell which of them it counts: a few of
+#: its ticks, timed to a few percent.
+PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
+
+
+class Batch:
+    """Fields of a GPU that are asked in one call, and taken at once out of the memory that NVML writes.
+
+    Args:
+        handle: the GPU's.
+        fields: what is asked.
+        told: the names of those whose failure matters.
+        share: the part of all of it that is a slice's.
+    """
+
+    def __init__(self, handle: Any, fields: Sequence[Field], told: frozenset[str], share: float = 1.0) -> None:
+        # Where in the numbers that NVML writes the return code stands, before the value.
+        self._places = [(2 * place, field.name, 2**field.bits - 1) for place, field in enumerate(fields)]
+        self._told = told
+        self._divisor = 1e3 / share  # mW and mJ
+        answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
+        for answer, field in zip(answers, fields, strict=True):
+            answer.fieldId, answer.scopeId = field.id, field.scope
+        self._call = prepare("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
+        # An answer ends with its return code and the union of its value.
+        code_and_value = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xIQ"
+        self._unpack = partial(struct.Struct("=" + code_and_value * len(fields)).unpack_from, answers)
+
+    def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
+        """Return what is known, in base units, and when it was so; what fails is told."""
+        values: dict[str, float] = {}
+        before_ns = time.monotonic_ns()
+        code = self._call()
+        time_ns = (before_ns + time.monotonic_ns()) // 2
+        if code:
+            failures.update(dict.fromkeys(self._told, str(pynvml.NVMLError(code))))
+            return values, time_ns
+        divisor, numbers = self._divisor, self._unpack()
+        for place, name, mask in self._places:
+            code, raw = numbers[place], numbers[place + 1] & mask
+            if code == 0 and raw != mask:
+                values[name] = raw / divisor
+            elif name in self._told:
+                failures[name] = why(code, raw)
+        return values, time_ns
 
 
 class Power:
@@ -74,95 +88,101 @@ class Power:
     Args:
         handle: the GPU's.
         name: its product name, which says what nvmlDeviceGetPowerUsage means on it.
+        wanted: the scope that is asked for, where it has more than one.
+        share: the part of all of it that is a slice's.
     """
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self.handle = handle
-        self._fields = tuple(field for field in _FIELDS if self._has(field))
-        self._batch = [(field.id, field.scope) for field in self._fields]
-        have = {field.name for field in self._fields}
-        self._single: dict[str, Any] = {}
-        if "energy_j" not in have and _answers(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle):
-            self._single["energy_j"] = (pynvml.nvmlDeviceGetTotalEnergyConsumption, 64)
-        if not have & {"power_w", "power_average_w"} and _answers(pynvml.nvmlDeviceGetPowerUsage, handle):
-            self._single[_meaning_of_power_usage(name)] = (pynvml.nvmlDeviceGetPowerUsage, 32)
-        self.names = have | self._single.keys()
-        self.scope = GPU
-        self.method = next(
-            (
-                method
-                for method, name in ((COUNTER, "energy_j"), (INSTANT, "power_w"), (AVERAGE, "power_average_w"))
-                if name in self.names
-            ),
-            None,
-        )
+    def __init__(self, handle: Any, name: str, wanted: str, share: float = 1.0) -> None:
+        counter = [_ENERGY] if _has(handle, _ENERGY) else []
+        own = [field for field in _POWERS if _has(handle, field)]
+        of_module = [field for field in _MODULE_POWERS if _has(handle, field)]
+        counted = _counted_scope(handle, own[0], of_module[0]) if counter and own and of_module else GPU
+        self.scope = wanted if (wanted == GPU and own) or (wanted == MODULE and of_module) else counted
+        self.note = ""
+        if counter and self.scope != counted:
+            counter, self.note = [], f"from its power, for the counter is the {counted}'s"
+        powers = of_module if self.scope == MODULE else own
+        beside = [_MEMORY_POWER] if _has(handle, _MEMORY_POWER) else []
+        if self.scope == GPU:
+            beside += [field._replace(name="module_power_w") for field in of_module[:1]]
 
-    def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
+        essential = (*counter, *powers[:1])
+        told = frozenset(field.name for field in essential)
+        self._essential = Batch(handle, essential, told, share) if essential else None
+        self._all = Batch(handle, (*counter, *powers, *beside), told, share) if essential else None
+        single, singles = partial(_single, handle, share), []
+        if not counter and not self.note:
+            singles.append(single("energy_j", "nvmlDeviceGetTotalEnergyConsumption", c_ulonglong()))
+        if not powers:
+            singles.append(single(_power_usage(handle, name), "nvmlDeviceGetPowerUsage", c_uint()))
+        self._singles = [quantity for quantity in singles if quantity is not None]
+        self.names = told.union(quantity.name for quantity in self._singles)
+        self.method = next((method for method, name in _METHODS if name in self.names), None)
+
+    def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
         """Return what is known now in base units, and when it was so; what fails is told."""
-        values: dict[str, float] = {}
-        before_ns = time.monotonic_ns()
-        answers: Sequence[Any] = ()
-        try:
-            answers = pynvml.nvmlDeviceGetFieldValues(self.handle, self._batch) if self._batch else ()
-        except pynvml.NVMLError as error:
-            failures.update((field.name, str(error)) for field in self._fields)
-        time_ns = (before_ns + time.monotonic_ns()) // 2
-        for field, answer in zip(self._fields, answers, strict=False):
-            try:
-                values[field.name] = field.value(answer)
-            except (pynvml.NVMLError, NotAvailable) as error:
-                failures[field.name] = str(error)
-        for name, (read, bits) in self._single.items():
-            try:
-                before_ns = time.monotonic_ns()
-                values[name] = known(read(self.handle), bits) / 1e3
-                if name == "energy_j":
-                    time_ns = (before_ns + time.monotonic_ns()) // 2
-            except (pynvml.NVMLError, NotAvailable) as error:
-                failures[name] = str(error)
-        return values, time_ns
-
-    def probe_scope(self) -> None:
-        """Find out whether the counter is the GPU's or its whole module's (Grace-Hopper), by comparing rates."""
-        if self.method != COUNTER or "module_power_w" not in self.names:
-            return
-        ignored: dict[str, str] = {}
-        first, first_ns = self.read(ignored)
-        if "module_power_w" not in first:
-            return
-        time.sleep(PROBE_S)
-        last, last_ns = self.read(ignored)
-        if "energy_j" not in first or "energy_j" not in last or "power_w" not in last:
-            return
-        rate_w = (last["energy_j"] - first["energy_j"]) / (last_ns - first_ns) * 1e9
-        module_w, own_w = last.get("module_power_w", 0.0), last["power_w"]
-        if abs(rate_w - module_w) < abs(rate_w - own_w):
-            self.scope = MODULE
-
-    def _has(self, field: Field) -> bool:
-        try:
-            (answer,) = pynvml.nvmlDeviceGetFieldValues(self.handle, [(field.id, field.scope)])
-        except LACKING:
-            return False
-        except pynvml.NVMLError:
-            return field is ENERGY or field.name == "power_w"  # it may have it, and fails just now
-        if answer.nvmlReturn == pynvml.NVML_SUCCESS and field.scope != pynvml.NVML_POWER_SCOPE_GPU:
-            return bool(answer.value.uiVal)  # boards without such a sensor were seen to say 0
-        return answer.nvmlReturn not in LACKING_CODES
+        batch = self._essential if energy_only else self._all
+        values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
+        for quantity in self._singles:
+            before_ns = time.monotonic_ns()
+            value = quantity.read(failures)
+            if value is not None:
+                values[quantity.name] = value
+            if not time_ns or quantity.name == "energy_j":
+                time_ns = (before_ns + time.monotonic_ns()) // 2
+        return values, time_ns or time.monotonic_ns()
 
 
-def _answers(read: Any, handle: Any) -> bool:
+_METHODS = ((COUNTER, "energy_j"), (INSTANT, "power_w"), (AVERAGE, "power_average_w"))
+
+
+def _has(handle: Any, field: Field) -> bool:
+    """Whether a GPU and its driver have a field, even if it fails just now."""
+    scopes = (field.scope,) if field.scope == _OF_GPU else (field.scope, _OF_GPU)
     try:
-        read(handle)
+        answer, *of_gpu = pynvml.nvmlDeviceGetFieldValues(handle, [(field.id, scope) for scope in scopes])
     except LACKING:
         return False
     except pynvml.NVMLError:
-        return True
-    return True
+        return field in (_ENERGY, _POWERS[0])
+    if answer.nvmlReturn != pynvml.NVML_SUCCESS:
+        return answer.nvmlReturn not in LACKING_CODES
+    # Boards without such a sensor were seen to say 0, and a driver older than the scope may say the GPU's power.
+    return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 
 
-def _meaning_of_power_usage(name: str) -> str:
+def _counted_scope(handle: Any, own: Field, of_module: Field) -> str:
+    """Find out whether the counter is the GPU's or its whole module's (Grace-Hopper), by comparing rates."""
+    fields = (_ENERGY, own._replace(name="own"), of_module._replace(name="module"))
+    batch = Batch(handle, fields, frozenset())
+    readings = []
+    end_s = time.monotonic() + PROBE_S
+    while time.monotonic() < end_s:
+        values, time_ns = batch.read({})
+        if len(values) == len(fields):
+            readings.append((time_ns, values["energy_j"], values["own"], values["module"]))
+        time.sleep(_PROBE_EVERY_S)
+    moves = [(first[0] + second[0], second[1]) for first, second in pairwise(readings) if second[1] != first[1]]
+    if len(moves) < 2:
+        return GPU
+    (first_ns, first_j), (last_ns, last_j) = moves[0], moves[-1]
+    rate_w = (last_j - first_j) / (last_ns - first_ns) * 2e9  # times are sums of two
+    own_w, module_w = (sum(reading[place] for reading in readings) / len(readings) for place in (2, 3))
+    return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
+
+
+def _power_usage(handle: Any, name: str) -> str:
     """Return what nvmlDeviceGetPowerUsage is: the power of the moment up to Turing and on GA100, else a mean of 1 s."""
     row = hardware.find(name)
-    is_mean = row is not None and row.sensor is not None and row.sensor.power_usage == "1-s mean"
-    return "power_average_w" if is_mean else "power_w"
+    if row is not None and row.sensor.power_usage is not None:
+        return "power_average_w" if row.sensor.power_usage == "1-s mean" else "power_w"
+    try:
+        return "power_average_w" if pynvml.nvmlDeviceGetCudaComputeCapability(handle) > (8, 0) else "power_w"
+    except pynvml.NVMLError:
+        return "power_w"
+
+
+def _single(handle: Any, share: float, name: str, function: str, room: Any) -> Quantity | None:
+    """Return a quantity with a call of its own, as older drivers have it."""
+    most = 2 ** (8 * sizeof(room)) - 2
+    return offered(partial(Quantity, name, function, handle, room=room, most=most, divisor=1e3 / share))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pynvml
 
+from effllm.devices._nvml_call import LACKING
 from effllm.devices._nvml_identity import text_of
-from effllm.devices._nvml_power import LACKING
+
+#: A GPU with less memory than this left over has no room for another slice: the smallest takes an eighth.
+_SMALLEST = 1 / 8
+#: Compute slices of a GPU that NVML does not tell: all have as many but the A30, which has 4.
+_USUAL = 7
 
 
 @dataclass(frozen=True)
 class Slice:
     """A slice in its GPU.
 
-    NVML counts no energy per slice.  That of the GPU is divided among its slices by their compute slices
-    (or their multiprocessors, or evenly, where NVML does not tell), so that all shares add up to one: each
-    joule of the GPU belongs to exactly one slice, whether a job uses one of them or all.
+    NVML counts no energy per slice.  That of the GPU is divided among its slices by their compute slices (or
+    evenly, where NVML does not tell them), so that no joule belongs to two.  A container is shown its own slices
+    only: where there may be others, the GPU has as many compute slices as it can have.
     """
 
-    parent: Any
+    gpu: Any
     share: float
     note: str
     instance: int | None
@@ -35,38 +40,63 @@ def slice_of(handle: Any) -> Slice | None:
         return None
     if not getattr(answer, "value", answer):
         return None
-    parent = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    own, rest = _weigh(handle, parent)
+    gpu = gpu_of(handle)
+    own, whole, word = _weigh(handle, gpu)
+    note = f"{own}/{whole} of {text_of(pynvml.nvmlDeviceGetUUID(gpu))}'s energy, by {word}"
+    return Slice(gpu, own / whole, note, _instance_of(handle))
+
+
+def gpu_of(handle: Any) -> Any:
+    """Return the handle of a slice's GPU."""
+    return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+
+
+def _instance_of(handle: Any) -> int | None:
     try:
-        instance: int | None = int(pynvml.nvmlDeviceGetGpuInstanceId(handle))
+        return int(pynvml.nvmlDeviceGetGpuInstanceId(handle))
     except pynvml.NVMLError:
-        instance = None
-    share = own[0] / (own[0] + rest)
-    uuid = text_of(pynvml.nvmlDeviceGetUUID(parent))
-    return Slice(parent, share, f"{own[0]:g}/{own[0] + rest:g} of {uuid}'s energy, by {own[1]}", instance)
+        return None
 
 
-def _weigh(handle: Any, parent: Any) -> tuple[tuple[float, str], float]:
-    """Return the weight of a slice, with what it is counted in, and the weight of its GPU's other slices."""
-    own_uuid = text_of(pynvml.nvmlDeviceGetUUID(handle))
-    others = [one for one in _slices(parent) if text_of(pynvml.nvmlDeviceGetUUID(one)) != own_uuid]
-    for field, word in (("computeInstanceSliceCount", "compute slices"), ("multiprocessorCount", "multiprocessors")):
-        counts = [_attribute(one, field) for one in (handle, *others)]
-        if all(counts):
-            return (float(counts[0]), word), float(sum(counts[1:]))
-    return (1.0, "number of slices"), float(len(others))
+def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
+    """Return the weight of a slice, that of its whole GPU, and what they are counted in."""
+    most, total_bytes = _capacity(gpu)
+    own = text_of(pynvml.nvmlDeviceGetUUID(handle))
+    slices = _slices(gpu, most) | {own: handle}
+    shapes = {uuid: _shape(one) for uuid, one in slices.items()}
+    counts = {uuid: count for uuid, (count, _, _) in shapes.items()}
+    if not all(counts.values()):
+        return 1, len(slices), "number of slices"
+    # The compute instances of a GPU instance share its memory.
+    taken_bytes = sum({instance: size for _, instance, size in shapes.values()}.values())
+    is_full = total_bytes - taken_bytes < total_bytes * _SMALLEST
+    whole = sum(counts.values()) if is_full else max(sum(counts.values()), most)
+    return counts[own], whole, "compute slices"
 
 
-def _slices(parent: Any) -> Iterator[Any]:
-    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(parent)):
-        try:
-            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(parent, index)
-        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-            continue  # as many places as there could be slices, not all of them taken
+def _capacity(gpu: Any) -> tuple[int, int]:
+    """Return how many slices a GPU can have, which is how many compute slices it has, and its bytes of memory."""
+    most, total_bytes = _USUAL, 2**64
+    with suppress(pynvml.NVMLError):
+        most = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
+        total_bytes = pynvml.nvmlDeviceGetMemoryInfo(gpu).total
+    return most, total_bytes
 
 
-def _attribute(handle: Any, field: str) -> int:
+def _slices(gpu: Any, most: int) -> dict[str, Any]:
+    """Return the slices of a GPU that are shown, by UUID."""
+    found = {}
+    for index in range(most):
+        with suppress(pynvml.NVMLError):  # as many places as there could be slices, not all of them taken
+            one = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+            found[text_of(pynvml.nvmlDeviceGetUUID(one))] = one
+    return found
+
+
+def _shape(handle: Any) -> tuple[int, int | None, int]:
+    """Return the compute slices of a slice, its GPU instance, and the bytes of that; zeros where NVML says not."""
     try:
-        return int(getattr(pynvml.nvmlDeviceGetAttributes_v2(handle), field))
+        attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
     except pynvml.NVMLError:
-        return 0
+        return 0, None, 0
+    return int(attributes.computeInstanceSliceCount), _instance_of(handle), int(attributes.memorySizeMB) << 20

@@ -1,0 +1,99 @@
+"""What happens to a GPU, told once: critical errors (Xid), memory errors (ECC), another power limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from ctypes import c_uint, c_ulonglong
+from functools import partial
+from typing import Any
+
+import pynvml
+
+from effllm.devices._nvml_call import MOST_64, Quantity, offered
+
+#: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
+XID_EVERY_S, SELDOM_S = 1.0, 10.0
+_MOST_AT_ONCE = 16
+
+
+class Watch:
+    """Looks at what may have happened to a GPU.
+
+    Args:
+        handle: the GPU's.
+        now_s: the time.
+    """
+
+    def __init__(self, handle: Any, now_s: float) -> None:
+        self._handle = handle
+        self._events: Any = None
+        limit = partial(Quantity, "power_limit_w", room=c_uint(), divisor=1e3)
+        self._limit = offered(partial(limit, "nvmlDeviceGetEnforcedPowerLimit", handle))
+        errors = partial(Quantity, "ecc", room=c_ulonglong(), most=MOST_64)
+        kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
+        self._errors = offered(partial(errors, "nvmlDeviceGetTotalEccErrors", handle, kind, since))
+        self.limit_w = _read(self._limit)
+        self._num_errors = _read(self._errors)
+        self._xid_at_s, self._seldom_at_s = now_s, now_s + SELDOM_S
+        self.open()
+
+    def open(self) -> None:
+        """Listen to critical errors from now on, where NVML tells them."""
+        with suppress(pynvml.NVMLError):
+            self._events = pynvml.nvmlEventSetCreate()
+            pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
+
+    def look(self, now_s: float, is_there: bool) -> tuple[tuple[str, str], ...]:
+        """Return what has happened, as (kind, text).
+
+        Args:
+            now_s: the time.
+            is_there: whether the GPU answers; of one that does not the last words are wanted at once.
+        """
+        if now_s < self._xid_at_s and is_there:
+            return ()
+        self._xid_at_s = now_s + XID_EVERY_S
+        told = self._critical()
+        if now_s >= self._seldom_at_s and is_there:
+            self._seldom_at_s = now_s + SELDOM_S
+            told += self._limit_changed() + self._memory_errors()
+        return tuple(told)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._events is not None:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(self._events)
+            self._events = None
+
+    def _critical(self) -> list[tuple[str, str]]:
+        numbers: Counter[int] = Counter()
+        with suppress(pynvml.NVMLError):  # a time-out: nothing more has happened
+            while self._events is not None and numbers.total() < _MOST_AT_ONCE:
+                numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
+        return [("xid", _critical_text(number, times)) for number, times in numbers.items()]
+
+    def _limit_changed(self) -> list[tuple[str, str]]:
+        before_w, limit_w = self.limit_w, _read(self._limit)
+        if limit_w is None or limit_w == before_w:
+            return []
+        self.limit_w = limit_w
+        return [("power_limit", f"the power limit went from {before_w:g} W to {limit_w:g} W")] if before_w else []
+
+    def _memory_errors(self) -> list[tuple[str, str]]:
+        before, errors = self._num_errors, _read(self._errors)
+        if errors is None:
+            return []
+        self._num_errors = errors  # which start from none with the driver
+        new = errors - before if before is not None else 0
+        return [("ecc", f"{new:.0f} uncorrected memory errors")] if new > 0 else []
+
+
+def _critical_text(number: int, times: int) -> str:
+    often = f", {times} times" if times > 1 else ""
+    return f"Xid {number}{often}: a critical error of the GPU, see the driver's log"
+
+
+def _read(quantity: Quantity | None) -> float | None:
+    return None if quantity is None else quantity.read({})
