@@ -1,0 +1,882 @@
+"""What a GPU says beside memory and utilization: energy and power by scope, GPM, clocks, events, and a slice's part.
+
+Numbers are those of the curves behind the tests' own NVML library; ``frozen`` asks as of one moment, so that they
+are exact.  NVML counts in whole mW and mJ, cut off.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from nvml_library import GIB, Gpu, flat, sine, square
+
+from effllm.devices import Site
+from effllm.schema import Device
+
+A, B = "GPU-aaaa0001-0000-4000-8000-000000000001", "GPU-bbbb0002-0000-4000-8000-000000000002"
+AT_A, AT_B = Site(cuda_uuid=A, host="node0"), Site(cuda_uuid=B, host="node0")
+MOMENT_S = 1234.567
+NOT_AVAILABLE_32, NOT_AVAILABLE_64 = 2**32 - 1, 2**64 - 1
+UNKNOWN_ERROR = 999
+
+
+def gpu(uuid: str = A, bus: str = "0:01:00", **changes) -> Gpu:
+    return Gpu(uuid, bus, **{"power": sine(200.0, 400.0, 1.7), **changes})
+
+
+def frozen(at_s: float = MOMENT_S) -> str:
+    return f"* * freeze 0 {at_s!r}"
+
+
+def milli(value: float) -> float:
+    """Return a value as NVML gives it: in whole thousandths, cut off."""
+    return int(1e3 * value) / 1e3
+
+
+def read_at(trace, site: Site = AT_A, moment_s: float = MOMENT_S, faults=()):
+    """Open a device, and read it as of a moment; return it, the sample, and what failed."""
+    with trace.reader(site) as reader:
+        trace.fault(frozen(moment_s), *faults)
+        sample, failures = reader.read()
+        return reader.device, sample, failures
+
+
+# --- energy and power, by scope ---
+
+
+def test_energy_and_power_are_those_of_the_moment_to_the_last_millijoule(trace):
+    (one,) = trace.write(gpu())
+
+    device, sample, failures = read_at(trace)
+
+    assert (device.energy_method, device.power_scope, device.energy_key, device.energy_note) == (
+        "counter",
+        "gpu",
+        "",
+        "",
+    )
+    assert sample.energy_j == milli(one.counter_j(MOMENT_S))
+    assert sample.power_w == milli(one.power_w(MOMENT_S))
+    assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average"))
+    assert failures == {}
+
+
+def test_each_scope_is_read_under_a_name_of_its_own(trace):
+    (one,) = trace.write(gpu(module_power=sine(500.0, 900.0, 2.3), memory_power=sine(30.0, 90.0, 0.7)))
+
+    device, sample, _ = read_at(trace)
+
+    assert (device.power_scope, sample.power_w) == ("gpu", milli(one.power_w(MOMENT_S)))
+    assert sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
+    assert sample.gauges["memory_power_w"] == milli(one.power_w(MOMENT_S, "average", "memory"))
+
+
+def test_a_board_with_one_scope_has_no_gauge_of_another(trace):
+    trace.write(gpu())
+
+    _, sample, failures = read_at(trace)
+
+    assert not {"module_power_w", "memory_power_w"} & set(sample.gauges)
+    assert failures == {}
+
+
+@pytest.mark.parametrize("scope", ["module_power", "memory_power"])
+def test_a_driver_that_gives_the_gpus_power_for_every_scope_is_not_believed(trace, scope):
+    trace.write(gpu(power=flat(300.0), **{scope: flat(300.0)}))
+
+    device, sample, _ = read_at(trace)
+
+    assert device.power_scope == "gpu"
+    assert f"{scope}_w" not in sample.gauges
+
+
+def superchip(**changes) -> list[Gpu]:
+    """Return the two GPUs of a module, of which the counter of either counts all."""
+    module = {"module_power": sine(900.0, 1100.0, 1.1), "energy_scope": "module", "tick_s": 0.1, "serial": "S1"}
+    return [gpu(A, **{**module, **changes}), gpu(B, "0:02:00", **{**module, **changes})]
+
+
+def test_a_counter_that_is_its_modules_is_found_by_comparing_rates(trace):
+    one, _ = trace.write(*superchip())
+
+    device, sample, _ = read_at(trace)
+
+    assert (device.power_scope, device.energy_method) == ("module", "counter")
+    assert sample.energy_j == milli(one.counter_j(MOMENT_S))
+    assert sample.power_w == sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
+    assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", "module"))  # never the GPU's beside it
+    # The limit that NVML tells is the GPU's: the module may draw more, and its counter must not be doubted for it.
+    assert (device.power_limit_w, sample.gauges["power_limit_w"]) == (None, 700.0)
+
+
+def test_the_gpus_of_one_module_have_one_energy_and_those_of_two_have_two(trace):
+    trace.write(*superchip(), *(gpu(f"GPU-{n}", f"0:0{n}:00", **SECOND) for n in (3, 4)))
+
+    keys = {}
+    for uuid in (A, B, "GPU-3", "GPU-4"):
+        with trace.reader(Site(cuda_uuid=uuid, host="node0")) as reader:
+            keys[uuid] = reader.device.energy_key
+
+    assert keys[A] == keys[B] == "module:S1"
+    assert keys["GPU-3"] == keys["GPU-4"] == "module:S2"
+
+
+SECOND = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05, "serial": "S2"}
+
+
+def test_modules_without_a_serial_number_are_counted_once_per_host(trace):
+    # The module ids of NVML tell GPUs apart, not modules: on a tray of two superchips they are 1 to 4.
+    trace.write(*superchip(serial=None, module_id=2))
+
+    device, _, _ = read_at(trace)
+
+    assert device.energy_key == "module:node0"
+
+
+def test_a_counter_that_is_the_gpus_on_a_board_with_a_module_sensor_stays_the_gpus(trace):
+    trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1))
+
+    device, _, _ = read_at(trace)
+
+    assert (device.power_scope, device.energy_key) == ("gpu", "")
+
+
+def test_who_wants_the_gpus_power_on_such_a_module_gets_it_integrated(trace):
+    one, _ = trace.write(*superchip())
+
+    device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope="gpu"))
+
+    assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
+    assert device.energy_note == "from its power, for the counter is the module's"
+    assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S)))
+    assert device.power_limit_w == 700.0
+    assert failures == {}
+
+
+def test_who_wants_the_modules_power_gets_it_integrated_where_the_counter_is_the_gpus(trace):
+    (one,) = trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1, serial="S1"))
+
+    device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope="module"))
+
+    assert (device.power_scope, device.energy_method, device.energy_key) == ("module", "instant power", "module:S1")
+    assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S, "instant", "module")))
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "module", "gpu+cpu", "node-psu"])
+def test_a_board_with_one_scope_gives_it_whatever_is_wanted(trace, wanted):
+    trace.write(gpu())
+
+    device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope=wanted))
+
+    assert (device.power_scope, device.energy_method, device.energy_note) == ("gpu", "counter", "")
+    assert sample.energy_j > 0
+
+
+def test_power_of_a_module_that_fails_is_not_replaced_by_the_gpus(trace):
+    trace.write(*superchip())
+
+    _, sample, failures = read_at(trace, faults=[f"0 power.instant.module error {UNKNOWN_ERROR}"])
+
+    assert sample.power_w is None
+    assert sample.energy_j > 0
+    assert failures == {"power_w": "Unknown Error"}
+
+
+def test_one_field_that_fails_costs_no_other_field_of_its_call(trace):
+    trace.write(gpu(memory_power=flat(40.0)))
+
+    _, sample, failures = read_at(trace, faults=[f"0 power.instant.gpu value {NOT_AVAILABLE_32}"])
+
+    assert sample.power_w is None
+    assert sample.energy_j > 0
+    assert sample.power_average_w > 0
+    assert sample.gauges["memory_power_w"] == 40.0
+    assert failures == {"power_w": "NVML gave 0xffffffff, its mark for a value that is not available"}
+
+
+def test_a_gauge_that_fails_is_left_out_without_a_word(trace):
+    trace.write(gpu(memory_power=flat(40.0)))
+
+    _, sample, failures = read_at(trace, faults=["0 power.average.memory error 999"])
+
+    assert "memory_power_w" not in sample.gauges
+    assert failures == {}
+
+
+def test_what_lasts_49_days_in_millijoules_is_no_mark(trace):
+    trace.write(gpu())
+
+    _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])
+
+    assert sample.energy_j == NOT_AVAILABLE_32 / 1e3
+    assert failures == {}
+
+
+def test_the_reads_at_edges_have_energy_and_power_and_nothing_else(trace):
+    (one,) = trace.write(gpu(memory_power=flat(40.0)))
+
+    with trace.reader(AT_A) as reader:
+        trace.fault(frozen())
+        sample, failures = reader.call("read_energy")
+
+    assert (sample.energy_j, sample.power_w) == (milli(one.counter_j(MOMENT_S)), milli(one.power_w(MOMENT_S)))
+    assert (sample.memory_bytes, sample.utilization, sample.gauges, sample.throttled_by) == (None, None, {}, None)
+    assert (sample.power_average_w, sample.energy_only) == (None, True)
+    assert failures == {}
+
+
+# --- older boards and drivers ---
+
+
+def test_a_chip_without_averaged_power_has_none(trace):
+    trace.write(gpu(name="Tesla T4", unsupported=("power.average",)))
+
+    device, sample, failures = read_at(trace)
+
+    assert (device.energy_method, sample.power_average_w) == ("counter", None)
+    assert sample.power_w > 0
+    assert failures == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "usage", "expected"),
+    [
+        ("Tesla V100-SXM2-32GB", "instant", "power_w"),
+        ("NVIDIA A100-SXM4-80GB", "instant", "power_w"),  # GA100 is the exception in its generation
+        ("NVIDIA A10", "average", "power_average_w"),
+        ("NVIDIA H100 80GB HBM3", "average", "power_average_w"),
+    ],
+)
+def test_without_field_values_the_two_older_calls_are_used_and_power_is_what_it_is_on_the_chip(
+    trace, name, usage, expected
+):
+    (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=("fields",)))
+
+    device, sample, failures = read_at(trace)
+
+    assert (device.energy_method, sample.energy_j) == ("counter", milli(one.counter_j(MOMENT_S)))
+    powers = {"power_w": sample.power_w, "power_average_w": sample.power_average_w}
+    assert powers.pop(expected) == milli(one.power_w(MOMENT_S, usage))
+    assert list(powers.values()) == [None]
+    assert failures == {}
+
+
+def test_a_chip_that_counts_no_energy_is_measured_by_its_power(trace):
+    (one,) = trace.write(gpu(name="Tesla P100-PCIE-16GB", unsupported=("fields", "energy")))
+
+    device, sample, failures = read_at(trace)
+
+    assert (device.energy_method, device.power_scope) == ("instant power", "gpu")
+    assert (sample.energy_j, sample.power_w) == (None, milli(one.power_w(MOMENT_S)))
+    assert failures == {}
+
+
+def test_a_chip_that_has_only_averaged_power_is_measured_by_that(trace):
+    (one,) = trace.write(gpu(name="NVIDIA A10", power_usage="average", unsupported=("fields", "energy")))
+
+    device, sample, _ = read_at(trace)
+
+    assert device.energy_method == "average power"
+    assert (sample.power_w, sample.power_average_w) == (None, milli(one.power_w(MOMENT_S, "average")))
+
+
+OLD_DRIVER = """
+import ctypes, pynvml
+class Old:
+    def __init__(self):
+        self.library = ctypes.CDLL("libnvidia-ml.so.1")
+    def __getattr__(self, name):
+        if name in {missing}:
+            raise AttributeError(name)
+        return getattr(self.library, name)
+pynvml.nvmlLib = Old()
+from effllm.devices import Site, open_device
+reader = open_device("nvml", Site())
+sample, failures = reader.read()
+"""
+
+
+def run_on_old_driver(trace, missing, code):
+    """Run code after a first reading through a library that lacks functions; return what it prints."""
+    script = OLD_DRIVER.format(missing=set(missing)) + code
+    environ = os.environ | trace.environment()
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_driver_that_lacks_the_newer_functions_gives_what_it_has_by_the_older_ones(trace):
+    missing = ["nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons"]
+    missing += ["nvmlGpmQueryDeviceSupport", "nvmlDeviceIsMigDeviceHandle", "nvmlEventSetCreate"]
+    trace.write(gpu(power=flat(250.0), memory=flat(3.0 * GIB), memory_reserved=GIB, throttle=0x4))
+
+    told = run_on_old_driver(
+        trace,
+        missing,
+        "print(reader.device.energy_method, sample.power_w, sample.memory_bytes, *sample.throttled_by, failures)",
+    )
+
+    # The first version of the memory's call counts what the driver keeps for itself as used.
+    assert told == ["counter", "250.0", str(4.0 * GIB), "power_cap", "{}"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "field"), [((7, 5), "power_w"), ((8, 0), "power_w"), ((8, 6), "power_average_w")]
+)
+def test_what_the_power_of_a_board_that_no_table_has_is_its_chip_tells(trace, capability, field):
+    trace.write(gpu(name="NVIDIA Something New", power=flat(250.0), unsupported=("fields",)))
+    patch = f"import pynvml; pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: {capability}"
+
+    told = run_on_old_driver(trace, [], f"{patch}\nprint(open_device('nvml', Site()).read()[0].{field})")
+
+    assert told == ["250.0"]
+
+
+# --- memory, clocks, temperature ---
+
+
+def test_gauges_of_the_chip_are_in_base_units(trace):
+    trace.write(
+        gpu(
+            memory=flat(30.0 * GIB),
+            memory_reserved=2 * GIB,
+            sm_clock_mhz=flat(1755.0),
+            memory_clock_mhz=flat(2619.0),
+            temperature_c=flat(63.0),
+            power_limit_w=650.0,
+        )
+    )
+
+    device, sample, failures = read_at(trace)
+
+    assert (device.memory_total_bytes, device.power_limit_w) == (80 * GIB, 650.0)
+    assert sample.memory_bytes == 30 * GIB
+    assert sample.gauges == {
+        "sm_clock_hz": 1.755e9,
+        "memory_clock_hz": 2.619e9,
+        "temperature_c": 63.0,
+        "power_limit_w": 650.0,
+        "memory_reserved_bytes": 2 * GIB,
+    }
+    assert failures == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "name"),
+    [
+        ("clocks.sm", NOT_AVAILABLE_32, "sm_clock_hz"),
+        ("clocks.memory", NOT_AVAILABLE_32, "memory_clock_hz"),
+        ("temperature", NOT_AVAILABLE_32, "temperature_c"),
+        ("temperature", NOT_AVAILABLE_32 - 4, "temperature_c"),  # -5 read as unsigned
+    ],
+)
+def test_a_gauge_that_cannot_be_is_left_out_and_told_and_costs_no_other(trace, call, value, name):
+    trace.write(gpu())
+
+    _, sample, failures = read_at(trace, faults=[f"0 {call} value {value}"])
+
+    assert list(failures) == [name]
+    assert set(sample.gauges) == {
+        "sm_clock_hz", "memory_clock_hz", "temperature_c", "power_limit_w", "memory_reserved_bytes",
+    } - {name}  # fmt: skip
+
+
+def test_marks_for_what_is_asked_once_are_no_numbers_either(trace):
+    trace.write(gpu(memory_total=NOT_AVAILABLE_64, memory_reserved=NOT_AVAILABLE_64))
+    trace.fault(f"0 limit value {NOT_AVAILABLE_32}", f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}")
+
+    with trace.reader(AT_A) as reader:
+        device, (sample, failures) = reader.device, reader.read()
+
+    assert (device.memory_total_bytes, device.power_limit_w) == (None, None)
+    assert not {"power_limit_w", "memory_reserved_bytes"} & set(sample.gauges)
+    assert (sample.events, failures) == ((), {})
+
+
+# --- what slows it down ---
+
+
+@pytest.mark.parametrize(
+    ("bits", "names"),
+    [
+        (0x0, ()),
+        (0x1 | 0x2 | 0x100, ()),  # idle, told to run at a clock, its display's clock: nothing is slowed down
+        (0x4, ("power_cap",)),
+        (0x8 | 0x40, ("hw_slowdown", "hw_thermal")),
+        (0x8 | 0x80, ("hw_slowdown", "power_brake")),
+        (0x10 | 0x20, ("sync_boost", "sw_thermal")),
+        (0x4 | 0x1_0000, ("power_cap",)),  # and one that nobody has heard of
+    ],
+)
+def test_what_slows_the_clocks_down_is_named(trace, bits, names):
+    trace.write(gpu(throttle=bits))
+
+    _, sample, failures = read_at(trace)
+
+    assert sample.throttled_by == names
+    assert failures == {}
+
+
+@pytest.mark.parametrize("fault", [f"value {NOT_AVAILABLE_64}", f"value {NOT_AVAILABLE_32}", f"error {UNKNOWN_ERROR}"])
+def test_reasons_that_are_not_known_are_none_and_not_no_reason(trace, fault):
+    trace.write(gpu(throttle=0x4))
+
+    _, sample, failures = read_at(trace, faults=[f"0 throttle {fault}"])
+
+    assert sample.throttled_by is None
+    assert list(failures) == ["throttled_by"]
+
+
+def test_a_gpu_that_has_no_reasons_to_tell_tells_none(trace):
+    trace.write(gpu(unsupported=("throttle",)))
+
+    _, sample, failures = read_at(trace)
+
+    assert (sample.throttled_by, failures) == (None, {})
+
+
+# --- GPM ---
+
+ACTIVITIES = {
+    "sm_activity": sine(0.2, 0.6, 0.9),
+    "tensor_activity": sine(0.1, 0.3, 1.3),
+    "dram_activity": square(0.0, 0.8, 0.5),
+}
+
+
+def read_twice(trace, reader, first_s, last_s, *faults):
+    """Read as of two moments; return both samples, and what failed in either."""
+    trace.fault(frozen(first_s), *faults)
+    first, failures = reader.read()
+    time.sleep(0.105)  # the reader asks its own clock whether a pair is far enough apart
+    trace.fault(frozen(last_s), *faults)
+    last, more = reader.read()
+    return first, last, failures | more
+
+
+def test_activities_are_the_means_between_two_samples_and_none_is_in_the_first(trace):
+    trace.write(gpu(gpm=1, utilization=flat(0.9), **ACTIVITIES))
+
+    with trace.reader(AT_A) as reader:
+        first, last, failures = read_twice(trace, reader, 100.0, 101.2)
+
+    assert not [name for name in first.gauges if "activity" in name]
+    for name, curve in ACTIVITIES.items():
+        assert last.gauges[f"{name}_ratio"] == pytest.approx(curve.mean(100.0, 101.2), rel=1e-12)
+    assert (first.utilization, last.utilization) == (0.9, 0.9)  # which stays what it was
+    assert failures == {}
+
+
+def test_a_pair_that_is_too_near_is_not_asked_for(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+    trace.count_calls()
+
+    with trace.reader(AT_A) as reader:
+        reader.read()
+        sample, failures = reader.read()
+        calls = trace.call_count(reader.pid)
+
+    assert calls["nvmlGpmSampleGet"] == 1
+    assert not [name for name in sample.gauges if "activity" in name]
+    assert failures == {}
+
+
+@pytest.mark.parametrize("value", ["nan", "250", "-1"])
+def test_an_activity_that_cannot_be_is_left_out(trace, value):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+
+    with trace.reader(AT_A) as reader:
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0, f"0 gpm.metrics value {value}")
+
+    assert not [name for name in last.gauges if "activity" in name]
+    assert failures == {}
+
+
+def test_gpm_that_fails_is_told_and_costs_nothing_else(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+
+    with trace.reader(AT_A) as reader:
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0, f"0 gpm.sample error {UNKNOWN_ERROR}")
+
+    assert failures == {"gpm": "Unknown Error"}
+    assert last.gauges["temperature_c"] == 50.0
+
+
+def test_a_chip_before_hopper_has_no_activities_and_no_failure(trace):
+    trace.write(gpu(**ACTIVITIES))
+
+    with trace.reader(AT_A) as reader:
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0)
+
+    assert not [name for name in last.gauges if "activity" in name]
+    assert failures == {}
+
+
+def test_a_gpu_that_came_back_starts_its_pairs_anew(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+
+    with trace.reader(AT_A) as reader:
+        read_twice(trace, reader, 100.0, 101.0)
+        trace.fault("0 * lost")
+        reader.read()
+        reader.pass_time(1.0)
+        time.sleep(0.105)
+        first, last, failures = read_twice(trace, reader, 200.0, 201.0)
+
+    assert "sm_activity_ratio" not in first.gauges  # of 101 s to 200 s it would be
+    assert last.gauges["sm_activity_ratio"] == pytest.approx(ACTIVITIES["sm_activity"].mean(200.0, 201.0), rel=1e-12)
+    assert failures == {}
+
+
+# --- slices ---
+
+WHOLE = {"power": sine(200.0, 400.0, 1.7), "memory_power": flat(70.0), "gpm": 1}
+
+
+def part(name: str, instance: int, slices: int | None, gib: int = 10, **changes) -> Gpu:
+    return Gpu(f"MIG-{name}", parent=0, instance=instance, slices=slices, memory_total=gib * GIB, **changes)
+
+
+def open_slice(trace, name: str, *faults: str) -> Device:
+    trace.fault(*faults)
+    with trace.reader(Site(visible_devices=f"MIG-{name}")) as reader:
+        return reader.device
+
+
+def test_two_slices_have_their_part_of_the_energy_and_a_third_keeps_its_own(trace):
+    one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 2, 20), part("c", 3, 2, 20))
+
+    device_a, sample_a, _ = read_at(trace, Site(visible_devices="MIG-a"))
+    device_b, sample_b, _ = read_at(trace, Site(visible_devices="MIG-b"))
+
+    whole_j, whole_w = milli(one.counter_j(MOMENT_S)), milli(one.power_w(MOMENT_S))
+    assert device_a.energy_note == f"3/7 of {A}'s energy, by compute slices"
+    assert device_b.energy_note == f"2/7 of {A}'s energy, by compute slices"
+    assert sample_a.energy_j == pytest.approx(whole_j * 3 / 7, rel=1e-12)
+    assert sample_b.energy_j == pytest.approx(whole_j * 2 / 7, rel=1e-12)
+    assert sample_a.power_w + sample_b.power_w == pytest.approx(whole_w * 5 / 7, rel=1e-12)
+    assert sample_a.gauges["memory_power_w"] == pytest.approx(70.0 * 3 / 7)
+    assert device_a.power_limit_w == sample_a.gauges["power_limit_w"] == pytest.approx(700.0 * 3 / 7)
+    assert (device_a.energy_key, device_a.power_scope, device_a.energy_method) == ("", "gpu", "counter")
+
+
+def test_two_compute_instances_of_one_gpu_instance_have_a_part_each(trace):
+    trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_instance=1,
+                compute_slices=1), part("c", 2, 4, 40))  # fmt: skip
+
+    notes = [open_slice(trace, name).energy_note.split()[0] for name in "abc"]
+
+    assert notes == ["2/7", "1/7", "4/7"]
+
+
+def test_the_memory_that_compute_instances_share_is_not_taken_twice(trace):
+    # Both are of one 3g.40gb; in the other half of the GPU there may be slices that are not shown.
+    trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_slices=1))
+
+    assert open_slice(trace, "a").energy_note.startswith("2/7 of")
+
+
+def test_slices_that_fill_their_gpu_share_all_of_it(trace):
+    # 3g.40gb twice: the seventh compute slice has no memory left, and belongs to nobody.
+    trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 3, 40))
+
+    assert open_slice(trace, "a").energy_note.startswith("3/6 of")
+
+
+def test_a_container_that_is_shown_one_slice_of_many_does_not_take_the_energy_of_all(trace):
+    trace.write(gpu(**WHOLE), part("a", 1, 1, 10))
+
+    assert open_slice(trace, "a").energy_note.startswith("1/7 of")
+
+
+def test_a_slice_that_may_not_see_its_neighbours_is_still_measured(trace):
+    trace.write(gpu(**WHOLE), part("a", 1, 1, 10), part("b", 2, 2, 20))
+
+    assert open_slice(trace, "a", "0 mig error 4").energy_note.startswith("1/7 of")
+
+
+def test_slices_of_unknown_shape_share_evenly(trace):
+    trace.write(gpu(**WHOLE), part("a", 1, None), part("b", 2, None), part("c", 3, None))
+
+    device = open_slice(trace, "b")
+
+    assert device.energy_note == f"1/3 of {A}'s energy, by number of slices"
+
+
+def test_the_activities_of_a_slice_are_its_gpu_instances_own(trace):
+    trace.write(
+        gpu(**WHOLE, sm_activity=flat(0.9)),
+        part("a", 1, 3, sm_activity=flat(0.4)),
+        part("b", 2, 4, sm_activity=flat(0.7)),
+    )
+
+    with trace.reader(Site(visible_devices="MIG-b")) as reader:
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0)
+
+    assert last.gauges["sm_activity_ratio"] == pytest.approx(0.7, rel=1e-12)
+    assert (last.utilization, failures) == (None, {})
+
+
+def test_a_slice_whose_gpu_instance_is_unknown_has_no_activities(trace):
+    trace.write(gpu(**WHOLE, sm_activity=flat(0.9)), part("a", -1, 3, sm_activity=flat(0.4)))
+
+    with trace.reader(Site(visible_devices="MIG-a")) as reader:
+        _, last, failures = read_twice(trace, reader, 100.0, 101.0)
+
+    assert "sm_activity_ratio" not in last.gauges
+    assert failures == {}
+
+
+def test_a_slice_of_a_module_is_measured_by_the_power_of_its_gpu(trace):
+    one, *_ = trace.write(superchip()[0], part("a", 1, 3, 40), part("b", 2, 4, 40))
+
+    device, sample, _ = read_at(trace, Site(visible_devices="MIG-a"))
+
+    assert (device.power_scope, device.energy_method, device.energy_key) == ("gpu", "instant power", "")
+    assert device.energy_note.endswith("by compute slices; from its power, for the counter is the module's")
+    assert sample.power_w == pytest.approx(milli(one.power_w(MOMENT_S)) * 3 / 7, rel=1e-12)
+    assert sample.energy_j is None
+
+
+def test_a_slice_that_was_lost_is_found_elsewhere_and_keeps_its_part(trace):
+    one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40, memory=flat(5.0 * GIB)), part("b", 2, 4, 40))
+
+    with trace.reader(Site(visible_devices="MIG-a")) as reader:
+        # While it is away, its neighbour is taken down, and NVML has another order.
+        moved = part("a", 1, 3, 40, memory=flat(5.0 * GIB))
+        trace.write(gpu(B, "0:02:00", power=flat(99.0)), gpu(**WHOLE), Gpu(**vars(moved) | {"parent": 1}))
+        trace.fault("0 * lost")
+        reader.read()
+        reader.pass_time(1.0)
+        trace.fault(frozen())
+        sample, failures = reader.read()
+
+    assert sample.energy_j == pytest.approx(milli(one.counter_j(MOMENT_S)) * 3 / 7, rel=1e-12)
+    assert sample.memory_bytes == 5 * GIB
+    assert failures == {}
+
+
+# --- events ---
+
+
+def told(reader, pass_s: float = 0.0):
+    """Let time pass for the reader, read, and return what it tells to have happened."""
+    reader.pass_time(pass_s)
+    return reader.read()[0].events
+
+
+def test_a_critical_error_is_told_once(trace):
+    trace.write(gpu())
+
+    with trace.reader(AT_A) as reader:
+        before = told(reader)
+        trace.fault("0 xid event 79")
+        events = [told(reader, 1.0) for _ in range(3)]
+
+    assert before == ()
+    assert events == [(("xid", "Xid 79: a critical error of the GPU, see the driver's log"),), (), ()]
+
+
+def test_an_error_that_comes_again_and_again_is_one_line(trace):
+    trace.write(gpu())
+
+    with trace.reader(AT_A) as reader:
+        told(reader)
+        trace.fault(*["0 xid event 63"] * 5)
+        events = told(reader, 1.0)
+
+    assert [text.partition(":")[0] for _, text in events] == ["Xid 63, 5 times"]
+
+
+def test_the_last_words_of_a_gpu_that_does_not_answer_are_heard_at_once(trace):
+    trace.write(gpu())
+
+    with trace.reader(AT_A) as reader:
+        told(reader)
+        trace.fault(
+            "0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization"))
+        )
+        events = told(reader)  # in the same second
+
+    assert [kind for kind, _ in events] == ["xid"]
+
+
+def test_a_gpu_that_came_back_is_listened_to_again(trace):
+    trace.write(gpu())
+
+    with trace.reader(AT_A) as reader:
+        trace.fault("0 * lost")
+        reader.read()
+        trace.fault()
+        told(reader, 1.0)
+        trace.fault("0 xid event 48")
+        events = told(reader, 1.0)
+
+    assert [kind for kind, _ in events] == ["xid"]
+
+
+def test_memory_errors_are_told_once_and_counted_from_those_at_the_opening(trace):
+    trace.write(gpu(ecc_uncorrected=2, ecc_corrected=7))
+
+    with trace.reader(AT_A) as reader:
+        before = told(reader, 10.0)
+        trace.fault("0 ecc.uncorrected value 5")
+        events = [told(reader, 10.0) for _ in range(2)]
+        trace.fault("0 ecc.uncorrected value 0")  # the driver was reloaded
+        after = told(reader, 10.0)
+        trace.fault("0 ecc.uncorrected value 1")
+        again = told(reader, 10.0)
+
+    assert before == ()
+    assert events == [(("ecc", "3 uncorrected memory errors"),), ()]
+    assert after == ()
+    assert again == (("ecc", "1 uncorrected memory errors"),)
+
+
+def test_a_changed_power_limit_is_told_once_and_shown_from_then_on(trace):
+    trace.write(gpu())
+
+    with trace.reader(AT_A) as reader:
+        trace.fault("0 limit value 350000")
+        reader.pass_time(10.0)
+        sample, _ = reader.read()
+        after = told(reader, 10.0)
+
+    assert sample.events == (("power_limit", "the power limit went from 700 W to 350 W"),)
+    assert after == ()
+    with trace.reader(AT_A) as reader:
+        assert reader.read()[0].gauges["power_limit_w"] == 350.0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(f"{call} error {code}" for call in ("ecc", "limit", "events") for code in (4, UNKNOWN_ERROR)),
+        f"ecc value {NOT_AVAILABLE_64}",
+        f"limit value {NOT_AVAILABLE_32}",
+    ],
+)
+def test_what_cannot_be_read_has_not_happened(trace, fault):
+    trace.write(gpu())
+
+    with trace.reader(AT_A) as reader:
+        trace.fault(f"0 {fault}")
+        events = told(reader, 10.0)
+        trace.fault()
+        after = told(reader, 10.0)
+
+    assert (events, after) == ((), ())
+
+
+def test_a_limit_that_could_not_be_read_at_the_opening_is_taken_up_later_without_a_word(trace):
+    trace.write(gpu())
+    trace.fault(f"0 limit error {UNKNOWN_ERROR}")
+
+    with trace.reader(AT_A) as reader:
+        trace.fault()
+        reader.pass_time(10.0)
+        first, _ = reader.read()
+        second, _ = reader.read()
+
+    assert (first.events, second.gauges["power_limit_w"]) == ((), 700.0)
+
+
+# --- what it costs ---
+
+
+def calls_of(trace, site: Site, *methods: str) -> list[Counter]:
+    """Return for each of some calls of a reader the calls of NVML that it makes."""
+    trace.count_calls()
+    with trace.reader(site) as reader:
+        counts = [trace.call_count(reader.pid)]
+        for method in methods:
+            reader.call(method)
+            counts.append(trace.call_count(reader.pid))
+    return [after - before for before, after in pairwise(counts)]
+
+
+PLAIN = Counter({
+    "nvmlDeviceGetFieldValues": 1, "nvmlDeviceGetMemoryInfo_v2": 1, "nvmlDeviceGetUtilizationRates": 1,
+    "nvmlDeviceGetClockInfo": 2, "nvmlDeviceGetTemperature": 1, "nvmlDeviceGetCurrentClocksEventReasons": 1,
+})  # fmt: skip
+
+
+def test_a_read_makes_one_batched_call_and_six_others_and_listens_to_events_once_a_second(trace):
+    trace.write(gpu(module_power=sine(500.0, 900.0, 2.3), memory_power=flat(70.0)))
+
+    first, second = calls_of(trace, AT_A, "read", "read")
+
+    assert first == PLAIN + Counter({"nvmlEventSetWait_v2": 1})
+    assert second == PLAIN
+
+
+def test_a_read_at_an_edge_makes_one_call(trace):
+    trace.write(gpu(memory_power=flat(70.0), gpm=1, **ACTIVITIES))
+
+    (calls,) = calls_of(trace, AT_A, "read_energy")
+
+    assert calls == Counter({"nvmlDeviceGetFieldValues": 1})
+
+
+def test_gpm_makes_two_calls_more(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+    trace.count_calls()
+
+    with trace.reader(AT_A) as reader:
+        reader.read()
+        time.sleep(0.105)
+        before = trace.call_count(reader.pid)
+        reader.read()
+        calls = trace.call_count(reader.pid) - before
+
+    assert calls == PLAIN + Counter({"nvmlGpmSampleGet": 1, "nvmlGpmMetricsGet": 1})
+
+
+def test_limit_and_memory_errors_are_asked_every_ten_seconds(trace):
+    trace.write(gpu())
+    trace.count_calls()
+
+    with trace.reader(AT_A) as reader:
+        before = trace.call_count(reader.pid)
+        for _ in range(21):
+            reader.read()
+            reader.pass_time(1.0)
+        calls = trace.call_count(reader.pid) - before
+
+    assert (calls["nvmlDeviceGetEnforcedPowerLimit"], calls["nvmlDeviceGetTotalEccErrors"]) == (2, 2)
+    assert calls["nvmlEventSetWait_v2"] == 21
+
+
+def test_a_driver_without_field_values_is_asked_for_energy_and_power_apart(trace):
+    trace.write(gpu(name="Tesla V100-SXM2-32GB", unsupported=("fields",)))
+
+    (calls,) = calls_of(trace, AT_A, "read_energy")
+
+    assert calls == Counter({"nvmlDeviceGetTotalEnergyConsumption": 1, "nvmlDeviceGetPowerUsage": 1})
+
+
+def test_a_gpu_that_has_gone_is_not_asked_for_what_is_beside_the_point(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES))
+    trace.count_calls()
+
+    with trace.reader(AT_A) as reader:
+        trace.fault("0 * lost")
+        reader.read()
+        before = trace.call_count(reader.pid)
+        reader.read()  # it was just sought in vain
+        calls = trace.call_count(reader.pid) - before
+
+    assert set(calls) <= {"nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates"}
+
+
+def test_nothing_in_the_loop_is_known_to_block_or_to_cost_milliseconds(trace):
+    trace.write(gpu(gpm=1, **ACTIVITIES), part("a", 1, 3))
+
+    calls = sum(calls_of(trace, AT_A, "read", "read", "read_energy"), Counter())
+
+    for word in ("Processes", "PcieThroughput", "FanSpeed", "Samples", "Init", "Handle", "Name", "UUID"):
+        assert not [name for name in calls if word in name], word
