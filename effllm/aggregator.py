@@ -23,6 +23,7 @@ from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankRepo
 LEAST_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
 MOST_TOLD = 1000
+MOST = 0.5
 
 
 class Closed(NamedTuple):
@@ -257,12 +258,11 @@ class Aggregator:
         devices = {key: roster.devices[key] for key in members}
         window.merged = merge_devices(window.ordered, devices, members)
         unknown, blind = roster.absent(rows) - set(roster.hellos), roster.blind(rows)
-        # The first window decides: of the scopes that every node has, the widest that covers it well enough.
+        # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
         weighed = [
             (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope)) for scope in roster.scopes
         ]
-        least = self._config.min_coverage
-        scope, window.energy = max(weighed, key=lambda one: min(round(one[1].coverage or 0.0, 5), least))
+        scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MOST))
         roster.settle(scope)
         return window
 

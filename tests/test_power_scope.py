@@ -248,11 +248,21 @@ def test_a_sensor_that_shows_up_after_the_first_window_does_not_change_what_the_
     )
 
 
-def test_a_sensor_that_begins_too_late_to_cover_the_first_window_does_not_make_a_hole_of_it():
+def test_a_sensor_that_tells_nothing_of_the_first_window_does_not_make_a_hole_of_all():
     job = Cluster((gpu("GPU-0"), cpu(), psu()))
     report = job.window(1, without=("psu:node0",))
 
     assert (report.power_scope, report.run.energy_complete, report.run.energy_j) == ("gpu+cpu", True, 2000.0)
+
+
+@pytest.mark.parametrize(("covered_s", "label", "coverage"), [(6.0, "node-psu", 0.6), (4.0, "gpu", 1.0)])
+def test_the_scope_is_the_widest_that_was_measured_for_most_of_the_first_window(covered_s, label, coverage):
+    aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
+    late = device_window("psu:node0", wall=Integrals(1000.0, covered_s))
+    aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), 0.0, 1000.0)
+
+    report = aggregator.take_closed()[0].report
+    assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
 
 
 def test_a_scope_that_was_asked_for_stays_though_it_has_a_hole_from_the_start():
