@@ -215,10 +215,11 @@ class EnergyLedger:
         is_possible = 0.0 <= step_j <= self._most_j(time_ns - before_ns)
         if self._trust is not None:
             return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
-        if self._left is not None:  # as if it had never left; that is so if power says so
+        if self._left is not None:  # as if it had never left; that is so if power says so, now or as a rule
             as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
             returned = 0.0 <= as_if_j <= self._most_j(time_ns - before_ns)
-            if returned and (not is_possible or _nearer(as_if_j, step_j, expected_j)):
+            usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None
+            if returned and (not is_possible or _nearer(as_if_j, step_j, expected_j or usual_j)):
                 return _Step(COUNTER, as_if_j, 0.0, False)
         if not is_possible:
             self._distrust(self._base(before_ns, before_j), _what_happened(step_j))
