@@ -1,0 +1,62 @@
+"""Whole jobs whose node tells its own power: a management controller beside a traced GPU, and idle power."""
+
+import jobs
+import pytest
+from nvml_library import Gpu, Trace, flat
+from redfish_service import Service, chassis, supply, tree
+
+LOOP = "loop.py"
+A = Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0", power=flat(300.0), tick_s=0.02)
+
+
+@pytest.fixture
+def trace(library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(A)
+    return trace
+
+
+def train(launch, trace, *arguments, **settings):
+    aggregator = launch.aggregator(**settings)
+    rank = launch.python(
+        LOOP,
+        *arguments,
+        environ=jobs.place(0, 1) | trace.environment(),
+        **{"device": "nvml", "endpoint": aggregator.endpoint, **settings},
+    )
+    rank.done()
+    assert not aggregator.job.left(within_s=8.0)
+    return aggregator.ledger
+
+
+def test_where_the_power_supplies_answer_the_jobs_power_is_the_nodes(launch, trace):
+    with Service(tree(chassis("1"), supply("1", "0", 500.0), supply("1", "1", 400.0)), password=None) as service:
+        ledger = train(launch, trace, "--iterations", 150, node_power=service.url)
+    summary = ledger.summary
+
+    # 900 W at the plugs; the GPU's 300 W are in them and not added.
+    assert summary.energy.scope == "node-psu"
+    assert summary.metrics["aec_watts"].value == pytest.approx(900.0, rel=0.01)
+    assert summary.energy.method == "instant power"
+    (device,) = summary.energy.by_device
+    assert device.startswith("psu:")
+    # A row is of the rank's own GPU, and tells of what else was read.
+    (row, *_) = ledger.ranks
+    assert (row.device, [key.partition(":")[0] for key in row.other_devices_j]) == (A.uuid, ["psu"])
+
+
+def test_the_scope_that_was_asked_for_outranks_the_widest(launch, trace):
+    with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
+        ledger = train(launch, trace, "--iterations", 100, node_power=service.url, power_scope="gpu")
+
+    assert ledger.summary.energy.scope == "gpu"
+    assert ledger.summary.metrics["aec_watts"].value == pytest.approx(300.0, rel=0.01)
+
+
+def test_idle_power_before_the_first_iteration_is_told_apart_and_the_energy_stays_whole(launch, trace):
+    ledger = train(launch, trace, "--iterations", 100, node_power="none", baseline_seconds=1.0)
+    values = {tag: value.value for tag, value in ledger.summary.metrics.items()}
+
+    # A GPU of constant power: all of it was there before.
+    assert values["energy/joules_above_baseline"] == pytest.approx(0.0, abs=0.01 * values["energy/total_joules"])
+    assert values["aec_watts"] == pytest.approx(300.0, rel=0.01)
