@@ -211,7 +211,7 @@ class Roster:
         peak = self.config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
-        peaks = [_peak_of(device.name) for device in self.devices.values() if device.is_gpu]
+        peaks = [peak_of(device.name) for device in self.devices.values() if device.is_gpu]
         known = [one.flops_per_s for one in peaks if one]
         return sum(known) if known and len(known) == len(peaks) else None
 
@@ -222,7 +222,7 @@ class Roster:
             return ""
         if self.config.peak_tflops:
             return f"{self.config.peak_tflops:g} TFLOP/s per device, as configured"
-        peaks = {_peak_of(device.name) for device in self.devices.values() if device.is_gpu}
+        peaks = {peak_of(device.name) for device in self.devices.values() if device.is_gpu}
         return "; ".join(sorted(one.text for one in peaks if one))
 
     @property
@@ -314,15 +314,20 @@ class Roster:
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
 
-class _Peak(NamedTuple):
+class Peak(NamedTuple):
+    """What a device can do at most, and from where that is known."""
+
     flops_per_s: float
     text: str
 
 
 @cache  # asked for every window and GPU
-def _peak_of(name: str) -> _Peak | None:
+def peak_of(name: str) -> Peak | None:
     """Return a GPU's dense peak in BF16, or in FP16 where it is older than that, by the hardware table."""
+    row = hardware.find(name)
     for precision in ("bf16", "fp16"):
-        if peak := hardware.peak_flops_per_s(name, precision):
-            return _Peak(peak, f"{peak / 1e12:g} TFLOP/s per GPU: {name}, dense {precision.upper()}, hardware table")
+        if row and (peak := hardware.peak_flops_per_s(name, precision)):
+            doubt = ", unconfirmed" if row.source.evidence == "unconfirmed" else ""
+            text = f"{peak / 1e12:g} TFLOP/s per GPU, dense {precision.upper()}, {row.names[0]} in the hardware table"
+            return Peak(peak, text + doubt)
     return None

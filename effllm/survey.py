@@ -21,14 +21,16 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from effllm import __version__
-from effllm.config import PREFIX, Config, is_enabled, read_config
+from effllm import __version__, node_power
+from effllm.config import PREFIX, VARIABLES, Config, is_enabled, read_config
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.metrics import METRICS
+from effllm.power_scope import Scope, choose
 from effllm.preflight import problems, usable
 from effllm.recorder import Recorder
 from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
-from effllm.schema import Beat, ClusterTotals, Device
+from effllm.roster import peak_of
+from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, ClusterTotals, Device
 from effllm.spawn import pidfd
 from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 
@@ -45,26 +47,57 @@ _WHOLE = ClusterTotals(
     memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
     utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
     energy_j=1.0, energy_time_s=1.0, energy_tokens=1, energy_samples=1, energy_iterations=1,
-    energy_complete=True, energy_measured_j=1.0, gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0,
+    energy_complete=True, energy_measured_j=1.0, energy_gpus_j=1.0, energy_error_j=1.0, energy_gain_error_j=1.0,
+    gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0, hardware_flops_per_token=1.0,
+    power_limit_w=1.0, power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
+    temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
+    baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
 )  # fmt: skip
+
+_GAUGES: dict[str, dict[str, Any]] = {
+    "power": {"power_peak_w": None, "power_histogram_s": {}},
+    "power limit": {"power_limit_w": None},
+    "throttling": {"throttled_s": None, "throttle_covered_s": 0.0},
+    "temperature": {"temperature_max_c": None},
+    "clocks": {"sm_clock_hz": None},
+    "activity": {"sm_activity": None, "tensor_activity": None, "dram_activity": None},
+}
 
 #: What a metric may need -> how the totals look without it.
 NEEDS: dict[str, dict[str, Any]] = {
+    "gpu": {"gpus": 0, "energy_gpus_j": None} | {name: no for blank in _GAUGES.values() for name, no in blank.items()},
     "memory": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")},
     "utilization": {f"utilization_{kind}": None for kind in ("mean", "min", "max")},
-    "energy": {"energy_j": None, "energy_measured_j": None, "energy_complete": False},
-    "gpu": {"gpus": 0},
+    "energy": {f"energy_{kind}": None for kind in ("j", "gpus_j", "measured_j", "error_j", "gain_error_j")}
+    | {"energy_complete": False},
+    **_GAUGES,
     "iterations": {"time_s": 0.0, "slowest_iterations": 0, "iterations": 0, "energy_time_s": 0.0},
     "tokens": {"tokens": 0, "energy_tokens": 0},
     "samples": {"samples": 0, "energy_samples": 0},
     "parameters": {"parameters": None},
     "FLOPs": {"flops_per_token": None},
+    "hardware FLOPs": {"hardware_flops_per_token": None},
     "peak": {"peak_flops_per_s": None},
     "generated tokens": {"generated_tokens": 0, "generation_s": 0.0},
+    "baseline": {"baseline_w": None},
+    "carbon intensity": {"carbon_g_per_kwh": None},
+    "price": {"price_per_kwh": None},
+    "rent": {"price_per_gpu_hour": None},
 }
 
+#: Read from the device, beside its gauges.
+READ = ("gpu", "memory", "utilization", "energy")
+
 #: Told by the training loop, not measured by us.
-TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs")
+TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs")
+
+#: Told by the settings: the variable, and what to set it to.
+SET: dict[str, tuple[str, str]] = {
+    "baseline": ("BASELINE_SECONDS", "the seconds before the first iteration in which idle power is measured"),
+    "carbon intensity": ("CARBON_INTENSITY", "that of your electricity, in g CO2e per kWh"),
+    "price": ("PRICE_PER_KWH", "that of your electricity"),
+    "rent": ("PRICE_PER_GPU_HOUR", "that of your GPUs"),
+}
 
 
 class Finding(Struct, frozen=True):
@@ -119,12 +152,17 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     findings = [*_python(), *_settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
     opened, sources, read_ms, read_cpu_s, about = _device(config, environ)
+    node, node_findings = _node_power(config, opened)
+    scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
+    if scope.label and node:
+        sources["energy"] = Source(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
     sources |= {need: Source(by=f"your loop: {need}") for need in TOLD}
-    sources["peak"] = _peak(config)
+    sources |= {need: _setting(config, need) for need in SET}
+    sources["peak"] = _peak(config, opened)
     sources["generated tokens"] = Source(why_not="this version counts no generated tokens during a run")
     stamps_us, memory = _shared_memory(config)
-    findings += [about, *_driver(), *_sinks(config), _run_folder(config), _loopback(), *_endpoint(config)]
-    findings += [memory, _pidfd()]
+    findings += [about, *_driver(), *node_findings, *_scope(scope)]
+    findings += [*_sinks(config), _run_folder(config), _loopback(), *_endpoint(config), memory, _pidfd()]
     return Survey(
         measured=not any(finding.state == BROKEN for finding in findings),
         device=opened,
@@ -151,7 +189,10 @@ def needs_of(name: str) -> list[str]:
 
 def _measurable(name: str, sources: Mapping[str, Source]) -> Measurable:
     entry, needs = METRICS[name], needs_of(name)
-    why_not = [sources[need].why_not for need in needs if sources[need].why_not]
+    lacking = [need for need in needs if sources[need].why_not]
+    if "gpu" in lacking:
+        lacking = ["gpu"]  # whatever else a GPU would have to give
+    why_not = list(dict.fromkeys(sources[need].why_not for need in lacking))
     by = [sources[need].by for need in needs if sources[need].by]
     return Measurable(name, entry.tag(entry.bases[0]), entry.unit, not why_not, needs, by, why_not)
 
@@ -162,14 +203,19 @@ def _measurable(name: str, sources: Mapping[str, Source]) -> Measurable:
 def _device(
     config: Config, environ: Mapping[str, str]
 ) -> tuple[Device | None, dict[str, Source], float | None, float | None, Finding]:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    site = Site(trainer_pid=os.getpid(), host=platform.node(), visible_devices=visible)
+    site = Site(
+        trainer_pid=os.getpid(),
+        host=platform.node(),
+        visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+        rocr_visible_devices=environ.get("ROCR_VISIBLE_DEVICES"),
+        hip_visible_devices=environ.get("HIP_VISIBLE_DEVICES"),
+        power_scope=config.power_scope,
+    )
     try:
         reader = open_device(config.device, site)
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
-        nothing = Source(why_not="no device, see above")
-        sources = dict.fromkeys(("memory", "utilization", "energy", "gpu"), nothing)
+        sources = dict.fromkeys((*READ, *_GAUGES), Source(why_not="no device, see above"))
         return None, sources, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
     wall_s, samples = [], []
     failures: dict[str, str] = {}
@@ -192,23 +238,93 @@ def _device(
         reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
         return Source(why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not give it'}")
 
-    scope = f" ({device.power_scope})" if device.power_scope else ""
-    energy = {"counter": f"energy counter{scope}", "power": f"power readings, integrated{scope}"}
+    def gauge(quantity: str, by: str, why_not: str, *names: str) -> Source:
+        if any(name in sample.gauges for sample in samples for name in names):
+            return Source(by=f"{device.kind}: {by}")
+        return Source(why_not=f"{quantity}: {failures.get('gauges', why_not)}")
+
+    limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
+    none = f"device {device.kind} does not give it"
+    gpm = f"{none}; NVIDIA's GPUs have GPM for it from Hopper on"
     sources = {
+        "gpu": Source(by="") if device.is_gpu else Source(why_not=f"gpu: device {device.kind} is none"),
         "memory": source("memory", "memory in use", "memory_bytes"),
         "utilization": source("utilization", "busy share of time", "utilization"),
-        "energy": source("energy", energy.get(device.energy_method or "", "energy"), "energy_j", "power_w"),
-        "gpu": Source(by="") if device.is_gpu else Source(why_not=f"gpu: device {device.kind} is none"),
+        "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
+        "power": source("power", "power readings", "power_w"),
+        "power limit": Source(by=f"{device.kind}: limit of {limit:g} W") if limit else Source(why_not=f"limit: {none}"),
+        "throttling": Source(by=f"{device.kind}: why clocks are slowed down")
+        if throttles
+        else Source(why_not=f"throttling: {none}"),
+        "temperature": gauge("temperature", "temperature", none, "temperature_c"),
+        "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
+        "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
     }
     simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
     about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
     return device, sources, 1e3 * statistics.median(wall_s), cpu_s, about
 
 
-def _peak(config: Config) -> Source:
+def _method(device: Device) -> str:
+    """Return by what a device's energy is measured."""
+    ways = {COUNTER: "energy counter", INSTANT: "power readings, integrated", AVERAGE: "mean power, integrated"}
+    scope = f" ({device.power_scope})" if device.power_scope else ""
+    return ways.get(device.energy_method or "", "energy") + scope
+
+
+def _energy_of(device: Device) -> str:
+    return f"{device.kind}: {_method(device)}"
+
+
+def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
+    """Open what the agent of local rank 0 would read beside its own device."""
+    if own is not None and own.simulated:
+        return [], []
+    devices, findings = [], []
+    credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
+    for opener in node_power.openers(config.node_power, platform.node(), credentials):
+        if opener.name == "cpu" and own is not None and own.kind == "host":
+            continue  # it reads them itself
+        name = {"cpu": "CPU power", "psu": "node power"}.get(opener.name, opener.name)
+        try:
+            reader = opener.open()
+        except DeviceUnavailable as error:
+            findings.append(Finding(name, MISSING, str(error).removeprefix("energy: ").removeprefix("node power: ")))
+            continue
+        _, failed = reader.read()
+        reader.close()
+        if failed:
+            findings.append(Finding(name, MISSING, "; ".join(failed.values())))
+            continue
+        devices.append(reader.device)
+        note = f": {reader.device.energy_note}" if reader.device.energy_note else ""
+        findings.append(Finding(name, OK, f"{_energy_of(reader.device)}, {reader.device.name}{note}"))
+    return devices, findings
+
+
+def _scope(scope: Scope) -> Iterator[Finding]:
+    if scope.complaint:
+        yield Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: "))
+    elif scope.label:
+        yield Finding("power scope", OK, scope.label)
+
+
+def _setting(config: Config, need: str) -> Source:
+    variable, meaning = SET[need]
+    value = getattr(config, next(one.field for one in VARIABLES if one.name == variable))
+    if value is None or (need == "baseline" and not value):
+        return Source(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
+    return Source(by=f"{PREFIX}{variable}={value:g}")
+
+
+def _peak(config: Config, device: Device | None) -> Source:
     if config.peak_tflops:
         return Source(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
-    return Source(why_not=f"peak: set {PREFIX}PEAK_TFLOPS to that of one device")
+    known = peak_of(device.name) if device and device.is_gpu else None
+    if known:
+        return Source(by=f"peak: {known.text}")
+    unknown = f"the hardware table does not know {device.name!r}; " if device and device.is_gpu else ""
+    return Source(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to that of one device")
 
 
 def _driver() -> Iterator[Finding]:

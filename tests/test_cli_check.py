@@ -5,7 +5,8 @@ import socket
 
 import nvml_library
 import pytest
-from nvml_library import Gpu, Trace
+from nvml_library import Curve, Gpu, Trace
+from redfish_service import Service, chassis, supply, tree
 
 from effllm.metrics import METRICS
 from effllm.survey import NEEDS, needs_of
@@ -37,6 +38,19 @@ def broken(survey):
         ("joules_per_token", ["energy", "tokens"]),
         ("mfu_ratio", ["iterations", "tokens", "FLOPs", "peak"]),
         ("it_tokens_per_sec", ["generated tokens"]),
+        ("hfu_ratio", ["iterations", "tokens", "hardware FLOPs", "peak"]),
+        ("watts_per_gpu", ["gpu", "energy", "iterations"]),
+        ("power_limit_ratio", ["gpu", "energy", "power limit", "iterations"]),
+        ("p95_watts_per_gpu", ["gpu", "power"]),
+        ("timing_error_ratio", ["energy"]),
+        ("joules_above_baseline", ["energy", "baseline"]),
+        ("co2_kg", ["energy", "carbon intensity"]),
+        ("electricity_cost", ["energy", "price"]),
+        ("gpu_cost", ["gpu", "rent"]),
+        ("throttled_ratio", ["gpu", "throttling"]),
+        ("hottest_c", ["gpu", "temperature"]),
+        ("sm_clock_mhz", ["gpu", "clocks"]),
+        ("tensor_activity_ratio", ["gpu", "activity"]),
     ],
 )
 def test_what_a_metric_needs_is_asked_of_its_formula(metric, needs):
@@ -50,31 +64,53 @@ def test_every_metric_needs_something_and_every_need_is_some_metrics():
     assert {need for needs in needed.values() for need in needs} == set(NEEDS)
 
 
-def test_the_simulated_device_measures_all_but_what_the_settings_lack(cli):
+def test_the_simulated_device_measures_all_but_what_the_settings_and_a_real_chip_would_tell(cli):
     code, survey = found(cli, "--device", "simulated")
 
     metrics = by_metric(survey)
     assert (code, survey["measured"], survey["device"]["simulated"]) == (0, True, True)
-    assert {name for name in METRICS if not metrics[name]["measured"]} == {"mfu_ratio", "it_tokens_per_sec"}
+    assert {name for name in METRICS if not metrics[name]["measured"]} == {
+        "mfu_ratio", "hfu_ratio", "it_tokens_per_sec", "joules_above_baseline", "co2_kg", "electricity_cost",
+        "gpu_cost", "throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "tensor_activity_ratio",
+        "dram_activity_ratio",
+    }  # fmt: skip
     assert metrics["aec_watts"]["by"] == ["simulated: energy counter (gpu)", "your loop: iterations"]
-    assert metrics["mfu_ratio"]["why_not"] == ["peak: set EFFICIENTLLM_PEAK_TFLOPS to that of one device"]
+    assert metrics["power_limit_ratio"]["by"][1] == "simulated: limit of 650 W"
+    assert metrics["mfu_ratio"]["why_not"] == [
+        "peak: the hardware table does not know 'simulated GPU'; set EFFICIENTLLM_PEAK_TFLOPS to that of one device"
+    ]
     assert 0 < survey["cost"]["read_ms"] < 10
     assert 0 < survey["cost"]["stamps_us"] < 1000
 
 
-def test_with_the_peak_in_the_settings_mfu_can_be_measured(cli):
-    _, survey = found(cli, "--device", "simulated", EFFICIENTLLM_PEAK_TFLOPS="989")
+SETTINGS = {
+    "mfu_ratio": ("PEAK_TFLOPS", "989"),
+    "joules_above_baseline": ("BASELINE_SECONDS", "5"),
+    "co2_kg": ("CARBON_INTENSITY", "380"),
+    "electricity_cost": ("PRICE_PER_KWH", "0.21"),
+    "gpu_cost": ("PRICE_PER_GPU_HOUR", "2.5"),
+}
 
-    assert by_metric(survey)["mfu_ratio"]["measured"]
+
+def test_what_a_setting_would_make_measurable_names_it_and_is_measurable_with_it(cli):
+    _, without = found(cli, "--device", "simulated")
+    variables = {f"EFFICIENTLLM_{name}": value for name, value in SETTINGS.values()}
+    _, survey = found(cli, "--device", "simulated", **variables)
+
+    for metric, (variable, value) in SETTINGS.items():
+        assert f"set EFFICIENTLLM_{variable} to " in by_metric(without)[metric]["why_not"][-1]
+        assert by_metric(survey)[metric]["measured"]
+        assert f"EFFICIENTLLM_{variable}={value}" in by_metric(survey)[metric]["by"]
 
 
-def test_the_host_has_no_watts_of_a_gpu(cli):
+def test_the_host_has_nothing_of_a_gpu_and_says_so_once_for_each(cli):
     code, survey = found(cli, "--device", "host")
 
     metrics = by_metric(survey)
     assert (code, survey["device"]["kind"]) == (0, "host")
     assert metrics["amu_gb"]["by"] == ["host: memory in use"]
-    assert metrics["watts_per_gpu"]["why_not"][-1] == "gpu: device host is none"
+    for name in ("watts_per_gpu", "p95_watts_per_gpu", "gpu_cost", "sm_activity_ratio"):
+        assert metrics[name]["why_not"] == ["gpu: device host is none"]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +132,69 @@ def test_a_gpu_is_named_by_its_uuid_and_what_it_lacks_by_nvmls_sentence(cli, lib
     assert (code, gpu["text"]) == (0, f"Tracer, {UUID}")
     assert metrics["pcu_ratio"]["by"] == ["nvml: busy share of time"]
     assert metrics["aec_watts"]["why_not"] == ["energy: NVML gives neither an energy counter nor the power of this GPU"]
+
+
+H100 = Gpu(
+    UUID,
+    "00000000:01:00.0",
+    name="NVIDIA H100 80GB HBM3",
+    gpm=1,
+    sm_activity=Curve("flat", 0.5),
+    tensor_activity=Curve("flat", 0.3),
+    dram_activity=Curve("flat", 0.2),
+)
+
+
+def test_a_hopper_has_its_peak_in_the_hardware_table_and_its_activity_from_gpm(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(H100)
+
+    _, survey = found(cli, **trace.environment())
+
+    metrics = by_metric(survey)
+    assert metrics["mfu_ratio"]["by"][-1] == (
+        "peak: 989.4 TFLOP/s per GPU, dense BF16, NVIDIA H100 80GB HBM3 in the hardware table"
+    )
+    for name in ("throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "dram_activity_ratio"):
+        assert metrics[name]["measured"]
+    assert {name for name in METRICS if not metrics[name]["measured"]} == {
+        "it_tokens_per_sec", "joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost",
+    }  # fmt: skip
+
+
+def test_a_gpu_before_hopper_says_what_its_activity_would_need(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(Gpu(UUID, "00000000:01:00.0", name="NVIDIA A10"))
+
+    _, survey = found(cli, **trace.environment())
+
+    [reason] = by_metric(survey)["sm_activity_ratio"]["why_not"]
+    assert reason == "activity: device nvml does not give it; NVIDIA's GPUs have GPM for it from Hopper on"
+
+
+def test_the_node_is_asked_for_its_own_power_and_the_scope_is_named(cli, library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(H100)
+    with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
+        _, survey = found(cli, **trace.environment(), EFFICIENTLLM_NODE_POWER=service.url)
+        _, narrow = found(
+            cli, **trace.environment(), EFFICIENTLLM_NODE_POWER="none", EFFICIENTLLM_POWER_SCOPE="gpu+cpu"
+        )
+
+    findings = {one["name"]: one for one in survey["findings"]}
+    assert (findings["node power"]["state"], findings["power scope"]["text"]) == ("ok", "node-psu")
+    assert by_metric(survey)["aec_watts"]["by"][0].startswith("redfish: power readings, integrated (node-psu)")
+    assert by_metric(survey)["watts_per_gpu"]["measured"]
+    [scope] = [one for one in narrow["findings"] if one["name"] == "power scope"]
+    assert (scope["state"], scope["text"]) == ("missing", "not every node has gpu+cpu; gpu is used")
+
+
+def test_a_reason_stands_in_the_table_once_and_is_pointed_to_after_that(cli):
+    lines = cli.run("check", "--device", "host", "--all").stdout.splitlines()
+
+    reasons = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if " no " in line}
+    assert reasons["watts_per_gpu"] == "no gpu: device host is none"
+    assert reasons["p95_watts_per_gpu"] == "no gpu: see above"
 
 
 def test_a_device_that_is_not_here_is_broken_and_says_what_to_do(cli, tmp_path):
@@ -162,4 +261,4 @@ def test_a_device_that_no_file_reads_is_wrong_use(cli):
     done = cli.run("check", "--device", "tpu")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("there is no such device; there are: auto, host, nvml, simulated\n")
+    assert done.stderr.endswith("there is no such device; there are: auto, amd, host, nvml, simulated\n")

@@ -70,10 +70,20 @@ def _metrics(metrics: list[Measurable]) -> Table:
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    told: set[str] = set()
     for one in metrics:
         mark = "[green]yes[/]" if one.measured else "[yellow]no[/]"
-        table.add_row(_label(one.metric), mark, escape("; ".join(_joined(one.by) if one.measured else one.why_not)))
+        reasons = _joined(one.by) if one.measured else _once(one.why_not, told)
+        table.add_row(_label(one.metric), mark, escape("; ".join(reasons)))
     return table
+
+
+def _once(reasons: list[str], told: set[str]) -> Iterator[str]:
+    """Yield the reasons, each in full the first time."""
+    for reason in reasons:
+        head, _, tail = reason.partition(": ")
+        yield f"{head}: see above" if reason in told and tail else reason
+        told.add(reason)
 
 
 def _joined(sources: list[str]) -> Iterator[str]:
