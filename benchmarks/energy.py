@@ -54,6 +54,8 @@ def main() -> None:
     names = given.tools.split(",")
     if unknown := set(names) - set(TOOLS):
         parser.error(f"there is no tool {', '.join(sorted(unknown))}; there are: {', '.join(TOOLS)}")
+    if given.keep and given.quick:
+        parser.error("figures of a quick run are not worth keeping")
     if set(names) - {"effllm"} and not PEERS_PYTHON.exists():
         parser.error("the peers are not installed: run `make bench-energy`, or choose --tools effllm")
     console = Console()
@@ -72,7 +74,12 @@ def main() -> None:
     show(console, measured, node, shown)
     console.print(f"Traces: {given.set}. Load before the start: {load:.2f} on {os.cpu_count()} CPUs.")
     if given.keep:
-        body = {"machine": _machine(load), "set": given.set, **to_dict(measured, node, shown)}
+        body = {
+            "machine": _machine(load),
+            "set": given.set,
+            "profiled": given.profiled,
+            **to_dict(measured, node, shown),
+        }
         console.print(f"kept in {_keep(body).relative_to(ROOT)}")
 
 
@@ -112,7 +119,8 @@ def _machine(load: float) -> dict[str, Any]:
 
 def _keep(body: dict[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{body['machine']['date']}-energy.json"
+    kind = "energy" if body["set"] == HELD_OUT else f"energy-{body['set']}"
+    path = RESULTS / f"{body['machine']['date']}-{kind}{'-profiled' if body['profiled'] else ''}.json"
     path.write_text(json.dumps(body, indent=1) + "\n")
     return path
 
