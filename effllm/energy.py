@@ -431,8 +431,9 @@ class EnergyLedger:
                 continue
             tick = round((told[0] - last[0]) / tick_ns)
             anchors[tick] = point.total_j
-            is_of_tick = self._sensor.is_held and self._sensor.lag_s <= 0  # the counter lags, power does not
-            if is_of_tick and point.power_w is not None:  # it is that of the tick before
+            # It is that of the tick before, until the next, which a counter that lags shows later than power does.
+            is_of_tick = self._sensor.is_held and point.time_ns - told[0] < tick_ns - self._sensor.lag_s / NS
+            if is_of_tick and point.power_w is not None:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
         anchors = {**implied, **anchors}
         return anchors if 0 in anchors or 1 in anchors else None
