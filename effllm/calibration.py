@@ -61,11 +61,11 @@ class Calibration(msgspec.Struct, frozen=True):
         return replace(self.sensor, source=f"{verb} {self.date}, kept in the cache")
 
 
-class _Seen(msgspec.Struct, frozen=True):
-    """What two seconds of reads have shown."""
+class Seen(msgspec.Struct, frozen=True):
+    """What reading a device that stands still has shown."""
 
     call_s: float
-    tick: tuple[float, float] | None
+    tick: tuple[float, float] | None  # and the half-width of what is open about it
     is_held: bool | None
 
 
@@ -92,9 +92,9 @@ def calibrate(device: Device, read: Callable[[], Sample], folder: Path | None, *
         if folder and keep and seen.tick is not None:
             store(folder, again)
         return again.told()
-    sensor = _with(assumed(device), seen)
+    sensor = with_seen(assumed(device), seen)
     if folder and keep and sensor.source.startswith("measured"):
-        _store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor), since=kept)
+        store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor))
     return sensor
 
 
@@ -126,16 +126,17 @@ def _of_table(row: hardware.KnownSensor, sensor: Sensor) -> Sensor:
 
 def measure(sensor: Sensor, read: Callable[[], Sample]) -> Sensor:
     """Watch the counter and the power reading move for two seconds, and return what they show."""
-    return _with(sensor, _look(read))
+    return with_seen(sensor, _look(read))
 
 
-def _look(read: Callable[[], Sample]) -> _Seen:
+def _look(read: Callable[[], Sample]) -> Seen:
     samples, call_s = _watch(read, LONGEST_S, LEAST_APART_S)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
-    return _Seen(call_s, tick, is_held(samples))
+    return Seen(call_s, tick, is_held(samples))
 
 
-def _with(sensor: Sensor, seen: _Seen) -> Sensor:
+def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
+    """Return what is assumed of a sensor, corrected by what was seen."""
     if seen.tick is None:
         return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: the reads did not tell the tick")
     tick_s, tick_error_s = seen.tick
@@ -151,7 +152,7 @@ def _with(sensor: Sensor, seen: _Seen) -> Sensor:
     )
 
 
-def _still_holds(sensor: Sensor, seen: _Seen) -> bool:
+def _still_holds(sensor: Sensor, seen: Seen) -> bool:
     if seen.tick is None:
         return True  # nothing speaks against it
     tick_s, error_s = seen.tick
@@ -254,10 +255,10 @@ def store(folder: Path, calibration: Calibration) -> None:
         draft.replace(path)
 
 
-def _store_unless_profiled(folder: Path, calibration: Calibration, since: Calibration | None) -> None:
-    """Keep a calibration, but not over a profile that somebody has put there since."""
+def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
+    """Keep a calibration, but not one without a lag over a fresh one that has it."""
     now = load(folder, calibration.name, calibration.driver)
-    if now is None or now == since or not now.measured_lag:
+    if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)
 
 

@@ -42,7 +42,9 @@ FLOORS = """
 3.2  agent
 4.0  session
 4.1  collector
-5    hooks  hooks.*  analysis  analysis.*  survey
+4.2  profiling.record  profiling.torch_child
+4.3  profiling.*
+5    hooks  hooks.*  analysis  analysis.*  survey  profiling
 6    attach
 7.0  effllm
 7.1  efficientllm_metrics  commands  commands.*

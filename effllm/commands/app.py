@@ -100,6 +100,36 @@ def check(
 
 
 @app.command()
+def profile(
+    device: Annotated[
+        str, typer.Option(metavar="GPU", help="Its index in bus order, or UUID. [default: the first visible]")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=10.0, max=600.0, metavar="S", help="For the measuring.")] = 60.0,
+    save: Annotated[str, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Find out how the sensors of one GPU behave, standing alone.
+
+    First at rest, then under matrix products by torch that are switched on and off: how often counter and power
+    change, how far they lag, what share of the time they see, what calls take. Runs on this model and driver use the
+    result from then on. The report names no host, user or serial number: it can be sent in as it is.
+
+    Nothing else should run on the GPU. Without torch and CUDA, the part at rest is measured.
+
+    \b
+    Examples:
+      effllm profile
+      effllm profile --device 3 --seconds 120
+      effllm profile --save h100.json               # to be sent in
+
+    Exit status: 0 it was profiled, 1 the report cannot be written, 2 no GPU can be read, or wrong use, 130 stopped.
+    """
+    from effllm.commands import profile as command
+
+    raise typer.Exit(command.main(device, seconds, as_json=as_json, save=save))
+
+
+@app.command()
 def env(
     check: Annotated[bool, typer.Option("--check", help="Print nothing; name what is wrong, on stderr.")] = False,
     shell: Annotated[bool, typer.Option("--shell", help="Print the exports alone, without comments.")] = False,

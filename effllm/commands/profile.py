@@ -1,0 +1,270 @@
+"""``effllm profile``: one GPU standing alone, and the calibration that is found, as a report that can be sent in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import asdict
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from effllm import calibration, profiling
+from effllm.config import Config, cache_folder, read_config, this_process
+from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.preflight import usable
+from effllm.profiling.load import TorchLoad
+from effllm.profiling.nvml_facts import Facts
+from effllm.profiling.record import Call, Profile, Response, Rhythm, State
+
+_STAGES = {
+    "idle": "the idle GPU",
+    "calls": "what calls take",
+    "load": "the GPU under load",
+    "estimates": "working it out",
+}
+_ADVICE = "install torch with CUDA in this environment and profile again"
+
+
+def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
+    """Profile one GPU and print what was found; return 2 where there is none, 130 after Ctrl-C."""
+    if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
+        print(f"effllm profile: --save {save}: there is no such folder, or it is one", file=sys.stderr)
+        return 2
+    try:
+        reader = _open(read_config(usable(this_process())), device)
+    except DeviceUnavailable as error:
+        print(f"effllm profile: no GPU can be read: {error}", file=sys.stderr)
+        return 2
+    try:
+        found = _profile(reader, seconds)
+    except KeyboardInterrupt:
+        print("effllm profile: stopped; nothing is kept", file=sys.stderr)
+        return 130
+    finally:
+        reader.close()
+    kept = profiling.to_calibration(found)
+    if kept is not None:
+        calibration.store_unless_profiled(cache_folder() / "calibration", kept)
+    text = _json(found)
+    if save:
+        try:
+            Path(save).write_text(text)
+        except OSError as error:
+            print(f"effllm profile: --save {save}: {error.strerror}", file=sys.stderr)
+            return 1
+    if as_json:
+        print(text, end="")
+    else:
+        console = Console(highlight=False)
+        for part in _parts(found, save):
+            console.print(part)
+    return 0
+
+
+def _open(config: Config, device: str) -> Reader:
+    """Open the GPU.
+
+    Raises:
+        DeviceUnavailable: there is none, or what there is, is none.
+    """
+    visible = device or this_process().get("CUDA_VISIBLE_DEVICES")
+    site = Site(visible_devices=visible, power_scope=config.power_scope)
+    reader = open_device(config.device, site)
+    if reader.device.is_gpu and not reader.device.simulated:
+        return reader
+    kind = reader.device.kind
+    reader.close()
+    if config.device == "auto":
+        return open_device("nvml", site)  # which says what there is to do
+    raise DeviceUnavailable(f"device {kind!r} is none; unset EFFICIENTLLM_DEVICE, or set it to nvml or amd")
+
+
+def _profile(reader: Reader, seconds: float) -> Profile:
+    columns = (SpinnerColumn(), TextColumn("{task.description:<20}"), BarColumn())
+    is_nvidia = reader.device.kind == "nvml"
+    facts = Facts(reader.device.key) if is_nvidia else None
+    load = TorchLoad(reader.device.key if is_nvidia else None)
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            tasks = {stage: progress.add_task(words, total=1.0) for stage, words in _STAGES.items()}
+
+            def tell(stage: str, share: float) -> None:
+                progress.update(tasks[stage], completed=share)
+
+            return profiling.profile(reader, load.opened, seconds, facts=facts, tell=tell)
+    finally:
+        load.close()
+        if facts is not None:
+            facts.close()
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def _json(found: Profile) -> str:
+    """Return the report for machines; what travels as an array elsewhere has its names here."""
+    plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
+    return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
+
+
+def _parts(found: Profile, save: str) -> Iterator[Table | str]:
+    board = found.board
+    limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
+    yield f"[bold]{escape(board.name)}[/], driver {escape(board.driver)}{limit} [dim](GPU {board.uuid})[/]"
+    if board.traits:
+        yield escape(", ".join(f"{name} {trait}" for name, trait in board.traits.items()))
+    yield ""
+    yield _facts(_sensors(found))
+    yield ""
+    if found.idle:
+        yield _states(found.idle, found.loaded)
+        yield ""
+    yield _calls(found.calls)
+    yield ""
+    if found.fields:
+        yield _facts(_fields(found))
+        yield ""
+    if found.load:
+        yield f"[dim]{escape(f'Load: {found.load}, {found.edges} edges.')}[/]"
+    for line in found.unmeasured:
+        yield f"[yellow]Not measured:[/] {escape(line)}"
+    if not found.load:
+        yield f"For the rest, {_ADVICE}."
+    for line in found.warnings:
+        yield f"[bold red]Warning:[/] {escape(line)}"
+    if profiling.to_calibration(found) is not None:
+        yield "Kept: runs on this model and driver use it from now on."
+    yield f"The report is in {escape(save)}." if save else "To send the report in: effllm profile --save FILE"
+
+
+def _facts(rows: list[tuple[str, list[str]]]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(overflow="fold")
+    for name, lines in rows:
+        for number, line in enumerate(lines):
+            table.add_row("" if number else name, escape(line))
+    return table
+
+
+def _sensors(found: Profile) -> list[tuple[str, list[str]]]:
+    sensor = found.sensor
+    counter = [_moves(found.counter, "moves"), _lag(found), _measures(found)]
+    power = [_moves(found.power, "changes"), _mean(found.power_response)]
+    if found.power_is_held is not None:
+        power.append("held: the power of the counter's last tick" if found.power_is_held else "not the counter's ticks")
+    average = [_moves(found.average, "changes"), _mean(found.average_response)]
+    gain = f"± {100 * sensor.gain_error:.1f} % of all it says: only a meter beside it would tell"
+    return [
+        ("energy counter", [line for line in counter if line]),
+        ("power", [line for line in power if line]),
+        ("averaged power", [line for line in average if line]),
+        ("counter / power", [_ratio(name, found) for name in found.ratios] or ["not measured"]),
+        ("gain", [gain]),
+    ]
+
+
+def _moves(rhythm: Rhythm | None, verb: str) -> str:
+    if rhythm is None:
+        return "no rhythm was seen"
+    if not rhythm.period_s:
+        return f"{verb} all the time"
+    jitter = f", jitter {1e3 * rhythm.jitter_s:.1f} ms" if rhythm.jitter_s > 5e-4 else ""
+    return f"{verb} every {1e3 * rhythm.period_s:.2f} ms{jitter}"
+
+
+def _lag(found: Profile) -> str:
+    sensor = found.sensor
+    if not found.measured_lag:
+        return f"lag unknown: {1e3 * sensor.lag_s:.0f} ± {1e3 * sensor.lag_error_s:.0f} ms is assumed"
+    return f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.1f} ms"
+
+
+def _measures(found: Profile) -> str:
+    response, rhythm, duty = found.counter_response, found.counter, found.sensor.duty
+    if rhythm is None or not rhythm.period_s:
+        return ""
+    if response is None:
+        return "how much of each tick is measured is unknown" + (f": {100 * duty:.0f} % is assumed" if duty < 1 else "")
+    if duty == 1.0:
+        return "measures all of each tick"
+    return (
+        f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each, "
+        f"until {_ms(response.ends_s)} before it is shown"
+    )
+
+
+def _mean(response: Response | None) -> str:
+    if response is None:
+        return ""
+    return (
+        f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, "
+        f"until {_ms(response.ends_s)} before"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{abs(1e3 * seconds) if abs(seconds) < 5e-5 else 1e3 * seconds:.1f} ms"  # never -0.0
+
+
+def _ratio(name: str, found: Profile) -> str:
+    ratio = found.ratios[name]
+    return f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
+
+
+def _states(idle: State, loaded: State | None) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for _ in range(3):
+        table.add_column(justify="left")
+    table.add_row("", "[cyan]idle[/]", "[cyan]loaded[/]" if loaded else "")
+    columns = [_state(state) for state in (idle, loaded) if state]
+    for number, (name, _) in enumerate(columns[0]):
+        cells = [column[number][1] for column in columns]
+        if any(cells):
+            table.add_row(f"[cyan]{name}[/]", *map(escape, cells))
+    return table
+
+
+def _state(state: State) -> list[tuple[str, str]]:
+    throttled = ", ".join(f"{reason} {100 * share:.0f} %" for reason, share in state.throttled.items())
+    return [
+        ("power", _value(state.power_w, 1.0, ".1f", "W")),
+        ("by the counter", _value(state.counter_w, 1.0, ".1f", "W")),
+        ("utilization", _value(state.utilization, 100.0, ".0f", "%")),
+        ("SM clock", _value(state.sm_clock_hz, 1e-6, ".0f", "MHz")),
+        ("memory clock", _value(state.memory_clock_hz, 1e-6, ".0f", "MHz")),
+        ("temperature", _value(state.temperature_c, 1.0, ".0f", "degC")),
+        ("slowed down by", throttled),
+    ]
+
+
+def _value(value: float | None, factor: float, form: str, unit: str) -> str:
+    return "" if value is None else f"{value * factor:{form}} {unit}"
+
+
+def _calls(calls: list[Call]) -> Table:
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_row("[cyan]call[/]", "[cyan]median[/]", "[cyan]worst[/]")
+    for call in calls:
+        table.add_row(escape(call.name), f"{1e3 * call.median_s:.3f} ms", f"{1e3 * call.worst_s:.3f} ms")
+    return table
+
+
+def _fields(found: Profile) -> list[tuple[str, list[str]]]:
+    """Return by name the scopes that there are, and what was said of the others."""
+    names = dict.fromkeys(field.name for field in found.fields)
+    rows = []
+    for name in names:
+        asked = [field for field in found.fields if field.name == name]
+        has = [field.scope for field in asked if field.answer == "ok"]
+        lacks = [f"{field.scope}: {field.answer}" for field in asked if field.answer != "ok"]
+        rows.append((name, ["; ".join([", ".join(has)] * bool(has) + lacks)]))
+    return rows

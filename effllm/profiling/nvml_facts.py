@@ -1,0 +1,165 @@
+"""What NVML says of a GPU once, and what each of its calls takes; nothing in it tells one machine from another."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pynvml
+
+from effllm.profiling.record import Call, Field
+
+REPEATS = 50
+APART_S = 0.002
+
+_SCOPES = {
+    "gpu": pynvml.NVML_POWER_SCOPE_GPU,
+    "module": pynvml.NVML_POWER_SCOPE_MODULE,
+    "memory": pynvml.NVML_POWER_SCOPE_MEMORY,
+}
+_FIELDS = {
+    "total energy": (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, ("gpu",)),
+    "instant power": (pynvml.NVML_FI_DEV_POWER_INSTANT, tuple(_SCOPES)),
+    "average power": (pynvml.NVML_FI_DEV_POWER_AVERAGE, tuple(_SCOPES)),
+}
+_ARCHITECTURE = "NVML_DEVICE_ARCH_"
+_ARCHITECTURES = {
+    number: name.removeprefix(_ARCHITECTURE).title()
+    for name, number in vars(pynvml).items()
+    if name.startswith(_ARCHITECTURE)
+}
+
+
+class Facts:
+    """NVML's own view of one GPU.
+
+    Args:
+        uuid: of the GPU; of a slice, its GPU is looked at where the slice itself cannot be asked.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def close(self) -> None:
+        """Let NVML go."""
+        pynvml.nvmlShutdown()
+
+    def traits(self) -> dict[str, str]:
+        """Return what the GPU is and how it is set, as far as NVML tells."""
+        asked = {
+            "architecture": lambda: _architecture(pynvml.nvmlDeviceGetArchitecture(self._handle)),
+            "CUDA of the driver": lambda: _cuda(pynvml.nvmlSystemGetCudaDriverVersion()),
+            "NVML": lambda: _text(pynvml.nvmlSystemGetNVMLVersion()),
+            "VBIOS": lambda: _text(pynvml.nvmlDeviceGetVbiosVersion(self._handle)),
+            "default power limit": lambda: _watts(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)),
+            "largest SM clock": lambda: f"{pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)} MHz",
+            "ECC": lambda: _switch(pynvml.nvmlDeviceGetEccMode(self._handle)[0]),
+            "persistence": lambda: _switch(pynvml.nvmlDeviceGetPersistenceMode(self._handle)),
+            "MIG": lambda: _switch(pynvml.nvmlDeviceGetMigMode(self._handle)[0]),
+        }
+        return {name: answer for name, ask in asked.items() if (answer := _or_none(ask)) is not None}
+
+    def processes(self) -> int | None:
+        """Return how many processes compute on the GPU; ``None`` where NVML does not tell."""
+        found: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
+        return found
+
+    def fields(self) -> list[Field]:
+        """Return which energies and powers NVML has, each scope asked by itself."""
+        found = [
+            Field(name, scope, self._answer_of(number, _SCOPES[scope]))
+            for name, (number, scopes) in _FIELDS.items()
+            for scope in scopes
+        ]
+        for name, ask in self._plain().items():
+            found.append(Field(name, "gpu", _answer(ask)))
+        return found
+
+    def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[Call]:
+        """Return what each call takes, alone, at a pace that a sampler would keep."""
+        return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
+
+    def _answer_of(self, number: int, scope: int) -> str:
+        def ask() -> None:
+            (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(number, scope)])
+            if answer.nvmlReturn != pynvml.NVML_SUCCESS:
+                raise pynvml.NVMLError(answer.nvmlReturn)
+
+        return _answer(ask)
+
+    def _plain(self) -> dict[str, Callable[[], Any]]:
+        handle = self._handle
+        return {
+            "energy (own call)": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+            "power usage (own call)": lambda: pynvml.nvmlDeviceGetPowerUsage(handle),
+            "ring of power samples": lambda: pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_TOTAL_POWER_SAMPLES, 0),
+        }
+
+    def _timed(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        handle = self._handle
+        batch = [(number, _SCOPES["gpu"]) for number, _ in _FIELDS.values()]
+        yield "energy", lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        yield "power", lambda: pynvml.nvmlDeviceGetPowerUsage(handle)
+        yield "fields: energy, both powers", lambda: pynvml.nvmlDeviceGetFieldValues(handle, batch)
+        yield "memory", lambda: pynvml.nvmlDeviceGetMemoryInfo(handle)
+        yield "utilization", lambda: pynvml.nvmlDeviceGetUtilizationRates(handle)
+        yield "SM clock", lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        yield "temperature", lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        yield "clocks event reasons", lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        if _or_none(lambda: pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice):
+            sample = pynvml.nvmlGpmSampleAlloc()
+            yield "GPM sample", lambda: pynvml.nvmlGpmSampleGet(handle, sample)
+            pynvml.nvmlGpmSampleFree(sample)
+
+
+def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> Call | None:
+    """Return what a call takes; ``None`` where it fails."""
+    spent_s = []
+    try:
+        ask()
+        for _ in range(REPEATS):
+            began_s = time.perf_counter()
+            ask()
+            spent_s.append(time.perf_counter() - began_s)
+            sleep(APART_S)
+    except pynvml.NVMLError:
+        return None
+    return Call(name, statistics.median(spent_s), max(spent_s), REPEATS)
+
+
+def _answer(ask: Callable[[], Any]) -> str:
+    try:
+        ask()
+    except pynvml.NVMLError as error:
+        return str(error)
+    return "ok"
+
+
+def _or_none(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return None
+
+
+def _architecture(number: int) -> str:
+    return str(_ARCHITECTURES.get(number, f"number {number}"))
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _watts(milliwatts: int) -> str:
+    return f"{milliwatts / 1e3:g} W"
+
+
+def _switch(is_on: int) -> str:
+    return "on" if is_on else "off"
+
+
+def _text(answer: str | bytes) -> str:
+    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes

@@ -1,0 +1,145 @@
+"""The process that loads a GPU: matrix products for as long as it is told, by one CPU thread that stamps the edges.
+
+It is told by lines of JSON through a pipe, and ends when that is closed: a GPU is not left under load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+SIZE, SMALL = 8192, 2048
+#: Products are handed to the GPU in parcels of about so long, two of them under way at any time.
+PARCEL_S = 0.001
+WARM_S = 1.0
+
+
+def main(arguments: list[str]) -> None:
+    """Answer orders until there are no more; ``arguments`` are the descriptors of orders and answers."""
+    orders, answers = map(int, arguments)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch warns at length, and the reason is told below
+    try:
+        products = _Products(orders)
+    except _Unavailable as error:
+        _say(answers, {"unavailable": str(error)})
+        return
+    _say(answers, {"ready": products.name})
+    heard = b""
+    while more := os.read(orders, 1 << 16):
+        heard += more
+        while b"\n" in heard:
+            line, _, heard = heard.partition(b"\n")
+            try:
+                edges = products.switch(json.loads(line))
+            except RuntimeError as error:  # all that CUDA has to say comes as one
+                _say(answers, {"unavailable": f"torch failed under load ({type(error).__name__})"})
+                return
+            if edges is None:
+                return
+            _say(answers, {"edges": edges})
+
+
+class _Unavailable(Exception):
+    """Said to whoever started us."""
+
+
+class _Products:
+    """Products of two matrices on the one GPU that is visible."""
+
+    def __init__(self, orders: int) -> None:
+        self._orders = orders
+        try:
+            import torch
+        except Exception as error:  # whatever a broken installation raises
+            missing = isinstance(error, ModuleNotFoundError)
+            raise _Unavailable(
+                "torch is not installed" if missing else f"torch cannot be imported ({type(error).__name__})"
+            ) from error
+        self._torch: Any = torch
+        if not torch.cuda.is_available():
+            built = torch.version.cuda or getattr(torch.version, "hip", None)
+            why = "finds no GPU" if built else "is built without CUDA"
+            raise _Unavailable(f"torch {torch.__version__} {why}")
+        try:
+            self._prepare()
+        except RuntimeError as error:
+            raise _Unavailable(f"torch cannot compute on this GPU ({type(error).__name__})") from error
+
+    def _prepare(self) -> None:
+        torch = self._torch
+        kind = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16
+        for size in (SIZE, SIZE // 2, SMALL):
+            self._one, self._other = (torch.randn(size, size, device="cuda", dtype=kind) for _ in range(2))
+            self._out = torch.empty(size, size, device="cuda", dtype=kind)
+            each_s = self._warm()
+            if each_s <= 2 * PARCEL_S or size == SMALL:
+                break
+        self._parcel = max(round(PARCEL_S / each_s), 1)
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+        precision = str(kind).removeprefix("torch.")
+        self.name = f"torch {torch.__version__}, {built}: {precision} products of {size} x {size}"
+
+    def _warm(self) -> float:
+        """Work for a while and return what one product takes."""
+        done, began_s = 0, time.monotonic()
+        while (spent_s := time.monotonic() - began_s) < WARM_S or not done:
+            for _ in range(4):
+                self._torch.mm(self._one, self._other, out=self._out)
+            self._torch.cuda.synchronize()
+            done += 4
+        return spent_s / done
+
+    def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
+        """Work and rest in turn; return when each began, or ``None`` where nobody listens any more."""
+        edges: list[tuple[int, int]] = []
+        for number, stretch_s in enumerate(stretches_s):
+            is_on = number % 2 == 0
+            if is_on:
+                self._torch.cuda.synchronize()
+            edges.append((time.monotonic_ns(), int(is_on)))
+            end_s = time.monotonic() + stretch_s
+            if not (self._work(end_s) if is_on else self._rest(end_s)):
+                return None
+        return [*edges, (time.monotonic_ns(), int(len(stretches_s) % 2 == 0))]
+
+    def _work(self, end_s: float) -> bool:
+        under_way: deque[Any] = deque()
+        while time.monotonic() < end_s:
+            for _ in range(self._parcel):
+                self._torch.mm(self._one, self._other, out=self._out)
+            event = self._torch.cuda.Event()
+            event.record()
+            under_way.append(event)
+            if len(under_way) > 1:
+                under_way.popleft().synchronize()
+                if self._is_alone():
+                    return False
+        self._torch.cuda.synchronize()
+        return True
+
+    def _rest(self, end_s: float) -> bool:
+        while (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.1))
+            if self._is_alone():
+                return False
+        return True
+
+    def _is_alone(self) -> bool:
+        """Whether whoever gives the orders has gone."""
+        poll = select.poll()
+        poll.register(self._orders, 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def _say(answers: int, answer: dict[str, Any]) -> None:
+    data = json.dumps(answer).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(answers, data) :]
+    except BrokenPipeError:
+        return  # nobody listens any more

@@ -1,0 +1,368 @@
+"""effllm profile: the command, its report, the process that loads the GPU, and what runs make of it.
+
+torch is one of the tests' own where it is to compute: its products sleep, and move no sensor.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import jobs
+import pytest
+from nvml_library import Gpu, Trace, bursts, flat
+
+from effllm import calibration, profiling
+from effllm.config import cache_folder
+from effllm.devices import Site
+from effllm.profiling.load import LoadUnavailable, TorchLoad
+from effllm.profiling.record import Edge
+
+NS = 1_000_000_000
+UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"
+H100 = "NVIDIA H100 80GB HBM3"
+SERIAL = "1320021234567"
+
+TORCH = """
+import time
+__version__ = "9.9.0"
+bfloat16, float16 = "torch.bfloat16", "torch.float16"
+class version:
+    cuda, hip = "13.9", None
+class cuda:
+    class Event:
+        def record(self): self.due_s = time.monotonic() + 0.001
+        def synchronize(self): time.sleep(max(self.due_s - time.monotonic(), 0))
+    is_available = staticmethod(lambda: True)
+    get_device_capability = staticmethod(lambda: (9, 0))
+    synchronize = staticmethod(lambda: time.sleep(0.0002))
+def randn(*size, device, dtype):
+    return size
+empty = randn
+def mm(one, other, out):
+    time.sleep(0.0002)
+"""
+
+
+def put_torch(folder, text=TORCH):
+    """Put a torch there, and return what the environment needs to find it."""
+    package = folder / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(text)
+    return {"PYTHONPATH": str(package.parent)}
+
+
+@pytest.fixture
+def torch_of_ours(tmp_path, monkeypatch):
+    """Let every process that is started find a torch with CUDA, or what else stands in it."""
+
+    def put(text=TORCH):
+        for name, value in put_torch(tmp_path, text).items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+SENSOR = {"tick_s": 0.1, "duty_s": 0.025, "power_mode": "held", "power_usage": "average"}
+
+
+def idle_gpu(library, folder):
+    """Trace an H100 that draws 80 W whatever is done."""
+    trace = Trace(library, folder / "trace")
+    gpu = Gpu(UUID, "00000000:01:00.0", name=H100, power=flat(80.0), utilization=flat(0.0), serial=SERIAL, **SENSOR)
+    trace.write(gpu)
+    return trace
+
+
+@pytest.fixture
+def traced(library, tmp_path):
+    return idle_gpu(library, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def idle(library, tmp_path_factory):
+    """One profile of a GPU at rest, which torch cannot load: what was printed, saved, and kept for runs."""
+    folder = tmp_path_factory.mktemp("idle")
+    without_cuda = TORCH.replace("lambda: True", "lambda: False").replace('"13.9"', "None")
+    environ = {**idle_gpu(library, folder).environment(), **put_torch(folder, without_cuda)}
+    done = subprocess.run(
+        [sys.executable, "-m", "effllm", "profile", "--seconds", "10", "--save", "h100.json"],
+        env={**os.environ, **environ, "COLUMNS": "80", "XDG_CACHE_HOME": str(folder / "cache")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kept = calibration.load(folder / "cache" / "efficientllm" / "calibration", H100, "570.0")
+    return SimpleNamespace(shown=done.stdout, found=json.loads((folder / "h100.json").read_text()), kept=kept)
+
+
+# --- the report ---
+
+
+def test_without_cuda_the_idle_gpu_is_measured_and_it_says_why_the_rest_is_not(idle):
+    found = idle.found
+
+    assert found["unmeasured"] == ["lag, windows and the loaded GPU: torch 9.9.0 is built without CUDA"]
+    assert found["sensor"]["tick_s"] == pytest.approx(0.1, rel=0.01)
+    assert (found["sensor"]["duty"], found["measured_lag"], found["loaded"]) == (0.25, False, None)
+    assert found["idle"]["power_w"] == pytest.approx(80.0, rel=0.01)
+    assert {"instant power", "average power", "total energy"} <= {one["name"] for one in found["fields"]}
+    assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
+
+
+def test_what_is_found_is_kept_for_runs(idle):
+    assert idle.kept.sensor.tick_s == pytest.approx(0.1, rel=0.01)
+    assert (idle.kept.sensor.duty, idle.kept.sensor.gain_error, idle.kept.measured_lag) == (0.25, 0.05, False)
+
+
+def test_the_report_names_neither_host_nor_user_nor_gpu(idle):
+    told = idle.shown + json.dumps(idle.found)
+
+    secrets = [os.uname().nodename, str(Path.home()), UUID, UUID[4:12], SERIAL, "/tmp", "pytest"]
+    assert not [secret for secret in secrets if secret in told]
+    assert len(idle.found["board"]["uuid"]) == 8
+
+
+def test_the_table_fits_80_columns_and_progress_stays_out_of_it(idle):
+    shown = " ".join(idle.shown.split())
+
+    assert max(map(len, idle.shown.splitlines())) <= 80
+    assert "\x1b" not in idle.shown
+    assert shown.startswith(f"{H100}, driver 570.0, limit 700 W (GPU ")
+    assert "lag unknown: 0 ± 100 ms is assumed" in shown
+    assert "install torch with CUDA in this environment and profile again" in shown
+    assert "the idle GPU" not in shown
+    assert shown.endswith("Kept: runs on this model and driver use it from now on. The report is in h100.json.")
+
+
+def test_a_load_that_moves_no_sensor_tells_no_lag(cli, traced, torch_of_ours):
+    torch_of_ours()
+
+    done = cli.run("profile", "--seconds", "10", "--json", **traced.environment())
+
+    found = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert found["load"] == "torch 9.9.0, CUDA 13.9: bfloat16 products of 8192 x 8192"
+    assert found["edges"] > 10
+    assert found["unmeasured"][0] == "lag and window of the energy counter: it does not follow the load"
+    assert found["loaded"]["power_w"] == pytest.approx(80.0, rel=0.01)
+
+
+def test_another_gpu_can_be_chosen(cli, traced):
+    traced.write(*(Gpu(f"GPU-{bus}", f"0000000{bus}:01:00.0", name=f"Board {bus}") for bus in range(2)))
+
+    done = cli.run("profile", "--seconds", "10", "--device", "1", **traced.environment())
+
+    assert done.stdout.startswith("Board 1, ")
+
+
+# --- where there is nothing to profile ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "why"),
+    [
+        ([], {}, "no GPU can be read: libnvidia-ml.so.1 is not here"),
+        ([], {"EFFICIENTLLM_DEVICE": "simulated"}, "no GPU can be read: device 'simulated' is none"),
+        ([], {"EFFICIENTLLM_DEVICE": "host"}, "no GPU can be read: device 'host' is none"),
+        (["--save", "no/such/folder.json"], {}, "--save no/such/folder.json: there is no such folder"),
+        (["--save", "."], {}, "--save .: there is no such folder, or it is one"),
+    ],
+)
+def test_without_a_gpu_it_refuses_in_one_line(cli, tmp_path, arguments, variables, why):
+    done = cli.run("profile", *arguments, LD_LIBRARY_PATH=str(tmp_path), **variables)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"effllm profile: {why}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_named(cli, traced):
+    done = cli.run("profile", "--device", "7", **traced.environment())
+
+    assert done.returncode == 2
+    assert "CUDA_VISIBLE_DEVICES='7' shows no usable of the 1 here" in done.stderr
+
+
+def test_too_few_seconds_are_wrong_use(cli):
+    assert cli.run("profile", "--seconds", "1").returncode == 2
+
+
+def test_its_help_has_worked_examples_that_fit_80_columns(cli):
+    done = cli.run("profile", "--help")
+
+    assert "effllm profile --save" in done.stdout.split("Examples:")[1]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+# --- the process that loads the GPU ---
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise ImportError('libcudart of /home/me')", "torch cannot be imported (ImportError)"),
+        (TORCH.replace("lambda: True", "lambda: False"), "torch 9.9.0 finds no GPU"),
+        (TORCH.replace("return size", "raise RuntimeError"), "torch cannot compute on this GPU (RuntimeError)"),
+        ("import os; os._exit(3)", "the process that loads the GPU has ended"),
+    ],
+)
+def test_a_torch_that_cannot_compute_is_told_in_one_sentence(torch_of_ours, text, why):
+    torch_of_ours(text)
+    load = TorchLoad(UUID)
+
+    with pytest.raises(LoadUnavailable) as told:
+        load.opened()
+
+    load.close()
+    assert str(told.value) == why
+
+
+def edges_of(load):
+    while (edges := load.take()) is None:
+        time.sleep(0.01)
+    return edges
+
+
+def test_load_is_stamped_when_it_begins_and_when_it_has_ended(torch_of_ours):
+    torch_of_ours()
+    load = TorchLoad(UUID).opened()
+
+    load.start([0.05, 0.1, 0.2])
+    edges = edges_of(load)
+    load.close()
+
+    # A rest that comes too late by a parcel of work, of a millisecond or so, says so.
+    stretches_s = [(later.time_ns - earlier.time_ns) / NS for earlier, later in pairwise(edges)]
+    assert [edge.is_on for edge in edges] == [True, False, True, False]
+    assert all(real_s >= asked_s for real_s, asked_s in zip(stretches_s, [0.05, 0.1, 0.2], strict=True))
+    assert sum(stretches_s) < 0.35 + 0.1
+
+
+def test_the_process_sees_the_one_gpu_alone(torch_of_ours):
+    torch_of_ours(f"import os; __version__ = os.environ['CUDA_VISIBLE_DEVICES']\n{TORCH.replace('__version__', 'own')}")
+
+    load = TorchLoad(UUID).opened()
+
+    load.close()
+    assert load.name.startswith(f"torch {UUID}, ")
+
+
+@pytest.mark.parametrize("stretches_s", [[60.0], [0.01, 60.0]])
+def test_the_gpu_is_not_left_under_load_when_its_profiler_has_gone(torch_of_ours, stretches_s):
+    torch_of_ours()
+    load = TorchLoad(UUID).opened()
+    load.start(stretches_s)
+
+    began_s = time.monotonic()
+    load.close()
+
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_a_load_that_fails_says_so(torch_of_ours):
+    torch_of_ours(TORCH + FAILS_LATER)
+    load = TorchLoad(UUID).opened()
+    load.start([60.0])
+
+    with pytest.raises(LoadUnavailable, match=r"torch failed under load \(RuntimeError\)"):
+        edges_of(load)
+    load.close()
+
+
+FAILS_LATER = """
+began_s = time.monotonic()
+def mm(one, other, out):
+    time.sleep(0.0002)
+    if time.monotonic() > began_s + 1.5:
+        raise RuntimeError("CUDA error: an illegal memory access")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_profiler_that_is_stopped_leaves_neither_load_nor_result(cli, traced, torch_of_ours, number):
+    torch_of_ours()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "effllm", "profile", "--seconds", "20"],
+        env=cli.environ(**traced.environment()),
+        cwd=cli.folder,
+        stderr=subprocess.PIPE,
+    )
+    with process:
+        children = jobs.until(lambda: children_of(process.pid), within_s=30.0)
+        process.send_signal(number)
+        assert process.wait(20) in (130, -signal.SIGKILL)
+
+    assert not jobs.gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=10.0)
+    assert calibration.load(cache_folder() / "calibration", H100, "570.0") is None
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# --- through the real library, in real time ---
+
+
+class KnownLoad:
+    """A load that the trace has already: its edges are those of the trace's own bursts."""
+
+    name = "the trace"
+
+    def __init__(self, curve):
+        self._curve = curve
+        self._start_s = self._end_s = 0.0
+
+    def start(self, stretches_s):
+        self._start_s = time.monotonic()
+        self._end_s = self._start_s + sum(stretches_s)
+
+    def take(self):
+        if time.monotonic() < self._end_s:
+            return None
+        curve, edges = self._curve, []
+        for number in range(int(self._start_s / curve.period_s), int(self._end_s / curve.period_s)):
+            on_s = number * curve.period_s + curve._burst_start(number)
+            edges += [Edge(round(on_s * NS), True), Edge(round((on_s + curve.duty * curve.period_s) * NS), False)]
+        return edges
+
+    def close(self):
+        pass
+
+
+class DenseReader:
+    """The reader of another process, with its cheap read."""
+
+    def __init__(self, remote):
+        self._remote, self.device = remote, remote.device
+
+    def read(self):
+        return self._remote.read()
+
+    def read_energy(self):
+        return self._remote.call("read_energy")
+
+
+def test_through_the_real_library_planted_tick_lag_and_windows_are_found(library, tmp_path):
+    power = bursts(90.0, 620.0, 0.45, 0.5, 11)
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(Gpu(UUID, "00000000:01:00.0", name=H100, power=power, lag_s=0.04, tick_phase_s=0.02, **SENSOR))
+
+    with trace.reader(Site()) as remote:
+        found = profiling.profile(DenseReader(remote), lambda: KnownLoad(power), 12.0)
+
+    # Reads of a busy test machine are up to some ms late: 4 ms, and 6 of the window's 25.
+    assert found.counter.period_s == pytest.approx(0.1, rel=1e-3)
+    assert found.sensor.lag_s == pytest.approx(0.04 - 0.0375, abs=0.004)
+    assert found.counter_response.window_s == pytest.approx(0.025, abs=0.006)
+    assert found.sensor.average_s == pytest.approx(1.0, abs=0.02)
+    assert not found.sensor.is_held
+    assert 0.002 < found.read_every_s < 0.01

@@ -1,0 +1,295 @@
+"""effllm/profiling: what is planted in a sensor is found again.
+
+The GPU of these tests lives in virtual time; the load is a switch whose edges are stamped to the nanosecond.
+Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms, ratios to 0.5 %.
+"""
+
+import random
+from itertools import pairwise
+from statistics import mean
+
+import pytest
+from msgspec.structs import replace
+from sensed_gpu import IDLE_W, LOADED_W, NS, SensedGpu
+
+from effllm.energy import EnergyLedger
+from effllm.profiling import profile, to_calibration
+from effllm.profiling.estimates import Load, ticks_of
+from effllm.profiling.load import LoadUnavailable, pattern
+from effllm.profiling.record import Edge
+from effllm.schema import AVERAGE, INSTANT
+
+LAG_S, WINDOW_S, TICK, RATIO = 0.002, 0.002, 1e-3, 0.005
+
+
+def profiled(gpu, seconds=40.0, open_load=None):
+    return profile(gpu, open_load or (lambda: gpu), seconds, clock=gpu.clock)
+
+
+# --- planted, and found again ---
+
+
+@pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106, 0.25])
+def test_the_tick_is_found(tick_s):
+    found = profiled(SensedGpu(tick_s=tick_s, tick_phase_s=0.37 * tick_s))
+
+    assert found.counter.period_s == pytest.approx(tick_s, rel=TICK)
+    assert found.power.period_s == pytest.approx(tick_s, rel=TICK)
+    assert abs(found.sensor.tick_s - tick_s) <= found.sensor.tick_error_s
+
+
+@pytest.mark.parametrize("measured_s", [0.025, 0.1])
+@pytest.mark.parametrize("lag_s", [0.0, 0.04, 0.1])
+def test_lag_and_measured_window_are_found_apart(lag_s, measured_s):
+    found = profiled(SensedGpu(tick_s=0.1, tick_phase_s=0.03, lag_s=lag_s, duty_s=measured_s % 0.1))
+
+    # Power from the last 25 of 100 ms stands for all of them: 37.5 ms earlier on average than it was measured.
+    assert found.sensor.lag_s == pytest.approx(lag_s - (0.1 - measured_s) / 2, abs=LAG_S)
+    assert abs(found.sensor.lag_s - lag_s + (0.1 - measured_s) / 2) <= found.sensor.lag_error_s < 0.01
+    assert found.counter_response.window_s == pytest.approx(measured_s, abs=WINDOW_S)
+    assert found.counter_response.ends_s == pytest.approx(lag_s, abs=LAG_S)
+    assert found.sensor.duty == pytest.approx(measured_s / 0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("average_s", [0.5, 1.0])
+def test_the_window_of_averaged_power_is_found(average_s):
+    found = profiled(SensedGpu(tick_s=0.1, average_s=average_s))
+
+    assert found.sensor.average_s == pytest.approx(average_s, abs=WINDOW_S)
+    assert found.average_response.ends_s == pytest.approx(0.0, abs=LAG_S)
+
+
+@pytest.mark.parametrize("counts", [0.95, 1.0, 1.08])
+def test_a_counter_that_counts_more_or_less_than_power_says_is_found(counts):
+    found = profiled(SensedGpu(tick_s=0.1, counts=counts))
+
+    assert set(found.ratios) == {"idle", "loaded", "switched"}
+    assert all(one.value == pytest.approx(counts, abs=RATIO) for one in found.ratios.values())
+    assert found.sensor.gain_error == pytest.approx(max(0.05, abs(counts - 1)), abs=RATIO)
+    assert len(found.warnings) == (3 if abs(counts - 1) > 0.03 else 0)
+
+
+def test_a_gain_common_to_counter_and_power_shows_nowhere():
+    found = profiled(SensedGpu(tick_s=0.1, gain=1.05))
+
+    assert found.ratios["loaded"].value == pytest.approx(1.0, abs=RATIO)
+    assert found.sensor.gain_error == 0.05
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 0.04])
+def test_noise_of_power_and_jitter_of_ticks_hide_nothing(lag_s):
+    # Ticks off by up to 4 ms either way: a standard deviation of 4 / sqrt(3) = 2.3 ms.
+    found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=lag_s, noise_w=6.0, tick_jitter_s=0.004), seconds=60.0)
+
+    assert found.counter.jitter_s == pytest.approx(0.0023, abs=0.0004)
+    assert found.counter.period_s == pytest.approx(0.1, rel=TICK)
+    assert found.sensor.lag_s == pytest.approx(lag_s - 0.0375, abs=0.004)
+    assert found.sensor.duty == pytest.approx(0.25, abs=0.04)
+
+
+@pytest.mark.parametrize("call_s", [0.0024, 0.012])
+def test_a_slow_driver_hides_nothing(call_s):
+    found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=0.04, call_s=call_s))
+
+    assert found.sensor.lag_s == pytest.approx(0.0025, abs=LAG_S)
+    assert found.sensor.duty == pytest.approx(0.25, abs=0.02)
+    assert found.sensor.call_s == pytest.approx(call_s)
+
+
+def test_a_counter_that_moves_all_the_time_has_a_lag_too():
+    found = profiled(SensedGpu(tick_s=0.0, lag_s=0.04, power_mode="exact"))
+
+    assert (found.sensor.tick_s, found.sensor.duty) == (0.0, 1.0)
+    assert found.sensor.lag_s == pytest.approx(0.04, abs=LAG_S)
+
+
+@pytest.mark.parametrize(
+    ("traits", "is_held"),
+    [
+        ({}, True),
+        ({"duty_s": 0.025}, True),
+        ({"power_mode": "exact"}, False),
+        ({"lag_s": 0.04}, False),  # it changes between two moves of the counter
+        ({"lag_s": 0.1}, False),  # it changes with the counter, but is the power of the tick to come
+    ],
+)
+def test_power_is_held_where_it_is_that_of_the_tick_before(traits, is_held):
+    assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
+
+
+def test_the_states_are_those_of_the_idle_and_of_the_loaded_gpu():
+    found = profiled(SensedGpu(tick_s=0.1))
+
+    assert (found.idle.power_w, found.idle.counter_w) == pytest.approx((IDLE_W, IDLE_W), rel=0.01)
+    assert (found.loaded.power_w, found.loaded.counter_w) == pytest.approx((LOADED_W, LOADED_W), rel=0.01)
+    assert (found.idle.temperature_c, found.loaded.temperature_c) == (35.0, 70.0)
+    assert (found.idle.throttled, found.loaded.throttled) == ({}, {"power_cap": 1.0})
+
+
+# --- what cannot be found ---
+
+
+def test_readings_that_do_not_follow_the_load_tell_no_lag():
+    gpu, other = SensedGpu(tick_s=0.1), SensedGpu(tick_s=0.1)
+    other.clock = gpu.clock
+
+    found = profiled(gpu, open_load=lambda: other)
+
+    assert not found.measured_lag
+    assert (found.counter_response, found.power_response, found.average_response) == (None, None, None)
+    assert found.sensor.lag_error_s == found.sensor.tick_s == pytest.approx(0.1, rel=TICK)
+    assert "lag and window of the energy counter: it does not follow the load" in found.unmeasured
+
+
+def test_without_a_load_the_idle_gpu_is_measured_and_the_rest_is_named():
+    def unavailable():
+        raise LoadUnavailable("torch is not installed")
+
+    found = profiled(SensedGpu(tick_s=0.1), open_load=unavailable)
+
+    assert found.unmeasured == ["lag, windows and the loaded GPU: torch is not installed"]
+    assert found.counter.period_s == pytest.approx(0.1, rel=TICK)
+    assert (found.measured_lag, found.sensor.source) == (False, "measured here")
+    assert found.idle.power_w == pytest.approx(IDLE_W, rel=0.01)
+    assert found.loaded is None
+
+
+def test_a_load_that_breaks_is_let_go():
+    class Broken(SensedGpu):
+        def take(self):
+            raise LoadUnavailable("it has ended")
+
+    gpu = Broken(tick_s=0.1)
+
+    found = profiled(gpu)
+
+    assert found.unmeasured == ["lag, windows and the loaded GPU: it has ended"]
+    assert gpu.closed == 1
+
+
+def test_a_load_that_ran_is_let_go():
+    gpu = SensedGpu(tick_s=0.1)
+
+    profiled(gpu, seconds=12.0)
+
+    assert gpu.closed == 1
+
+
+@pytest.mark.parametrize(("method", "has"), [(INSTANT, ("power", "average")), (AVERAGE, ("average",))])
+def test_a_gpu_without_a_counter_is_profiled_by_its_power(method, has):
+    gpu = SensedGpu(tick_s=0.05, average_s=0.8, has=has)
+    gpu.device = replace(gpu.device, energy_method=method)
+
+    found = profiled(gpu)
+
+    assert (found.counter, found.ratios) == (None, {})
+    assert found.sensor.tick_s == pytest.approx(0.05, rel=TICK)
+    assert found.sensor.average_s == pytest.approx(0.8, abs=WINDOW_S)
+    assert to_calibration(found).measured_lag
+
+
+def test_somebody_else_on_the_gpu_is_told():
+    gpu = SensedGpu(tick_s=0.1)
+    gpu.utilization = 0.3
+
+    found = profiled(gpu, seconds=12.0)
+
+    assert found.warnings[0].startswith("the GPU was 30 % busy before it was put under load")
+
+
+def test_a_gpu_that_tells_nothing_leaves_nothing_to_keep():
+    found = profiled(SensedGpu(tick_s=0.1, has=()), seconds=12.0)
+
+    assert to_calibration(found) is None
+    assert found.counter is found.power is found.average is None
+
+
+def test_neither_uuid_nor_host_is_in_the_report():
+    gpu = SensedGpu(tick_s=0.1)
+    gpu.device = replace(gpu.device, key="GPU-01234567-89ab-cdef-0123-456789abcdef", energy_key="module:host7:SERIAL")
+
+    told = repr(profiled(gpu, seconds=12.0))
+
+    assert not [word for word in ("01234567", "abcdef", "host7", "SERIAL") if word in told]
+
+
+# --- what it is good for ---
+
+
+@pytest.mark.parametrize("traits", [{"duty_s": 0.025}, {"lag_s": 0.1}, {"duty_s": 0.025, "lag_s": 0.1}])
+def test_windows_that_end_where_power_jumps_are_unbiased_with_the_profile(traits):
+    gpu = SensedGpu(tick_s=0.1, tick_phase_s=0.043, **traits)
+    profile_of_it = profiled(gpu).sensor
+    sensors = (profile_of_it, replace(profile_of_it, lag_s=0.0, is_held=True))
+    ledgers = [EnergyLedger(replace(gpu.device, sensor=sensor), 5.0) for sensor in sensors]
+
+    edges = jumps(gpu)
+    while gpu.clock.now_ns < edges[-1].time_ns + NS:
+        sample, _ = gpu.read_energy()
+        for ledger in ledgers:
+            ledger.add(sample)
+        gpu.clock.sleep(0.02)
+
+    # Every window begins at rest and ends 150 ms after load has begun, at ever other phases of the tick.
+    windows = [(rest.time_ns + NS // 3, load.time_ns + 150_000_000) for rest, load in pairwise(edges) if load.is_on]
+    truths_j = [gpu.power.integral(start_ns / NS, end_ns / NS) for start_ns, end_ns in windows]
+    ours, others = (
+        mean(ledger.energy(*window).joules - truth_j for window, truth_j in zip(windows, truths_j, strict=True))
+        for ledger in ledgers
+    )
+    # A lag of L is a bias of (90 W - 620 W) L: +20 J for -37.5 ms, -53 J for 100 ms.
+    assert others == pytest.approx((IDLE_W - LOADED_W) * profile_of_it.lag_s, abs=8.0)
+    assert abs(ours) < 5.0
+
+
+def jumps(gpu):
+    """Switch the GPU 120 times, anew, and return when."""
+    chance, at_ns, edges = random.Random(5), gpu.clock.now_ns + NS, []
+    for number in range(120):
+        edges.append(Edge(at_ns, number % 2 == 0))
+        at_ns += round(chance.uniform(0.7, 1.3) * NS)
+    gpu.power.switch(edges)
+    return edges
+
+
+# --- by hand ---
+
+
+def test_the_load_of_a_window_is_the_share_of_it_between_edges():
+    load = Load([Edge(2 * NS, True), Edge(3 * NS, False), Edge(5 * NS, True), Edge(6 * NS, False)], origin_ns=NS)
+
+    # In seconds from the origin there is load in 1..2 and 4..5.
+    assert [load.on_s(at_s) for at_s in (0.5, 1.0, 1.25, 3.0, 4.5, 9.0)] == [0.0, 0.0, 0.25, 1.0, 1.5, 2.0]
+    assert load.share(middle_s=1.0, window_s=1.0) == 0.5
+    assert load.share(middle_s=3.0, window_s=3.0) == pytest.approx(1 / 3)
+    assert load.longest(is_on=False) == (2.0, 4.0)
+
+
+def test_ticks_at_which_nothing_changed_are_counted():
+    # Every 10 ms, read every 2 ms; at the ticks 3 and 4 the value stays.
+    values = [0.0, 1.0, 2.0, 2.0, 2.0, 5.0, 6.0, 7.0, 8.0]
+    readings = [(0.001 + 0.002 * step, values[step // 5]) for step in range(45)]
+
+    rhythm, ticks = ticks_of(readings)
+
+    assert rhythm.period_s == pytest.approx(0.010)
+    assert [tick.number for tick in ticks] == [0, 1, 4, 5, 6, 7]
+    assert [tick.at_s for tick in ticks] == pytest.approx([0.01, 0.02, 0.05, 0.06, 0.07, 0.08])
+
+
+def test_changes_without_rhythm_have_none():
+    chance, at_s, readings = random.Random(3), 0.0, []
+    for value in range(40):
+        readings += [(at_s + 0.001 * step, value) for step in range(9)]
+        at_s += chance.uniform(0.01, 0.5)
+
+    assert ticks_of(readings) is None
+
+
+@pytest.mark.parametrize("tick_s", [0.0, 0.02, 0.1, 2.0])
+def test_the_pattern_lasts_as_long_as_it_may_and_is_never_in_step_with_ticks(tick_s):
+    stretches = pattern(51.0, tick_s)
+
+    assert 51.0 <= sum(stretches) <= 56.0
+    assert len({stretch % 0.1 for stretch in stretches}) == len(stretches)
+    assert pattern(51.0, tick_s) == stretches
