@@ -146,8 +146,8 @@ def summary_of(
 ) -> Summary:
     """Return the run as it stands; ``kind`` says which parameters P is."""
     run, whole = totals(ledger.run, ledger, roster), totals(ledger.whole, ledger, roster)
-    values = metrics.evaluate(run, ClusterTotals(), whole)
-    errors = metrics.errors(run, ClusterTotals(), whole)
+    # A run has no last window: what charts show of one, a summary shows of the run to date.
+    values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
     return Summary(
         status=ledger.status() if ended else "running",
         iterations=whole.iterations,
@@ -157,7 +157,7 @@ def summary_of(
         metrics={
             tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
             for tag, value in values.items()
-            if (entry := metrics.describe(tag))
+            if (entry := metrics.describe(tag)) and not tag.startswith("window/")
         },
         energy=EnergySummary(
             total_joules=whole.energy_j if whole.energy_complete else None,

@@ -13,16 +13,44 @@ from effllm.schema import Summary, Value
 
 WIDTH = 78
 
-_OVER = {"run": "run to date", "window": "last window", "job": "whole job"}
+J_PER_KWH = 3.6e6
+#: Less than this is told in joules, not in kilowatt-hours.
+LEAST_KWH = 0.01
 
 
 def readable(value: float) -> str:
     """Return a number as people read it: three significant digits, whole from a hundred on, with separators."""
     if value == 0:
         return "0"
-    if 999.5 <= abs(value) < 1e15:
+    if 999.5 <= abs(value) < 1e10:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
+
+
+def rounded_up(error: float) -> str:
+    """Return an error by two digits, rounded up, for it is never to look smaller than it is.
+
+    >>> rounded_up(0.1201), rounded_up(5.0), rounded_up(1234.0)
+    ('0.13', '5', '1,300')
+    """
+    if error <= 0:
+        return "0"
+    digit = 10.0 ** (math.floor(math.log10(error)) - 1)
+    error = math.ceil(error / digit - 1e-9) * digit
+    return f"{error:,.0f}" if error >= 100 else f"{error:.2g}"
+
+
+def errors_text(timing: float | None, sensor: float | None, *, brief: bool = False) -> str:
+    """Return how far off an energy may be: two errors, as ratios, never merged into one; "" where none is known.
+
+    ``brief`` leaves their names out where there are both.
+    """
+    errors = [(ratio, name) for ratio, name in ((timing, " timing"), (sensor, " sensor")) if ratio]
+    return " ".join(f"±{_percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
+
+
+def _percent(ratio: float) -> str:
+    return f"{rounded_up(max(100 * ratio, 0.01))} %"
 
 
 def duration(seconds: float) -> str:
@@ -86,14 +114,24 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
     if energy.total_joules is not None:
         yield "energy", _energy(energy.total_joules, energy.error_joules, energy.gain_error)
     elif energy.measured_joules is not None:
-        yield "energy", f"{_energy(energy.measured_joules, None, energy.gain_error)}, only in part measured: no total"
+        measured = _energy(energy.measured_joules, None, energy.gain_error)
+        yield "energy", f"{measured}, only in part measured: no total"
+    joules = energy.total_joules or energy.measured_joules or 0.0
     if energy.scope or energy.method:
         yield (
             "power",
             ", ".join(part for part in (_named("scope", energy.scope), _named("from", energy.method)) if part),
         )
+    if energy.estimated_joules and joules:
+        share = _percent(energy.estimated_joules / joules)
+        yield "estimated", f"{share} of the energy, from power where the counter told nothing"
     if any(energy.by_class.values()):
         yield "energy in", _shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
+    if energy.warmup_joules and joules:
+        share = f"{100 * energy.warmup_joules / joules:.1f} %"
+        yield "warm-up", f"{share} of the energy, left out of what is run to date"
+    if summary.peak:
+        yield "peak", summary.peak
     yield "ranks", f"{coverage.ranks_reporting} of {coverage.ranks_expected} reported"
     yield "GPUs", f"{coverage.gpus_measured} of {coverage.gpus_expected} measured"
     yield "reports", f"{coverage.reports_lost} lost, {coverage.reports_late} late"
@@ -102,7 +140,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
 def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
     shown: set[str] = set()
     group = ""
-    yield f"  {'metric':<28}{'value':>14}  {'unit':<21}over"
+    yield f"  {'metric':<28}{'value':>13}  {'unit':<25}  over"
     for entry in METRICS.values():
         # One line for each metric, on the first base that has a value; summary.json holds them all.
         base = next((base for base in entry.bases if entry.tag(base) in values), None)
@@ -112,17 +150,22 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
         if entry.group != group:
             group = entry.group
             yield f"  {group}"
-        yield _row(("  " if group else "") + entry.name, values[entry.tag(base)], _OVER[base])
+        yield _row(("  " if group else "") + entry.name, values[entry.tag(base)], "job" if base == "job" else "run")
     for tag in values:
         if tag not in shown and describe(tag) is None:
             yield _row(tag, values[tag], "")
+    if any(value.error or value.sensor_error for value in values.values()):
+        yield "  ± half-widths of 95 %: by timing, then by the gain of the sensors"
 
 
 def _row(name: str, value: Value, over: str) -> str:
-    number = readable(value.value) + (f" ±{readable(value.error)}" if value.error else "")
+    unit = value.unit
+    if value.value:
+        timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
+        unit = f"{unit} {errors_text(timing, sensor, brief=True)}".rstrip()
     if value.coverage is not None and value.coverage < 0.995:
-        over = f"{100 * value.coverage:.0f} % covered"
-    return f"  {name:<28}{number:>14}  {value.unit:<21}{over}".rstrip()
+        unit += f", {100 * value.coverage:.0f} % covered"
+    return f"  {name:<28}{readable(value.value):>13}  {unit:<25}  {over}".rstrip()
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -137,10 +180,11 @@ def _shares(parts: Mapping[str, float]) -> str:
 
 
 def _energy(joules: float, error_joules: float | None, gain_error: float | None) -> str:
-    text = f"{readable(joules)} J ({readable(joules / 3.6e6)} kWh)"
-    if error_joules is not None:
-        text += f", ±{readable(error_joules)} J timing"
-    return text if gain_error is None else f"{text}, ±{readable(100 * gain_error)} % sensor"
+    is_large = joules >= LEAST_KWH * J_PER_KWH
+    unit_j, unit = (J_PER_KWH, "kWh") if is_large else (1.0, "J")
+    parts = ((error_joules or 0.0, "timing"), ((gain_error or 0.0) * joules, "sensor"))
+    errors = "".join(f" ±{rounded_up(error_j / unit_j)} {word}" for error_j, word in parts if error_j)
+    return f"{readable(joules / unit_j)} {unit}{errors}" + (f" ({readable(joules)} J)" if is_large else "")
 
 
 def _named(word: str, value: str | None) -> str:

@@ -157,21 +157,28 @@ def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
     return msgspec.structs.replace(row, **changes)
 
 
+def values_of(report: ClusterReport) -> dict[str, Value]:
+    """Return the values of a run as a summary holds them, with their errors."""
+    values = metrics.evaluate(report.run, report.run, report.job)
+    errors = metrics.errors(report.run, report.run, report.job)
+    units = {tag: entry.unit for tag in values if (entry := metrics.describe(tag))}
+    return {
+        tag: Value(value, units[tag], errors.get(tag, (None,))[0], None, errors.get(tag, (None, None))[1])
+        for tag, value in values.items()
+        if not tag.startswith("window/")
+    }
+
+
 def make_summary(status: str = "completed", **changes: Any) -> Summary:
     """Return the summary of the job after 5,000 iterations."""
     report = make_report(5000)
-    values = {}
-    for entry in metrics.METRICS.values():
-        for base in entry.bases:
-            if (value := report.values.get(entry.tag(base))) is not None:
-                values[entry.tag(base)] = Value(value, entry.unit)
     summary = Summary(
         status=status,
         iterations=5000,
         attempts=2,
         parameters=7_000_000_000,
         parameters_kind="total",
-        metrics=values,
+        metrics=values_of(report),
         energy=EnergySummary(
             total_joules=10_085_760.0,
             measured_joules=10_085_760.0,

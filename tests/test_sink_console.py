@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sink_examples import complete_totals, make_report, make_run, make_summary, totals
+from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of
 
 from effllm import metrics
 from effllm.schema import Coverage, EnergySummary, Event, Straggler, Value
 from effllm.sinks import console, open_sink
-from effllm.summary_text import duration, readable, summary_text
+from effllm.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -58,7 +58,9 @@ def test_a_report_prints_the_golden_block():
 
 
 def test_a_job_with_holes_on_hosts_prints_the_golden_block():
-    last = msgspec.structs.replace(totals(10), gpus=0, energy_j=None, energy_measured_j=None, flops_per_token=None)
+    last = msgspec.structs.replace(
+        totals(10), gpus=0, energy_j=None, energy_measured_j=None, energy_gpus_j=None, flops_per_token=None
+    )
     run = msgspec.structs.replace(last, parameters=None, utilization_mean=None)
     report = make_report(
         70,
@@ -116,6 +118,40 @@ def test_scripts_that_take_the_third_field_of_the_last_hit_get_the_blocks_number
         assert re.fullmatch(r"[0-9.e+-]+", hits[-1].split()[2])
 
 
+def watched_energy(**changes):
+    last = msgspec.structs.replace(totals(10), **changes)
+    return [part for part in console.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
+
+
+def test_the_line_of_the_window_says_how_far_off_its_energy_may_be_in_two_errors():
+    # 24.48 J of 20,171.52 J are 0.1214 %.
+    assert watched_energy() == ["612 W/GPU", "0.0308 J/token ±0.13 % timing ±5 % sensor"]
+
+
+def test_without_tokens_the_errors_stand_behind_the_power():
+    assert watched_energy(energy_tokens=0) == ["612 W/GPU ±0.13 % timing ±5 % sensor"]
+
+
+def test_an_error_that_is_not_known_is_left_out():
+    assert watched_energy(energy_error_j=0.0)[1] == "0.0308 J/token ±5 % sensor"
+    assert watched_energy(energy_error_j=None, energy_gain_error_j=None)[1] == "0.0308 J/token"
+
+
+def test_the_coverage_names_the_scope_and_what_was_estimated():
+    run = msgspec.structs.replace(totals(100), energy_estimated_j=0.0201 * totals(100).energy_j)
+    line = printed(make_report(100, run=run, power_scope="gpu+cpu")).splitlines()[-1]
+
+    assert line == "  Ranks: 8/8  GPUs: 8/8  lost 0  late 0  scope gpu+cpu  estimated 2.1 %"
+
+
+def test_a_terminal_of_eighty_columns_shows_the_golden_screen():
+    last = msgspec.structs.replace(totals(10), energy_error_j=0.2 * totals(10).energy_j)
+    text = printed(make_report(100, last=last, simulated=True), terminal=True)
+
+    plain = re.sub(r"\x1b\[[0-9;]*[mK]", "", text).rstrip("\r")
+    assert plain + "\n" == (GOLDEN / "console_terminal.txt").read_text()
+
+
 def test_a_report_is_one_write_and_one_flush():
     stream = Stream(terminal=True)
     open_sink("console", make_run(stdout=stream)).write(make_report(), ())
@@ -165,8 +201,9 @@ def test_no_line_of_a_report_is_wider_than_the_terminal():
 
     plain = re.sub(r"\x1b\[[0-9;]*[mK]", "", text)
     watched = plain[: plain.index("[EfficientLLM Metrics]")].splitlines()
-    assert len(watched) == 2
-    assert all(len(line) <= 80 for line in watched)
+    assert len(watched) == 3
+    assert max(map(len, plain.split("\n"))) <= 80
+    assert "  missing 1000,1001,1002,1003,1004,1005,1006,1007…" in plain
 
 
 @pytest.mark.parametrize(
@@ -254,15 +291,67 @@ def test_the_end_of_a_run_prints_the_golden_table():
     assert max(map(len, stream.getvalue().splitlines())) <= 80
 
 
+def final_table(last=None, **changes):
+    """Return the lines of the table that ends a run in which all was measured."""
+    whole = last or complete_totals(5000)
+    report = make_report(5000, run=whole, last=whole, job=whole)
+    return summary_text(make_summary(metrics=values_of(report), **changes), Path("/runs/one"), None).splitlines()
+
+
 def test_the_table_names_every_measured_metric_once_with_its_unit():
-    stream = Stream()
-    report = make_report(100, run=complete_totals(), last=complete_totals(), job=complete_totals())
-    values = {tag: Value(value, metrics.describe(tag).unit) for tag, value in report.values.items()}
-    open_sink("console", make_run(stdout=stream)).summarize(make_summary(metrics=values))
+    lines = final_table()
 
     for entry in metrics.METRICS.values():
-        hits = [line for line in stream.getvalue().splitlines() if line.split()[:1] == [entry.name]]
+        hits = [line for line in lines if line.split()[:1] == [entry.name]]
         assert len(hits) == 1 and f" {entry.unit} " in hits[0]
+
+
+def test_the_table_has_both_errors_of_an_energy_and_says_which_is_which():
+    lines = final_table(complete_totals(100))
+
+    # 24.48 J of 201,715 J are 0.0121 %.
+    assert "  aec_watts                           4,896  W ±0.013 % ±5 %            run" in lines
+    assert "    peak_watts_per_gpu                  698  W ±5 % sensor              run" in lines
+    assert "    gpu_cost                          0.229  money                      job" in lines
+    assert "  ± half-widths of 95 %: by timing, then by the gain of the sensors" in lines
+
+
+@pytest.mark.parametrize(("iterations", "gpus"), [(1, 1), (5000, 8), (10_000_000, 16_384)])
+def test_no_line_of_the_table_is_wider_than_eighty_columns(iterations, gpus):
+    energy = EnergySummary(total_joules=612.0 * gpus * iterations, error_joules=1234.5, gain_error=0.0512)
+
+    lines = final_table(complete_totals(iterations, gpus), energy=energy)
+
+    assert max(map(len, lines)) <= 80
+
+
+def fact(text, name):
+    [line] = [line for line in text.splitlines() if line.startswith(f"  {name:<14}")]
+    return line[16:]
+
+
+def last_part(**changes):
+    energy = msgspec.structs.replace(make_summary().energy, **changes)
+    summary = make_summary(energy=energy, peak="989 TFLOP/s per device, as configured")
+    return summary_text(summary, None, None).split("-" * 78)[2]
+
+
+def test_the_energy_of_a_run_is_told_in_kilowatt_hours_with_its_two_errors():
+    # 10,085,760 J are 2.8016 kWh, 5,000 J 0.00139 kWh, 5 % of it 0.14008 kWh.
+    assert fact(last_part(), "energy") == "2.80 kWh ±0.0014 timing ±0.15 sensor (10,085,760 J)"
+    small = last_part(total_joules=1234.0, error_joules=12.3, gain_error=None)
+    assert fact(small, "energy") == "1,234 J ±13 timing"
+
+
+def test_what_the_energy_is_of_and_by_what_and_which_part_was_estimated_or_warm_up():
+    part = last_part(scope="gpu+cpu", method="counter+average power", estimated_joules=201_715.2, warmup_joules=1e6)
+
+    assert fact(part, "power") == "scope gpu+cpu, from counter+average power"
+    assert fact(part, "estimated") == "2 % of the energy, from power where the counter told nothing"
+    assert fact(part, "warm-up") == "9.9 % of the energy, left out of what is run to date"
+    assert fact(part, "peak") == "989 TFLOP/s per device, as configured"
+    assert "estimated" not in last_part(estimated_joules=0.0)
+    assert "warm-up" not in last_part(warmup_joules=0.0)
 
 
 def test_a_simulated_or_holed_run_says_so_in_its_table():
@@ -275,8 +364,8 @@ def test_a_simulated_or_holed_run_says_so_in_its_table():
     lines = stream.getvalue().splitlines()
     assert lines[0] == "[EfficientLLM] Run killed"
     assert "SIMULATED" in lines[2]
-    assert "  energy        3,600,000 J (1.00 kWh), only in part measured: no total" in lines
-    assert any("45.0 ±0.500" in line and "50 % covered" in line for line in lines)
+    assert "  energy        1.00 kWh (3,600,000 J), only in part measured: no total" in lines
+    assert any(" ".join(line.split()) == "amu_gb 45.0 GB ±1.2 % timing, 50 % covered run" for line in lines)
     assert any(line.split() == ["new/thing", "1.00", "things"] for line in lines)
 
 
@@ -290,10 +379,25 @@ def test_the_command_for_tensorboard_can_be_pasted_and_empty_classes_are_left_ou
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (0.412, "0.412"), (0.0308, "0.0308"), (1.234e-6, "1.23e-06"), (71.32, "71.3"), (99.97, "100"),
-     (612.3, "612"), (999.7, "1,000"), (19870.4, "19,870"), (2.5e20, "2.50e+20"), (-5.0, "-5.00")],
+     (612.3, "612"), (999.7, "1,000"), (19870.4, "19,870"), (2.5e20, "2.50e+20"), (-5.0, "-5.00"),
+     (9_999_999_999, "9,999,999,999"), (12_345_678_901, "1.23e+10")],
 )  # fmt: skip
 def test_numbers_are_readable(value, text):
     assert readable(value) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(0.0, "0"), (0.1, "0.1"), (0.1001, "0.11"), (0.1201, "0.13"), (0.099, "0.099"), (0.0991, "0.1"), (5.0, "5"),
+     (4.91, "5"), (12.34, "13"), (99.1, "100"), (101.0, "110"), (1234.0, "1,300"), (0.00138, "0.0014")],
+)  # fmt: skip
+def test_an_error_is_rounded_up_to_two_digits(error, text):
+    assert rounded_up(error) == text
+
+
+def test_an_error_below_a_ten_thousandth_is_not_told_as_less():
+    assert errors_text(2.4e-6, 0.05) == "±0.01 % timing ±5 % sensor"
+    assert errors_text(None, 0.0) == ""
 
 
 @pytest.mark.parametrize(

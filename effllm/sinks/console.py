@@ -9,20 +9,22 @@ from typing import Any, TextIO
 
 from effllm import metrics
 from effllm.config import this_process
-from effllm.schema import ClusterReport, ClusterTotals, Event, RankReport, Summary
+from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run
-from effllm.summary_text import duration, readable, summary_text
+from effllm.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
 #: Kinds of events that a person should see while the job runs; the others are in events.jsonl alone.
 NOTABLE = frozenset({
     "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stalled", "restarted",
-    "garbage", "sink", "aggregator", "agent",
+    "garbage", "sink", "aggregator", "agent", "energy_doubtful",
 })  # fmt: skip
 MOST_EVENTS = 20
 MOST_NAMED = 8
 
 #: A rank is named as slowest from this much above the median on.
 _SLOWER = 0.01
+#: Energy that power was filled in for is named from this share of it on.
+_ESTIMATED = 0.001
 
 _HEADER, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[0m", "\r\x1b[2K"
 _ASCII = str.maketrans({"·": "|", "█": "#", "░": ".", "…": "...", "±": "+-"})
@@ -60,13 +62,14 @@ class Console:
         """Print one window, unless it holds no iteration or corrects one that was printed."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
-        lines = _folded(list(watched(report)), _width(self._out) if self._terminal else 0)
+        width = _width(self._out) if self._terminal else 0
+        lines = _folded(list(watched(report)), " · ", width)
         if report.warming_up:
             lines.append("  (warming up: run-to-date values start later)")
         else:
             header, *values = block(report)
             lines += [f"{_HEADER}{header}{_PLAIN}" if self._colour else header, *values]
-        lines.append(coverage_line(report))
+        lines += [f"  {line}" for line in _folded(list(coverage_parts(report)), "  ", width and width - 2)]
         progress = progress_line(report, _width(self._out)) if self._terminal and not report.final else ""
         self._put(lines, progress)
 
@@ -115,12 +118,14 @@ def watched(report: ClusterReport) -> Iterator[str]:
     yield report.style.lower() + " " + _place(report)
     if report.loss is not None and not math.isfinite(report.loss):
         yield "loss is not finite"
+    errors = errors_text(metrics.timing_error_ratio(last), metrics.sensor_error_ratio(last))
+    # They hold for the power as well, and stand behind it where no tokens are known.
+    told_by = metrics.watts_per_gpu if metrics.joules_per_token(last) is None else metrics.joules_per_token
     for formula, to_text, template in _WATCHED:
         value = formula(last)
         if value is not None and math.isfinite(value):
-            yield template.format(to_text(value), **words) + (
-                _errors(last) if formula is metrics.joules_per_token else ""
-            )
+            text = template.format(to_text(value), **words)
+            yield f"{text} {errors}" if errors and formula is told_by else text
     slowest = report.straggler
     if slowest is not None and slowest.median_busy_s > 0:
         slower = slowest.busy_s / slowest.median_busy_s - 1
@@ -141,19 +146,22 @@ def block(report: ClusterReport) -> Iterator[str]:
             yield "  " + entry.console.format(value)
 
 
-def coverage_line(report: ClusterReport) -> str:
-    """Return how much of the job the block stands on."""
-    seen = report.coverage
-    line = (
-        f"  Ranks: {seen.ranks_reporting}/{seen.ranks_expected}  GPUs: {seen.gpus_measured}/{seen.gpus_expected}"
-        f"  lost {seen.reports_lost}  late {seen.reports_late}"
-    )
-    if report.power_scope and (report.last.energy_measured_j is not None or report.run.energy_measured_j is not None):
-        line += f"  scope {report.power_scope}"
+def coverage_parts(report: ClusterReport) -> Iterator[str]:
+    """Yield how much of the job the block stands on."""
+    seen, run = report.coverage, report.run
+    yield f"Ranks: {seen.ranks_reporting}/{seen.ranks_expected}"
+    yield f"GPUs: {seen.gpus_measured}/{seen.gpus_expected}"
+    yield f"lost {seen.reports_lost}"
+    yield f"late {seen.reports_late}"
+    if report.power_scope and (report.last.energy_measured_j is not None or run.energy_measured_j is not None):
+        yield f"scope {report.power_scope}"
+    if run.energy_j and (share := (run.energy_estimated_j or 0.0) / run.energy_j) >= _ESTIMATED:
+        yield f"estimated {rounded_up(100 * share)} %"
     if seen.missing_ranks:
         named = ",".join(str(rank) for rank in seen.missing_ranks[:MOST_NAMED])
-        line += f"  missing {named}" + ("…" if len(seen.missing_ranks) > MOST_NAMED else "")
-    return line + ("  simulated" if report.simulated else "")
+        yield f"missing {named}" + ("…" if len(seen.missing_ranks) > MOST_NAMED else "")
+    if report.simulated:
+        yield "simulated"
 
 
 def progress_line(report: ClusterReport, width: int) -> str:
@@ -175,34 +183,14 @@ def _place(report: ClusterReport) -> str:
     return f"{report.iteration}/{report.total_iterations}" if report.total_iterations else str(report.iteration)
 
 
-def _errors(last: ClusterTotals) -> str:
-    """Return how far off an energy may be, by timing and by its sensors: two errors, never merged into one."""
-    timing, sensor = metrics.timing_error_ratio(last), metrics.sensor_error_ratio(last)
-    parts = ((timing, "timing"), (sensor, "sensor"))
-    return "".join(f" ±{_percent(ratio)} % {word}" for ratio, word in parts if ratio is not None)
-
-
-def _percent(ratio: float) -> str:
-    """Return a percentage rounded up to two digits, for an error is not to look smaller than it is."""
-    if ratio <= 0:
-        return "0"
-    digits = 1 - math.floor(math.log10(100 * ratio))
-    scale = 10.0**digits
-    return (
-        f"{math.ceil(100 * ratio * scale - 1e-9) / scale:.{max(digits, 0)}f}".rstrip("0").rstrip(".")
-        if digits > 0
-        else f"{math.ceil(100 * ratio):.0f}"
-    )
-
-
-def _folded(parts: Sequence[str], width: int) -> list[str]:
-    """Join the parts with dots, broken between parts where a line would pass ``width``; 0 means never."""
+def _folded(parts: Sequence[str], between: str, width: int) -> list[str]:
+    """Join the parts, broken between parts where a line would pass ``width``; 0 means never."""
     lines = [parts[0]]
     for part in parts[1:]:
-        if width and len(lines[-1]) + 3 + len(part) > width:
+        if width and len(lines[-1]) + len(between) + len(part) > width:
             lines.append(f"  {part}")
         else:
-            lines[-1] += f" · {part}"
+            lines[-1] += between + part
     return lines
 
 
