@@ -43,7 +43,9 @@ FLOORS = """
 4.0  session
 4.1  collector
 4.2  profiling.record  profiling.torch_child
-4.3  profiling.*
+4.3  profiling.estimates  profiling.load  profiling.nvml_facts
+4.4  profiling.watching
+4.5  profiling.*
 5    hooks  hooks.*  analysis  analysis.*  survey  profiling
 6    attach
 7.0  effllm

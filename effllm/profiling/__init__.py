@@ -5,86 +5,20 @@ Reads are as dense as the driver allows, which a job would not bear: nothing els
 
 from __future__ import annotations
 
-import hashlib
-import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
-from msgspec.structs import replace
-
-from effllm import __version__, calibration
-from effllm.calibration import Calibration, Seen
+from effllm.calibration import Calibration
 from effllm.devices import Reader
-from effllm.profiling.estimates import (
-    LONGEST_DELAY_S,
-    LONGEST_WINDOW_S,
-    NS,
-    Load,
-    Tick,
-    is_together,
-    ratio,
-    response,
-    steps_w,
-    ticks_of,
-)
+from effllm.profiling.finding import MEASURED, PROFILED, Found
 from effllm.profiling.load import Loader, LoadUnavailable, pattern
-from effllm.profiling.nvml_facts import Facts, timed
-from effllm.profiling.record import Board, Call, Edge, Profile, Ratio, Response, Rhythm, State
-from effllm.schema import AVERAGE, COUNTER, Device, Sample, Sensor
+from effllm.profiling.nvml_facts import Facts
+from effllm.profiling.record import Edge, Profile
+from effllm.profiling.watching import Clock, call_costs, watch
 
 IDLE_SHARE, LEAST_IDLE_S = 0.15, 2.5  # of the time
-READS_APART_S = 0.002
-FULL_READS_APART_S = 0.5
-#: What is open about a lag at the least: power itself takes some time to follow a kernel.
-LEAST_LAG_ERROR_S = 0.005
-#: Boards of one model, to all of which a profile applies, have clocks of their own.
-LEAST_TICK_ERROR = 5e-4
-#: A window of nearly the whole tick is the whole tick.
-WHOLE_TICK = 0.97
-SETTLE_S = 1.0
-#: By so much may the counter differ from integrated power before that is worth a line.
-DISAGREEMENT = 0.03
-
-#: What a sensor's source says, where it was learnt under load and where at rest alone.
-PROFILED, MEASURED = "profiled here", "measured here"
 
 Tell = Callable[[str, float], None]
-
-
-class Clock(Protocol):
-    """As much of the module ``time`` as is used."""
-
-    def monotonic_ns(self) -> int:
-        """Return the monotonic time."""
-
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
-
-
-class _Record(NamedTuple):
-    """What was read in one stretch."""
-
-    samples: list[Sample]
-    full: list[Sample]  # those with all quantities
-    calls_s: list[float]
-
-    @property
-    def origin_ns(self) -> int:
-        return self.samples[0].time_ns
-
-    def series(self, name: str) -> list[tuple[float, float]]:
-        values = ((sample.time_ns, getattr(sample, name)) for sample in self.samples)
-        return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in values if value is not None]
-
-
-class _Reading(NamedTuple):
-    """A reading, taken apart: its rhythm, its changes, and the values by which it is held against the load."""
-
-    rhythm: Rhythm | None
-    ticks: list[Tick]
-    values: list[tuple[float, float]]
 
 
 def profile(
@@ -108,10 +42,10 @@ def profile(
         clock: the time.
     """
     others = facts.processes() if facts else None
-    idle = _watch(reader, clock, lambda share: tell("idle", share), seconds=max(IDLE_SHARE * seconds, LEAST_IDLE_S))
+    idle = watch(reader, clock, lambda share: tell("idle", share), seconds=max(IDLE_SHARE * seconds, LEAST_IDLE_S))
     tell("calls", 0.0)
-    calls = _calls(reader, facts, clock)
-    found = _Found(reader.device, idle, others)
+    calls = call_costs(reader, facts, clock)
+    found = Found(reader.device, idle, others)
     loader: Loader | None = None
     try:
         tell("load", 0.0)
@@ -119,7 +53,7 @@ def profile(
         stretches = pattern((1 - IDLE_SHARE) * seconds, found.tick_s or 0.1)
         loader.start(stretches)
         edges: list[Edge] = []
-        loaded = _watch(
+        loaded = watch(
             reader, clock, lambda share: tell("load", share), seconds=sum(stretches), until=loader, edges=edges
         )
         tell("estimates", 0.0)
@@ -139,298 +73,3 @@ def to_calibration(found: Profile) -> Calibration | None:
     if found.sensor.source not in (PROFILED, MEASURED):
         return None
     return Calibration(found.board.name, found.board.driver, found.date, found.sensor, found.measured_lag)
-
-
-# --- reading -------------------------------------------------------------------------------------
-
-
-def _watch(
-    reader: Reader,
-    clock: Clock,
-    tell: Callable[[float], None],
-    *,
-    seconds: float,
-    until: Loader | None = None,
-    edges: list[Edge] | None = None,
-) -> _Record:
-    """Read densely for so long, or until the load is over, whose edges are put into ``edges``."""
-    read_energy = getattr(reader, "read_energy", reader.read)
-    began_ns = full_ns = told_ns = clock.monotonic_ns()
-    record = _Record([], [], [])
-    while True:
-        now_ns = clock.monotonic_ns()
-        if now_ns >= told_ns:
-            tell(min((now_ns - began_ns) * NS / seconds, 1.0))
-            told_ns = now_ns + round(0.1 / NS)
-            if until is not None and edges is not None and (taken := until.take()) is not None:
-                edges.extend(taken)
-                return record
-        if until is None and now_ns >= began_ns + seconds / NS:
-            return record
-        is_full = now_ns >= full_ns
-        sample, _ = reader.read() if is_full else read_energy()
-        if is_full:
-            record.full.append(sample)
-            full_ns = now_ns + round(FULL_READS_APART_S / NS)
-        else:
-            record.calls_s.append((clock.monotonic_ns() - now_ns) * NS)
-        if not record.samples or sample.time_ns > record.samples[-1].time_ns:
-            record.samples.append(sample)
-        clock.sleep(READS_APART_S)
-
-
-def _calls(reader: Reader, facts: Facts | None, clock: Clock) -> list[Call]:
-    asked = [("a sample of the agent", reader.read)]
-    if hasattr(reader, "read_energy"):
-        asked.append(("the agent's read at an edge", reader.read_energy))
-    own = [call for name, ask in asked if (call := timed(name, ask, clock.sleep)) is not None]
-    return own + (facts.calls(clock.sleep) if facts else [])
-
-
-# --- finding -------------------------------------------------------------------------------------
-
-
-class _Found:
-    """What has been found so far."""
-
-    def __init__(self, device: Device, idle: _Record, others: int | None) -> None:
-        self._device, self._idle = device, idle
-        self.unmeasured: list[str] = []
-        self._warnings: list[str] = []
-        self._load, self._edges = "", 0
-        self._responses: dict[str, Response] = {}
-        self._ratios: dict[str, Ratio] = {}
-        self._shift_s = 0.0  # by so much later than the counter does power show the same
-        self._loaded: State | None = None
-        self._is_held: bool | None = None
-        self._counter = _taken_apart(idle.series("energy_j"), is_counter=True)
-        self._power = _taken_apart(idle.series("power_w"))
-        self._average = _taken_apart(idle.series("power_average_w"))
-        self._idle_state = _state(idle, self._counter.ticks, 0.0, _end_s(idle))
-        self._idle_counter = self._counter
-        self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
-        self._look_for_others(others)
-
-    @property
-    def tick_s(self) -> float:
-        """The period of the counter, else of power; 0 where none is known."""
-        rhythms = (self._counter.rhythm, self._power.rhythm)
-        return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
-
-    def _look_for_others(self, others: int | None) -> None:
-        busy = max((sample.utilization or 0.0 for sample in self._idle.full), default=0.0)
-        if others:
-            self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
-        elif busy > 0:
-            self._warnings.append(
-                f"the GPU was {100 * busy:.0f} % busy before it was put under load: is somebody else on it?"
-            )
-
-    def under_load(self, record: _Record, edges: Sequence[Edge], name: str) -> None:
-        """Work out what the readings under load tell."""
-        self._load, self._edges = name, len(edges)
-        load = Load(edges, record.origin_ns)
-        parts = {
-            "counter": _taken_apart(record.series("energy_j"), is_counter=True),
-            "power": _taken_apart(record.series("power_w")),
-            "average": _taken_apart(record.series("power_average_w")),
-        }
-        self._counter = _richer(parts["counter"], self._counter)
-        self._power = _richer(parts["power"], self._power)
-        self._average = _richer(parts["average"], self._average)
-        from_s = load.times_s[0] + LONGEST_DELAY_S + LONGEST_WINDOW_S if edges else 0.0
-        for part, reading in parts.items():
-            followed = response(load, [value for value in reading.values if value[0] >= from_s])
-            if followed is not None:
-                self._responses[part] = followed
-            elif reading.values:
-                self.unmeasured.append(f"lag and window of the {_WORDS[part]}: it does not follow the load")
-        self._is_held = self._find_held(parts["counter"], parts["power"])
-        self._find_ratios(record, parts["counter"], load)
-        long = load.longest(is_on=True)
-        if long is not None and long[1] - long[0] > 2 * SETTLE_S:
-            self._loaded = _state(record, parts["counter"].ticks, long[0] + SETTLE_S, long[1])
-
-    def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
-        """Return whether power changes at the counter's ticks, and is the power of the tick that has ended then."""
-        if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
-            return None
-        tick_s = counter.rhythm.period_s
-        if power.rhythm is None or not is_together(power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S):
-            return False
-        ours, theirs = self._responses.get("counter"), self._responses.get("power")
-        return None if ours is None or theirs is None else abs(ours.middle_s - theirs.middle_s) < tick_s / 4
-
-    @property
-    def _lag_s(self) -> float | None:
-        """How old the energy is that the counter shows: what a tick stands for ends so long before it."""
-        followed, rhythm = self._responses.get("counter"), self._counter.rhythm
-        return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
-
-    def _find_ratios(self, record: _Record, counter: _Reading, load: Load) -> None:
-        power, lag_s = self._responses.get("power"), self._lag_s
-        if power is not None and lag_s is not None:
-            held_s = self._power.rhythm.period_s / 2 if self._power.rhythm else 0.0
-            self._shift_s = power.middle_s + held_s - lag_s
-        long = load.longest(is_on=True)
-        if long is not None:
-            self._find_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
-            self._find_ratio("switched", record, counter, long[1], load.times_s[-1])
-
-    def _find_ratio(self, name: str, record: _Record, counter: _Reading, start_s: float, end_s: float) -> None:
-        found = ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
-        if found is not None:
-            self._ratios[name] = found
-
-    # --- telling ---
-
-    def told(self, seconds: float, traits: dict[str, str], calls: list[Call], facts: Facts | None) -> Profile:
-        """Return all of it."""
-        self._find_ratio("idle", self._idle, self._idle_counter, 0.0, _end_s(self._idle))
-        self._warn()
-        device, sensor = self._device, self._sensor()
-        return Profile(
-            effllm=__version__,
-            date=time.strftime("%Y-%m-%d"),
-            seconds=seconds,
-            board=Board(
-                name=device.name,
-                uuid=hashlib.sha256(device.key.encode()).hexdigest()[:8],
-                driver=device.driver,
-                traits=traits,
-                power_limit_w=device.power_limit_w,
-            ),
-            sensor=sensor,
-            measured_lag=sensor.source == PROFILED,
-            load=self._load,
-            counter=self._counter.rhythm,
-            counter_response=self._responses.get("counter"),
-            power=self._power.rhythm,
-            power_response=self._responses.get("power"),
-            average=self._average.rhythm,
-            average_response=self._responses.get("average"),
-            power_is_held=self._held(),
-            ratios=self._ratios,
-            idle=self._idle_state,
-            loaded=self._loaded,
-            calls=calls,
-            fields=facts.fields() if facts else [],
-            read_every_s=_apart_s(self._idle),
-            edges=self._edges,
-            unmeasured=self.unmeasured,
-            warnings=self._warnings,
-        )
-
-    def _held(self) -> bool | None:
-        return calibration.is_held(self._idle.samples) if self._is_held is None else self._is_held
-
-    def _sensor(self) -> Sensor:
-        """Return what runs on this model and driver may rely on; what was not measured is as it was assumed."""
-        rhythm = self._rhythm()
-        tick = None
-        if rhythm is not None:
-            tick = (rhythm.period_s, max(rhythm.error_s, LEAST_TICK_ERROR * rhythm.period_s))
-        sensor = calibration.with_seen(calibration.assumed(self._device), Seen(self._call_s, tick, self._held()))
-        average = self._responses.get("average")
-        if average is not None:
-            sensor = replace(sensor, average_s=average.window_s)
-        followed, lag_s = self._responses.get("counter"), self._lag_s
-        if self._device.energy_method != COUNTER:  # it has no counter whose lag there could be
-            return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
-        if followed is None or rhythm is None or lag_s is None:
-            return sensor
-        open_s = followed.middle_error_s
-        if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            open_s += (followed.window_s - rhythm.period_s) / 2  # it is smoothed, which no lag makes good
-        worst = max((abs(found.value - 1) for found in self._ratios.values()), default=0.0)
-        return replace(
-            sensor,
-            lag_s=lag_s,
-            lag_error_s=max(open_s, LEAST_LAG_ERROR_S),
-            duty=_duty(followed, rhythm),
-            gain_error=max(sensor.gain_error, worst),
-            source=PROFILED,
-        )
-
-    def _rhythm(self) -> Rhythm | None:
-        """Return the rhythm of what energy is made of."""
-        if self._device.energy_method == COUNTER:
-            return self._counter.rhythm
-        return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm
-
-    def _warn(self) -> None:
-        for name, found in self._ratios.items():
-            if found.low > 1 + DISAGREEMENT or found.high < 1 - DISAGREEMENT:
-                self._warnings.append(
-                    f"{name}, the counter counts {100 * (found.value - 1):+.1f} % of what power integrates to: "
-                    "one of them is wrong"
-                )
-        followed, rhythm = self._responses.get("counter"), self._counter.rhythm
-        if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
-        if self._loaded:
-            slow = [reason for reason in self._loaded.throttled if reason != "power_cap"]
-            if slow:
-                self._warnings.append(f"the loaded GPU was slowed down by {', '.join(slow)}")
-
-
-_WORDS = {"counter": "energy counter", "power": "power reading", "average": "averaged power"}
-
-
-def _taken_apart(series: list[tuple[float, float]], *, is_counter: bool = False) -> _Reading:
-    found = ticks_of(series)
-    if found is None:
-        return _Reading(None, [], [] if is_counter else series)
-    rhythm, ticks = found
-    if is_counter:
-        return _Reading(rhythm, ticks, steps_w(ticks, rhythm))
-    return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
-
-
-def _richer(one: _Reading, other: _Reading) -> _Reading:
-    """Return the reading whose rhythm was seen more often."""
-    changes = [reading.rhythm.changes if reading.rhythm else 0 for reading in (one, other)]
-    return one if changes[0] >= changes[1] else other
-
-
-def _duty(followed: Response, rhythm: Rhythm) -> float:
-    if not rhythm.period_s or followed.window_s + followed.window_error_s >= WHOLE_TICK * rhythm.period_s:
-        return 1.0
-    return followed.window_s / rhythm.period_s
-
-
-def _state(record: _Record, ticks: Sequence[Tick], start_s: float, end_s: float) -> State | None:
-    """Return the GPU's state in a stretch of a record."""
-    if not record.samples:
-        return None
-    from_ns, until_ns = (record.origin_ns + round(at_s / NS) for at_s in (start_s, end_s))
-    inside = [sample for sample in record.samples if from_ns <= sample.time_ns <= until_ns]
-    full = [sample for sample in record.full if from_ns <= sample.time_ns <= until_ns]
-    counted = [tick for tick in ticks if start_s <= tick.at_s <= end_s]
-    counter_w = None
-    if len(counted) > 1:
-        counter_w = (counted[-1].value - counted[0].value) / (counted[-1].at_s - counted[0].at_s)
-    reasons = Counter(reason for sample in full for reason in sample.throttled_by or ())
-    return State(
-        seconds=end_s - start_s,
-        power_w=_mean(sample.power_w for sample in inside),
-        counter_w=counter_w,
-        utilization=_mean(sample.utilization for sample in full),
-        sm_clock_hz=_mean(sample.gauges.get("sm_clock_hz") for sample in full),
-        memory_clock_hz=_mean(sample.gauges.get("memory_clock_hz") for sample in full),
-        temperature_c=_mean(sample.gauges.get("temperature_c") for sample in full),
-        throttled={reason: count / len(full) for reason, count in reasons.items()},
-    )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _end_s(record: _Record) -> float:
-    return (record.samples[-1].time_ns - record.origin_ns) * NS if record.samples else 0.0
-
-
-def _apart_s(record: _Record) -> float:
-    return _end_s(record) / max(len(record.samples) - 1, 1)
