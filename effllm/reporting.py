@@ -205,10 +205,10 @@ def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tu
     if report.energy_doubtful and window.energy and not report.final:
         error = metrics.timing_error_ratio(last) or 0.0
         times = times_longer(window.energy.iterations)
-        iterations = math.ceil(times * last.iterations)
+        iterations = math.ceil(times * last.iterations - ROUNDING)
         yield (
             "energy_doubtful",
-            f"a window's energy is known to ±{100 * error:.0f} % only: {last.iterations} iterations "
+            f"a window's energy is known to ±{100 * error:.2g} % only: {last.iterations} iterations "
             f"({last.energy_time_s:.2g} s) are too short for the sensor, from {iterations} on "
             f"({times * last.energy_time_s:.2g} s) it would be ±5 %; run-to-date values are not affected",
         )

@@ -12,7 +12,7 @@ from effllm.aggregator import RECENT, Aggregator
 from effllm.config import Config
 from effllm.ledger import restore
 from effllm.roster import ABSENT_AFTER_S, SILENT_AFTER_S
-from effllm.schema import Beat, Bye, Note, Parameters
+from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters
 
 
 class Job:
@@ -848,3 +848,130 @@ def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
 
     assert len(job.events("garbage")) == 1
     assert {kind: job.summary().events[kind] for kind in ("rejected", "duplicate")} == {"rejected": 3, "duplicate": 1}
+
+
+# --- what speaks against a value ------------------------------------------------------------------
+
+
+def uncertain(rank=0, number=1, error_j=100.0, **changes):
+    """Return a window of 1000 J whose random error, half-width, is so much, all of it at its edges."""
+    edge_j2 = (error_j / NORMAL_95) ** 2 / 2
+    wall = msgspec.structs.replace(full(10.0), energy_start_j2=edge_j2, energy_end_j2=edge_j2)
+    return row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall),), **changes)
+
+
+def test_a_window_too_short_for_the_sensor_is_marked_and_told_once_with_the_shortest_honest_one():
+    job = Job(1).join()
+    job.send(uncertain(number=1, error_j=100.0), uncertain(number=2, error_j=100.0), uncertain(number=3, error_j=49.0))
+
+    assert [report.energy_doubtful for report in job.closed()] == [True, True, False]
+    # 100 J of 1000 J are 10 %; at twice the length they would be 5 %.
+    assert [event.text for event in job.events("energy_doubtful")] == [
+        "a window's energy is known to ±10 % only: 10 iterations (10 s) are too short for the sensor, from 20 on "
+        "(20 s) it would be ±5 %; run-to-date values are not affected"
+    ]
+
+
+def test_what_one_gpu_cannot_tell_a_hundred_can():
+    job = Job(100).join()
+    for rank in range(100):
+        job.send(uncertain(rank, error_j=400.0))
+
+    # 40 % of each, independent: 4 % of a hundred
+    assert not job.closed()[0].energy_doubtful
+
+
+def test_a_window_without_energy_is_not_doubtful_and_the_last_row_is_told_of_nothing():
+    job = Job(1).join()
+    job.send(row(0, 1, devices=()), uncertain(number=2, error_j=500.0, final=True))
+
+    assert [report.energy_doubtful for report in job.closed()] == [False, True]
+    assert job.events("energy_doubtful") == []
+
+
+@pytest.mark.parametrize(("flops", "told"), [(9e12, ()), (12e12, ("MFU would be 1.2, which cannot be",))])
+def test_an_mfu_above_one_is_an_event_that_names_what_may_be_wrong(flops, told):
+    # 2000 tokens in 10 s on two devices of 1000 TFLOP/s: 1 at 1e13 FLOPs a token
+    job = Job(peak_tflops=1000.0).join(flops_per_token=flops)
+    closed = run_of(job, 2)
+
+    assert ("throughput/mfu_ratio" in closed[-1].values) is not told
+    events = job.events("mfu")
+    assert len(events) == len(told)
+    for event, text in zip(events, told, strict=True):
+        assert event.text == (
+            f"{text}, and is not shown: wrong are the 1.2e+13 FLOPs per token, the tokens, or the peak "
+            "(1000 TFLOP/s per device, as configured)"
+        )
+
+
+def test_an_hfu_above_one_is_one_too():
+    job = Job(peak_tflops=1000.0).join(flops_per_token=9e12, hardware_flops_per_token=12e12)
+    (report,) = run_of(job, 1)
+
+    assert report.values["throughput/mfu_ratio"] == pytest.approx(0.9)
+    assert [event.text[:16] for event in job.events("mfu")] == ["HFU would be 1.2"]
+
+
+def test_the_peak_is_that_of_the_hardware_table_where_all_gpus_are_in_it():
+    known = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA H100 80GB HBM3")
+    unknown = msgspec.structs.replace(gpu("GPU-1"), name="NVIDIA H101")
+    job = Job(1).join(devices=(known,), flops_per_token=1e12)
+    (report,) = run_of(job, 1)
+
+    assert report.last.peak_flops_per_s == pytest.approx(989.4e12)
+    assert job.summary().peak == "989.4 TFLOP/s per GPU, dense BF16, NVIDIA H100 80GB HBM3 in the hardware table"
+    other = Job(1).join(devices=(known, unknown), flops_per_token=1e12)
+    assert run_of(other, 1)[0].last.peak_flops_per_s is None
+    assert other.summary().peak == ""
+
+
+def test_the_summary_has_of_the_run_what_charts_show_of_a_window():
+    job = Job(peak_tflops=1000.0).join(flops_per_token=5e12)
+    run_of(job, 2)
+    metrics = job.summary().metrics
+
+    assert metrics["throughput/mfu_ratio"].value == pytest.approx(0.5)
+    assert metrics["energy/watts_per_gpu"].value == pytest.approx(100.0)
+    assert not [tag for tag in metrics if tag.startswith("window/")]
+
+
+def test_the_errors_of_the_summary_are_those_of_two_ends_and_of_all_that_was_measured():
+    job = Job(1).join()
+    job.send(*[uncertain(number=number, error_j=40.0) for number in (1, 2, 3, 4)])
+    summary = job.summary()
+
+    # Edges between windows cancel: 40 J of 4000 J stay.
+    assert summary.energy.error_joules == pytest.approx(40.0)
+    assert summary.energy.error_by_device == {"GPU-0": pytest.approx(40.0)}
+    assert summary.energy.gain_error == pytest.approx(0.05)
+    aec = summary.metrics["aec_watts"]
+    assert (aec.value, aec.error, aec.sensor_error) == pytest.approx((100.0, 1.0, 5.0))
+
+
+def test_the_warm_up_is_in_the_total_energy_and_told_apart():
+    job = Job(1, warmup_iterations=15).join()
+    job.send(row(0, 1), row(0, 2), row(0, 3), row(0, 4))
+    energy = job.summary().energy
+
+    assert (energy.total_joules, energy.warmup_joules) == (4000.0, 2000.0)
+    assert job.closed()[-1].run.energy_j == 2000.0
+    assert Job(1).join().summary().energy.warmup_joules == 0.0
+
+
+def test_a_late_report_of_the_warm_up_completes_its_energy():
+    job, _ = late_job(warmup_iterations=10)
+    assert job.summary().energy.warmup_joules == 1000.0
+    job.send(row(1))
+
+    assert job.summary().energy.warmup_joules == 2000.0
+
+
+def test_each_attempt_adds_its_own_warm_up():
+    first = Job(1, warmup_iterations=10).join()
+    first.send(row(0, 1), row(0, 2))
+    second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup_iterations=10).join()
+    second.send(row(0, 1), row(0, 2))
+
+    assert second.summary().energy.warmup_joules == 2000.0
+    assert second.summary().energy.total_joules == 4000.0
