@@ -90,6 +90,9 @@ class TickClock:
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
+        if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that stood still for a while does not jitter
+            self._jitter_ns = max(self._jitter_ns / 2, LEAST_JITTER_NS)
+            self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self._spread_ns(), until_ns + self._spread_ns()
         if math.isnan(self._low_ns):
             self._start_anew(low_ns, high_ns)
@@ -110,9 +113,6 @@ class TickClock:
         self._low_ns, self._high_ns, count = meets[gaps_ns.index(min(gaps_ns))]
         self._learn_period(count)
         self._remember()
-        if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that stood still for a while does not jitter
-            self._jitter_ns = max(self._jitter_ns / 2, LEAST_JITTER_NS)
-            self._contradicted_ns = until_ns
 
     def _contradict(self, by_ns: float, time_ns: int) -> None:
         """Note that a tick came at least so much earlier or later than it could have."""

@@ -240,6 +240,23 @@ def test_ticks_that_jitter_are_counted_as_conflicts_and_widen_what_it_refuses(ji
     assert 200 * jitter_ns / TICK_NS < refused < 100
 
 
+def test_a_counter_that_stood_still_once_is_trusted_again_after_some_minutes():
+    clock = TickClock(0.1, 2e-5)
+    counter = Counter(clock, phase_ns=31_700_000)
+    reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
+    tick_ns = round(clock.before(START_NS + 100 * NS)[0])
+    clock.stood(tick_ns - 40_000_000, tick_ns + 40_000_000)  # though it was due
+
+    def refused(at_ns):
+        return sum(clock.tells(at_ns + i * TICK_NS / 200) is None for i in range(200))
+
+    assert clock.conflicts == 1
+    reads_of_an_agent(counter, [START_NS + (110 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
+    assert refused(START_NS + 210 * NS) > 100  # by up to 40 ms its ticks may be off
+    reads_of_an_agent(counter, [START_NS + (300 + 30 * i) * NS + i * 7_340_000 for i in range(100)])
+    assert refused(START_NS + 3400 * NS) < 10
+
+
 def test_a_clock_that_drifts_with_temperature_is_followed_for_days():
     # One part in a million, as crystals do; a period that were taken over more than minutes would contradict it.
     clock = TickClock(0.1, 2e-5)
