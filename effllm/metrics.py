@@ -20,6 +20,8 @@ Formula = Callable[[ClusterTotals], float | None]
 
 GIB = 2**30
 J_PER_WH = 3600.0
+#: Floats that are computed in two ways may differ by this share.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -414,9 +416,9 @@ def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dic
             value = entry.formula(totals)
             if value is None or not totals.energy_j or totals.energy_error_j is None:
                 continue
-            random = _moved(entry.formula, totals, value, totals.energy_error_j / totals.energy_j, gain=False)
-            share = (totals.energy_gain_error_j or 0.0) / totals.energy_j
-            systematic = _moved(entry.formula, totals, value, share, gain=True)
+            shares = (totals.energy_error_j / totals.energy_j, (totals.energy_gain_error_j or 0.0) / totals.energy_j)
+            random = _moved(entry.formula, totals, value, shares[0], gain=False)
+            systematic = _moved(entry.formula, totals, value, shares[1], gain=True)
             if random or systematic:
                 found[entry.tag(base)] = (random, systematic)
     return found
@@ -440,7 +442,8 @@ def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, 
             power_histogram_s={(step + 0.5) * scale - 0.5: s for step, s in totals.power_histogram_s.items()},
         )
     after = formula(moved)
-    return 0.0 if after is None else abs(after - value)
+    change = 0.0 if after is None else abs(after - value)
+    return change if change > ROUNDING * abs(value) else 0.0
 
 
 def _scaled(value: float | None, scale: float) -> float | None:

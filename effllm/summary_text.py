@@ -16,6 +16,8 @@ WIDTH = 78
 J_PER_KWH = 3.6e6
 #: Less than this is told in joules, not in kilowatt-hours.
 LEAST_KWH = 0.01
+#: A smaller share would be told as 0.0 %.
+LEAST_SHARE = 0.0005
 
 
 def readable(value: float) -> str:
@@ -176,7 +178,7 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 def _shares(parts: Mapping[str, float]) -> str:
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part > 0)
+    return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= LEAST_SHARE * total)
 
 
 def _energy(joules: float, error_joules: float | None, gain_error: float | None) -> str:

@@ -246,8 +246,11 @@ def test_the_errors_of_a_metric_are_those_worked_by_hand(tag, random, systematic
 def test_what_no_energy_is_in_has_no_error_of_energy():
     found = metrics.errors(TOTALS, TOTALS, TOTALS)
 
-    for tag in ("throughput/mfu_ratio", "al_seconds", "energy/gpu_cost", "energy/timing_error_ratio"):
-        assert tag not in found
+    for name in ("throughput/mfu_ratio", "al_seconds", "energy/gpu_cost", "energy/timing_error_ratio"):
+        assert name not in found
+    for share in (0.1, 0.05, 0.03, 0.07):
+        gain = msgspec.structs.replace(TOTALS, energy_gain_error_j=share * 60_000.0)
+        assert "energy/sensor_error_ratio" not in metrics.errors(gain, gain, gain), "for the rounding of floats"
     assert metrics.mfu_ratio(TOTALS) == pytest.approx(12_000 * 2e5 / 1e10)
 
 

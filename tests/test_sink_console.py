@@ -370,7 +370,11 @@ def test_a_simulated_or_holed_run_says_so_in_its_table():
 
 
 def test_the_command_for_tensorboard_can_be_pasted_and_empty_classes_are_left_out():
-    text = summary_text(make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0}), None, Path("/my runs/one"))
+    text = summary_text(
+        make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0, "shutdown": 0.002}),
+        None,
+        Path("/my runs/one"),
+    )
 
     assert "TensorBoard: tensorboard --logdir '/my runs/one'\n" in text
     assert "  time          iterations 100.0 %\n" in text
