@@ -22,11 +22,12 @@ import zmq
 from msgspec import Struct
 
 from effllm import __version__, node_power
-from effllm.config import PREFIX, VARIABLES, Config, is_enabled, read_config
+from effllm.config import PREFIX, VARIABLES, Config, cache_folder, is_enabled, read_config
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.metrics import METRICS
 from effllm.power_scope import Scope, choose
 from effllm.preflight import problems, usable
+from effllm.profiling.known import Known, known
 from effllm.recorder import Recorder
 from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
 from effllm.roster import peak_of
@@ -145,13 +146,14 @@ class Survey(Struct, frozen=True):
     metrics: list[Measurable]
     findings: list[Finding]
     cost: Cost
+    sensor: Known | None = None  # of the GPU
 
 
 def survey(environ: Mapping[str, str], device: str) -> Survey:
     """Try everything out; ``device`` is looked at instead of the configured one."""
     findings = [*_python(), *_settings(environ)]
     config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
-    opened, sources, read_ms, read_cpu_s, about = _device(config, environ)
+    opened, sources, read_ms, read_cpu_s, sensor, about = _device(config, environ)
     node, node_findings = _node_power(config, opened)
     scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
@@ -174,6 +176,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
             interval_s=config.collection_interval_s,
             stamps_us=stamps_us,
         ),
+        sensor=sensor,
     )
 
 
@@ -202,7 +205,7 @@ def _measurable(name: str, sources: Mapping[str, Source]) -> Measurable:
 
 def _device(
     config: Config, environ: Mapping[str, str]
-) -> tuple[Device | None, dict[str, Source], float | None, float | None, Finding]:
+) -> tuple[Device | None, dict[str, Source], float | None, float | None, Known | None, Finding]:
     site = Site(
         trainer_pid=os.getpid(),
         host=platform.node(),
@@ -216,7 +219,7 @@ def _device(
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
         sources = dict.fromkeys((*READ, *_GAUGES), Source(why_not="no device, see above"))
-        return None, sources, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
+        return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
     wall_s, samples = [], []
     failures: dict[str, str] = {}
     cpu_s = time.thread_time()
@@ -228,6 +231,7 @@ def _device(
         failures |= failed
         time.sleep(READS_APART_S)
     cpu_s = (time.thread_time() - cpu_s) / READS
+    sensor = known(reader, cache_folder() / "calibration")
     reader.close()
     device = reader.device
     missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
@@ -262,7 +266,7 @@ def _device(
     }
     simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
     about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
-    return device, sources, 1e3 * statistics.median(wall_s), cpu_s, about
+    return device, sources, 1e3 * statistics.median(wall_s), cpu_s, sensor, about
 
 
 def _method(device: Device) -> str:

@@ -3,6 +3,7 @@
 torch is one of the tests' own where it is to compute: its products sleep, and move no sensor.
 """
 
+import datetime
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from effllm.config import cache_folder
 from effllm.devices import Site
 from effllm.profiling.load import LoadUnavailable, TorchLoad
 from effllm.profiling.record import Edge
+from effllm.schema import Sensor
 
 NS = 1_000_000_000
 UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"
@@ -162,6 +164,39 @@ def test_another_gpu_can_be_chosen(cli, traced):
     done = cli.run("profile", "--seconds", "10", "--device", "1", **traced.environment())
 
     assert done.stdout.startswith("Board 1, ")
+
+
+# --- effllm check ---
+
+
+def test_check_shows_what_is_assumed_of_a_sensor_and_what_two_seconds_tell(cli, traced):
+    found = json.loads(cli.run("check", "--json", **traced.environment()).stdout)
+
+    sensor = found["sensor"]
+    assert (sensor["source"], sensor["measured_lag"], sensor["lag_s"]) == ("measured here", False, 0.0)
+    assert sensor["tick_s"] == pytest.approx(0.1, rel=0.01)
+    assert (sensor["duty"], sensor["gain_error"]) == (0.25, 0.05)
+    assert sensor["scopes"]["instant power"] == ["gpu"]
+    assert not cache_folder().exists()
+
+
+def test_check_shows_a_profile_where_there_is_one(cli, traced):
+    sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_s=-0.0372, lag_error_s=0.005, duty=0.253, is_held=True)
+    profile = calibration.Calibration(H100, "570.0", datetime.date.today().isoformat(), sensor, measured_lag=True)
+    calibration.store(cache_folder() / "calibration", profile)
+
+    done = cli.run("check", **traced.environment())
+
+    shown = " ".join(done.stdout.split())
+    assert "moves every 100.0 ms, power held with it" in shown
+    assert "lag -37.2 ± 5 ms, sees 25 % of the time: both measured" in shown
+    assert f"profiled {profile.date}, kept in the cache" in shown
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("device", ["host", "simulated"])
+def test_check_shows_no_sensor_where_there_is_no_gpu(cli, device):
+    assert json.loads(cli.run("check", "--json", "--device", device).stdout)["sensor"] is None
 
 
 # --- where there is nothing to profile ---

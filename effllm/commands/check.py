@@ -14,6 +14,7 @@ from rich.table import Table
 from effllm.config import this_process
 from effllm.devices import device_names
 from effllm.metrics import METRICS
+from effllm.profiling.known import Known, told
 from effllm.survey import BROKEN, MISSING, Cost, Finding, Measurable, Survey, survey
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # beside the contract's seven
@@ -41,6 +42,9 @@ def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
     yield ""
     yield _metrics([one for one in found.metrics if show_all or _is_usual(one.metric)])
     yield ""
+    if found.sensor:
+        yield _sensor(found.sensor)
+        yield ""
     yield from _costs(found)
     if found.measured:
         yield "[bold green]A run would be measured here.[/]"
@@ -84,6 +88,15 @@ def _once(reasons: list[str], told: set[str]) -> Iterator[str]:
         head, _, tail = reason.partition(": ")
         yield f"{head}: see above" if reason in told and tail else reason
         told.add(reason)
+
+
+def _sensor(sensor: Known) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(overflow="fold")
+    for name, lines in told(sensor):
+        table.add_row(name, escape("\n".join(lines)))
+    return table
 
 
 def _joined(sources: list[str]) -> Iterator[str]:
