@@ -30,7 +30,8 @@ from effllm.schema import (
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024
-MOST_ROWS = 64  # rows in one frame: about 25 kB of them
+MOST_ROWS = 64  # rows in one frame: about 40 kB of plain ones ...
+MOST_ROWS_BYTES = MOST_BYTES // 2  # ... and a row with all gauges, phases and a wide histogram has 10 kB
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
@@ -117,7 +118,7 @@ def _check_row(row: RankReport) -> None:
 
 
 def _check_device(device: DeviceWindow) -> None:
-    numbers = [device.memory_peak_bytes, device.power_peak_w]
+    numbers = [device.memory_peak_bytes, device.power_peak_w, device.energy_gain_error]
     for integrals in (device.wall, *device.phases.values()):
         numbers += _numbers(integrals)
     for gauge in device.gauges.values():
@@ -161,7 +162,14 @@ class Outbox:
 
     def unsent(self) -> Sequence[RankReport]:
         """Return the next reports that are not under way, as many as one frame takes."""
-        return [self._rows[i] for i in range(self._sent, min(len(self._rows), self._sent + MOST_ROWS))]
+        rows: list[RankReport] = []
+        room = MOST_ROWS_BYTES
+        for i in range(self._sent, min(len(self._rows), self._sent + MOST_ROWS)):
+            room -= len(_encoder.encode(self._rows[i]))
+            if rows and room < 0:
+                break
+            rows.append(self._rows[i])
+        return rows
 
     def sent(self, count: int) -> None:
         """Note that so many more are under way."""

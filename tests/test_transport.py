@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from effllm.schema import Ack, Beat, Bye, ByeSeen, Integrals, Note, Parameters, Refused, Welcome
+from effllm import transport
+from effllm.schema import GAUGES, Ack, Beat, Bye, ByeSeen, Gauge, Integrals, Note, Parameters, Refused, Welcome
 from effllm.transport import (
     MAGIC,
     MOST_BYTES,
@@ -153,11 +154,56 @@ def test_an_introduction_that_cannot_be_is_refused(changes):
         decode_from_agent(encode(hello(**changes)))
 
 
-def test_a_full_frame_is_well_below_the_limit():
-    phases = {name: full(1.0) for name in ("evaluation", "checkpoint", "other", "startup", "shutdown")}
-    devices = tuple(device_window(f"GPU-{'x' * 36}-{i}", phases=phases) for i in range(2))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory_peak_bytes": NAN},
+        {"power_peak_w": -1.0},
+        {"energy_gain_error": INFINITE},
+        {"throttled_s": {"any": -1.0}},
+        {"throttle_covered_s": NAN},
+        {"power_histogram_s": {30: INFINITE}},
+        {"gauges": {"sm_clock_hz": Gauge(NAN, 1.0, 1.0, 1.0)}},
+        {"gauges": {"sm_clock_hz": Gauge(1.0, -1.0, 1.0, 1.0)}},
+    ],
+)
+def test_a_device_with_an_impossible_gauge_or_error_is_refused(changes):
+    with pytest.raises(FrameError, match=r"gauge|integral"):
+        decode_from_agent(encode(reports(row(devices=(device_window(**changes),)))))
 
-    assert len(encode(reports(*[row(devices=devices) for _ in range(MOST_ROWS)]))) < MOST_BYTES / 2
+
+def crowded_row(sequence=1):
+    """Return a row with everything in it that a GPU and two sensors of its node may tell."""
+    part = full(1 / 3)
+    phases = dict.fromkeys(("evaluation", "checkpoint", "other", "startup", "shutdown"), part)
+    gauges = dict.fromkeys(GAUGES, Gauge(1 / 3, 1 / 3, 1 / 3, 1 / 3))
+    histogram_s = dict.fromkeys(range(300), 1 / 3)
+    everything = {"phases": phases, "gauges": gauges, "power_histogram_s": histogram_s}
+    return row(sequence=sequence, devices=tuple(device_window("x" * 40, 1 / 3, **everything) for _ in range(3)))
+
+
+def test_a_full_frame_is_well_below_the_limit():
+    outbox = Outbox(1000)
+    for sequence in range(1, 101):
+        outbox.add(crowded_row(sequence))
+
+    sizes = []
+    while rows := outbox.unsent():
+        sizes.append(len(encode(reports(*rows))))
+        outbox.sent(len(rows))
+
+    assert len(sizes) > 2
+    assert max(sizes) < 0.6 * MOST_BYTES
+
+
+def test_plain_rows_go_by_as_many_as_a_frame_takes_and_one_that_is_too_large_goes_alone(monkeypatch):
+    outbox = Outbox(1000)
+    for sequence in range(1, 101):
+        outbox.add(row(sequence=sequence))
+    assert len(outbox.unsent()) == MOST_ROWS
+
+    monkeypatch.setattr(transport, "MOST_ROWS_BYTES", 10)
+    assert [one.sequence for one in outbox.unsent()] == [1]
 
 
 # --- the outbox ----------------------------------------------------------------------------------
