@@ -85,7 +85,8 @@ class _Agent:
     def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
         sensor = calibrate(device, read, cache_folder() / "calibration")
         if PROFILED in os.environ:
-            sensor = replace(sensor, lag_error_s=0.0)
+            # Not the counter lags here, but what it adds up is the end of each tick (docs/calibration.md).
+            sensor = replace(sensor, lag_s=-(1 - sensor.duty) * sensor.tick_s / 2, lag_error_s=0.0)
         self._calibrated.set()
         return sensor
 
@@ -96,12 +97,12 @@ class _Agent:
 
     def _cut(self) -> None:
         """Cut at every edge that has been told as well as can be; every other one ends a window."""
+        for edge_ns in self._waiting:
+            self._track.ask(edge_ns)
         while self._waiting:
             edge_ns = self._waiting[0]
-            if not self._track.is_settled(edge_ns):
-                self._track.ask(edge_ns)
-                if time.monotonic_ns() < edge_ns + EDGE_WAIT_S * 1e9:
-                    return
+            if not self._track.is_settled(edge_ns) and time.monotonic_ns() < edge_ns + EDGE_WAIT_S * 1e9:
+                return
             self._waiting.popleft()
             assert self._track.series is not None, self._track.sampler.unavailable
             if self._start_ns:

@@ -323,11 +323,12 @@ class Agent:
 
     def _cut(self, now_s: float) -> None:
         assert self._cutter is not None
+        # An edge is told by the two ticks after it, in which the next window may end already.
+        for edge_ns in self._cutter.edges_ns:
+            for track in self._tracks:
+                track.ask(edge_ns)
         while (ended := self._cutter.ended) is not None:
             edge = all(track.is_settled(ended.end_ns) for track in self._tracks)
-            if not edge:
-                for track in self._tracks:
-                    track.ask(ended.end_ns)
             _, ordinal, _, _ = self._ring.state()
             moved_on = ordinal > ended.ordinal or self._cutter.last_ordinal > ended.ordinal or self._status is not None
             waited_s = now_s - ended.end_ns * 1e-9

@@ -25,6 +25,8 @@ MOST_PLAINLY = 0.001
 #: A call that took so long may be holding the driver's lock, on which kernel launches wait too.
 SLOW_CALL_S = 0.020
 LONGEST_INTERVAL_S = 30.0
+#: How quickly what calls take is believed to have grown, or shrunk: nearer to the slow ones than to the mean.
+CALL_RISE, CALL_FALL = 0.2, 0.05
 #: A read that has not come back after so long makes the device stale.
 STALE_AFTER_S = 5.0
 
@@ -67,7 +69,7 @@ class Sampler:
         self._nudge = threading.Event()
         self._stopped = False
         self._failing: dict[str, str] = {}
-        self._call_s = 0.0  # what calls take: quick to rise, slow to fall
+        self._call_s = 0.0  # what calls take
         self._reading_since_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -189,7 +191,8 @@ class Sampler:
         sample, failures = read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
-        self._call_s = took_s if took_s > self._call_s else 0.99 * self._call_s + 0.01 * took_s
+        # Slow to believe, for one reading in a hundred is held up by whoever else wants the core.
+        self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
         if not energy_only:  # of what was not asked nothing is known
             self._tell(reader.device.key, failures)

@@ -29,8 +29,7 @@ class Track:
         self._is_prompt = interval_s <= LONGEST_PROMPT_S
         self.series: Series | None = None  # None until the device is open
         self._longest_gap_s = LONGEST_GAP_INTERVALS * max(interval_s, LEAST_INTERVAL_S)
-        self._asked_ns = 0
-        self._last_edge_ns = 0
+        self._asked_ns = 0  # the last edge that was asked for
         self._is_stale = False
 
     def take(self) -> bool:
@@ -48,11 +47,11 @@ class Track:
         return is_new
 
     def ask(self, edge_ns: int) -> None:
-        """Have the samples taken that tell what happened until an edge, once for each edge."""
-        if edge_ns == self._asked_ns or not self._is_prompt:
+        """Have the samples taken that tell what happened until an edge, once for each; edges come in their order."""
+        if edge_ns <= self._asked_ns or not self._is_prompt:
             return
-        since_s = (edge_ns - self._last_edge_ns) * 1e-9 if self._last_edge_ns else 1.0
-        self._asked_ns = self._last_edge_ns = edge_ns
+        since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
+        self._asked_ns = edge_ns
         times = self.series.reads_for(edge_ns) if self.series else [edge_ns]
         self.sampler.ask(times, within_s=max(since_s, 0.0))
 

@@ -294,6 +294,11 @@ class WindowCutter:
         """Last iteration of the oldest window that has ended and is not cut yet."""
         return self._open[0][0] if self._open else None
 
+    @property
+    def edges_ns(self) -> list[int]:
+        """Ends of the windows that have ended and are not cut yet, oldest first."""
+        return [iteration.end_ns for iteration, _, _ in self._open]
+
     def window_of(self, ordinal: int) -> int:
         """Return the number of the window in which an iteration lies."""
         return -(-(ordinal + self._offset) // self._log_interval)
