@@ -168,33 +168,39 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     Args:
         readings: monotonic time in ns and joules.
     """
-    moves = [
-        (first_ns, second_ns)
-        for (first_ns, first_j), (second_ns, second_j) in pairwise(readings)
-        if second_j != first_j
-    ]
+    reads = [(first[0], second[0], first[1] != second[1]) for first, second in pairwise(readings)]
+    moves = [(after, until) for after, until, has_moved in reads if has_moved]
     if len(moves) < LEAST_MOVES:
         return None
-    if len(moves) > 0.6 * (len(readings) - 1):
-        apart_ns = statistics.median(second_ns - first_ns for (first_ns, _), (second_ns, _) in pairwise(readings))
+    apart_ns = statistics.median(until - after for after, until, _ in reads)
+    if len(moves) > 0.6 * len(reads):
         return (0.0, 0.0) if apart_ns <= DENSE_S * 1e9 else None
-    middles = [(after + until) / 2 for after, until in moves]
-    period = statistics.median(later - earlier for earlier, later in pairwise(middles))
+    roughly_ns = statistics.median(later - earlier for (earlier, _), (later, _) in pairwise(moves))
+    runs = _runs(reads, max(1.5 * apart_ns, 0.5 * roughly_ns))
+    steps = [(after + until - since - before) / 2 for run in runs for (since, before), (after, until) in pairwise(run)]
+    if not steps:
+        return None
+    period = statistics.fmean(steps)
     shortest, longest = 0.5 * period, 1.5 * period
-    index = 0
-    indices = [0]
-    for earlier, later in pairwise(middles):
-        index += max(round((later - earlier) / period), 1)
-        indices.append(index)
-    for i, (after_i, until_i) in enumerate(moves):
-        for j in range(i + 1, len(moves)):
-            ticks = indices[j] - indices[i]
-            shortest = max(shortest, (moves[j][0] - until_i) / ticks)
-            longest = min(longest, (moves[j][1] - after_i) / ticks)
+    for run in runs:
+        for i, (since, before) in enumerate(run):
+            for ticks, (after, until) in enumerate(run[i + 1 :], 1):
+                shortest = max(shortest, (after - before) / ticks)
+                longest = min(longest, (until - since) / ticks)
     if shortest > longest:  # it jitters by more than reads are apart
-        mean = (middles[-1] - middles[0]) / indices[-1]
-        return mean / 1e9, max((shortest - longest) / 2, 0.002 * mean) / 1e9
+        return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
     return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
+
+
+def _runs(reads: Sequence[tuple[int, int, bool]], most_ns: float) -> list[list[tuple[int, int]]]:
+    """Return the moves of each stretch in which no read was held up, so that each is a tick after the one before."""
+    runs: list[list[tuple[int, int]]] = [[]]
+    for after, until, has_moved in reads:
+        if until - after > most_ns:  # it may have moved more than once
+            runs.append([])
+        elif has_moved:
+            runs[-1].append((after, until))
+    return runs
 
 
 def is_held(samples: Sequence[Sample]) -> bool | None:
@@ -237,7 +243,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
     name = _model(name)
     try:
         kept = msgspec.json.decode(_path(folder, name, driver).read_bytes(), type=Calibration)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
     return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
 

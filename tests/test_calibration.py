@@ -1,15 +1,20 @@
 """effllm/calibration.py: two seconds of reads, and what is kept of them."""
 
 import datetime
+import math
+import random
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 from builders import NS
 from msgspec.structs import replace
+from nvml_library import Gpu, square
 
 from effllm import calibration
 from effllm.calibration import KEPT_DAYS, Calibration, calibrate, is_held, load, store, tick_of
+from effllm.devices import Site
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
 H100 = Device("GPU-1", "nvml", "NVIDIA H100 80GB HBM3", energy_method=COUNTER, driver="570.1")
@@ -93,6 +98,49 @@ def test_reads_too_far_apart_to_see_a_tick_do_not_say_that_there_is_none(board):
 
 def test_a_counter_that_moves_between_dense_reads_moves_all_the_time():
     assert tick_of([(step * 2_000_000, 0.6 * step) for step in range(1000)]) == (0.0, 0.0)
+
+
+def readings(tick_s, apart_s, seed, jitter_s=0.0, held_up_s=0.0):
+    """Return two seconds of reads of a counter, about ``apart_s`` apart; now and then one is held up."""
+    chance = random.Random(seed)
+    now_s, phase_s, found = 1000.0 + chance.random(), chance.uniform(0, tick_s), []
+    end_s = now_s + 2.0
+    while now_s < end_s:
+        tick = math.floor((now_s - phase_s) / tick_s)
+        if jitter_s and now_s < phase_s + tick * tick_s + jitter_s * random.Random(tick).random():
+            tick -= 1
+        found.append((round(now_s * NS), 30.0 * tick))
+        now_s += apart_s * chance.uniform(0.95, 1.1)
+        if held_up_s and chance.random() < 0.02:
+            now_s += chance.uniform(0, held_up_s)
+    return found
+
+
+@pytest.mark.parametrize("tick_s", [0.01, 0.02, 0.1, 0.106])
+@pytest.mark.parametrize("part", [0.03, 0.1, 0.4, 0.45, 0.5])
+@pytest.mark.parametrize("held_up_s", [0.0, 0.3])
+def test_the_true_tick_is_within_what_is_said_however_far_apart_the_reads_are(tick_s, part, held_up_s):
+    for seed in range(10):
+        found_s, error_s = tick_of(readings(tick_s, part * tick_s, seed, held_up_s=held_up_s))
+
+        assert abs(found_s - tick_s) <= error_s
+        assert error_s < 0.1 * tick_s
+
+
+@pytest.mark.parametrize("tick_s", [0.02, 0.1])
+def test_a_tick_that_jitters_is_found_with_a_wider_margin(tick_s):
+    for seed in range(10):
+        jittering = tick_of(readings(tick_s, 0.002, seed, jitter_s=0.4 * tick_s))
+        steady = tick_of(readings(tick_s, 0.002, seed))
+
+        assert abs(jittering[0] - tick_s) <= jittering[1] + 1e-3 * tick_s
+        assert jittering[1] > 2 * steady[1]
+
+
+def test_a_counter_that_stands_has_no_tick_that_could_be_told():
+    assert tick_of([]) is None
+    assert tick_of([(step * 2_000_000, 7.0) for step in range(1000)]) is None
+    assert tick_of([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
 
 
 def test_what_the_table_says_of_duty_and_gain_outlives_the_measurement(board, tmp_path):
@@ -229,6 +277,26 @@ def test_a_file_that_makes_no_sense_is_passed_over(board, tmp_path, text):
     assert calibrate(H100, board().read, tmp_path).source == "measured here"
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 5000, b'{"name": "\xff"}', bytes(1000)])
+def test_a_file_that_is_no_text_is_passed_over(board, tmp_path, content):
+    store(tmp_path, PROFILE)
+    [path] = tmp_path.iterdir()
+    path.write_bytes(content)
+
+    assert load(tmp_path, H100.name, H100.driver) is None
+    assert calibrate(H100, board().read, tmp_path).source == "measured here"
+
+
+def test_a_kept_calibration_is_its_owners_alone(board, tmp_path):
+    folder = tmp_path / "cache" / "calibration"
+
+    calibrate(H100, board().read, folder)
+
+    [path] = folder.iterdir()
+    assert (path.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert path.name == "NVIDIA-H100-80GB-HBM3-570.1.json"
+
+
 def test_a_cache_that_cannot_be_written_costs_only_the_time(board, tmp_path):
     (tmp_path / "file").write_text("")
 
@@ -240,3 +308,43 @@ def test_what_is_no_gpus_counter_is_left_alone(tmp_path, traits):
     device = replace(H100, **traits)
 
     assert calibrate(device, lambda: pytest.fail("read"), tmp_path) == device.sensor
+
+
+# --- through NVML ---
+
+
+@pytest.fixture
+def calibrated(trace, tmp_path):
+    """Calibrate a traced GPU through the real pynvml; return the sensor and the seconds that took."""
+
+    def run(gpu, *faults):
+        trace.write(gpu)
+        trace.fault(*faults)
+        with trace.reader(Site()) as reader:
+            began_s = time.monotonic()
+            sensor = calibrate(reader.device, lambda: reader.call("read_energy")[0], tmp_path / "cache")
+            return sensor, time.monotonic() - began_s
+
+    return run
+
+
+def test_the_tick_of_a_gpu_that_measures_part_of_it_is_found_through_nvml_and_kept(calibrated):
+    gpu = Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held")
+
+    measured, took_s = calibrated(gpu)
+    kept, again_s = calibrated(gpu)
+
+    assert abs(measured.tick_s - 0.1) <= measured.tick_error_s < 2e-3
+    assert measured.is_held
+    assert 0.0 < measured.call_s < 0.02
+    assert took_s < 2.5
+    assert (kept.tick_s, kept.source.partition(" ")[0]) == (measured.tick_s, "measured")
+    assert again_s < 0.5
+
+
+def test_calls_that_are_too_slow_to_see_the_tick_leave_it_open(calibrated):
+    sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
+
+    assert (sensor.tick_s, sensor.source) == (0.0, "assumed: the reads did not tell the tick")
+    assert sensor.call_s == pytest.approx(0.02, abs=0.015)
+    assert took_s < 2.5
