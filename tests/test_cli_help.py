@@ -35,13 +35,15 @@ def test_a_command_that_is_not_there_is_wrong_use(cli):
     assert "dmeo" in done.stderr
 
 
-def test_every_metric_is_listed_with_its_unit_and_meaning(cli):
+def test_every_metric_is_listed_with_its_unit_what_it_is_over_and_its_meaning(cli):
     done = cli.run("metrics")
 
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
     for entry in METRICS.values():
-        assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} {entry.help}" in shown
+        over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
+        assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} ({over}) {entry.help}" in shown
 
 
 def test_metrics_takes_no_argument(cli):

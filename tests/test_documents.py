@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from effllm.config import VARIABLES
+from effllm.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])
@@ -18,6 +19,19 @@ def test_the_configuration_page_has_a_row_for_every_variable():
     for variable in VARIABLES:
         default = f"`{variable.default}`" if variable.default else ""
         assert f"| `{variable.name}` | {default} | {variable.meaning} | {variable.allowed} |" in page
+
+
+def test_the_page_of_metrics_names_every_one_beside_the_seven():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
+
+
+def test_every_link_into_a_page_leads_to_one_of_its_headings():
+    for document in DOCUMENTS:
+        for page, heading in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", document.read_text()):
+            target = document.parent / page if page else document
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings], document
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

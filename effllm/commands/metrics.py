@@ -10,9 +10,10 @@ from effllm.metrics import METRICS
 
 
 def main() -> None:
-    """Print every metric: its tag in TensorBoard, its unit, and its docstring."""
+    """Print every metric: its tag in TensorBoard, its unit, what it is over, and its docstring."""
     console = Console(highlight=False)
     for entry in METRICS.values():
         tag = Text(f"efficientllm/{entry.tag(entry.bases[0])}", style="cyan")
-        console.print(tag.append(f"  {entry.unit}", style="default"), soft_wrap=True)
+        over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
+        console.print(tag.append(f"  {entry.unit}  ({over})", style="default"), soft_wrap=True)
         console.print(Padding(Text(entry.help), (0, 0, 0, 4)))
