@@ -15,5 +15,5 @@ def main() -> None:
     for entry in METRICS.values():
         tag = Text(f"efficientllm/{entry.tag(entry.bases[0])}", style="cyan")
         over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
-        console.print(tag.append(f"  {entry.unit}  ({over})", style="default"), soft_wrap=True)
+        console.print(tag.append(f" {entry.unit} ({over})", style="default"), soft_wrap=True)
         console.print(Padding(Text(entry.help), (0, 0, 0, 4)))
