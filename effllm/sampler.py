@@ -132,11 +132,10 @@ class Sampler:
         try:
             reader = self._open_reader()
         except DeviceUnavailable as error:
-            self._reading_since_s = None
-            self.unavailable = str(error)
-            if not self._is_node_sensor:
-                self._log(f"no device is sampled: {error}")
-            os.eventfd_write(self._wake_descriptor, 1)
+            self._tell_unavailable(str(error))
+            return
+        except Exception as error:  # noqa: BLE001 - a device file may be anybody's, and nobody above would learn of it
+            self._tell_unavailable(f"its file has an error: {type(error).__name__}: {error}")
             return
         self.device = reader.device
         self._read(reader)
@@ -180,9 +179,13 @@ class Sampler:
             next_s += self._interval_s if is_time else 0.0
             return self._answer(reader, due, is_time)
 
-        sensor = self._calibrate(reader.device, read)
-        self.device = reader.device = replace(reader.device, sensor=sensor)
-        self._samples.put(self.device)
+        try:
+            sensor = self._calibrate(reader.device, read)
+        except Exception as error:  # noqa: BLE001 - what is known without it is enough to go on with
+            self._log(f"{reader.device.key}: its sensor could not be learnt: {type(error).__name__}: {error}")
+        else:
+            self.device = reader.device = replace(reader.device, sensor=sensor)
+            self._samples.put(self.device)
         self.is_calibrating = False
 
     def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
@@ -227,6 +230,13 @@ class Sampler:
         while self._due and self._due[0][0] <= now_ns:
             due.append(heapq.heappop(self._due))
         return due
+
+    def _tell_unavailable(self, why: str) -> None:
+        self._reading_since_s = None
+        self.unavailable = why
+        if not self._is_node_sensor:
+            self._log(f"no device is sampled: {why}")
+        os.eventfd_write(self._wake_descriptor, 1)
 
     def _tell(self, key: str, failures: dict[str, str]) -> None:
         for field, reason in failures.items():

@@ -6,10 +6,12 @@ import threading
 import time
 
 import pytest
+from builders import NS
 
+from effllm import sampler as sampler_module
 from effllm.devices import DeviceUnavailable
 from effllm.sampler import Sampler
-from effllm.schema import Device, Sample
+from effllm.schema import Device, Sample, Sensor
 
 SELDOM_S = 3600.0
 
@@ -17,11 +19,12 @@ SELDOM_S = 3600.0
 class FakeReader:
     """A device whose failures are listed beforehand, one dictionary per reading."""
 
-    def __init__(self, failures=(), hold=None):
+    def __init__(self, failures=(), hold=None, call_s=0.0):
         self.device = Device("GPU-0", "fake")
         self._failures = iter(failures)
         self._hold = hold  # an event that every reading after the first waits for
         self.holding = threading.Event()
+        self._call_s = call_s  # what every reading after the first takes
         self.reads = 0
         self.closed = False
 
@@ -30,6 +33,8 @@ class FakeReader:
         if self._hold and self.reads > 1:
             self.holding.set()
             self._hold.wait()
+        if self._call_s and self.reads > 1:
+            time.sleep(self._call_s)
         return Sample(time.monotonic_ns()), next(self._failures, {})
 
     def close(self):
@@ -48,8 +53,8 @@ def start(wake):
     """Return what starts a sampler of a reader; it is stopped in the end, whatever happened."""
     started = []
 
-    def start(reader, interval_s=SELDOM_S, log=lambda _line: None):
-        sampler = Sampler(lambda: reader, interval_s, log, wake)
+    def start(reader, interval_s=SELDOM_S, log=lambda _line: None, **facts):
+        sampler = Sampler(lambda: reader, interval_s, log, wake, **facts)
         started.append(sampler)
         sampler.start()
         return sampler
@@ -95,6 +100,160 @@ def test_samples_come_by_themselves_and_wake_nobody(start, wake):
     assert not select.select([wake], [], [], 0)[0]
 
 
+def until(condition, within_s=5.0):
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not so within {within_s} s"
+        time.sleep(0.002)
+
+
+def test_each_moment_that_is_asked_for_is_read_at_it_or_just_after_it(start, wake):
+    sampler = start(FakeReader())
+    woken(wake)
+    now_ns = time.monotonic_ns()
+    asked = [now_ns + ms * 1_000_000 for ms in (-5, 20, 45, 70)]
+    sampler.ask(asked)
+    woken(wake)
+
+    samples = sampler.take()[1:]  # the first came at the start
+    assert len(samples) == 4
+    for moment_ns, sample in zip(asked, samples, strict=True):
+        assert moment_ns <= sample.time_ns < moment_ns + 2 * NS
+    assert samples[0].time_ns < asked[1], "what is past is read at once"
+
+
+def test_the_agent_is_woken_after_the_last_moment_of_a_request_and_not_before(start, wake):
+    reader = FakeReader()
+    sampler = start(reader)
+    woken(wake)
+    now_ns = time.monotonic_ns()
+    sampler.ask([now_ns, now_ns + NS // 2])
+    until(lambda: reader.reads == 2)
+
+    assert not select.select([wake], [], [], 0)[0]
+    woken(wake)
+    assert reader.reads == 3
+    assert len(sampler.take()) == 3
+
+
+def test_two_requests_at_once_are_both_answered(start, wake):
+    reader = FakeReader()
+    sampler = start(reader)
+    woken(wake)
+    now_ns = time.monotonic_ns()
+    sampler.ask([now_ns + NS // 10, now_ns + 2 * NS // 10])
+    sampler.ask([now_ns, now_ns + 15 * NS // 100])
+    woken(wake)
+    until(lambda: reader.reads == 5)
+    woken(wake)
+
+    times_ns = [sample.time_ns for sample in sampler.take()]
+    assert times_ns == sorted(times_ns)
+
+
+def test_an_edge_is_read_with_all_there_is_and_what_only_tells_its_energy_with_that_alone(start, wake):
+    class TwoCalls(FakeReader):
+        edges = 0
+
+        def read_energy(self):
+            self.edges += 1
+            return Sample(time.monotonic_ns(), energy_only=True), {}
+
+    reader = TwoCalls()
+    sampler = start(reader)
+    woken(wake)
+    now_ns = time.monotonic_ns()
+    sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50])
+    woken(wake)
+
+    assert (reader.reads, reader.edges) == (2, 2)
+    assert [sample.energy_only for sample in sampler.take()] == [False, False, True, True]
+
+
+def test_a_request_is_thinned_out_where_calls_are_slow(start, wake):
+    reader = FakeReader(call_s=0.03)
+    sampler = start(reader)
+    woken(wake)
+    sampler.ask()
+    woken(wake)  # now it is known to be slow
+    now_ns = time.monotonic_ns()
+    sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50])
+    woken(wake)
+    time.sleep(0.1)
+
+    assert reader.reads == 3
+    assert not select.select([wake], [], [], 0)[0]
+
+
+@pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
+def test_a_request_is_thinned_out_where_they_come_often(start, wake, monkeypatch, within_s, expected):
+    # Half a percent of a core, at 110 us for each wake-up: 4 within 0.1 s, of which the first and the last count.
+    monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
+    sampler = start(FakeReader())
+    woken(wake)
+    sampler._call_s = 0.0
+    asked = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
+    sampler.ask(asked, within_s=within_s)
+    woken(wake)
+
+    found = [sample.time_ns for sample in sampler.take()[1:]]
+    assert len(found) <= len(expected)  # two moments that have come at once are one reading
+    assert found[0] >= asked[0]
+    assert found[-1] >= asked[expected[-1]]
+    if len(expected) < 18:
+        assert not [at_ns for at_ns in found if asked[0] + 10_000_000 < at_ns < asked[expected[-1]] - 3_000_000]
+
+
+def test_a_call_that_may_hold_up_kernel_launches_slows_the_pace(start, wake):
+    slow, quick = FakeReader(call_s=0.025), FakeReader()
+    start(slow, interval_s=0.01)
+    start(quick, interval_s=0.01)
+    until(lambda: quick.reads >= 80)
+
+    assert slow.reads <= 15  # 25 ms every 2.5 s as soon as that is sure, instead of all the time
+
+
+def test_a_node_sensor_is_slow_by_nature_and_is_read_all_the_same(start, wake):
+    reader = FakeReader(call_s=0.025)
+    start(reader, interval_s=0.01, is_node_sensor=True)
+
+    until(lambda: reader.reads >= 10)
+
+
+def test_samples_do_not_keep_step_with_anything(start, wake):
+    # Iterations of a second under samples at full seconds would show one moment of theirs, again and again.
+    reader = FakeReader()
+    sampler = start(reader, interval_s=0.02)
+    until(lambda: reader.reads >= 60)
+    taken = sampler.take()[2:]
+    phases = sorted(sample.time_ns % (NS // 50) / (NS // 50) for sample in taken)
+
+    assert phases[0] < 0.25
+    assert phases[-1] > 0.75
+    assert sum(0.25 < phase < 0.75 for phase in phases) > 10
+    # One in each interval all the same, give or take what a busy machine leaves out.
+    assert (taken[-1].time_ns - taken[0].time_ns) / len(taken) > 0.015 * NS
+
+
+def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypatch):
+    monkeypatch.setattr(sampler_module, "STALE_AFTER_S", 0.05)
+    answer = threading.Event()
+    reader = FakeReader(hold=answer)
+    sampler = start(reader)
+    woken(wake)
+    assert sampler.stale_s() is None
+    sampler.ask()
+    assert reader.holding.wait(5.0)
+    until(lambda: sampler.stale_s() is not None)
+
+    assert sampler.stale_s() >= 0.05
+    assert len(sampler.take()) == 1
+    sampler.ask()  # which waits for nobody
+    answer.set()
+    until(lambda: sampler.stale_s() is None)
+    until(lambda: reader.reads >= 3)
+
+
 def test_a_quantity_that_fails_is_told_once_and_once_when_it_is_back(start, wake):
     lines = []
     broken = {"power_w": "GPU is lost"}
@@ -125,6 +284,91 @@ def test_a_device_that_cannot_be_opened_is_told_and_no_sample_comes(wake):
     assert lines == ["no device is sampled: there is no driver"]
     assert sampler.take() == []
     assert sampler.stop(5.0)
+
+
+def test_a_device_file_with_an_error_is_told_as_a_device_that_is_not_there(wake):
+    lines = []
+    sampler = Sampler(lambda: int("GPU-8d54"), SELDOM_S, lines.append, wake)
+    sampler.start()
+    woken(wake)
+
+    assert lines == [
+        "no device is sampled: its file has an error: ValueError: invalid literal for int() with base 10: 'GPU-8d54'"
+    ]
+    assert sampler.unavailable
+    assert not sampler.is_opening
+    assert sampler.stale_s() is None
+    assert sampler.stop(5.0)
+
+
+def test_nobody_is_told_of_a_node_without_a_sensor(wake):
+    def refuse():
+        raise DeviceUnavailable("no RAPL here")
+
+    lines = []
+    sampler = Sampler(refuse, SELDOM_S, lines.append, wake, is_node_sensor=True)
+    sampler.start()
+    woken(wake)
+
+    assert (lines, sampler.unavailable) == ([], "no RAPL here")
+    assert sampler.stop(5.0)
+
+
+# --- learning how the sensor behaves ---
+
+
+def test_what_is_learnt_of_a_sensor_comes_between_the_samples_that_it_took(start, wake):
+    def learn(device, read):
+        for _ in range(3):
+            assert isinstance(read(), Sample)
+        return Sensor(tick_s=0.1)
+
+    sampler = start(FakeReader(), calibrate=learn)
+    woken(wake)
+    until(lambda: sampler.device.sensor.tick_s == 0.1)
+    until(lambda: not sampler.is_calibrating)
+    sampler.ask()
+    woken(wake)
+
+    kinds = [type(item).__name__ for item in sampler.take()]
+    assert kinds == ["Sample"] * 4 + ["Device", "Sample"]
+
+
+def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
+    asked = threading.Event()
+
+    def learn(device, read):
+        asked.wait(5.0)
+        for _ in range(5):
+            read()
+        return Sensor()
+
+    sampler = start(FakeReader(), calibrate=learn)
+    woken(wake)
+    until(lambda: sampler.is_calibrating)
+    sampler.ask()
+    asked.set()
+
+    woken(wake)
+
+
+def test_a_calibration_that_breaks_costs_no_sample(start, wake):
+    def learn(device, read):
+        raise RuntimeError("Could not determine home directory.")
+
+    lines = []
+    sampler = start(FakeReader(), log=lines.append, calibrate=learn)
+    woken(wake)
+    until(lambda: lines)
+    sampler.ask()
+    woken(wake)
+
+    assert lines == ["GPU-0: its sensor could not be learnt: RuntimeError: Could not determine home directory."]
+    assert len(sampler.take()) == 2
+    assert not sampler.is_calibrating
+
+
+# --- the end ---
 
 
 def test_a_device_that_hangs_does_not_hold_up_the_end(wake):
