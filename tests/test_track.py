@@ -1,0 +1,224 @@
+"""effllm/track.py: a sampler's readings become a series, and its edges are asked for once."""
+
+import os
+import threading
+import time
+
+import pytest
+from builders import NS
+from test_sampler import SELDOM_S, FakeReader, until, woken
+
+from effllm import sampler as sampler_module
+from effllm.sampler import Sampler
+from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
+from effllm.track import Track
+
+
+class Gpu(FakeReader):
+    """A GPU that draws 100 W."""
+
+    def __init__(self, method=COUNTER, **traits):
+        super().__init__(**traits)
+        self.device = Device("GPU-0", "fake", energy_method=method, power_limit_w=700.0)
+
+    def read(self):
+        sample, failures = super().read()
+        return Sample(sample.time_ns, power_w=100.0, energy_j=100.0 * sample.time_ns / NS), failures
+
+
+@pytest.fixture
+def wake():
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def tracked(wake):
+    """Return what starts the track of a reader whose first sample has come."""
+    started = []
+
+    def tracked(reader, interval_s=1.0, **facts):
+        sampler = Sampler(lambda: reader, SELDOM_S, lambda _line: None, wake, **facts)
+        started.append(sampler)
+        sampler.start()
+        woken(wake)
+        return Track(sampler, interval_s)
+
+    yield tracked
+    for sampler in started:
+        assert sampler.stop(5.0)
+
+
+def test_the_first_sample_makes_a_series_and_is_news_once(tracked):
+    track = tracked(Gpu())
+    assert track.series is None
+    assert track.is_settled(time.monotonic_ns()), "nobody waits for what may never be"
+
+    assert track.take()
+    assert track.series.device.key == "GPU-0"
+    assert track.series.newest_ns > 0
+    assert not track.take()
+
+
+def test_an_edge_is_asked_for_once(tracked, wake):
+    reader = Gpu()
+    track = tracked(reader)
+    track.take()
+    edge_ns = time.monotonic_ns()
+    assert not track.is_settled(edge_ns)
+    for _ in range(5):
+        track.ask(edge_ns)
+    woken(wake)
+    track.take()
+
+    assert reader.reads == 2
+    assert track.is_settled(edge_ns)
+    track.ask(edge_ns + 1)
+    woken(wake)
+    assert reader.reads == 3
+
+
+def test_an_edge_is_read_at_the_moments_that_tell_of_it(tracked, wake):
+    # A counter of ticks that nobody knows yet: two ticks of 40 ms and a little more, in eighths.
+    def learn(device, read):
+        return Sensor(tick_s=0.04)
+
+    reader = Gpu()
+    track = tracked(reader, calibrate=learn)
+    until(lambda: reader.device.sensor.tick_s)
+    assert track.take(), "what was learnt is news"
+    assert track.series.device.sensor.tick_s == 0.04
+    edge_ns = time.monotonic_ns()
+    track.ask(edge_ns)
+    woken(wake)
+    track.take()
+
+    assert track.is_settled(edge_ns)
+    assert track.series.newest_ns >= edge_ns + 2 * 40_000_000
+    assert 10 < reader.reads <= 19
+
+
+def test_edges_that_come_often_are_asked_for_with_less(tracked, wake):
+    def learn(device, read):
+        return Sensor(tick_s=0.04)
+
+    reader = Gpu()
+    track = tracked(reader, calibrate=learn)
+    until(lambda: reader.device.sensor.tick_s)
+    track.take()
+    edge_ns = time.monotonic_ns()
+    track.ask(edge_ns)
+    woken(wake)
+    before = reader.reads
+    track.ask(edge_ns + 10_000_000)  # 10 ms later: what may be spent on it is one reading
+    woken(wake)
+
+    assert reader.reads - before == 1
+
+
+def test_power_alone_is_settled_by_the_reading_at_the_edge(tracked, wake):
+    track = tracked(Gpu(INSTANT))
+    track.take()
+    edge_ns = time.monotonic_ns()
+    track.ask(edge_ns)
+    woken(wake)
+    track.take()
+
+    assert track.is_settled(edge_ns)
+
+
+def test_a_sensor_that_is_read_seldom_is_not_asked_at_edges(tracked):
+    reader = Gpu()
+    track = tracked(reader, interval_s=30.0)
+    track.take()
+
+    track.ask(time.monotonic_ns())
+
+    time.sleep(0.05)
+    assert reader.reads == 1
+
+
+def test_nothing_is_settled_while_the_sensor_is_learnt(tracked):
+    learnt = threading.Event()
+
+    def learn(device, read):
+        learnt.wait(5.0)
+        return Sensor()
+
+    track = tracked(Gpu(), calibrate=learn)
+    until(lambda: track.sampler.is_calibrating)
+    track.take()
+    past_ns = track.series.newest_ns - 1
+
+    assert not track.is_settled(past_ns)
+    learnt.set()
+    until(lambda: not track.sampler.is_calibrating)
+    assert track.is_settled(past_ns)
+
+
+def test_a_device_that_hangs_is_waited_for_no_longer_and_told_once(tracked, monkeypatch):
+    monkeypatch.setattr(sampler_module, "STALE_AFTER_S", 0.05)
+    answer = threading.Event()
+    reader = Gpu(hold=answer)
+    track = tracked(reader)
+    track.take()
+    edge_ns = time.monotonic_ns()
+    track.ask(edge_ns)
+    assert reader.holding.wait(5.0)
+    assert not track.is_settled(edge_ns)
+    until(lambda: track.sampler.stale_s() is not None)
+
+    assert track.is_settled(edge_ns)
+    [(kind, text)] = track.take_events()
+    assert (kind, text) == ("stale", "GPU-0 is stale: a read has not come back for 0 s")
+    assert track.take_events() == []
+    answer.set()
+    until(lambda: track.sampler.stale_s() is None)
+    assert track.take_events() == [("stale", "GPU-0 answers again")]
+
+
+def test_what_happens_to_a_device_is_told_with_its_name(tracked, wake):
+    class Reset(Gpu):
+        def read(self):
+            sample, failures = super().read()
+            energy_j = 1e6 if self.reads == 1 else 5.0
+            events = (("xid", "a critical error: Xid 79"),) if self.reads == 2 else ()
+            return Sample(sample.time_ns, power_w=100.0, energy_j=energy_j, events=events), failures
+
+    track = tracked(Reset())
+    track.sampler.ask()
+    woken(wake)
+    track.take()
+
+    assert track.take_events() == [
+        ("xid", "GPU-0: a critical error: Xid 79"),
+        (
+            "energy_counter",
+            "GPU-0: the energy counter is not believed: it went back by 999995 J; power fills the gap",
+        ),
+    ]
+    assert track.take_events() == []
+
+
+def test_five_intervals_without_a_sample_are_a_hole(tracked):
+    track = tracked(Gpu(INSTANT), interval_s=0.01)
+    track.take()
+    first_ns = track.series.newest_ns
+    for at_s in (0.9, 1.8, 2.9):  # five times 0.2 s, the least that counts as an interval, but not more
+        track.series.add(Sample(first_ns + round(at_s * NS), power_w=100.0))
+
+    found = track.series.integrals(first_ns, first_ns + round(2.9 * NS))
+    assert found.energy_covered_s == pytest.approx(1.8)
+
+
+def test_idle_power_is_that_before_the_first_iteration(tracked):
+    track = tracked(Gpu())
+    assert not track.note_baseline(0, NS), "there is no series"
+    track.take()
+    first_ns = track.series.newest_ns
+    assert not track.note_baseline(first_ns, first_ns + 2 * NS), "it is not over yet"
+    track.series.add(Sample(first_ns + 2 * NS, power_w=60.0, energy_j=100.0 * first_ns / NS + 120.0))
+
+    assert track.note_baseline(first_ns, first_ns + 2 * NS)
+    assert track.series.device.baseline_w == pytest.approx(60.0)
