@@ -21,7 +21,8 @@ from tensorboard.plugins.custom_scalar import metadata as layout_metadata
 from tensorboard.plugins.scalar import metadata as scalar_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from effllm.metrics import METRICS, headline
+from effllm import metrics
+from effllm.metrics import describe, headline
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
@@ -74,7 +75,7 @@ class TensorBoard:
         """Write the values of one report as scalars of its iteration."""
         if not report.values:
             return
-        shown = {tag: value for tag, value in report.values.items() if tag not in _UNCHARTED}
+        shown = {tag: value for tag, value in report.values.items() if _is_charted(tag)}
         values = {tag: value for tag, value in {**shown, **_beside(report)}.items() if math.isfinite(value)}
         step = report.iteration
         if self._step is None:
@@ -84,7 +85,7 @@ class TensorBoard:
         elif report.correction:
             # A step before the last one would make TensorBoard forget what lies between.
             step = max(step, self._step)
-            values = {tag: value for tag, value in values.items() if tag in _CUMULATIVE}
+            values = {tag: value for tag, value in values.items() if _is_cumulative(tag)}
         new = {tag: value for tag, value in values.items() if tag not in self._described}
         if new:
             # TensorBoard takes a tag's name and help from tensors alone, but most scripts that read
@@ -160,27 +161,30 @@ def _beside(report: ClusterReport) -> dict[str, float]:
     return {tag: value for tag, value in values.items() if value is not None}
 
 
-def _known() -> dict[str, tuple[str, str]]:
-    """Return unit and help of every tag that there can be."""
-    tags = {
-        entry.tag(base): (entry.unit, f"{_BASES[base]}. {entry.help}")
-        for entry in METRICS.values()
-        for base in entry.bases
-    }
-    return {**tags, **BESIDE}
+def _known(tag: str) -> tuple[str, str]:
+    """Return unit and help of a tag, empty where nobody knows it."""
+    entry = describe(tag)
+    if entry is None:
+        return BESIDE.get(tag, ("", ""))
+    base = next((base for base in entry.bases if entry.tag(base) == tag), entry.bases[0])
+    return entry.unit, f"{_BASES[base]}. {entry.help}"
 
 
-_KNOWN = _known()
-_UNCHARTED = {entry.tag(base) for entry in METRICS.values() for base in entry.bases if not entry.chart}
-_CUMULATIVE = {entry.tag(base) for entry in METRICS.values() for base in entry.bases if base != "window"} | {
-    "health/reports_lost",
-    "health/reports_late",
-    "health/simulated",
-}
+def _is_charted(tag: str) -> bool:
+    entry = describe(tag)
+    return entry is None or entry.chart
+
+
+def _is_cumulative(tag: str) -> bool:
+    """Whether a tag is of the run or of the job, so that a late report may correct its newest point."""
+    if tag in BESIDE:
+        return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
+    entry = describe(tag)
+    return entry is not None and tag in {entry.tag(base) for base in entry.bases if base != "window"}
 
 
 def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summary.Value:
-    unit, text = _KNOWN.get(tag, ("", ""))
+    unit, text = _known(tag)
     name = f"{PREFIX}{tag} ({unit})" if unit else PREFIX + tag
     metadata = scalar_metadata.create_summary_metadata(name, ("**Simulated.** " if simulated else "") + text)
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, float_val=[value])
@@ -201,7 +205,9 @@ def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     contract = {f"{entry.name} ({entry.unit})": [entry.tag(base) for base in entry.bases] for entry in headline()}
     yield "efficiency: run to date, window, job", _charts(contract, tags)
     groups: dict[str, dict[str, list[str]]] = {}
-    grouped = [(entry.tag(base), entry.unit) for entry in METRICS.values() if entry.group for base in entry.bases]
+    grouped = [
+        (entry.tag(base), entry.unit) for entry in metrics.METRICS.values() if entry.group for base in entry.bases
+    ]
     for tag, unit in grouped + [(tag, unit) for tag, (unit, _) in BESIDE.items()]:
         group, _, name = tag.partition("/")
         # Levels of one unit compare on one chart; rates differ by orders of magnitude, so each has its own.
