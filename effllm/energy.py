@@ -18,8 +18,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from effllm.cross_check import CrossCheck
+from effllm.power_spread import PowerSpread
 from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, Device, Sample, Sensor
 from effllm.tick_clock import TickClock
+from effllm.tick_energy import beat, in_tick
 
 NS = 1e-9
 
@@ -31,9 +34,8 @@ OVERSHOOT = 1.2
 UNLIMITED_W = 20_000.0
 #: A counter that stands still while this much flowed by power is frozen.
 FROZEN_J, LEAST_STANDING_S = 20.0, 0.5
-CROSS_CHECK_S = 60.0
-#: Counter and power may differ by so much, beyond what sampling explains, before the counter is suspect.
-DISAGREEMENT = 0.03
+#: A phase that is known worse than this is looked for with one more reading at each edge.
+WIDE_NS = 100_000.0
 #: Iterations keep step with the sensor from this share of the largest possible aliasing on; told above the error.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
 
@@ -114,13 +116,12 @@ class EnergyLedger:
         self._moved: _Base | None = None  # when it last moved
         self._flow_j = 0.0  # running total by power alone
         self._has_told_doubt = False
-        self._powers = _Spread()
+        self._powers = PowerSpread()
         self._edges: dict[int, _Level] = {}
         self._events: list[tuple[str, str]] = []
-        self._check = _CrossCheck()
+        self._check = CrossCheck()
         self._rhythm: tuple[float, float] | None = None
         self._method = device.energy_method
-        self._doubted = False
         self._has_beaten = False
 
     def calibrate(self, sensor: Sensor) -> None:
@@ -570,36 +571,15 @@ class EnergyLedger:
             )
             self._events.append(("energy_aliasing", text))
 
-    # --- cross-check ---
-
     def _cross_check(self) -> None:
-        if self._method != COUNTER or not self._points or self._points[-1].power_w is None:
-            return
         point = self._points[-1]
         before = self._points[-2] if len(self._points) > 1 else point
-        told = self._check.add(point, before, self._powers, self._longest_gap_ns)
-        if told is None:
-            return
-        counter_j, power_j, allowed_j, span_s = told
-        suspect = abs(counter_j - power_j) > allowed_j
-        if suspect != self._doubted:
-            self._doubted = suspect
-            percent = 100 * (counter_j / power_j - 1) if power_j else math.inf
-            text = (
-                f"over {span_s:.0f} s the energy counter says {counter_j:.0f} J and power integrates to "
-                f"{power_j:.0f} J ({percent:+.1f} %): the counter is used"
-                if suspect
-                else "the energy counter and integrated power agree again"
-            )
-            self._events.append(("energy_disagreement", text))
-
-
-WIDE_NS = 100_000.0
-
-#: A change of power is a step if it is so many times what power usually changes by from tick to tick.
-STEP = 8.0
-#: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016).
-BEND = 0.02
+        is_near = point.time_ns - before.time_ns <= self._longest_gap_ns
+        is_counted = point is before or (point.method == COUNTER and not point.estimated)
+        if self._method != COUNTER or point.power_w is None or not (is_near and is_counted):
+            self._check.forget()
+        elif told := self._check.add(point.time_ns, point.total_j, point.power_w, self._powers):
+            self._events.append(("energy_disagreement", told))
 
 
 class _Times(Sequence[int]):
@@ -613,188 +593,6 @@ class _Times(Sequence[int]):
 
     def __getitem__(self, index: int) -> int:  # type: ignore[override]
         return self._points[index].time_ns - self._shift_ns
-
-
-def in_tick(
-    since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: _Spread
-) -> tuple[float, float, float]:
-    """Split the energy of one tick at a moment in it: return what flowed before it, the variance, and the power there.
-
-    Power of training moves in steps.  With the power of the ticks before and after, one step explains the
-    tick's energy if it lies where the energy says; where no single step does, or power swings smoothly, the
-    energy is taken as spread over the tick.
-    """
-    mean_w = joules / tick_s
-    rest_s = tick_s - since_s
-    flat_j = mean_w * since_s
-    if before_w is None or after_w is None:
-        return flat_j, powers.jump_j2(min(since_s, rest_s)), mean_w
-    rise_w = after_w - before_w
-    low_w, high_w = min(before_w, after_w), max(before_w, after_w)
-    noise_w = powers.noise_w()
-    # Power that bends smoothly: the parabola whose means over the three ticks are those.
-    x = since_s / tick_s
-    slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
-    start_w = mean_w - slope_w / 2 - bend_w / 3
-    smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
-    unseen_j2 = powers.unseen_w2() * tick_s**2 * 4 * x * (1 - x)
-    if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > STEP * noise_w:
-        step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
-        step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
-        return step_j, unseen_j2, before_w if since_s < step_s else after_w
-    outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
-    if outside_w > 3 * noise_w:  # something short happened within the tick, nobody knows where in it
-        excess_j = joules - (before_w + after_w) / 2 * tick_s
-        return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
-    return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
-
-
-def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
-    """Return how much more than independent ticks would the aliasing error of a stretch varies.
-
-    Iterations that take a multiple of the tick meet the sensor at the same phase each time, and their
-    errors add up instead of averaging out.  The phases of N iterations enter as the power of their
-    Fourier sums at the first harmonics of the tick, those of a step function.
-
-    Args:
-        step_s: iteration time.
-        deviation_s: its standard deviation.
-        tick_s: the sensor's period.
-        span_s: length of the stretch.
-    """
-    count = span_s / step_s if step_s > 0 else 1.0
-    if count < 1.5:
-        return 1.0
-    total = weights = 0.0
-    for harmonic in (1, 2, 3):
-        angle = 2 * math.pi * harmonic * step_s / tick_s
-        damping = math.exp(-0.5 * (2 * math.pi * harmonic * deviation_s / tick_s) ** 2)
-        z = damping * complex(math.cos(angle), math.sin(angle))
-        if abs(1 - z) < 1e-6:
-            power = count
-        else:
-            power = 1 + 2 * (z / (1 - z) - z * (1 - z**count) / (count * (1 - z) ** 2)).real
-        total += max(power, 0.0) / harmonic**2
-        weights += 1 / harmonic**2
-    return total / weights
-
-
-class _Spread:
-    """How much power varies, and how much of that from one reading to the next: running, forgetting slowly."""
-
-    def __init__(self) -> None:
-        self.mean_w = self._square_w2 = 0.0
-        self._count = 0
-        self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
-        self._last: tuple[int, float] | None = None
-        self._seen_s = self._seen_w2 = 0.0
-        self._tick_s = 0.1
-        self.least_w, self.most_w = math.inf, 0.0
-
-    def add(self, time_ns: int, power_w: float, tick_s: float) -> None:
-        self._count += 1
-        weight = max(1 / self._count, 1 / 64)
-        difference = power_w - self.mean_w
-        self.mean_w += weight * difference
-        self._square_w2 = (1 - weight) * (self._square_w2 + weight * difference * difference)
-        self.least_w, self.most_w = min(self.least_w, power_w), max(self.most_w, power_w)
-        tick_s = tick_s or 0.1
-        if self._last is None:
-            self._last = (time_ns, power_w)
-            return
-        apart_s = (time_ns - self._last[0]) * NS
-        # Whoever looks once a second sees at least this much of what changes from tick to tick.
-        keep = math.exp(-apart_s / 60)
-        self._seen_s = keep * self._seen_s + apart_s
-        self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
-        self._tick_s = tick_s
-        if 0.6 * tick_s < apart_s < 1.5 * tick_s:
-            self._near.append(abs(power_w - self._last[1]))
-        if apart_s > 0.6 * tick_s:
-            self._last = (time_ns, power_w)
-
-    @property
-    def variance_w2(self) -> float:
-        return self._square_w2
-
-    def _change_w2(self) -> float:
-        near_w2 = sum(change * change for change in self._near) / len(self._near) if self._near else 0.0
-        seen_w2 = self._seen_w2 / self._seen_s * self._tick_s if self._seen_s > 0 else 0.0
-        return max(near_w2, seen_w2)
-
-    def noise_w(self) -> float:
-        """Return what power usually changes by from one tick to the next, steps left out."""
-        return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
-
-    def unseen_w2(self) -> float:
-        """Return the variance of power that moved within a tick in a way that its neighbours do not show.
-
-        The more ticks differ from the one before, the likelier it is that more than one step fell into
-        three of them; where changes are all alike, power swings smoothly and nothing is hidden.
-        """
-        if not self._near:
-            return self._square_w2 * 0.02
-        noise_w = self.noise_w()
-        changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
-        return 0.055 * self._roughness() * changing**3 * self._change_w2()
-
-    def _roughness(self) -> float:
-        """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few do it all."""
-        typical_w = math.sqrt(self._change_w2())
-        return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
-
-    def _slowness(self) -> float:
-        """Return 0 where neighbouring readings agree, 1 where they know nothing of each other."""
-        return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
-
-    def alias_w2(self, duty: float) -> float:
-        """Return the variance of the mean over part of a tick against that over the whole."""
-        fast = self._slowness()
-        return (1 - duty) ** 2 * self._change_w2() * (0.07 + 0.4 * fast * fast) * self._roughness()
-
-    def sampling_j2(self, span_s: float) -> float:
-        """Return the variance of a trapezoid over two readings of power."""
-        fast = self._slowness()
-        return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
-
-    def jump_j2(self, span_s: float) -> float:
-        """Return the variance of constant power over a stretch next to a reading."""
-        return self._square_w2 * span_s**2 / 3
-
-    def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
-        """Return the variance of a straight line between two readings, at a moment between them."""
-        return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s
-
-
-class _CrossCheck:
-    """Compares the counter with integrated power, once a minute."""
-
-    def __init__(self) -> None:
-        self._start: tuple[int, float] | None = None
-        self._power_j = self._variance_j2 = 0.0
-
-    def add(
-        self, point: _Point, before: _Point, powers: _Spread, longest_gap_ns: int
-    ) -> tuple[float, float, float, float] | None:
-        """Return the counter's joules, power's, what they may differ by, and the seconds, when a minute is full."""
-        span_ns = point.time_ns - before.time_ns
-        usable = point.method == COUNTER and not point.estimated and before.power_w is not None
-        if self._start is None or not usable or span_ns > longest_gap_ns:
-            self._start = (point.time_ns, point.total_j)
-            self._power_j = self._variance_j2 = 0.0
-            return None
-        assert before.power_w is not None and point.power_w is not None
-        span_s = span_ns * NS
-        self._power_j += (before.power_w + point.power_w) / 2 * span_s
-        self._variance_j2 += powers.variance_w2 * span_s * max(span_s, 0.2)
-        whole_s = (point.time_ns - self._start[0]) * NS
-        if whole_s < CROSS_CHECK_S:
-            return None
-        counter_j = point.total_j - self._start[1]
-        allowed_j = max(3 * math.sqrt(self._variance_j2), DISAGREEMENT * self._power_j)
-        told = counter_j, self._power_j, allowed_j, whole_s
-        self._start, self._power_j, self._variance_j2 = (point.time_ns, point.total_j), 0.0, 0.0
-        return told
 
 
 def _clock_of(sensor: Sensor) -> TickClock | None:

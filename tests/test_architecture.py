@@ -26,6 +26,8 @@ FLOORS = """
 1.0.2 node_power.https  node_power.rapl_counters
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
+1.0.4 power_spread
+1.0.5 tick_energy  cross_check
 1.1  energy  node_power  log  summary_text  devices._nvml_call  devices._nvml_identity
 1.2  window  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices

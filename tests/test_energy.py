@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_of, simulate
 
-from effllm.energy import EnergyLedger, _Spread, beat, in_tick
+from effllm.energy import EnergyLedger
+from effllm.power_spread import PowerSpread
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
+from effllm.tick_energy import beat, in_tick
 
 LIMIT_W = 700.0
 GAP_S = 5.0
@@ -101,7 +103,7 @@ def test_constant_power_is_exact_where_the_counter_ticks(tick_s, duty, window_s)
 def test_a_two_level_square_wave_is_split_exactly_within_a_tick():
     # The step lies 30 ms into the tick: 100 W * 30 ms + 500 W * 70 ms are 38 J.
     for since_s, before_j in [(0.01, 1.0), (0.03, 3.0), (0.05, 3.0 + 10.0), (0.09, 3.0 + 30.0)]:
-        found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, _Spread())
+        found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
 
         assert found_j == pytest.approx(before_j)
         assert power_w == (100.0 if since_s < 0.03 else 500.0)
@@ -129,7 +131,7 @@ def test_a_sine_is_split_as_a_parabola_through_three_ticks_is(period_s):
 
 def test_a_burst_within_a_tick_stays_within_its_tick_and_is_said_to_be_open():
     # 60 W, but for 20 ms at 600 W somewhere in the tick: 6 + 10.8 J.
-    found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, _Spread())
+    found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
 
     assert 60 * 0.05 <= found_j <= 60 * 0.05 + 10.8
     # Before the moment or after it, with even chances: a standard deviation of half of it.
@@ -601,7 +603,7 @@ def test_a_lag_that_is_open_moves_both_edges_alike():
         *((s, 100.0, 100.0 * s) for s in range(6)),
         *((s, 500.0, 500.0 + 500.0 * (s - 5.0)) for s in range(6, 11)),
     )
-    one._powers = _Spread()  # of which nothing is to be said here
+    one._powers = PowerSpread()  # of which nothing is to be said here
     rising, level = energy(one, 2, 8), energy(one, 7, 9)
 
     assert math.sqrt(rising.start_j2 + rising.end_j2) == pytest.approx(400.0 * 0.1 / math.sqrt(3), rel=1e-3)

@@ -1,0 +1,97 @@
+"""How much the power of a device varies, and how much of that from tick to tick: what errors are made of; pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+NS = 1e-9
+
+
+class PowerSpread:
+    """How much power varies, and how much of that from one reading to the next: running, forgetting slowly."""
+
+    def __init__(self) -> None:
+        self.mean_w = self._square_w2 = 0.0
+        self._count = 0
+        self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
+        self._last: tuple[int, float] | None = None
+        self._seen_s = self._seen_w2 = 0.0
+        self._tick_s = 0.1
+        self.least_w, self.most_w = math.inf, 0.0
+
+    def add(self, time_ns: int, power_w: float, tick_s: float) -> None:
+        """Take a reading of power of a sensor of this tick; 0 is that of one that moves all the time."""
+        self._count += 1
+        weight = max(1 / self._count, 1 / 64)
+        difference = power_w - self.mean_w
+        self.mean_w += weight * difference
+        self._square_w2 = (1 - weight) * (self._square_w2 + weight * difference * difference)
+        self.least_w, self.most_w = min(self.least_w, power_w), max(self.most_w, power_w)
+        tick_s = tick_s or 0.1
+        if self._last is None:
+            self._last = (time_ns, power_w)
+            return
+        apart_s = (time_ns - self._last[0]) * NS
+        # Whoever looks once a second sees at least this much of what changes from tick to tick.
+        keep = math.exp(-apart_s / 60)
+        self._seen_s = keep * self._seen_s + apart_s
+        self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
+        self._tick_s = tick_s
+        if 0.6 * tick_s < apart_s < 1.5 * tick_s:
+            self._near.append(abs(power_w - self._last[1]))
+        if apart_s > 0.6 * tick_s:
+            self._last = (time_ns, power_w)
+
+    @property
+    def variance_w2(self) -> float:
+        """Variance of power over the last minute or so."""
+        return self._square_w2
+
+    def _change_w2(self) -> float:
+        near_w2 = sum(change * change for change in self._near) / len(self._near) if self._near else 0.0
+        seen_w2 = self._seen_w2 / self._seen_s * self._tick_s if self._seen_s > 0 else 0.0
+        return max(near_w2, seen_w2)
+
+    def noise_w(self) -> float:
+        """Return what power usually changes by from one tick to the next, steps left out."""
+        return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
+
+    def unseen_w2(self) -> float:
+        """Return the variance of power that moved within a tick in a way that its neighbours do not show.
+
+        The more ticks differ from the one before, the likelier it is that more than one step fell into
+        three of them; where changes are all alike, power swings smoothly and nothing is hidden.
+        """
+        if not self._near:
+            return self._square_w2 * 0.02
+        noise_w = self.noise_w()
+        changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
+        return 0.055 * self._roughness() * changing**3 * self._change_w2()
+
+    def _roughness(self) -> float:
+        """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few do it all."""
+        typical_w = math.sqrt(self._change_w2())
+        return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
+
+    def _slowness(self) -> float:
+        """Return 0 where neighbouring readings agree, 1 where they know nothing of each other."""
+        return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
+
+    def alias_w2(self, duty: float) -> float:
+        """Return the variance of the mean over part of a tick against that over the whole."""
+        fast = self._slowness()
+        return (1 - duty) ** 2 * self._change_w2() * (0.07 + 0.4 * fast * fast) * self._roughness()
+
+    def sampling_j2(self, span_s: float) -> float:
+        """Return the variance of a trapezoid over two readings of power."""
+        fast = self._slowness()
+        return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
+
+    def jump_j2(self, span_s: float) -> float:
+        """Return the variance of constant power over a stretch next to a reading."""
+        return self._square_w2 * span_s**2 / 3
+
+    def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
+        """Return the variance of a straight line between two readings, at a moment between them."""
+        return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s
