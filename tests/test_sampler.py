@@ -171,13 +171,13 @@ def test_an_edge_is_read_with_all_there_is_and_what_only_tells_its_energy_with_t
 
 
 def test_a_request_is_thinned_out_where_calls_are_slow(start, wake):
-    reader = FakeReader(call_s=0.03)
+    reader = FakeReader(call_s=0.15)
     sampler = start(reader)
     woken(wake)
     sampler.ask()
-    woken(wake)  # now it is known to be slow
+    woken(wake)  # now it is known to be slow, and may hold up kernel launches however seldom it is asked
     now_ns = time.monotonic_ns()
-    sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50])
+    sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50], within_s=1000.0)
     woken(wake)
     time.sleep(0.1)
 
@@ -217,7 +217,7 @@ def test_a_node_sensor_is_slow_by_nature_and_is_read_all_the_same(start, wake):
     reader = FakeReader(call_s=0.025)
     start(reader, interval_s=0.01, is_node_sensor=True)
 
-    until(lambda: reader.reads >= 10)
+    until(lambda: reader.reads >= 25)
 
 
 def test_samples_do_not_keep_step_with_anything(start, wake):
@@ -252,6 +252,8 @@ def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypa
     answer.set()
     until(lambda: sampler.stale_s() is None)
     until(lambda: reader.reads >= 3)
+    time.sleep(0.1)
+    assert sampler.stale_s() is None, "nothing is being read"
 
 
 def test_a_quantity_that_fails_is_told_once_and_once_when_it_is_back(start, wake):
@@ -335,11 +337,10 @@ def test_what_is_learnt_of_a_sensor_comes_between_the_samples_that_it_took(start
 
 
 def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
-    asked = threading.Event()
+    answered = threading.Event()
 
     def learn(device, read):
-        asked.wait(5.0)
-        for _ in range(5):
+        while not answered.wait(0.002):
             read()
         return Sensor()
 
@@ -347,9 +348,10 @@ def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
     woken(wake)
     until(lambda: sampler.is_calibrating)
     sampler.ask()
-    asked.set()
 
     woken(wake)
+    assert sampler.is_calibrating
+    answered.set()
 
 
 def test_a_calibration_that_breaks_costs_no_sample(start, wake):

@@ -72,8 +72,10 @@ def test_an_edge_is_asked_for_once(tracked, wake):
     woken(wake)
     track.take()
 
-    assert reader.reads == 2
     assert track.is_settled(edge_ns)
+    track.ask(edge_ns)
+    time.sleep(0.05)
+    assert reader.reads == 2
     track.ask(edge_ns + 1)
     woken(wake)
     assert reader.reads == 3
@@ -137,6 +139,26 @@ def test_a_sensor_that_is_read_seldom_is_not_asked_at_edges(tracked):
 
     time.sleep(0.05)
     assert reader.reads == 1
+
+
+def test_what_is_learnt_of_a_sensor_reaches_the_series_that_is_there(tracked):
+    learnt = threading.Event()
+
+    def learn(device, read):
+        learnt.wait(5.0)
+        return Sensor(tick_s=0.04)
+
+    reader = Gpu()
+    track = tracked(reader, calibrate=learn)
+    track.take()
+    edge_ns = track.series.newest_ns
+    assert len(track.series.reads_for(edge_ns)) == 1
+    learnt.set()
+    until(lambda: reader.device.sensor.tick_s)
+
+    assert track.take(), "which is news"
+    assert track.series.device.sensor.tick_s == 0.04
+    assert len(track.series.reads_for(edge_ns)) == 18
 
 
 def test_nothing_is_settled_while_the_sensor_is_learnt(tracked):
