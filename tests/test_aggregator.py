@@ -967,6 +967,15 @@ def test_a_late_report_of_the_warm_up_completes_its_energy():
     assert job.summary().energy.warmup_joules == 2000.0
 
 
+def test_what_a_reset_leaves_out_is_no_warm_up_even_when_it_is_late():
+    job = Job().join()
+    job.send(row(0, reset=True))
+    job.wait(31, 0, 1)
+    job.send(row(1))
+
+    assert job.summary().energy.warmup_joules == 0.0
+
+
 def test_each_attempt_adds_its_own_warm_up():
     first = Job(1, warmup_iterations=10).join()
     first.send(row(0, 1), row(0, 2))

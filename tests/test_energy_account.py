@@ -65,12 +65,23 @@ def test_a_late_window_that_fills_the_hole_makes_two_ends_of_four():
     assert variance(sums) == pytest.approx(1 + 4 + 3 * 4)
 
 
-def test_the_first_window_of_the_next_attempt_meets_none_of_the_last():
+@pytest.mark.parametrize("first", [1, 3], ids=["from the start", "where the last one ended"])
+def test_the_first_window_of_the_next_attempt_meets_none_of_the_last(first):
     sums = summed((1, stretch(start=1.0)), (2, stretch(end=2.0)))
     sums.close()
-    summed((1, stretch(start=3.0)), (2, stretch()), (3, stretch(end=4.0)), sums=sums)
+    summed((first, stretch(start=3.0)), (first + 1, stretch()), (first + 2, stretch(end=4.0)), sums=sums)
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 5 * 4)
+
+
+def test_a_window_whose_edges_are_final_can_still_be_taken_back_and_added_again():
+    sums = summed(*[(number, stretch()) for number in range(1, 3 * OPEN_WINDOWS)])
+    before = fields(sums)
+
+    sums.add(2, stretch(), -1)
+    sums.add(2, stretch())
+
+    assert fields(sums) == {name: pytest.approx(value) for name, value in before.items()}
 
 
 def test_a_thousand_windows_are_hardly_less_certain_than_one():

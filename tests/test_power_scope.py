@@ -214,17 +214,16 @@ def test_watts_per_gpu_are_those_of_the_gpus_whatever_the_scope():
 
 
 def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
-    report = Cluster((gpu("GPU-0"), psu())).window(1)
-
-    assert report.coverage.memory == report.coverage.utilization == 1.0
-    assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
-    supply = device_window("psu:node0", power_peak_w=3000.0, power_histogram_s={300: 10.0})
+    wall = Integrals(30_000.0, 10.0)
+    supply = device_window("psu:node0", wall=wall, power_peak_w=3000.0, power_histogram_s={300: 10.0})
     one = device_window("GPU-0", power_peak_w=500.0, power_histogram_s={50: 10.0})
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
     aggregator.reports(reports(row(0, 1, devices=(one, supply))), 0.0, 1000.0)
 
-    run = aggregator.take_closed()[0].report.run
-    assert (run.power_peak_w, run.power_histogram_s) == (500.0, {50: 10.0})
+    report = aggregator.take_closed()[0].report
+    assert report.coverage.memory == report.coverage.utilization == 1.0
+    assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
+    assert (report.run.power_peak_w, report.run.power_histogram_s) == (500.0, {50: 10.0})
 
 
 def test_what_is_asked_for_and_not_there_stands_in_what_is_not_measured():
@@ -329,13 +328,15 @@ def test_a_rank_without_a_device_is_in_the_power_of_its_node():
 
 def test_a_nodes_sensor_whose_reader_has_left_is_a_hole_while_others_go_on():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    for rank, devices in enumerate([(gpu("GPU-0"), psu()), (gpu("GPU-1"),)]):
-        aggregator.hello(hello(rank, devices=devices), 0.0, 1000.0)
-    send(aggregator, 0, 1, "GPU-0", "psu:node0")
-    send(aggregator, 1, 1, "GPU-1")
+    nodes = {0: ("node0", gpu("GPU-0"), psu()), 1: ("node0", gpu("GPU-1")), 2: ("node1", gpu("GPU-2"), psu("node1"))}
+    for rank, (host, *devices) in nodes.items():
+        aggregator.hello(hello(rank, 3, devices=tuple(devices), host=host), 0.0, 1000.0)
+    for rank, (_, *devices) in nodes.items():
+        send(aggregator, rank, 1, *(device.key for device in devices))
     aggregator.bye(Bye("agent-0", 0, "completed", 10), 0.0, 1000.0)
-    send(aggregator, 1, 2, "GPU-1")
+    for rank in (1, 2):
+        send(aggregator, rank, 2, *(device.key for device in nodes[rank][1:]))
 
     reports_of = [closed.report for closed in aggregator.take_closed()]
-    assert [report.coverage.energy for report in reports_of] == [1.0, 0.0]
+    assert [report.coverage.energy for report in reports_of] == [1.0, 0.5]
     assert [report.power_scope for report in reports_of] == ["node-psu", "node-psu"]
