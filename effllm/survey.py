@@ -1,7 +1,4 @@
-"""What can be measured on this machine, by what and at which cost: tried out, not looked up.
-
-Which quantities a metric needs is asked of the metric itself: its formula gives no value without them.
-"""
+"""What can be measured on this machine, by what and at which cost: tried out, not looked up."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 from msgspec import Struct
 
 from effllm import __version__, node_power
 from effllm.config import PREFIX, VARIABLES, Config, cache_folder, is_enabled, read_config
 from effllm.devices import DeviceUnavailable, Site, open_device
+from effllm.measurable import GAUGES, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
 from effllm.power_scope import Scope, choose
 from effllm.preflight import problems, usable
@@ -31,7 +28,7 @@ from effllm.profiling.known import Known, known
 from effllm.recorder import Recorder
 from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
 from effllm.roster import peak_of
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, ClusterTotals, Device
+from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device
 from effllm.spawn import pidfd
 from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 
@@ -42,64 +39,6 @@ LOOPBACK_S = 5.0
 
 OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run lives without what is missing
 
-_WHOLE = ClusterTotals(
-    parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
-    tokens=1, tokens_processed=1, tokens_loss=1, samples=1, generated_tokens=1, generation_s=1.0,
-    memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
-    utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
-    energy_j=1.0, energy_time_s=1.0, energy_tokens=1, energy_samples=1, energy_iterations=1,
-    energy_complete=True, energy_measured_j=1.0, energy_gpus_j=1.0, energy_error_j=1.0, energy_gain_error_j=1.0,
-    gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0, hardware_flops_per_token=1.0,
-    power_limit_w=1.0, power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
-    temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
-    baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
-)  # fmt: skip
-
-_GAUGES: dict[str, dict[str, Any]] = {
-    "power": {"power_peak_w": None, "power_histogram_s": {}},
-    "power limit": {"power_limit_w": None},
-    "throttling": {"throttled_s": None, "throttle_covered_s": 0.0},
-    "temperature": {"temperature_max_c": None},
-    "clocks": {"sm_clock_hz": None},
-    "activity": {"sm_activity": None, "tensor_activity": None, "dram_activity": None},
-}
-
-#: What a metric may need -> how the totals look without it.
-NEEDS: dict[str, dict[str, Any]] = {
-    "gpu": {"gpus": 0, "energy_gpus_j": None} | {name: no for blank in _GAUGES.values() for name, no in blank.items()},
-    "memory": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")},
-    "utilization": {f"utilization_{kind}": None for kind in ("mean", "min", "max")},
-    "energy": {f"energy_{kind}": None for kind in ("j", "gpus_j", "measured_j", "error_j", "gain_error_j")}
-    | {"energy_complete": False},
-    **_GAUGES,
-    "iterations": {"time_s": 0.0, "slowest_iterations": 0, "iterations": 0, "energy_time_s": 0.0},
-    "tokens": {"tokens": 0, "energy_tokens": 0},
-    "samples": {"samples": 0, "energy_samples": 0},
-    "parameters": {"parameters": None},
-    "FLOPs": {"flops_per_token": None},
-    "hardware FLOPs": {"hardware_flops_per_token": None},
-    "peak": {"peak_flops_per_s": None},
-    "generated tokens": {"generated_tokens": 0, "generation_s": 0.0},
-    "baseline": {"baseline_w": None},
-    "carbon intensity": {"carbon_g_per_kwh": None},
-    "price": {"price_per_kwh": None},
-    "rent": {"price_per_gpu_hour": None},
-}
-
-#: Read from the device, beside its gauges.
-READ = ("gpu", "memory", "utilization", "energy")
-
-#: Told by the training loop, not measured by us.
-TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs")
-
-#: Told by the settings: the variable, and what to set it to.
-SET: dict[str, tuple[str, str]] = {
-    "baseline": ("BASELINE_SECONDS", "the seconds before the first iteration in which idle power is measured"),
-    "carbon intensity": ("CARBON_INTENSITY", "that of your electricity, in g CO2e per kWh"),
-    "price": ("PRICE_PER_KWH", "that of your electricity"),
-    "rent": ("PRICE_PER_GPU_HOUR", "that of your GPUs"),
-}
-
 
 class Finding(Struct, frozen=True):
     """One thing that was tried."""
@@ -108,25 +47,6 @@ class Finding(Struct, frozen=True):
     state: str  # OK, BROKEN or MISSING
     text: str
     advice: str = ""
-
-
-class Source(Struct, frozen=True):
-    """Where a quantity comes from here, or why it does not, and what to do."""
-
-    by: str = ""
-    why_not: str = ""
-
-
-class Measurable(Struct, frozen=True):
-    """Whether a metric can be measured here."""
-
-    metric: str
-    tag: str
-    unit: str
-    measured: bool
-    needs: list[str]
-    by: list[str]
-    why_not: list[str]
 
 
 class Cost(Struct, frozen=True):
@@ -168,7 +88,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     return Survey(
         measured=not any(finding.state == BROKEN for finding in findings),
         device=opened,
-        metrics=[_measurable(name, sources) for name in METRICS],
+        metrics=[measurable(name, sources) for name in METRICS],
         findings=findings,
         cost=Cost(
             read_ms=read_ms,
@@ -178,26 +98,6 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
         ),
         sensor=sensor,
     )
-
-
-def needs_of(name: str) -> list[str]:
-    """Return what a metric cannot do without.
-
-    >>> needs_of("tt_tokens_per_param_per_sec")
-    ['iterations', 'tokens', 'parameters']
-    """
-    formula = METRICS[name].formula
-    return [need for need, blank in NEEDS.items() if formula(msgspec.structs.replace(_WHOLE, **blank)) is None]
-
-
-def _measurable(name: str, sources: Mapping[str, Source]) -> Measurable:
-    entry, needs = METRICS[name], needs_of(name)
-    lacking = [need for need in needs if sources[need].why_not]
-    if "gpu" in lacking:
-        lacking = ["gpu"]  # whatever else a GPU would have to give
-    why_not = list(dict.fromkeys(sources[need].why_not for need in lacking))
-    by = [sources[need].by for need in needs if sources[need].by]
-    return Measurable(name, entry.tag(entry.bases[0]), entry.unit, not why_not, needs, by, why_not)
 
 
 # --- the device ----------------------------------------------------------------------------------
@@ -218,7 +118,7 @@ def _device(
         reader = open_device(config.device, site)
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
-        sources = dict.fromkeys((*READ, *_GAUGES), Source(why_not="no device, see above"))
+        sources = dict.fromkeys((*READ, *GAUGES), Source(why_not="no device, see above"))
         return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
     wall_s, samples = [], []
     failures: dict[str, str] = {}
