@@ -16,7 +16,8 @@ from effllm.summary_text import duration, errors_text, readable, rounded_up, sum
 #: Kinds of events that a person should see while the job runs; the others are in events.jsonl alone.
 NOTABLE = frozenset({
     "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stalled", "restarted",
-    "garbage", "sink", "aggregator", "agent", "energy_doubtful",
+    "garbage", "sink", "aggregator", "agent", "energy_doubtful", "energy_counter", "energy_disagreement",
+    "energy_aliasing", "stale", "xid", "ecc",
 })  # fmt: skip
 MOST_EVENTS = 20
 MOST_NAMED = 8
