@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-energy clean
+.PHONY: help demo test check bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,10 @@ bench: $(VENV)/.ready ## Measure what measuring costs; bench-energy: windows' en
 # Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
 bench-energy: $(VENV)/.ready $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
+
+# Ten minutes, on a machine with a GPU.  ARGUMENTS: --keep, --quick, --device 3
+bench-gpu: $(VENV)/.ready
+	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove what these targets made; run folders are kept
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

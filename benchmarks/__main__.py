@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,13 +34,14 @@ def main() -> None:
     for name in given.names or NAMES:
         with console.status(f"measuring: {name}"):
             figures += importlib.import_module(f"benchmarks.{name}").measure()
-    console.print(_table(figures))
+    console.print(table(figures, "What measuring costs"))
     if given.keep:
         console.print(f"kept in {_keep(figures)}")
 
 
-def _table(figures: list[Figure]) -> Table:
-    table = Table(title="What measuring costs")
+def table(figures: Sequence[Figure], title: str) -> Table:
+    """Return the figures as they are shown."""
+    table = Table(title=title)
     for column, justify in (("figure", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for figure in figures:

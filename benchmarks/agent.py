@@ -25,18 +25,18 @@ with effllm.monitor(parameters=1_000_000) as m:
 """
 
 
-def measure() -> list[Figure]:
-    """Let one rank train for a minute and read the CPU time of its agent and its aggregator."""
+def measure(settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Figure]:
+    """Let one rank train for a minute, or so long, and read the CPU time of its agent and its aggregator."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
         environ |= {"EFFICIENTLLM_RUN_DIR": folder}
         trainer = subprocess.Popen([sys.executable, "-c", _TRAINER], env=environ, stdout=subprocess.DEVNULL)
         try:
-            time.sleep(SETTLE_S)
+            time.sleep(settle_s)
             agent, aggregator = _processes(trainer.pid)
             before = [_cpu_s(process) for process in (agent, aggregator)]
             began_s = time.monotonic()
-            time.sleep(MEASURE_S)
+            time.sleep(measure_s)
             spent_s = time.monotonic() - began_s
             after = [_cpu_s(process) for process in (agent, aggregator)]
             memory = [process.memory_full_info() for process in (agent, aggregator)]

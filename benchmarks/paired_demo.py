@@ -32,7 +32,7 @@ def main(times: Path, pairs: int, iterations: int) -> None:
     replicas = data_parallel_size(settings, int(os.environ["WORLD_SIZE"]))
     job = demo.prepare(settings, demo.join_processes(settings), replicas)
     collector = effllm.initialize_efficientllm_metrics(parameter_share=parameter_share(job.trainee.chunks))
-    ours = psutil.Process().children(recursive=True)
+    ours = [child for child in psutil.Process().children(recursive=True) if "effllm" in " ".join(child.cmdline())]
     done = 0
 
     def train(measured: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,9 +15,31 @@ from benchmarks.figure import Figure, interval_95, median
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS, ITERATIONS = 36, 6
+#: A GPU takes some milliseconds to what takes a CPU half a second.
+ITERATIONS_ON_GPU = 100
 
 
 def measure() -> list[Figure]:
+    """Run the paired job on two processes of the CPU, or as it finds GPUs."""
+    return _measure(processes=2, iterations=ITERATIONS, where="")
+
+
+def lacks_on_gpu() -> str:
+    """Return what keeps the job from running on a GPU, or nothing."""
+    missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} is not installed"
+    probe = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    done = subprocess.run(probe, capture_output=True, check=False)
+    return "" if done.returncode == 0 else "torch finds no GPU"
+
+
+def measure_on_gpu() -> list[Figure]:
+    """Run the paired job on one GPU."""
+    return _measure(processes=1, iterations=ITERATIONS_ON_GPU, where=" on a GPU")
+
+
+def _measure(processes: int, iterations: int, where: str) -> list[Figure]:
     """Run the paired job; the ratio is the median over pairs, its interval a bootstrap over them."""
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
@@ -26,19 +49,21 @@ def measure() -> list[Figure]:
             "EFFICIENTLLM_RUN_DIR": folder,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'integration' / 'megatron_core'}",
         }
-        launch = ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-        job = [str(ROOT / "benchmarks" / "paired_demo.py"), str(times), str(PAIRS), str(ITERATIONS)]
-        subprocess.run([sys.executable, *launch, *job], env=environ, check=True, stdout=subprocess.DEVNULL)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
+        job = [str(ROOT / "benchmarks" / "paired_demo.py"), str(times), str(PAIRS), str(iterations)]
+        subprocess.run(
+            [sys.executable, *launch, str(processes), *job], env=environ, check=True, stdout=subprocess.DEVNULL
+        )
         pairs: list[list[float]] = json.loads(times.read_text())
     ratios = [on / off for on, off in pairs]
     return [
         Figure(
-            "iteration time of the demo, metrics on over off",
+            f"iteration time of the demo{where}, metrics on over off",
             median(ratios),
             "ratio",
             goal=1.005,
             interval=interval_95(ratios, median),
-            detail={"pairs": PAIRS, "iterations_a_side": ITERATIONS, "seconds_off": _mean([off for _, off in pairs])},
+            detail={"pairs": PAIRS, "iterations_a_side": iterations, "seconds_off": _mean([off for _, off in pairs])},
         )
     ]
 

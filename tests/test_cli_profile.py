@@ -16,13 +16,13 @@ from types import SimpleNamespace
 
 import jobs
 import pytest
-from nvml_library import Gpu, Trace, bursts, flat
+from known_load import KnownLoad
+from nvml_library import Gpu, Trace, bursts, flat, steps
 
 from effllm import calibration, profiling
 from effllm.config import cache_folder
 from effllm.devices import Site
 from effllm.profiling.load import LoadUnavailable, TorchLoad
-from effllm.profiling.record import Edge
 from effllm.schema import Sensor
 
 NS = 1_000_000_000
@@ -76,7 +76,15 @@ SENSOR = {"tick_s": 0.1, "duty_s": 0.025, "power_mode": "held", "power_usage": "
 def idle_gpu(library, folder):
     """Trace an H100 that draws 80 W whatever is done."""
     trace = Trace(library, folder / "trace")
-    gpu = Gpu(UUID, "00000000:01:00.0", name=H100, power=flat(80.0), utilization=flat(0.0), serial=SERIAL, **SENSOR)
+    gpu = Gpu(
+        UUID,
+        "00000000:01:00.0",
+        name=H100,
+        power=steps(79.0, 81.0, 0.01),
+        utilization=flat(0.0),
+        serial=SERIAL,
+        **SENSOR,
+    )
     trace.write(gpu)
     return trace
 
@@ -116,6 +124,8 @@ def test_without_cuda_the_idle_gpu_is_measured_and_it_says_why_the_rest_is_not(i
     assert found["sensor"]["tick_s"] == pytest.approx(0.1, rel=0.01)
     assert (found["sensor"]["duty"], found["measured_lag"], found["loaded"]) == (0.25, False, None)
     assert found["idle"]["power_w"] == pytest.approx(80.0, rel=0.01)
+    readings = [found[name]["period_s"] for name in ("counter", "power", "average", "usage")]
+    assert readings == pytest.approx([0.1] * 4, rel=0.01)
     assert {"instant power", "average power", "total energy"} <= {one["name"] for one in found["fields"]}
     assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
 
@@ -347,52 +357,13 @@ def children_of(pid):
 # --- through the real library, in real time ---
 
 
-class KnownLoad:
-    """A load that the trace has already: its edges are those of the trace's own bursts."""
-
-    name = "the trace"
-
-    def __init__(self, curve):
-        self._curve = curve
-        self._start_s = self._end_s = 0.0
-
-    def start(self, stretches_s):
-        self._start_s = time.monotonic()
-        self._end_s = self._start_s + sum(stretches_s)
-
-    def take(self):
-        if time.monotonic() < self._end_s:
-            return None
-        curve, edges = self._curve, []
-        for number in range(int(self._start_s / curve.period_s), int(self._end_s / curve.period_s)):
-            on_s = number * curve.period_s + curve._burst_start(number)
-            edges += [Edge(round(on_s * NS), True), Edge(round((on_s + curve.duty * curve.period_s) * NS), False)]
-        return edges
-
-    def close(self):
-        pass
-
-
-class DenseReader:
-    """The reader of another process, with its cheap read."""
-
-    def __init__(self, remote):
-        self._remote, self.device = remote, remote.device
-
-    def read(self):
-        return self._remote.read()
-
-    def read_energy(self):
-        return self._remote.call("read_energy")
-
-
 def test_through_the_real_library_planted_tick_lag_and_windows_are_found(library, tmp_path):
     power = bursts(90.0, 620.0, 0.45, 0.5, 11)
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name=H100, power=power, lag_s=0.04, tick_phase_s=0.02, **SENSOR))
 
     with trace.reader(Site()) as remote:
-        found = profiling.profile(DenseReader(remote), lambda: KnownLoad(power), 12.0)
+        found = profiling.profile(remote, lambda: KnownLoad(power), 12.0)
 
     # Reads of a busy test machine are up to some ms late: 4 ms, and 6 of the window's 25.
     assert found.counter.period_s == pytest.approx(0.1, rel=1e-3)

@@ -159,11 +159,13 @@ def _sensors(found: Profile) -> list[tuple[str, list[str]]]:
     if found.power_is_held is not None:
         power.append("held: the power of the counter's last tick" if found.power_is_held else "not the counter's ticks")
     average = [_moves(found.average, "changes"), _mean(found.average_response)]
+    usage = [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []
     gain = f"± {100 * sensor.gain_error:.1f} % of all it says: only a meter beside it would tell"
     return [
         ("energy counter", [line for line in counter if line]),
         ("power", [line for line in power if line]),
         ("averaged power", [line for line in average if line]),
+        ("power usage", [line for line in usage if line]),
         ("counter / power", [_ratio(name, found) for name in found.ratios] or ["not measured"]),
         ("gain", [gain]),
     ]

@@ -42,7 +42,9 @@ def profile(
         clock: the time.
     """
     others = facts.processes() if facts else None
-    idle = watch(reader, clock, lambda share: tell("idle", share), seconds=max(IDLE_SHARE * seconds, LEAST_IDLE_S))
+    beside = facts.powers() if facts else {}
+    idle_s = max(IDLE_SHARE * seconds, LEAST_IDLE_S)
+    idle = watch(reader, clock, lambda share: tell("idle", share), idle_s, beside)
     tell("calls", 0.0)
     calls = call_costs(reader, facts, clock)
     found = Found(reader.device, idle, others)
@@ -53,9 +55,7 @@ def profile(
         stretches = pattern((1 - IDLE_SHARE) * seconds, found.tick_s or 0.1)
         loader.start(stretches)
         edges: list[Edge] = []
-        loaded = watch(
-            reader, clock, lambda share: tell("load", share), seconds=sum(stretches), until=loader, edges=edges
-        )
+        loaded = watch(reader, clock, lambda share: tell("load", share), sum(stretches), beside, loader, edges)
         tell("estimates", 0.0)
         found.under_load(loaded, edges, loader.name)
     except LoadUnavailable as error:

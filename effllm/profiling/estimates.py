@@ -269,16 +269,17 @@ def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: fl
 
     Args:
         counted: the counter's ticks, with joules.
-        powers: dense readings of power, in W; none is within a jump of it.
+        powers: readings of power, in W, between which it is taken to change evenly.
         shift_s: by so much later than the counter does power show the same.
         start_s: first moment.
         end_s: last moment.
     """
-    inside = [tick for tick in counted if start_s <= tick.at_s and tick.at_s + max(shift_s, 0.0) <= end_s]
-    if len(inside) <= 2 * PARTS:
-        return None
     integral = _integral_of(powers)
-    if integral is None or inside[0].at_s + shift_s < powers[0][0] or inside[-1].at_s + shift_s > powers[-1][0]:
+    if integral is None:
+        return None
+    first_s, last_s = max(start_s, powers[0][0] - shift_s), min(end_s - max(shift_s, 0.0), powers[-1][0] - shift_s)
+    inside = [tick for tick in counted if first_s <= tick.at_s <= last_s]
+    if len(inside) <= 2 * PARTS:
         return None
     cuts = [inside[part * (len(inside) - 1) // PARTS] for part in range(PARTS + 1)]
     parts = [

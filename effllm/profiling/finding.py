@@ -67,6 +67,7 @@ class Found:
         self._counter = _taken_apart(idle.series("energy_j"), is_counter=True)
         self._power = _taken_apart(idle.series("power_w"))
         self._average = _taken_apart(idle.series("power_average_w"))
+        self._usage = _taken_apart(idle.series("power_usage_w"))
         self._idle_state = _state(idle, self._counter.ticks, 0.0, idle.end_s)
         self._idle_counter = self._counter
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
@@ -95,10 +96,12 @@ class Found:
             "counter": _taken_apart(record.series("energy_j"), is_counter=True),
             "power": _taken_apart(record.series("power_w")),
             "average": _taken_apart(record.series("power_average_w")),
+            "usage": _taken_apart(record.series("power_usage_w")),
         }
         self._counter = _richer(parts["counter"], self._counter)
         self._power = _richer(parts["power"], self._power)
         self._average = _richer(parts["average"], self._average)
+        self._usage = _richer(parts["usage"], self._usage)
         from_s = load.times_s[0] + LONGEST_DELAY_S + LONGEST_WINDOW_S if edges else 0.0
         for part, reading in parts.items():
             followed = response(load, [value for value in reading.values if value[0] >= from_s])
@@ -136,7 +139,7 @@ class Found:
         long = load.longest(is_on=True)
         if long is not None:
             self._find_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
-            self._find_ratio("switched", record, counter, long[1], load.times_s[-1])
+            self._find_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
 
     def _find_ratio(self, name: str, record: Record, counter: _Reading, start_s: float, end_s: float) -> None:
         found = ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
@@ -170,6 +173,8 @@ class Found:
             power_response=self._responses.get("power"),
             average=self._average.rhythm,
             average_response=self._responses.get("average"),
+            usage=self._usage.rhythm,
+            usage_response=self._responses.get("usage"),
             power_is_held=self._held(),
             ratios=self._ratios,
             idle=self._idle_state,
@@ -235,7 +240,7 @@ class Found:
                 self._warnings.append(f"the loaded GPU was slowed down by {', '.join(slow)}")
 
 
-_WORDS = {"counter": "energy counter", "power": "power reading", "average": "averaged power"}
+_WORDS = {"counter": "energy counter", "power": "power reading", "average": "averaged power", "usage": "power usage"}
 
 
 def _taken_apart(series: list[tuple[float, float]], *, is_counter: bool = False) -> _Reading:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pynvml
@@ -77,6 +78,22 @@ class Facts:
         for name, ask in self._plain().items():
             found.append(Field(name, "gpu", _answer(ask)))
         return found
+
+    def powers(self) -> dict[str, Callable[[], float | None]]:
+        """Return the power readings of which a sample of ours has no need, in W, by name."""
+        average_id = _FIELDS["average power"][0]
+
+        def average() -> float:
+            (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(average_id, _SCOPES["gpu"])])
+            if answer.nvmlReturn != pynvml.NVML_SUCCESS:
+                raise pynvml.NVMLError(answer.nvmlReturn)
+            return float(answer.value.uiVal) / 1e3
+
+        asked: dict[str, Callable[[], float]] = {
+            "power_average_w": average,
+            "power_usage_w": lambda: float(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3,
+        }
+        return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
 
     def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[Call]:
         """Return what each call takes, alone, at a pace that a sampler would keep."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from effllm.devices import Reader
@@ -33,6 +33,7 @@ class Record(NamedTuple):
     samples: list[Sample]
     full: list[Sample]  # those with all quantities
     calls_s: list[float]
+    beside: dict[str, list[tuple[int, float]]]  # what else was read densely
 
     @property
     def origin_ns(self) -> int:
@@ -51,7 +52,9 @@ class Record(NamedTuple):
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """Return the moments at which a quantity was read, and its values."""
-        values = ((sample.time_ns, getattr(sample, name)) for sample in self.samples)
+        if name in self.beside:
+            return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in self.beside[name]]
+        values = ((sample.time_ns, getattr(sample, name, None)) for sample in self.samples)
         return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in values if value is not None]
 
 
@@ -59,15 +62,15 @@ def watch(
     reader: Reader,
     clock: Clock,
     tell: Callable[[float], None],
-    *,
     seconds: float,
+    beside: Mapping[str, Callable[[], float | None]],
     until: Loader | None = None,
     edges: list[Edge] | None = None,
 ) -> Record:
     """Read densely for so long, or until the load is over, whose edges are put into ``edges``."""
     read_energy = getattr(reader, "read_energy", reader.read)
     began_ns = full_ns = told_ns = clock.monotonic_ns()
-    record = Record([], [], [])
+    record = Record([], [], [], {name: [] for name in beside})
     while True:
         now_ns = clock.monotonic_ns()
         if now_ns >= told_ns:
@@ -87,6 +90,11 @@ def watch(
             record.calls_s.append((clock.monotonic_ns() - now_ns) * NS)
         if not record.samples or sample.time_ns > record.samples[-1].time_ns:
             record.samples.append(sample)
+        for name, ask in beside.items():
+            before_ns = clock.monotonic_ns()
+            value = ask()
+            if value is not None:
+                record.beside[name].append(((before_ns + clock.monotonic_ns()) // 2, value))
         clock.sleep(READS_APART_S)
 
 

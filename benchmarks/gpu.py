@@ -1,0 +1,224 @@
+"""Everything that only a GPU can tell, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
+
+How its sensors behave (the report of ``effllm profile``); the counter beside integrated power under square waves;
+windows' energy beside what the load is known to have drawn; what calls and an agent cost on this driver; and
+training with metrics on against off.  What needs CUDA is left out where there is none, and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import asdict
+from rich.console import Console
+
+from benchmarks import agent, training
+from benchmarks.__main__ import RESULTS, table
+from benchmarks.figure import Figure
+from benchmarks.gpu_waves import waves
+from benchmarks.gpu_windows import QUICK_WINDOWS, WINDOWS, windows
+from effllm import profiling
+from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.profiling.load import Loader, LoadUnavailable, TorchLoad
+from effllm.profiling.nvml_facts import Facts
+from effllm.profiling.record import Profile
+
+PROFILE_S, QUICK_PROFILE_S = 60.0, 10.0
+
+
+def main() -> int:
+    """Measure, show a table, and keep the figures as JSON; return 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--device", default="", help="which GPU: index in bus order, or UUID (default: the first)")
+    parser.add_argument("--load", default="", metavar="MODULE:NAME", help="what loads it (default: torch)")
+    parser.add_argument("--quick", action="store_true", help="two minutes instead of ten: too little for figures")
+    parser.add_argument("--keep", action="store_true", help="keep the figures in a file")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of that file (default: benchmarks/results/)")
+    given = parser.parse_args()
+    try:
+        reader = open_gpu(given.device)
+    except DeviceUnavailable as error:
+        print(f"benchmarks.gpu: there is no GPU here that could be measured: {error}", file=sys.stderr)
+        return 2
+    console = Console()
+    bench = _Bench(reader, given.load, quick=given.quick)
+    try:
+        for name, step in bench.steps():
+            with console.status(f"measuring: {name}"):
+                step()
+    finally:
+        reader.close()
+    console.print(table(bench.figures, "On this GPU"))
+    for line in bench.left_out:
+        console.print(f"Left out: {line}", highlight=False)
+    if given.keep:
+        console.print(f"kept in {_keep(bench, given.folder)}", highlight=False)
+    return 0
+
+
+def open_gpu(which: str) -> Reader:
+    """Open an NVIDIA or AMD GPU.
+
+    Raises:
+        DeviceUnavailable: there is none.
+    """
+    site = Site(visible_devices=which or os.environ.get("CUDA_VISIBLE_DEVICES"))
+    try:
+        return open_device("nvml", site)
+    except DeviceUnavailable as error:
+        try:
+            return open_device("amd", site)
+        except DeviceUnavailable:
+            raise error from None
+
+
+class _Bench:
+    """The steps, and what they have found."""
+
+    def __init__(self, reader: Reader, load: str, *, quick: bool) -> None:
+        self.figures: list[Figure] = []
+        self.left_out: list[str] = []
+        self.profile: Profile | None = None
+        self.reader = reader
+        self._load, self._quick = load, quick
+
+    def steps(self) -> list[tuple[str, Callable[[], None]]]:
+        """Return what there is to do, by name."""
+        return [
+            ("the sensors", self._sensors),
+            ("the counter beside power", self._waves),
+            ("windows", self._windows),
+            ("an agent", self._agent),
+            ("training", self._training),
+        ]
+
+    def open_load(self) -> Loader:
+        """Make ready what loads the GPU.
+
+        Raises:
+            LoadUnavailable: nothing can.
+        """
+        if self._load:
+            module, _, name = self._load.partition(":")
+            made: Loader = getattr(importlib.import_module(module), name)()
+            return made
+        load = TorchLoad(self.reader.device.key if self.reader.device.kind == "nvml" else None)
+        try:
+            return load.opened()
+        except LoadUnavailable:
+            load.close()
+            raise
+
+    def _sensors(self) -> None:
+        facts = Facts(self.reader.device.key) if self.reader.device.kind == "nvml" else None
+        seconds = QUICK_PROFILE_S if self._quick else PROFILE_S
+        try:
+            self.profile = found = profiling.profile(self.reader, self.open_load, seconds, facts=facts)
+        finally:
+            if facts is not None:
+                facts.close()
+        self.left_out += found.unmeasured
+        sensor, how = found.sensor, "" if found.measured_lag else " (assumed)"
+        self._figure("tick of the energy counter", sensor.tick_s, 1e3, "ms", sensor.tick_error_s)
+        self._figure(f"lag of the energy counter{how}", sensor.lag_s, 1e3, "ms", sensor.lag_error_s)
+        self._figure(f"share of each tick that is measured{how}", sensor.duty, 1.0, "ratio")
+        if found.average_response is not None:
+            width = found.average_response
+            self._figure("window of averaged power", width.window_s, 1.0, "s", width.window_error_s)
+        for name, ratio in found.ratios.items():
+            interval = (ratio.low, ratio.high)
+            self.figures.append(Figure(f"counter over integrated power, {name}", ratio.value, "ratio", None, interval))
+        for call in found.calls:
+            detail = {"worst_ms": 1e3 * call.worst_s, "calls": call.calls}
+            self.figures.append(Figure(f"call: {call.name}", 1e3 * call.median_s, "ms", detail=detail))
+
+    def _figure(self, name: str, value: float, factor: float, unit: str, error: float | None = None) -> None:
+        interval = None if error is None else (factor * (value - error), factor * (value + error))
+        self.figures.append(Figure(name, factor * value, unit, None, interval))
+
+    def _under_load(self, what: str, measure: Callable[[Loader], list[Figure]]) -> None:
+        try:
+            loader = self.open_load()
+        except LoadUnavailable as error:
+            self.left_out.append(f"{what}: {error}")
+            return
+        try:
+            self.figures += measure(loader)
+        except LoadUnavailable as error:
+            self.left_out.append(f"{what}: {error}")
+        finally:
+            loader.close()
+
+    def _waves(self) -> None:
+        assert self.profile is not None
+        found, cycles = self.profile, 3 if self._quick else 12
+        self._under_load(
+            "counter against power under square waves", lambda loader: waves(self.reader, loader, found, cycles)
+        )
+
+    def _windows(self) -> None:
+        assert self.profile is not None
+        sensor, counts = self.profile.sensor, QUICK_WINDOWS if self._quick else WINDOWS
+        key = self.reader.device.key
+        self._under_load("windows' energy against the load's", lambda loader: windows(key, loader, sensor, counts))
+
+    def _agent(self) -> None:
+        self.figures += agent.measure(2.0, 5.0) if self._quick else agent.measure()
+
+    def _training(self) -> None:
+        why_not = training.lacks_on_gpu()
+        if why_not:
+            self.left_out.append(f"training with metrics on against off: {why_not}")
+            return
+        self.figures += training.measure_on_gpu()
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def _keep(bench: _Bench, folder: Path) -> Path:
+    assert bench.profile is not None
+    device, found = bench.reader.device, bench.profile
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "gpu": device.name,
+        "driver": device.driver,
+        "power_limit_w": device.power_limit_w,
+        "torch": found.load or "none that can compute on this GPU",
+        **found.board.traits,
+    }
+    body = {
+        "machine": machine,
+        "figures": [figure.to_dict() for figure in bench.figures],
+        "left_out": bench.left_out,
+        "profile": msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)},
+    }
+    folder.mkdir(exist_ok=True)
+    slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
+    path = folder / f"{machine['date']}-gpu-{slug}.json"
+    path.write_text(json.dumps(body, indent=1) + "\n")
+    return path
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

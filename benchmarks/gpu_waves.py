@@ -1,0 +1,68 @@
+"""The energy counter beside integrated power, under square waves: what polling power makes of the same joules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from benchmarks.figure import Figure
+from effllm.devices import Reader
+from effllm.profiling.estimates import Load, ratio, ticks_of
+from effllm.profiling.load import Loader
+from effllm.profiling.record import Edge, Profile
+from effllm.profiling.watching import Clock, Record, watch
+
+PERIODS_S = (0.2, 2.0, 10.0)
+LEAST_S, MOST_S = 12.0, 120.0
+POLLED_EVERY_S = (0.1, 1.0)
+#: Sensors that average over a second have forgotten what was before by then.
+SETTLE_S = 2.0
+
+
+def waves(reader: Reader, loader: Loader, found: Profile, cycles: int, clock: Clock = time) -> list[Figure]:
+    """Return for each period the energy by power, read densely and polled, over that of the counter."""
+    figures = []
+    for period_s in PERIODS_S:
+        seconds = SETTLE_S + min(max(cycles * period_s, LEAST_S if cycles > 3 else 0.0), MOST_S)
+        stretches = [period_s / 2] * round(2 * seconds / period_s)
+        edges: list[Edge] = []
+        loader.start(stretches)
+        record = watch(reader, clock, lambda _share: None, sum(stretches), {}, loader, edges)
+        figures += _compared(record, Load(edges, record.origin_ns), found, period_s)
+    return figures
+
+
+def _compared(record: Record, load: Load, found: Profile, period_s: float) -> list[Figure]:
+    """Compare over whole periods: from one beginning of load to another."""
+    begins = [time_s for number, time_s in enumerate(load.times_s) if number % 2 == 0]
+    inside = [time_s for time_s in begins if begins[0] + SETTLE_S <= time_s <= record.end_s]
+    counted, powers = ticks_of(record.series("energy_j")), record.series("power_w")
+    if len(inside) < 2 or counted is None:
+        return []
+    figures = []
+    for every_s in (0.0, *POLLED_EVERY_S):
+        compared = ratio(counted[1], _polled(powers, every_s), _shift_s(found), inside[0], inside[-1])
+        if compared is not None:
+            how = f"polled every {every_s:g} s" if every_s else f"read every {1e3 * record.apart_s:.0f} ms"
+            name = f"square wave of {period_s:g} s: power {how}, over the counter"
+            interval = (1 / compared.high, 1 / compared.low) if compared.low > 0 else None
+            detail = {"seconds": compared.seconds}
+            figures.append(Figure(name, 1 / compared.value, "ratio", None, interval, detail))
+    return figures
+
+
+def _shift_s(found: Profile) -> float:
+    """Return by how much later than the counter power shows the same, as far as the profile tells."""
+    if found.power_response is None or not found.measured_lag:
+        return 0.0
+    held_s = found.power.period_s / 2 if found.power else 0.0
+    return found.power_response.middle_s + held_s - found.sensor.lag_s
+
+
+def _polled(powers: Sequence[tuple[float, float]], every_s: float) -> list[tuple[float, float]]:
+    """Return what somebody gets who reads power so often."""
+    taken: list[tuple[float, float]] = []
+    for time_s, power_w in powers:
+        if not taken or time_s >= taken[-1][0] + every_s:
+            taken.append((time_s, power_w))
+    return taken

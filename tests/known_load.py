@@ -1,0 +1,46 @@
+"""A load that a trace of the tests' NVML library has already: it switches nothing, and knows every edge."""
+
+import os
+import time
+from pathlib import Path
+
+from nvml_library import Curve
+
+from effllm.profiling.record import Edge
+
+NS = 1_000_000_000
+
+
+class KnownLoad:
+    """Says when the power of a trace, of bursts, was high."""
+
+    name = "the trace"
+
+    def __init__(self, curve):
+        self._curve = curve
+        self._start_s = self._end_s = 0.0
+
+    def start(self, stretches_s):
+        self._start_s = time.monotonic()
+        self._end_s = self._start_s + sum(stretches_s)
+
+    def take(self):
+        curve = self._curve
+        if time.monotonic() < self._end_s:
+            return None
+        edges = []
+        for number in range(int(self._start_s / curve.period_s), int(self._end_s / curve.period_s) + 3):
+            on_s = number * curve.period_s + curve._burst_start(number)
+            edges += [Edge(round(on_s * NS), True), Edge(round((on_s + curve.duty * curve.period_s) * NS), False)]
+        return edges
+
+    def close(self):
+        pass
+
+
+def of_trace():
+    """Return the load of the first GPU of the trace in this process's environment."""
+    words = Path(os.environ["NVML_TRACE"]).read_text().split()
+    [power] = [word.removeprefix("power=") for word in words if word.startswith("power=")]
+    shape, low, high, period_s, duty, seed = power.split(":")
+    return KnownLoad(Curve(shape, float(low), float(high), float(period_s), float(duty), int(seed)))

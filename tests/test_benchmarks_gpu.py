@@ -1,0 +1,187 @@
+"""benchmarks/gpu.py: it runs with what there is, and its figures are right where the truth is known."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nvml_library import Gpu, Trace, bursts, flat
+from sensed_gpu import NS, SensedGpu
+
+from benchmarks.gpu_waves import waves
+from benchmarks.gpu_windows import OURS, Window, judged, two_levels
+from effllm.profiling import profile
+from effllm.profiling.record import Edge
+
+REPOSITORY = Path(__file__).parent.parent
+UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def bench(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "COLUMNS": "100", **variables},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+# --- the command ---
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
+    done = bench("--keep", "--folder", str(tmp_path / "results"), LD_LIBRARY_PATH=str(tmp_path))
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("benchmarks.gpu: there is no GPU here that could be measured: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "results").exists()
+
+
+def test_without_cuda_the_rest_is_measured_and_what_is_left_out_is_named(library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    trace.write(Gpu(UUID, "00000000:01:00.0", H100, flat(80.0), tick_s=0.1, power_mode="held"), driver="570.86.15")
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("raise ImportError")
+    variables = {**trace.environment(), "PYTHONPATH": str(tmp_path / "site")}
+
+    done = bench("--quick", "--keep", "--folder", str(tmp_path / "results"), **variables)
+
+    assert done.returncode == 0, done.stderr
+    [path] = (tmp_path / "results").iterdir()
+    kept = json.loads(path.read_text())
+    figures = {figure["name"]: figure for figure in kept["figures"]}
+    assert path.name.endswith("-gpu-nvidia-h100-80gb-hbm3.json")
+    assert (kept["machine"]["gpu"], kept["machine"]["driver"]) == (H100, "570.86.15")
+    assert kept["machine"]["torch"] == "none that can compute on this GPU"
+    assert figures["tick of the energy counter"]["value"] == pytest.approx(100.0, rel=0.01)
+    assert {"call: energy", "call: utilization", "agent: share of a core at default settings"} <= set(figures)
+    assert [line.partition(":")[0] for line in kept["left_out"]] == [
+        "lag, windows and the loaded GPU",
+        "counter against power under square waves",
+        "windows' energy against the load's",
+        "training with metrics on against off",
+    ]
+    assert all(line in " ".join(done.stdout.split()) for line in kept["left_out"])
+    assert UUID not in path.read_text() + done.stdout
+
+
+def test_make_has_a_target_for_it(tmp_path):
+    done = subprocess.run(
+        ["make", "-n", "bench-gpu", "ARGUMENTS=--keep"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+
+    assert "-m benchmarks.gpu --keep" in done.stdout
+
+
+# --- the counter beside power ---
+
+
+@pytest.mark.parametrize("traits", [{}, {"lag_s": 0.04}, {"counts": 1.06}])
+def test_power_read_densely_is_the_counters_whatever_the_wave(traits):
+    gpu = SensedGpu(tick_s=0.1, **traits)
+    found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
+
+    figures = {figure.name: figure for figure in waves(gpu, SameGpu(gpu), found, 12, gpu.clock)}
+
+    dense = [figure for name, figure in figures.items() if "read every" in name]
+    assert [name.partition(":")[0] for name in figures if "read every" in name] == [
+        "square wave of 0.2 s",
+        "square wave of 2 s",
+        "square wave of 10 s",
+    ]
+    assert [figure.value for figure in dense] == pytest.approx([1 / traits.get("counts", 1.0)] * 3, rel=0.01)
+
+
+def test_power_polled_once_a_second_is_not():
+    gpu = SensedGpu(tick_s=0.1)
+    found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
+
+    figures = {figure.name: figure for figure in waves(gpu, SameGpu(gpu), found, 12, gpu.clock)}
+
+    dense, polled = (
+        figures[name] for name in figures if "of 2 s:" in name and ("read every" in name or "every 1 s" in name)
+    )
+    widths = [figure.interval[1] - figure.interval[0] for figure in (dense, polled)]
+    assert widths[1] > 10 * widths[0]
+
+
+class SameGpu:
+    """A load that can be started again and again."""
+
+    def __init__(self, gpu):
+        self._gpu = gpu
+
+    def start(self, stretches_s):
+        self._gpu._edges = []
+        self._gpu.start(stretches_s)
+
+    def take(self):
+        return self._gpu.take()
+
+
+# --- windows ---
+
+
+def test_the_two_powers_are_those_that_explain_all_windows():
+    # 1 s at rest: 100 J; 2 s, of which 1 under load: 700 J; 4 s, of which 3 under load: 1900 J: 100 W and 500 W more.
+    assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
+
+
+def test_windows_that_are_all_alike_tell_nothing():
+    assert two_levels([1.0, 2.0], [0.5, 1.0], [350.0, 700.0]) is None
+
+
+def test_an_error_is_what_the_two_powers_leave_of_a_window():
+    edges = [Edge(second * NS, second % 2 == 1) for second in range(1, 12)]  # load in 1..2, 3..4, ...
+    exact = [Window(1.5, start * NS, start * NS + 3 * NS // 2, on_s * 500.0 + 150.0, 1.0) for start, on_s in
+             [(1, 1.0), (2, 0.5), (3, 1.0), (4, 0.5), (5, 1.0), (6, 0.5)]]  # fmt: skip
+    off = [Window(one.length_s, one.start_ns, one.end_ns, one.joules * (1 + 0.02 * (-1) ** (number // 2)), 1.0)
+           for number, one in enumerate(exact[:4])]  # fmt: skip
+
+    [right], [wrong] = judged(OURS, exact, edges), judged(OURS, off, edges)
+
+    assert right.value == pytest.approx(0.0, abs=1e-9)
+    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the two powers stay between
+    assert (right.detail["in_stated_interval"], wrong.detail["in_stated_interval"]) == (1.0, 0.0)
+
+
+def test_windows_on_the_real_library_are_as_true_as_the_ledger_says(library, tmp_path):
+    trace = Trace(library, tmp_path / "trace")
+    power = bursts(90.0, 620.0, 0.73, 0.5, 3)
+    trace.write(Gpu(UUID, "00000000:01:00.0", H100, power, tick_s=0.1, lag_s=0.03, power_mode="held"))
+    program = """
+import sys
+sys.path.insert(0, "tests")
+from dataclasses import asdict
+import json, known_load
+from benchmarks.gpu_windows import windows
+from effllm.schema import Sensor
+sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_s=0.03, lag_error_s=0.005)
+figures = windows(sys.argv[1], known_load.of_trace(), sensor, {1.0: 6, 0.2: 10})
+print(json.dumps({figure.name: asdict(figure) for figure in figures}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, UUID],
+        cwd=REPOSITORY,
+        env={**os.environ, **trace.environment()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    ours, bare = (
+        {name: one["value"] for name, one in figures.items() if name.startswith(tool)} for tool in (OURS, "counter")
+    )
+    assert [one["detail"]["windows"] for one in figures.values()] == [6, 10, 6, 10]
+    assert ours[f"{OURS}: mean error of a window of 1 s, at most"] < 2.0
+    assert all(own < other for own, other in zip(ours.values(), bare.values(), strict=True))
