@@ -1,0 +1,679 @@
+"""What Megatron, Zeus, CodeCarbon, carbontracker and perun do wrong with energy, each as a test that would fail on it.
+
+The numbers are those of the list of defects found by reading their sources: shared/ENERGY.md, (a) and (c).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jobs
+import msgspec
+import psutil
+import pytest
+from builders import NS
+from nvml_library import GIB, Gpu, Trace, flat, square
+from powercap_tree import Powercap
+
+from effllm.calibration import Calibration, calibrate, store
+from effllm.devices import Reader, Site, host
+from effllm.devices.nvml import choose_uuid
+from effllm.energy import EnergyLedger
+from effllm.node_power.rapl import open_rapl
+from effllm.sampler import Sampler
+from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
+from effllm.window import Series
+
+LOOP = "loop.py"
+
+
+def reading(trace, gpus, code):
+    """Run ``code`` in a process that sees these GPUs through pynvml; return the ``answer`` that it assigns."""
+    trace.write(*gpus)
+    script = f"""
+import json, os, time
+from effllm.devices import Site, open_device
+from effllm.energy import EnergyLedger
+
+def fault(*lines):
+    path = os.environ["NVML_TRACE"] + ".faults"
+    open(path + ".draft", "w").write("".join(line + chr(10) for line in lines))
+    os.replace(path + ".draft", path)
+
+{code}
+print(json.dumps(answer))
+"""
+    environ = os.environ | trace.environment()
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def ledger(method=COUNTER):
+    return EnergyLedger(Device("GPU-0", "nvml", energy_method=method, power_limit_w=700.0), 5.0)
+
+
+def fed(one, *rows):
+    """Enter readings, each (second, watts, joules)."""
+    for seconds, watts, joules in rows:
+        one.add(Sample(round(seconds * NS) + 1, power_w=watts, energy_j=joules))
+    return one
+
+
+def joules(one, start_s, end_s):
+    return one.energy(round(start_s * NS) + 1, round(end_s * NS) + 1).joules
+
+
+# --- one job on three GPUs, of which two ranks are shown one each ---
+
+PHASES = """
+import time
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+for step in range(30):
+    if step in (10, 20):
+        with collector.phase("evaluation" if step == 10 else "checkpoint"):
+            time.sleep(0.3)
+    collector.record_iteration_start()
+    time.sleep(0.08)
+    collector.record_iteration_end(100, 2)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+@pytest.fixture(scope="module")
+def wrapped(library, tmp_path_factory):
+    """A job whose launcher sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK: what NVML says of index 0 is another's."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    trace = Trace(library, folder / "trace")
+    trace.write(
+        Gpu("GPU-a", "0:01:00", power=flat(400.0)),
+        Gpu("GPU-b", "0:02:00", power=flat(100.0)),
+        Gpu("GPU-c", "0:03:00", power=flat(250.0)),
+    )
+    trace.count_calls()
+    with jobs.launching(folder) as launch, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        aggregator = launch.aggregator(log_interval=1)
+        ranks = [
+            launch.code(
+                PHASES,
+                environ=jobs.place(rank, 2) | trace.environment() | {"CUDA_VISIBLE_DEVICES": str(rank + 1)},
+                device="nvml",
+                log_interval=1,
+                endpoint=aggregator.endpoint,
+            )
+            for rank in (0, 1)
+        ]
+        for rank in ranks:
+            rank.done()
+        assert not aggregator.job.left(within_s=8.0)
+        yield aggregator.ledger, trace, [rank.process.pid for rank in ranks]
+
+
+def test_megatron_1_a_rank_reads_its_own_gpu_and_not_index_0(wrapped):
+    job, _, _ = wrapped
+
+    assert {row.rank: row.device for row in job.ranks} == {0: "GPU-b", 1: "GPU-c"}
+    # Twice index 0 were 800 W.
+    assert job.summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02)
+
+
+def test_megatron_4_the_first_line_has_the_power_of_its_own_iterations_and_of_their_time(wrapped):
+    job, _, _ = wrapped
+    first = next(window for window in job.windows if "window/aec_watts" in window.values)
+
+    assert (first.iteration_first, first.iteration_last) == (1, 1)
+    assert first.values["window/aec_watts"] == pytest.approx(350.0, rel=0.05)
+
+
+def test_megatron_5_evaluation_and_checkpoints_are_in_the_total_and_each_rank_has_its_own_row(wrapped):
+    job, _, _ = wrapped
+    energy = job.summary.energy
+
+    assert energy.by_class["evaluation"] == pytest.approx(350 * 0.3, rel=0.1)
+    assert energy.by_class["checkpoint"] == pytest.approx(350 * 0.3, rel=0.1)
+    assert sum(energy.by_class.values()) == pytest.approx(energy.total_joules, rel=1e-6)
+    watts = {
+        rank: [row.energy_j / row.wall_s for row in job.ranks if row.rank == rank and row.energy_j] for rank in (0, 1)
+    }
+    assert [sum(watts[rank]) / len(watts[rank]) for rank in (0, 1)] == pytest.approx([100.0, 250.0], rel=0.05)
+
+
+def test_zeus_4_gpus_that_the_job_does_not_use_are_not_in_its_energy(wrapped):
+    job, _, _ = wrapped
+
+    assert set(job.summary.energy.by_device) == {"GPU-b", "GPU-c"}
+    assert job.summary.coverage.gpus_expected == 2
+
+
+def test_the_training_processes_make_no_call_of_nvml_at_all(wrapped):
+    _, trace, trainers = wrapped
+
+    assert sum(sum(trace.call_count(pid).values()) for pid in trainers) == 0
+    assert sum(trace.call_count().values()) > 0
+
+
+# --- one job of three ranks, on which NVML fails in two ways ---
+
+
+@pytest.fixture(scope="module")
+def broken(library, tmp_path_factory):
+    """A job on whose second rank NVML does not start, and on whose third pynvml is missing."""
+    folder = tmp_path_factory.mktemp("broken")
+    good, bad = Trace(library, folder / "good"), Trace(library, folder / "bad")
+    for trace in (good, bad):
+        trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
+    bad.fault("init * error 18")  # library and driver differ in version
+    missing = folder / "missing"
+    missing.mkdir()
+    (missing / "pynvml.py").write_text("raise ModuleNotFoundError('No module named pynvml')\n")
+    places = [good.environment(), bad.environment(), good.environment() | {"PYTHONPATH": str(missing)}]
+    with jobs.launching(folder) as launch, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        aggregator = launch.aggregator()
+        ranks = [
+            launch.python(
+                LOOP,
+                "--iterations",
+                60,
+                environ=jobs.place(rank, 3) | place,
+                device="nvml",
+                endpoint=aggregator.endpoint,
+            )
+            for rank, place in enumerate(places)
+        ]
+        for rank in ranks:
+            rank.done()
+        assert not aggregator.job.left(within_s=8.0)
+        yield aggregator.ledger, ranks
+
+
+def test_megatron_2_a_node_on_which_nvml_does_not_start_trains_like_the_others(broken):
+    job, ranks = broken
+
+    assert [len(rank.told()["steps"]) for rank in ranks] == [60, 60, 60]
+    assert job.summary.status == "completed"
+    assert any("differ in version" in text for text in job.told("agent"))
+
+
+def test_megatron_3_a_rank_without_pynvml_holds_up_nobody(broken):
+    job, ranks = broken
+
+    longest_s = [max(end - start for start, end in rank.told()["steps"]) for rank in ranks]
+    assert max(longest_s) < 0.01 + 0.2
+    assert any("needs a package that is not installed" in text for text in job.told("agent"))
+    assert [window.iteration_last for window in job.windows if not window.final] == [10, 20, 30, 40, 50, 60]
+
+
+def test_codecarbon_zero_kwh_what_two_of_three_ranks_did_not_measure_is_neither_zero_nor_left_out(broken):
+    # "0 kWh" for whatever could not be read: issues 1316, 393, 378 and 851.
+    job, _ = broken
+
+    assert job.summary.energy.total_joules is None
+    assert "energy/total_joules" not in job.summary.metrics
+    assert job.summary.energy.measured_joules > 0
+    assert set(job.summary.energy.by_device) == {"GPU-a"}
+
+
+# --- one trainer to which all of this happens in three seconds ---
+
+TROUBLED = """
+import json, os, signal, threading, time
+import effllm.efficientllm_metrics as effllm
+
+def handlers():
+    return [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+
+def exit_signal_handler(number, frame):
+    pass
+
+signal.signal(signal.SIGTERM, exit_signal_handler)  # as Megatron's --exit-signal-handler does
+before = handlers()
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+threads, begin = [], time.monotonic()
+while time.monotonic() < begin + 3.2:
+    collector.record_iteration_start()
+    time.sleep(0.05)
+    collector.record_iteration_end(100, 2)
+    threads.append(threading.active_count())
+end = time.monotonic()
+json.dump({"handlers": [before, handlers()], "threads": sorted(set(threads)), "begin": begin, "end": end,
+           "unix_s": time.time()}, open("truth.json", "w"))
+effllm.finalize_efficientllm_metrics()
+"""
+
+#: Loaded by every process of the job: its wall clock is set forward by an hour in the middle of the run.
+STEPPED = """
+import time
+_real, _at_s = time.time, {at_s!r}
+time.time = lambda: _real() + (3600.0 if time.monotonic() > _at_s else 0.0)
+time.time_ns = lambda: int(time.time() * 1e9)
+"""
+
+
+@pytest.fixture(scope="module")
+def troubled(library, tmp_path_factory):
+    """A job whose power cannot be read for a while, and whose wall clock jumps by an hour."""
+    folder = tmp_path_factory.mktemp("troubled")
+    trace = Trace(library, folder / "trace")
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
+    began_s = time.monotonic()
+    trace.fault(f"0 power error 999 {began_s + 1.5} {began_s + 2.0}")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(STEPPED.format(at_s=began_s + 2.2))
+    with jobs.launching(folder) as launch, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        job = launch.code(
+            TROUBLED, environ=trace.environment() | {"PYTHONPATH": str(folder / "site")}, device="nvml", log_interval=5
+        ).done()
+        yield job
+
+
+def test_zeus_5_a_wall_clock_that_is_set_by_an_hour_changes_no_energy(troubled):
+    truth, summary = troubled.told(), troubled.ledger.summary
+
+    assert truth["unix_s"] > time.time() + 3000, "it was set"
+    assert summary.metrics["aec_watts"].value == pytest.approx(300.0, rel=0.01)
+    assert 300.0 * (truth["end"] - truth["begin"]) <= summary.energy.total_joules
+    assert summary.energy.total_joules < 300.0 * (truth["end"] - truth["begin"] + 5.0)
+    assert sum(row.wall_s for row in troubled.ledger.ranks) < truth["end"] - truth["begin"] + 5.0
+
+
+def test_codecarbon_4_no_thread_is_started_by_the_second(troubled):
+    assert troubled.told()["threads"] == [1]
+
+
+def test_codecarbon_5_no_signal_handler_is_installed_or_replaced(troubled):
+    before, after = troubled.told()["handlers"]
+
+    assert before == after
+    assert "exit_signal_handler" in after[0]
+
+
+def test_carbontracker_a_power_reading_that_fails_is_one_line_and_not_the_end_of_training(troubled):
+    assert troubled.code == 0
+    assert troubled.ledger.summary.status == "completed"
+    said = troubled.ledger.told("agent")
+    assert [text for text in said if "power_w is not measured" in text]
+    assert [text for text in said if "power_w is measured again" in text]
+    assert troubled.ledger.summary.energy.total_joules is not None, "the counter told all the same"
+
+
+# --- Megatron ---
+
+
+def test_megatron_5_a_read_that_failed_is_no_0_j_that_catches_up_later(trace):
+    # Of 300 W; neither energy nor power can be read from the second window to the fourth.
+    answer = reading(
+        trace,
+        [Gpu("GPU-a", "0:01:00", power=flat(300.0))],
+        """
+reader = open_device("nvml", Site())
+ledger, edges, answer = EnergyLedger(reader.device, 1.0), [], []
+for window in range(6):
+    if window in (1, 4):
+        fault(*(["0 energy error 999", "0 power error 999"] if window == 1 else []))
+    ledger.add(reader.read()[0])
+    edges.append(time.monotonic_ns() - 1000)
+    for _ in range(4):
+        time.sleep(0.01)
+        ledger.add(reader.read()[0])
+    if window:
+        found = ledger.energy(edges[-2], edges[-1])
+        answer.append([found.joules, found.covered_s, (edges[-1] - edges[-2]) / 1e9])
+""",
+    )
+
+    for found_j, covered_s, length_s in answer:
+        if found_j is None:
+            assert covered_s == 0.0
+        else:
+            assert found_j == pytest.approx(300.0 * covered_s, rel=0.05, abs=0.05)
+            assert covered_s <= length_s + 1e-9
+    assert [found_j is None for found_j, _, _ in answer].count(True) >= 2
+    assert answer[0][0] is not None
+    assert answer[-1][0] is not None
+
+
+def test_megatron_6_metrics_that_are_off_make_no_call_of_nvml(launch, trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    trace.count_calls()
+    launch.python(LOOP, environ=trace.environment(), device="nvml", metrics_enabled=False).done()
+
+    assert sum(trace.call_count().values()) == 0
+
+
+# --- Zeus ---
+
+
+@pytest.mark.parametrize("visible", ["GPU-8d54aaaa-0000-4000-8000-00000000000b", "GPU-8d54", "1,0"])
+def test_zeus_1_visible_devices_may_be_uuids_and_parts_of_them(trace, visible):
+    trace.write(Gpu("GPU-377eaaaa-0000-4000-8000-00000000000a", "0:01:00", memory=flat(1 * GIB)))
+    trace.gpus += [Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:02:00", memory=flat(2 * GIB))]
+    trace.write(*trace.gpus)
+
+    with trace.reader(Site(visible_devices=visible)) as reader:
+        assert reader.device.key == trace.gpus[1].uuid
+        assert reader.read()[0].memory_bytes == 2 * GIB
+
+
+def test_zeus_1_the_gpu_of_torch_is_right_whatever_the_order_of_cuda_is(trace):
+    # CUDA_DEVICE_ORDER is fastest-first unless it is set: on unequal GPUs its first is not NVML's.
+    trace.write(Gpu("GPU-slow", "0:01:00"), Gpu("GPU-fast", "0:02:00"))
+
+    with trace.reader(Site(local_rank=0, cuda_uuid="GPU-fast")) as reader:
+        assert reader.device.key == "GPU-fast"
+
+
+def test_zeus_2_readings_that_do_not_change_are_not_dropped():
+    # 10 s at 100 W and 10 s at 700 W are 8 kJ; a trapezoid over changes alone makes 0 J of the one, 4 kJ of both.
+    rows = [(s, 100.0, None) for s in range(11)] + [(s + 0.001, 700.0, None) for s in range(10, 21)]
+    one = fed(ledger(INSTANT), *rows)
+
+    assert joules(one, 0, 20) == pytest.approx(8000.0, abs=1.0)
+    assert joules(one, 2, 8) == pytest.approx(600.0)
+    assert joules(one, 2.4, 2.6) == pytest.approx(20.0), "between two readings, too"
+
+
+def test_zeus_3_readings_are_kept_for_the_window_that_is_open_and_no_longer():
+    one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
+    kept = []
+    for second in range(2000):
+        one.add(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
+        if second % 10 == 9:
+            one.forget_before(second * NS + 1)
+            kept.append(len(one._samples) + len(one._energy._points))
+
+    assert max(kept[10:]) < 20
+
+
+def test_zeus_5_energy_is_stamped_when_it_is_read_and_not_when_reading_begins(trace):
+    # Memory and utilization take 60 ms each; 500 W * 60 ms were 30 J at the wrong moment.
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(500.0)))
+    trace.fault("0 memory delay 0.06", "0 utilization delay 0.06")
+
+    with trace.reader(Site()) as reader:
+        first, second = reader.read()[0], reader.read()[0]
+
+    for sample in (first, second):
+        assert sample.energy_j == pytest.approx(500.0 * sample.time_ns / 1e9, abs=2.0)
+    assert second.time_ns - first.time_ns > 0.1 * NS
+
+
+def test_zeus_5_a_counter_that_goes_back_makes_no_negative_energy():
+    one = fed(ledger(), *((s, 300.0, 1e6 + 300.0 * s if s < 5 else 300.0 * (s - 5)) for s in range(11)))
+
+    assert [joules(one, s, s + 1) for s in range(10)] == pytest.approx([300.0] * 10)
+
+
+def test_zeus_6_a_counter_without_ticks_does_not_make_anybody_read_at_full_speed(tmp_path):
+    gpu = Device("GPU-a", "nvml", "A board", energy_method=COUNTER, driver="1")
+    today = time.strftime("%Y-%m-%d")
+    store(tmp_path, Calibration(gpu.name, gpu.driver, today, Sensor(tick_s=0.0)))
+    reads = []
+
+    sensor = calibrate(gpu, lambda: reads.append(1) or Sample(len(reads)), tmp_path)
+
+    assert sensor.tick_s == 0.0
+    assert len(reads) <= 1
+    one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
+    fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
+    assert len(one.reads_for(NS)) == 1
+
+
+def test_zeus_6_a_stuck_sensor_is_told_of_and_does_not_pass_for_constant_power(trace):
+    # The driver shows one moment for ever: power goes on as if it were constant, the counter stands.
+    answer = reading(
+        trace,
+        [Gpu("GPU-a", "0:01:00", power=square(100.0, 500.0, 0.3))],
+        """
+reader = open_device("nvml", Site())
+ledger = EnergyLedger(reader.device, 5.0)
+ledger.add(reader.read()[0])
+fault(f"0 * freeze 0 {time.monotonic()}")
+end = time.monotonic() + 1.2
+while time.monotonic() < end:
+    ledger.add(reader.read()[0])
+    time.sleep(0.05)
+answer = ledger.take_events()
+""",
+    )
+
+    assert [kind for kind, _ in answer] == ["energy_counter"]
+    assert "it stands still while power flows" in answer[0][1]
+
+
+# --- CodeCarbon ---
+
+
+def test_codecarbon_1_a_prefix_is_a_prefix_and_no_set_of_characters(trace):
+    # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must not lose its "MIG-" either.
+    assert "GPU-8d54".lstrip("MIG-") == "PU-8d54"
+    gpu = Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:01:00", memory_total=80 * GIB)
+    part = Gpu("MIG-377eaaaa-0000-5000-8000-00000000000c", parent=0, memory_total=10 * GIB, slices=1, instance=1)
+    trace.write(gpu, part)
+
+    for visible in (gpu.uuid, part.uuid):
+        with trace.reader(Site(visible_devices=visible)) as reader:
+            assert reader.device.key == visible
+            assert reader.read()[0].energy_j > 0
+    with trace.reader(Site(cuda_uuid=gpu.uuid.removeprefix("GPU-"))) as reader:  # as torch has it
+        assert reader.device.key == gpu.uuid
+
+
+def test_codecarbon_2_a_driver_that_was_loaded_anew_subtracts_no_lifetime_of_energy(trace):
+    answer = reading(
+        trace,
+        [Gpu("GPU-a", "0:01:00", power=flat(300.0))],
+        """
+reader = open_device("nvml", Site())
+ledger, begin = EnergyLedger(reader.device, 5.0), time.monotonic()
+def read(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ledger.add(reader.read()[0])
+        time.sleep(0.02)
+read(0.2)
+fault(f"0 energy reset {time.monotonic()}")
+read(0.3)
+found = ledger.energy(int((begin + 0.1) * 1e9), int((begin + 0.4) * 1e9))
+answer = [found.joules, found.covered_s, found.estimated_j, [text for _, text in ledger.take_events()]]
+""",
+    )
+
+    found_j, covered_s, estimated_j, texts = answer
+    assert found_j == pytest.approx(300.0 * 0.3, rel=0.01)
+    assert covered_s == pytest.approx(0.3)
+    assert 0.0 < estimated_j < 30.0
+    assert "it went back by" in texts[0]
+
+
+def test_codecarbon_2_one_lost_gpu_of_eight_zeroes_only_itself(trace):
+    answer = reading(
+        trace,
+        [Gpu(f"GPU-{n}", f"0:0{n}:00", power=flat(100.0 * (n + 1))) for n in range(8)],
+        """
+readers = [open_device("nvml", Site(cuda_uuid=f"GPU-{n}")) for n in range(8)]
+ledgers = [EnergyLedger(reader.device, 5.0) for reader in readers]
+def read():
+    for ledger, reader in zip(ledgers, readers):
+        ledger.add(reader.read()[0])
+read()
+begin = time.monotonic_ns()
+read()
+fault("3 * lost")
+time.sleep(0.2)
+read()
+read()
+end = begin + 190_000_000
+answer = [ledger.energy(begin, end).joules for ledger in ledgers]
+""",
+    )
+
+    assert answer[3] is None or answer[3] < 400.0 * 0.02, "what was read of it before it was lost"
+    others = [found_j / 0.19 for n, found_j in enumerate(answer) if n != 3]
+    assert others == pytest.approx([100.0, 200.0, 300.0, 500.0, 600.0, 700.0, 800.0], rel=0.01)
+
+
+def test_codecarbon_3_and_perun_a_rapl_read_error_is_no_wrap_around(tmp_path):
+    # They take the error for 0, 0 for a wrap, and add 262 kJ; then the whole counter at the next read.
+    tree, now_s = Powercap(tmp_path), [1000.0]
+    rapl = open_rapl(lambda: now_s[0], tree.root, tmp_path / "no-perf", pause=lambda _: None)
+    before_j = rapl.energy_j()
+    tree.break_zone("intel-rapl:0")
+    now_s[0] += 1.0
+    with pytest.raises(ValueError, match="invalid literal"):
+        rapl.energy_j()
+    tree.set_j("intel-rapl:0", 1150)
+    now_s[0] += 1.0
+
+    assert rapl.energy_j() - before_j == pytest.approx(150.0)
+
+
+def test_codecarbon_4_samples_start_no_thread_each():
+    class Quick:
+        device = Device("GPU-0", "fake")
+        reads = 0
+
+        def read(self):
+            self.reads += 1
+            return Sample(time.monotonic_ns()), {}
+
+        def close(self):
+            pass
+
+    reader: Reader = Quick()
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    sampler = Sampler(lambda: reader, 0.005, lambda _line: None, wake)
+    before = threading.active_count()
+    sampler.start()
+    jobs.until(lambda: reader.reads > 50)
+
+    assert threading.active_count() == before + 1
+    assert sampler.stop(5.0)
+    assert threading.active_count() == before
+    os.close(wake)
+
+
+# --- perun ---
+
+
+def test_perun_a_gpu_number_of_two_digits_is_that_gpu(trace):
+    uuids = [f"GPU-{n:02d}" for n in range(16)]
+    assert choose_uuid("12", 0, uuids) == "GPU-12"
+    assert choose_uuid(None, 12, uuids) == "GPU-12"
+    assert choose_uuid("10,11,12,13", 2, uuids) == "GPU-12"
+    trace.write(*(Gpu(uuid, f"0:{n:02x}:00", memory=flat(n * GIB)) for n, uuid in enumerate(uuids)))
+
+    with trace.reader(Site(visible_devices="12")) as reader:
+        assert (reader.device.key, reader.read()[0].memory_bytes) == ("GPU-12", 12 * GIB)
+
+
+def test_perun_time_is_as_fine_after_30_days_as_at_the_start():
+    # Seconds as float32 are 0.25 s apart by then: a burst of 100 ms would last nothing or 250 ms.
+    month_s = 30 * 86_400
+    one = fed(
+        ledger(INSTANT),
+        *((month_s + at_s, watts, None) for at_s, watts in [(0, 100.0), (0.1, 100.0), (0.1001, 700.0), (0.2, 700.0)]),
+    )
+
+    assert joules(one, month_s + 0.1001, month_s + 0.2) == pytest.approx(700.0 * 0.0999, rel=1e-9)
+
+
+def test_perun_the_cpu_is_not_measured_over_the_microseconds_between_two_calls(monkeypatch, tmp_path):
+    # psutil.cpu_percent takes its own last call as the reference, whoever made it.
+    monkeypatch.setattr(psutil, "cpu_percent", lambda *_, **__: pytest.fail("not through psutil's one reference"))
+    reader = host.open_device(
+        Site(local_rank=1, trainer_pid=os.getpid(), excluded_pids=frozenset()), powercap=tmp_path, perf=tmp_path
+    )
+    before, _ = reader.read()
+    began_s = time.process_time()
+    while time.process_time() < began_s + 0.2:
+        pass
+    after, _ = reader.read()
+    reader.close()
+
+    # Twenty of the kernel's ticks of CPU time, of all that all CPUs had meanwhile.
+    capacity_s = (after.time_ns - before.time_ns) / NS * (psutil.cpu_count() or 1)
+    assert after.utilization * capacity_s == pytest.approx(0.2, abs=0.04)
+
+
+def test_perun_what_goes_over_the_wire_does_not_grow_with_the_number_of_samples():
+    def row_bytes(samples):
+        one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
+        for i in range(samples):
+            at_ns = i * 10 * NS // samples + 1
+            one.add(Sample(at_ns, 1e9, 0.5, 300.0, 300.0 * at_ns / NS))
+        return len(msgspec.msgpack.encode(one.window(1, 10 * NS - NS // samples, {})))
+
+    assert row_bytes(10_000) <= row_bytes(20) + 20
+
+
+# --- what broke for others besides: (c) ---
+
+
+def test_one_gpu_in_slices_is_counted_once_and_not_once_per_slice(trace):
+    # dcgm-exporter#317: the counter of the GPU, repeated on each of its slices, made four GPUs of one.
+    halves = [Gpu(f"MIG-{n}", parent=0, memory_total=39 * GIB, slices=3 + n, instance=n + 1) for n in range(2)]
+    answer = reading(
+        trace,
+        [Gpu("GPU-a", "0:01:00", power=flat(700.0), memory_total=80 * GIB), *halves],
+        """
+readers = [open_device("nvml", Site(visible_devices=uuid)) for uuid in ("MIG-0", "MIG-1")]
+before = [reader.read()[0] for reader in readers]
+time.sleep(0.2)
+after = [reader.read()[0] for reader in readers]
+answer = [(last.energy_j - first.energy_j) / (last.time_ns - first.time_ns) * 1e9 for first, last in zip(before, after)]
+""",
+    )
+
+    assert answer == pytest.approx([300.0, 400.0], rel=0.02)
+
+
+def test_millijoules_and_milliwatts_are_never_taken_for_joules_and_watts(trace):
+    # pyJoules#32: units that were mixed up by a thousand.
+    trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), power_limit_w=700.0))
+
+    with trace.reader(Site()) as reader:
+        first = reader.read()[0]
+        time.sleep(0.1)
+        second = reader.read()[0]
+
+        assert reader.device.power_limit_w == 700.0
+    assert (first.power_w, second.power_w) == (300.0, 300.0)
+    rate_w = (second.energy_j - first.energy_j) / (second.time_ns - first.time_ns) * NS
+    assert rate_w == pytest.approx(300.0, rel=0.02)
+
+
+def test_a_crash_of_the_trainer_keeps_nothing_alive(launch, trace):
+    # CodeCarbon#409 and #305: the tracker's thread held a crashed job's nodes for three days.
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    job = launch.python(LOOP, "--at", 5, "--end", "raise", environ=trace.environment(), device="nvml").wait()
+
+    assert job.code == 1
+    assert not job.left(within_s=5.0)
+
+
+def test_nothing_is_written_where_the_user_did_not_ask_for_it(launch, trace):
+    # CodeCarbon#232: emissions.csv in a folder that could not be written ended a BigScience run.
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    job = launch.python(LOOP, environ=trace.environment(), device="nvml", run_dir="/proc/no-such-place").done()
+
+    assert sorted(path.name for path in job.folder.iterdir()) == ["stderr.txt", "stdout.txt", "truth.json"]
+    assert len(job.told()["steps"]) == 20
+
+
+def test_a_signal_from_the_scheduler_ends_the_trainer_as_it_always_did(launch, trace):
+    trace.write(Gpu("GPU-a", "0:01:00"))
+    job = launch.python(LOOP, "--at", 15, "--end", "terminate", environ=trace.environment(), device="nvml").wait()
+
+    assert job.code == -signal.SIGTERM
+    assert not job.left(within_s=5.0)
+    assert job.ledger.summary.iterations == 15
