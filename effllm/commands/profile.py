@@ -90,7 +90,7 @@ def _profile(reader: Reader, seconds: float) -> Profile:
     facts = Facts(reader.device.key) if is_nvidia else None
     load = TorchLoad(reader.device.key if is_nvidia else None)
     try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
             tasks = {stage: progress.add_task(words, total=1.0) for stage, words in _STAGES.items()}
 
             def tell(stage: str, share: float) -> None:
@@ -197,21 +197,21 @@ def _measures(found: Profile) -> str:
         return "measures all of each tick"
     return (
         f"measures {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms of each, "
-        f"until {_ms(response.ends_s)} before it is shown"
+        f"until {_ends(response)}"
     )
 
 
 def _mean(response: Response | None) -> str:
     if response is None:
         return ""
-    return (
-        f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, "
-        f"until {_ms(response.ends_s)} before"
-    )
+    return f"mean over {1e3 * response.window_s:.1f} ± {1e3 * response.window_error_s:.1f} ms, until {_ends(response)}"
 
 
-def _ms(seconds: float) -> str:
-    return f"{abs(1e3 * seconds) if abs(seconds) < 5e-5 else 1e3 * seconds:.1f} ms"  # never -0.0
+def _ends(response: Response) -> str:
+    """Return when the window ends, where that can be told from the moment at which the value is shown."""
+    if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
+        return "it is shown"
+    return f"{1e3 * response.ends_s:.1f} ms before"
 
 
 def _ratio(name: str, found: Profile) -> str:

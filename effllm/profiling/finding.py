@@ -225,12 +225,14 @@ class Found:
         return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm
 
     def _warn(self) -> None:
-        for name, found in self._ratios.items():
-            if found.low > 1 + DISAGREEMENT or found.high < 1 - DISAGREEMENT:
-                self._warnings.append(
-                    f"{name}, the counter counts {100 * (found.value - 1):+.1f} % of what power integrates to: "
-                    "one of them is wrong"
-                )
+        off = {
+            name: found.value - 1
+            for name, found in self._ratios.items()
+            if found.low > 1 + DISAGREEMENT or found.high < 1 - DISAGREEMENT
+        }
+        if off:
+            parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
+            self._warnings.append(f"the counter counts {parts}, against integrated power: one of them is wrong")
         followed, rhythm = self._responses.get("counter"), self._counter.rhythm
         if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
             self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")

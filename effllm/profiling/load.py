@@ -90,7 +90,9 @@ class TorchLoad:
         """
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
-        environ = {**this_process(), **({"CUDA_VISIBLE_DEVICES": self._device} if self._device else {})}
+        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # it trains nothing: no ledger of its own
+        if self._device:
+            environ["CUDA_VISIBLE_DEVICES"] = self._device
         try:
             descriptors = [orders, answers]
             self._process = spawn(
