@@ -171,6 +171,9 @@ class _Bench:
         assert self.profile is not None
         sensor, counts = self.profile.sensor, QUICK_WINDOWS if self._quick else WINDOWS
         key = self.reader.device.key
+        if self.reader.device.kind != "nvml":
+            self.left_out.append("windows' energy against the load's: on NVIDIA's GPUs alone")
+            return
         self._under_load("windows' energy against the load's", lambda loader: windows(key, loader, sensor, counts))
 
     def _agent(self) -> None:
