@@ -1,0 +1,311 @@
+"""Whole jobs whose GPUs' power is known at every moment: what the run folder says of energy, against that.
+
+One job serves several tests.  Each GPU's counter moves in ticks of 0.1 s, as those of A100 and H100 do, and its
+power is a square wave that keeps no step with them.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import jobs
+import pytest
+from nvml_library import GIB, Gpu, Trace, flat, square
+
+from effllm.calibration import Calibration, store
+from effllm.runfolder import RankRow
+from effllm.schema import Sensor, Summary
+
+LOOP = "loop.py"
+STEP_S, LOG_INTERVAL = 0.02, 25  # a window of half a second
+INTERVAL_S = 0.2
+LOW_W, HIGH_W = 180.0, 620.0
+#: An edge that lies in a tick with a step of power: it hides 440 W for 0.05 s on average.  A window has two.
+EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
+MOST_WRONG = 0.05  # of a window's energy, whatever is said of it
+#: What calibration on this model has found before: the jobs need not spend two seconds on it.
+SENSOR = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
+
+
+def gpu(name: str, bus: int, phase_s: float) -> Gpu:
+    wave = square(LOW_W, HIGH_W, 0.83, 0.6)
+    return Gpu(f"GPU-{name}", f"0:{bus:02x}:00", power=wave, power_mode="held", tick_s=0.1, tick_phase_s=phase_s)
+
+
+A, B, C = gpu("a", 1, 0.013), gpu("b", 2, 0.047), gpu("c", 3, 0.081)
+
+
+@dataclass
+class Run:
+    """A job that has ended."""
+
+    ledger: jobs.Ledger
+    iterations_ended_s: float  # monotonic, on the last rank
+    ended_s: float  # ... and when nothing of the job was left
+    to_monotonic_s: float
+    fault_s: float  # monotonic, when something was done to it
+
+    @property
+    def summary(self) -> Summary:
+        return self.ledger.summary
+
+    def rows(self, rank: int) -> list[RankRow]:
+        """The windows of a rank, less its shut-down of a millisecond."""
+        return [row for row in self.ledger.ranks if row.rank == rank and row.wall_s > 0.1]
+
+    def told(self, kind: str, rank: int) -> list[str]:
+        return [event.text for event in self.ledger.events if (event.kind, event.rank) == (kind, rank)]
+
+    def truth_j(self, gpu: Gpu, *rows: RankRow) -> float:
+        """Return what a GPU used in rows that follow each other."""
+        start_s, end_s = rows[0].start_time_s, rows[-1].end_time_s
+        return gpu.energy_j(start_s + self.to_monotonic_s, end_s + self.to_monotonic_s)
+
+
+def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
+    """Run a job with a rank for each environment, so many seconds long, and disturb it after three windows."""
+    folder.mkdir()
+    settings = {"device": "nvml", "collection_interval": INTERVAL_S, "log_interval": LOG_INTERVAL}
+    loop = (LOOP, "--iterations", round(seconds / STEP_S), "--step-s", STEP_S)
+    known = Calibration("Traced", "570.0", time.strftime("%Y-%m-%d"), SENSOR, measured_lag=True)
+    store(folder / "cache" / "efficientllm" / "calibration", known)
+    with jobs.launching(folder) as launch:
+        aggregator = launch.aggregator(**settings)
+        settings |= {"endpoint": aggregator.endpoint}
+        ranks = [
+            launch.python(
+                *loop,
+                environ=jobs.place(rank, len(environments)) | {"XDG_CACHE_HOME": str(folder / "cache")} | environment,
+                **settings,
+            )
+            for rank, environment in enumerate(environments)
+        ]
+        jobs.until(lambda: aggregator.ledger.num_windows >= 3)
+        fault_s = time.monotonic() + 0.3
+        disturb(fault_s)
+        steps = [rank.done(seconds + 20).told()["steps"] for rank in ranks]
+        assert not aggregator.job.left(within_s=8.0)
+        iterations_ended_s = max(end_s for rank in steps for _, end_s in rank)
+        to_monotonic_s = time.monotonic() - time.time()
+        return Run(aggregator.ledger, iterations_ended_s, time.monotonic(), to_monotonic_s, fault_s)
+
+
+def seeing(trace: Trace, device: str) -> dict[str, str]:
+    """Return the environment of a rank that is shown a device."""
+    return trace.environment() | {"CUDA_VISIBLE_DEVICES": device}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("energy")
+
+
+# --- two ranks on one GPU ---
+
+
+@pytest.fixture(scope="module")
+def shared(library, folder):
+    trace = Trace(library, folder / "shared.trace")
+    trace.write(B, A)
+    return run_job(folder / "shared", [seeing(trace, "0")] * 2, 6.0)
+
+
+def test_the_energy_of_a_window_is_that_of_its_own_stretch_within_the_error_that_it_states(shared):
+    rows = [*shared.rows(0), *shared.rows(1)]
+    wrong_j = [abs(row.energy_j - shared.truth_j(A, row)) for row in rows]
+    is_within = [wrong <= row.energy_error_j for wrong, row in zip(wrong_j, rows, strict=True)]
+
+    assert len(rows) == 24
+    assert {row.energy_method for row in rows} == {"counter"}
+    assert sum(is_within) >= 0.85 * len(rows)  # it is the half-width of 95 %
+    assert all(wrong <= MOST_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True))
+    assert sum(row.energy_error_j for row in rows) / len(rows) <= EDGES_J
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_energy_of_a_run_is_known_far_better_than_that_of_its_windows(shared, rank):
+    rows = shared.rows(rank)
+
+    assert sum(row.energy_j for row in rows) == pytest.approx(shared.truth_j(A, *rows), rel=0.005)
+    assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
+
+
+def test_a_gpu_that_two_ranks_share_is_counted_once(shared):
+    summary = shared.summary
+
+    assert set(summary.energy.by_device) == {A.uuid}
+    assert (summary.coverage.gpus_expected, summary.coverage.gpus_measured) == (1, 1)
+    # The ranks did not start in the same moment; the job's energy is that of either's time, and not of both.
+    truths_j = [shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1)]
+    assert 0.995 * min(truths_j) <= summary.energy.total_joules <= 1.005 * max(truths_j)
+    assert max(truths_j) < 1.2 * min(truths_j)
+    assert summary.tokens == 2 * 300 * 100  # what the ranks did adds up all the same
+
+
+# --- two slices of one GPU ---
+
+
+@pytest.fixture(scope="module")
+def sliced(library, folder):
+    trace = Trace(library, folder / "sliced.trace")
+    slices = [
+        Gpu(f"MIG-{name}", parent=0, instance=instance, slices=slices, memory=flat(instance * GIB))
+        for instance, (name, slices) in enumerate([("three", 3), ("two", 2), ("nobodys", 2)], 1)
+    ]
+    trace.write(A, *slices)
+    return run_job(folder / "sliced", [seeing(trace, "MIG-three"), seeing(trace, "MIG-two")], 3.0)
+
+
+@pytest.mark.parametrize(("rank", "name", "share"), [(0, "MIG-three", 3 / 7), (1, "MIG-two", 2 / 7)])
+def test_a_slice_has_its_part_of_its_gpus_energy(sliced, rank, name, share):
+    rows = sliced.rows(rank)
+
+    assert {row.device for row in rows} == {name}
+    assert sum(row.energy_j for row in rows) == pytest.approx(share * sliced.truth_j(A, *rows), rel=0.01)
+
+
+def test_the_slices_of_a_job_add_up_to_their_share_and_leave_the_rest_to_its_owner(sliced):
+    energy = sliced.summary.energy
+    parts_j = [share * sliced.truth_j(A, *sliced.rows(rank)) for rank, share in ((0, 3 / 7), (1, 2 / 7))]
+
+    assert set(energy.by_device) == {"MIG-three", "MIG-two"}
+    assert energy.total_joules == pytest.approx(sum(energy.by_device.values()))
+    assert energy.total_joules == pytest.approx(sum(parts_j), rel=0.01)
+    assert any("MIG slice" in text for text in sliced.summary.not_measured)
+
+
+# --- a counter that is reset, a GPU that is lost, and one that is lost with its counter ---
+
+LOST_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def disturbed(library, folder):
+    trace = Trace(library, folder / "disturbed.trace")
+    trace.write(A, B, C)
+
+    def disturb(at_s):
+        lost = f"* lost 0 {at_s} {at_s + LOST_S}"
+        trace.fault(f"0 energy reset {at_s}", f"1 {lost}", f"2 {lost}", f"2 energy reset {at_s + 1}")
+
+    return run_job(folder / "disturbed", [seeing(trace, str(index)) for index in range(3)], 9.0, disturb)
+
+
+def test_a_counter_that_is_reset_makes_no_spike_and_no_hole(disturbed):
+    rows = disturbed.rows(0)
+
+    assert all(LOW_W * row.wall_s * 0.8 <= row.energy_j <= HIGH_W * row.wall_s * 1.05 for row in rows)
+    assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
+    assert disturbed.summary.energy.by_device[A.uuid] == pytest.approx(disturbed.truth_j(A, *rows), rel=0.02)
+
+
+def test_what_power_fills_is_marked_and_the_reset_is_told(disturbed):
+    filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
+    said = disturbed.told("energy_counter", rank=0)
+
+    assert 1 <= len(filled) <= 2  # the second where the reset falls on an edge
+    assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
+    assert ["went back" in text for text in said] == [True, False]
+    assert said[1].endswith("believed again")
+
+
+@pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
+def test_nothing_is_counted_twice_when_a_lost_gpu_comes_back(disturbed, rank, gpu):
+    rows = disturbed.rows(rank)
+    holes = [row for row in rows if row.energy_j is None]
+    seen_j = sum(row.energy_j for row in rows if row.energy_j is not None)
+    unseen_s = sum(row.wall_s - row.energy_covered_s for row in rows)
+
+    assert len(holes) >= 2  # missing, not zero
+    assert LOST_S * 0.7 <= unseen_s <= LOST_S + 2.5  # it is sought after 0, 1 and 3 s
+    assert seen_j == pytest.approx(disturbed.summary.energy.by_device[gpu.uuid], abs=1.0)  # of the shut-down
+    whole_j = disturbed.truth_j(gpu, *rows)
+    assert seen_j <= whole_j - LOW_W * unseen_s * 0.8
+    assert seen_j >= whole_j - HIGH_W * unseen_s * 1.05
+
+
+@pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
+def test_windows_after_the_return_are_as_good_as_those_before(disturbed, rank, gpu):
+    rows, to_monotonic_s = disturbed.rows(rank), disturbed.to_monotonic_s
+    before = [row for row in rows if row.end_time_s + to_monotonic_s < disturbed.fault_s]
+    after = [row for row in rows if row.start_time_s + to_monotonic_s > disturbed.fault_s + LOST_S + 2.5]
+
+    assert (len(before) >= 2, len(after) >= 3) == (True, True)
+    for row in before[1:] + after:
+        assert row.energy_j == pytest.approx(disturbed.truth_j(gpu, row), rel=MOST_WRONG)
+        assert row.energy_method == "counter"
+    lost, found = ([text for text in disturbed.told("agent", rank) if word in text] for word in ("not ", "again"))
+    assert any(f"{gpu.uuid}: energy_j is not measured: GPU is lost" in text for text in lost)
+    assert any(f"{gpu.uuid}: energy_j is measured again" in text for text in found)
+
+
+def test_a_run_with_a_hole_has_no_total_and_says_what_it_measured(disturbed):
+    energy = disturbed.summary.energy
+
+    assert energy.total_joules is None
+    assert energy.measured_joules == pytest.approx(sum(energy.by_device.values()))
+
+
+# --- a call that hangs, and an NVML that does not start ---
+
+HANG_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def crippled(library, folder):
+    trace, broken = Trace(library, folder / "crippled.trace"), Trace(library, folder / "broken.trace")
+    for each in (trace, broken):
+        each.write(A, B, C)
+    broken.fault("init * error 9")
+    ranks = [seeing(trace, "0"), seeing(trace, "1"), seeing(broken, "2")]
+    hang = f"1 fields hang {HANG_S}"
+    return run_job(folder / "crippled", ranks, 9.0, lambda at_s: trace.fault(f"{hang} {at_s}"))
+
+
+def test_a_job_ends_in_time_though_a_call_of_one_rank_never_comes_back(crippled):
+    assert crippled.ended_s - crippled.iterations_ended_s <= 5.0
+    assert crippled.summary.status == "completed"
+    assert [len(crippled.rows(rank)) for rank in range(3)] == [18, 18, 18]
+    assert crippled.summary.tokens == 3 * 450 * 100
+    assert crippled.summary.coverage.reports_lost == 0
+
+
+def test_the_rank_that_is_well_is_measured_to_the_end(crippled):
+    rows = crippled.rows(0)
+
+    assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
+    assert sum(row.energy_j for row in rows) == pytest.approx(crippled.truth_j(A, *rows), rel=0.005)
+    assert crippled.summary.energy.by_device[A.uuid] == pytest.approx(crippled.truth_j(A, *rows), rel=0.005)
+
+
+def test_the_rank_whose_call_hangs_is_stale_from_then_on_and_right_before(crippled):
+    rows = crippled.rows(1)
+    known = [row for row in rows if row.coverage == pytest.approx(1.0)]
+    lost = [row for row in rows if row.energy_j is None]
+
+    assert 2 <= len(known) <= len(rows) - len(lost)
+    assert len(lost) >= 5
+    assert rows.index(known[-1]) < rows.index(lost[0])
+    assert sum(row.energy_j for row in known) == pytest.approx(crippled.truth_j(B, *known), rel=0.01)
+    (text,) = crippled.told("stale", rank=1)
+    assert f"{B.uuid} is stale: a read has not come back for" in text
+
+
+def test_the_rank_without_nvml_trains_and_is_told_why_it_has_no_energy(crippled):
+    rows = crippled.rows(2)
+
+    assert {(row.device, row.energy_j) for row in rows} == {(None, None)}
+    assert sum(row.tokens for row in rows) == 450 * 100
+    assert any("the NVIDIA driver is not loaded" in text for text in crippled.told("agent", rank=2))
+
+
+def test_coverage_shows_which_part_of_the_energy_is_there(crippled):
+    coverages = [window.coverage for window in crippled.ledger.windows[:18]]
+    summary = crippled.summary
+
+    assert coverages[1].energy == pytest.approx(2 / 3, abs=0.02)
+    assert coverages[-1].energy == pytest.approx(1 / 3, abs=0.02)
+    assert [one.gpus_measured for one in (coverages[1], coverages[-1])] == [2, 1]
+    assert {one.gpus_expected for one in coverages} == {3}
+    assert summary.energy.total_joules is None
+    assert summary.energy.measured_joules == pytest.approx(math.fsum(summary.energy.by_device.values()))
