@@ -53,6 +53,11 @@ print(json.dumps(answer))
     return json.loads(done.stdout)
 
 
+def first_on_path(folder):
+    """Return the environment in which Python looks into a folder before all others."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))}
+
+
 def ledger(method=COUNTER):
     return EnergyLedger(Device("GPU-0", "nvml", energy_method=method, power_limit_w=700.0), 5.0)
 
@@ -173,7 +178,7 @@ def broken(library, tmp_path_factory):
     missing = folder / "missing"
     missing.mkdir()
     (missing / "pynvml.py").write_text("raise ModuleNotFoundError('No module named pynvml')\n")
-    places = [good.environment(), bad.environment(), good.environment() | {"PYTHONPATH": str(missing)}]
+    places = [good.environment(), bad.environment(), good.environment() | first_on_path(missing)]
     with jobs.launching(folder) as launch, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         aggregator = launch.aggregator()
@@ -271,7 +276,7 @@ def troubled(library, tmp_path_factory):
     with jobs.launching(folder) as launch, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         job = launch.code(
-            TROUBLED, environ=trace.environment() | {"PYTHONPATH": str(folder / "site")}, device="nvml", log_interval=5
+            TROUBLED, environ=trace.environment() | first_on_path(folder / "site"), device="nvml", log_interval=5
         ).done()
         yield job
 
@@ -672,8 +677,9 @@ def test_nothing_is_written_where_the_user_did_not_ask_for_it(launch, trace):
 
 def test_a_signal_from_the_scheduler_ends_the_trainer_as_it_always_did(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
-    job = launch.python(LOOP, "--at", 15, "--end", "terminate", environ=trace.environment(), device="nvml").wait()
+    arguments = ["--iterations", 200, "--at", 150, "--end", "terminate"]
+    job = launch.python(LOOP, *arguments, environ=trace.environment(), device="nvml").wait()
 
     assert job.code == -signal.SIGTERM
     assert not job.left(within_s=5.0)
-    assert job.ledger.summary.iterations == 15
+    assert job.ledger.summary.iterations == 150
