@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
-from ctypes import byref, c_int, c_uint, c_ulonglong, sizeof
+from collections.abc import Iterable, Sequence
+from ctypes import byref, c_int, c_uint, c_ulonglong
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pynvml
 
 from effllm import hardware
-from effllm.devices._nvml_call import LACKING, LACKING_CODES, Quantity, offered, prepare, why
+from effllm.devices._nvml_call import LACKING, LACKING_CODES, MOST_64, Quantity, offered, prepare, why
 from effllm.schema import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
 _INSTANT_ID, _AVERAGE_ID = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE
@@ -93,35 +93,23 @@ class Power:
     """
 
     def __init__(self, handle: Any, name: str, wanted: str, share: float = 1.0) -> None:
-        counter = [_ENERGY] if _has(handle, _ENERGY) else []
-        own = [field for field in _POWERS if _has(handle, field)]
-        of_module = [field for field in _MODULE_POWERS if _has(handle, field)]
-        counted = _counted_scope(handle, own[0], of_module[0]) if counter and own and of_module else GPU
-        self.scope = wanted if (wanted == GPU and own) or (wanted == MODULE and of_module) else counted
-        self.note = ""
-        if counter and self.scope != counted:
-            counter, self.note = [], f"from its power, for the counter is the {counted}'s"
-        powers = of_module if self.scope == MODULE else own
-        beside = [_MEMORY_POWER] if _has(handle, _MEMORY_POWER) else []
-        if self.scope == GPU:
-            beside += [field._replace(name="module_power_w") for field in of_module[:1]]
-
-        essential = (*counter, *powers[:1])
+        has = partial(_has, handle)
+        offer = _choose(handle, wanted, filter(has, _POWERS), filter(has, _MODULE_POWERS), has_counter=has(_ENERGY))
+        self.scope, self.note = offer.scope, offer.note
+        essential = (*offer.counter, *offer.powers[:1])
         told = frozenset(field.name for field in essential)
+        everything = (*offer.counter, *offer.powers, *offer.beside, *filter(has, (_MEMORY_POWER,)))
         self._essential = Batch(handle, essential, told, share) if essential else None
-        self._all = Batch(handle, (*counter, *powers, *beside), told, share) if essential else None
-        single, singles = partial(_single, handle, share), []
-        if not counter and not self.note:
-            singles.append(single("energy_j", "nvmlDeviceGetTotalEnergyConsumption", c_ulonglong()))
-        if not powers:
-            singles.append(single(_power_usage(handle, name), "nvmlDeviceGetPowerUsage", c_uint()))
+        self._everything = Batch(handle, everything, told, share) if essential else None
+        singles = [] if offer.counter or offer.note else [_total_energy(handle, share)]
+        singles += [] if offer.powers else [_power_usage(handle, name, share)]
         self._singles = [quantity for quantity in singles if quantity is not None]
         self.names = told.union(quantity.name for quantity in self._singles)
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
     def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
         """Return what is known now in base units, and when it was so; what fails is told."""
-        batch = self._essential if energy_only else self._all
+        batch = self._essential if energy_only else self._everything
         values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
         for quantity in self._singles:
             before_ns = time.monotonic_ns()
@@ -134,6 +122,31 @@ class Power:
 
 
 _METHODS = ((COUNTER, "energy_j"), (INSTANT, "power_w"), (AVERAGE, "power_average_w"))
+
+
+class _Offer(NamedTuple):
+    """Which fields make the energy and the power of the scope that is used."""
+
+    scope: str
+    counter: tuple[Field, ...]
+    powers: tuple[Field, ...]
+    beside: tuple[Field, ...] = ()  # of the other scope
+    note: str = ""
+
+
+def _choose(handle: Any, wanted: str, own: Iterable[Field], of_module: Iterable[Field], *, has_counter: bool) -> _Offer:
+    """Choose the scope: the one that is wanted where it is there, else the counter's."""
+    powers, module_powers = tuple(own), tuple(of_module)
+    counted = GPU
+    if has_counter and powers and module_powers:
+        counted = _counted_scope(handle, powers[0], module_powers[0])
+    scope = wanted if (wanted == GPU and powers) or (wanted == MODULE and module_powers) else counted
+    note = f"from its power, for the counter is the {counted}'s" if has_counter and scope != counted else ""
+    counter = (_ENERGY,) if has_counter and not note else ()
+    if scope == MODULE:
+        return _Offer(MODULE, counter, module_powers, note=note)
+    beside = tuple(field._replace(name="module_power_w") for field in module_powers[:1])
+    return _Offer(GPU, counter, powers, beside, note)
 
 
 def _has(handle: Any, field: Field) -> bool:
@@ -171,18 +184,25 @@ def _counted_scope(handle: Any, own: Field, of_module: Field) -> str:
     return MODULE if abs(rate_w - module_w) < abs(rate_w - own_w) else GPU
 
 
-def _power_usage(handle: Any, name: str) -> str:
-    """Return what nvmlDeviceGetPowerUsage is: the power of the moment up to Turing and on GA100, else a mean of 1 s."""
+def _total_energy(handle: Any, share: float) -> Quantity | None:
+    """Return the counter as drivers without field values have it."""
+    millijoules = partial(Quantity, room=c_ulonglong(), most=MOST_64, divisor=1e3 / share)
+    return offered(partial(millijoules, "energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
+
+
+def _power_usage(handle: Any, name: str, share: float) -> Quantity | None:
+    """Return the power as drivers without field values have it."""
+    milliwatts = partial(Quantity, room=c_uint(), divisor=1e3 / share)
+    meaning = "power_average_w" if _is_mean(handle, name) else "power_w"
+    return offered(partial(milliwatts, meaning, "nvmlDeviceGetPowerUsage", handle))
+
+
+def _is_mean(handle: Any, name: str) -> bool:
+    """Whether nvmlDeviceGetPowerUsage is a mean over 1 s; up to Turing, and on GA100, it is the moment's power."""
     row = hardware.find(name)
     if row is not None and row.sensor.power_usage is not None:
-        return "power_average_w" if row.sensor.power_usage == "1-s mean" else "power_w"
+        return row.sensor.power_usage == "1-s mean"
     try:
-        return "power_average_w" if pynvml.nvmlDeviceGetCudaComputeCapability(handle) > (8, 0) else "power_w"
+        return bool(pynvml.nvmlDeviceGetCudaComputeCapability(handle) > (8, 0))
     except pynvml.NVMLError:
-        return "power_w"
-
-
-def _single(handle: Any, share: float, name: str, function: str, room: Any) -> Quantity | None:
-    """Return a quantity with a call of its own, as older drivers have it."""
-    most = 2 ** (8 * sizeof(room)) - 2
-    return offered(partial(Quantity, name, function, handle, room=room, most=most, divisor=1e3 / share))
+        return False
