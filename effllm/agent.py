@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 
 from effllm import __version__, node_power
 from effllm.aggregator_child import AggregatorChild
-from effllm.calibration import calibrate
+from effllm.calibration import assumed, calibrate
 from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.log import Log
@@ -136,7 +137,9 @@ class Agent:
             power_scope=self._config.power_scope,
             excluded_pids=frozenset((os.getpid(),)),
         )
-        return open_device(self._config.device, site)
+        reader = open_device(self._config.device, site)
+        reader.device = replace(reader.device, sensor=assumed(reader.device))
+        return reader
 
     def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
         return calibrate(device, read, cache_folder() / "calibration")
@@ -210,7 +213,7 @@ class Agent:
         origin_ns = time.monotonic_ns()
         self._take_samples()
         if self._series and self._series[0].newest_ns:
-            origin_ns = self._series[0].oldest_ns
+            origin_ns = max(series.oldest_ns for series in self._series)  # from when on all is known
         slots = self._ring.read()
         begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
         state, ordinal, since_ns, _ = self._ring.state()

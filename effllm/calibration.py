@@ -24,6 +24,8 @@ from effllm import hardware
 from effllm.schema import COUNTER, Device, Sample, Sensor
 
 LONGEST_S = 2.0
+#: Between two moves of a counter that nobody has watched: 100 ms on all GPUs from Turing on (docs/hardware.md).
+USUAL_TICK_S = 0.1
 #: Reads of one calibration are at least so far apart; and each call may take so much of the time.
 LEAST_APART_S, MOST_BUSY = 0.002, 0.25
 LEAST_MOVES = 4
@@ -99,11 +101,16 @@ def calibrate(device: Device, read: Callable[[], Sample], folder: Path | None, *
 
 
 def assumed(device: Device) -> Sensor:
-    """Return what the hardware table says of a device's sensor, over what the device file said."""
-    row = hardware.find(device.name)
-    if row is None or row.sensor is None:
+    """Return what the hardware table says of a device's sensor, over what the device file said.
+
+    A GPU that it does not know has the tick that most have; when it ticks is known of neither.
+    """
+    if device.energy_method != COUNTER or device.simulated or not device.is_gpu:
         return device.sensor
-    return _of_table(row.sensor, device.sensor)
+    row = hardware.find(device.name)
+    sensor = _of_table(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
+    tick_s = sensor.tick_s or USUAL_TICK_S
+    return replace(sensor, tick_s=tick_s, tick_error_s=sensor.tick_error_s or tick_s)
 
 
 def _of_table(row: hardware.KnownSensor, sensor: Sensor) -> Sensor:

@@ -6,11 +6,12 @@ from typing import Any
 
 import effllm
 
-__all__ = [name for name in effllm.__all__ if name != "__version__"]
+#: The callback needs transformers, so that it is there for whoever names it and in no star import.
+__all__ = [name for name in effllm.__all__ if name not in ("__version__", "EfficientLLMCallback")]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in (*__all__, "EfficientLLMCallback"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(effllm, name)
 

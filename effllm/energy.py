@@ -28,6 +28,8 @@ NS = 1e-9
 
 #: From this tick on a clock is worth keeping; RAPL's millisecond is not.
 LEAST_TICK_S = 0.005
+#: A tick that is known worse than this is a guess, from which no moment can be told.
+MOST_OPEN = 0.1
 #: A step of a counter may exceed what the power limit allows by so much (boosts, board losses).
 OVERSHOOT = 1.2
 #: Where no limit is known: no accelerator, module or node sensor exceeds it for long.
@@ -322,7 +324,8 @@ class EnergyLedger:
         # What is open about both edges moves them alike, so that only a difference of power between them counts;
         # what is open about one of them alone, for more was known at the other, moves that one.
         both_s2 = min(start.shift_s2, end.shift_s2)
-        rise_j2 = both_s2 * (end.power_w - start.power_w) ** 2 / 2
+        # However alike the edges of this stretch are, those of a run are not.
+        rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, self._powers.variance_w2 / 4)
         before_j2, after_j2 = self._variances_j2(from_ns), self._variances_j2(to_ns)
         return Energy(
             joules=joules,
@@ -596,7 +599,7 @@ class _Times(Sequence[int]):
 
 
 def _clock_of(sensor: Sensor) -> TickClock | None:
-    if sensor.tick_s < LEAST_TICK_S:
+    if sensor.tick_s < LEAST_TICK_S or sensor.tick_error_s > MOST_OPEN * sensor.tick_s:
         return None
     return TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s))
 

@@ -65,7 +65,7 @@ class Track:
 
     def note_baseline(self, start_ns: int, end_ns: int) -> bool:
         """Learn the device's idle power from a stretch before the first iteration; say whether that could be done."""
-        if self.series is None or not self.series.is_settled(end_ns):
+        if self.series is None or not self.is_settled(end_ns):
             return False
         idle = self.series.integrals(start_ns, end_ns)
         if idle.energy_j is not None:

@@ -357,6 +357,8 @@ def test_the_tick_of_a_gpu_that_measures_part_of_it_is_found_through_nvml_and_ke
 def test_calls_that_are_too_slow_to_see_the_tick_leave_it_open(calibrated):
     sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
 
-    assert (sensor.tick_s, sensor.source) == (0.0, "assumed: the reads did not tell the tick")
+    # That of most GPUs, known so badly that no moment is told from it.
+    assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
+    assert sensor.source == "assumed: the reads did not tell the tick"
     assert sensor.call_s == pytest.approx(0.02, abs=0.015)
     assert took_s < 2.5

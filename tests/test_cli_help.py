@@ -5,7 +5,7 @@ import pytest
 from effllm import __version__
 from effllm.metrics import METRICS
 
-COMMANDS = ["demo", "check", "env", "run", "serve", "metrics"]
+COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "metrics"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
