@@ -151,10 +151,9 @@ class Sampler:
             self._answer(reader, due, is_time)
             now_s = time.monotonic()
             while next_s <= now_s:  # a slow read leaves ticks out, it does not pile them up
-                pace_s = self._pace_s()
-                turn_s += pace_s
+                turn_s += self._pace_s()
                 # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
-                next_s = turn_s + random.random() * pace_s  # noqa: S311 - nobody gains by guessing it
+                next_s = turn_s + random.random() * self._interval_s  # noqa: S311 - nobody gains by guessing it
         reader.close()
 
     def _answer(self, reader: Reader, due: Sequence[tuple[int, bool, bool]], is_time: bool) -> Sample:
