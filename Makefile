@@ -10,10 +10,10 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test check bench bench-energy bench-gpu clean
+.PHONY: help demo test test-long check bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and watch its efficiency; a minute
 	@PYTHON=$(BIN)/python; export PYTHON; . launch/efficientllm_config.sh && \
@@ -24,18 +24,21 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 test: $(VENV)/.ready ## Run the tests
 	@$(BIN)/python -m pytest && echo 'Tests passed.'
 
+test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
+	@$(BIN)/python -m pytest -m long && echo 'Long tests passed.'
+
 check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
 
-bench: $(VENV)/.ready ## Measure what measuring costs; bench-energy: windows' energy, beside other tools
+bench: $(VENV)/.ready ## Measure what measuring costs
 	@$(BIN)/python -m benchmarks
 
 # Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
-bench-energy: $(VENV)/.ready $(PEERS)/.ready
+bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Measure how true the energy of windows is, beside other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)
 
 # Ten minutes, on a machine with a GPU.  ARGUMENTS: --keep, --quick, --device 3
-bench-gpu: $(VENV)/.ready
+bench-gpu: $(VENV)/.ready ## Measure all of it on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove what these targets made; run folders are kept

@@ -26,7 +26,7 @@ MOST_PLAINLY = 0.001
 SLOW_CALL_S = 0.020
 LONGEST_INTERVAL_S = 30.0
 #: How quickly what calls take is believed to have grown, or shrunk: nearer to the slow ones than to the mean.
-CALL_RISE, CALL_FALL = 0.2, 0.05
+CALL_RISE, CALL_FALL, LONGEST_COUNTED_S = 0.2, 0.05, 0.2
 #: A read that has not come back after so long makes the device stale.
 STALE_AFTER_S = 5.0
 
@@ -194,6 +194,7 @@ class Sampler:
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
         # Slow to believe, for one reading in a hundred is held up by whoever else wants the core.
+        took_s = min(took_s, LONGEST_COUNTED_S)  # a call that hung once is no reason to be slow for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
         if not energy_only:  # of what was not asked nothing is known

@@ -25,6 +25,8 @@ from effllm.devices import Site
 from effllm.profiling.load import LoadUnavailable, TorchLoad
 from effllm.schema import Sensor
 
+pytestmark = pytest.mark.long
+
 NS = 1_000_000_000
 UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"
 H100 = "NVIDIA H100 80GB HBM3"
