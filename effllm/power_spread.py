@@ -15,6 +15,8 @@ class PowerSpread:
         self.mean_w = self._square_w2 = 0.0
         self._count = 0
         self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
+        self._turns: deque[float] = deque(maxlen=96)  # products of two such changes, one after the other
+        self._last_change_w: float | None = None
         self._last: tuple[int, float] | None = None
         self._seen_s = self._seen_w2 = 0.0
         self._tick_s = 0.1
@@ -38,10 +40,14 @@ class PowerSpread:
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
         self._tick_s = tick_s
-        if 0.6 * tick_s < apart_s < 1.5 * tick_s:
-            self._near.append(abs(power_w - self._last[1]))
-        if apart_s > 0.6 * tick_s:
-            self._last = (time_ns, power_w)
+        if apart_s <= 0.6 * tick_s:
+            return
+        change_w = power_w - self._last[1] if apart_s < 1.5 * tick_s else None
+        if change_w is not None:
+            self._near.append(abs(change_w))
+            if self._last_change_w is not None:
+                self._turns.append(change_w * self._last_change_w)
+        self._last, self._last_change_w = (time_ns, power_w), change_w
 
     @property
     def variance_w2(self) -> float:
@@ -67,7 +73,19 @@ class PowerSpread:
             return self._square_w2 * 0.02
         noise_w = self.noise_w()
         changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
-        return 0.055 * self._roughness() * changing**3 * self._change_w2()
+        change_w2 = self._change_w2()
+        return max(0.055 * self._roughness() * changing**3 * change_w2, 0.055 * self._turning() * change_w2)
+
+    def _turning(self) -> float:
+        """Return 0 where power goes on as it went, 1 where it turns back from each tick to the next.
+
+        Then it moves more than once in a tick, and a step or a parabola through three of them misses it.
+        """
+        square_w2 = sum(change * change for change in self._near)
+        if not self._turns or square_w2 <= 0:
+            return 0.0
+        against = -sum(self._turns) / len(self._turns) / (square_w2 / len(self._near))
+        return min(max((against - 0.1) / 0.9, 0.0), 1.0)
 
     def _roughness(self) -> float:
         """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few do it all."""
