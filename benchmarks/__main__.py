@@ -5,10 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import platform
-import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figure import Figure
+from benchmarks.machine import machine
 
 NAMES = ("recorder", "importing", "latency", "agent", "sampling", "training")
 RESULTS = Path(__file__).parent / "results"
@@ -54,24 +51,12 @@ def table(figures: Sequence[Figure], title: str) -> Table:
 
 
 def _keep(figures: list[Figure]) -> Path:
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "gpu": "none: not measured on a GPU",
-    }
+    about = machine(gpu="none: not measured on a GPU")
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{machine['date']}-cpu.json"
-    body = {"machine": machine, "figures": [figure.to_dict() for figure in figures]}
+    path = RESULTS / f"{about['date']}-cpu.json"
+    body = {"machine": about, "figures": [figure.to_dict() for figure in figures]}
     path.write_text(json.dumps(body, indent=2) + "\n")
     return path
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

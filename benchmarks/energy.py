@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from benchmarks.energy_run import ROOT, Host, Length, measure
 from benchmarks.energy_tables import show, to_dict
 from benchmarks.energy_traces import HELD_OUT, TUNING, hosts
+from benchmarks.machine import machine
 from tests.nvml_library import Trace, build
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -105,16 +103,7 @@ def _prepare(folder: Path, chosen: str, settings: dict[str, str]) -> list[Host]:
 
 
 def _machine(load: float) -> dict[str, Any]:
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "load_before": load,
-        "gpu": "traced: not measured on a GPU",
-    }
+    return machine(load_before=load, gpu="traced: not measured on a GPU")
 
 
 def _keep(body: dict[str, Any]) -> Path:
@@ -123,10 +112,6 @@ def _keep(body: dict[str, Any]) -> Path:
     path = RESULTS / f"{body['machine']['date']}-{kind}{'-profiled' if body['profiled'] else ''}.json"
     path.write_text(json.dumps(body, indent=1) + "\n")
     return path
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from benchmarks.__main__ import RESULTS, table
 from benchmarks.figure import Figure
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import QUICK_WINDOWS, WINDOWS, windows
+from benchmarks.machine import machine
 from effllm import profiling
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.profiling.load import Loader, LoadUnavailable, TorchLoad
@@ -193,34 +191,24 @@ class _Bench:
 def _keep(bench: _Bench, folder: Path) -> Path:
     assert bench.profile is not None
     device, found = bench.reader.device, bench.profile
-    machine = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "gpu": device.name,
-        "driver": device.driver,
-        "power_limit_w": device.power_limit_w,
-        "torch": found.load or "none that can compute on this GPU",
+    about = machine(
+        gpu=device.name,
+        driver=device.driver,
+        power_limit_w=device.power_limit_w,
+        torch=found.load or "none that can compute on this GPU",
         **found.board.traits,
-    }
+    )
     body = {
-        "machine": machine,
+        "machine": about,
         "figures": [figure.to_dict() for figure in bench.figures],
         "left_out": bench.left_out,
         "profile": msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)},
     }
     folder.mkdir(exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
-    path = folder / f"{machine['date']}-gpu-{slug}.json"
+    path = folder / f"{about['date']}-gpu-{slug}.json"
     path.write_text(json.dumps(body, indent=1) + "\n")
     return path
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

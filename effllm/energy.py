@@ -148,8 +148,6 @@ class EnergyLedger:
         if power_w is not None and power_w > UNLIMITED_W:
             power_w = None
         counter_j = _usable(sample.energy_j) if self._method == COUNTER else None
-        if self._device.power_limit_w and "power_limit_w" in sample.gauges:  # it may be raised during a run
-            self._limit_w = max(self._limit_w, sample.gauges["power_limit_w"] * OVERSHOOT)
         if power_w is None and counter_j is None and self._last_counter is not None:
             return  # a failed read: the counter will tell what it misses, if it comes back
         if power_w is not None:
