@@ -196,9 +196,15 @@ def disturbed(library, folder):
 def test_a_counter_that_is_reset_makes_no_spike_and_no_hole(disturbed):
     rows = disturbed.rows(0)
 
-    assert all(LOW_W * row.wall_s * 0.8 <= row.energy_j <= HIGH_W * row.wall_s * 1.05 for row in rows)
+    wrong_j = [abs(row.energy_j - disturbed.truth_j(A, row)) for row in rows]
+    # Power that nobody saw, for as long as two samples lie apart, is what filling a gap can miss.
+    unseen_j = 2 * INTERVAL_S * (HIGH_W - LOW_W)
+    assert all(
+        wrong <= (unseen_j if row.energy_estimated_j else 3 * max(row.energy_error_j, MOST_WRONG * row.energy_j))
+        for wrong, row in zip(wrong_j, rows, strict=True)
+    )
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
-    assert disturbed.summary.energy.by_device[A.uuid] == pytest.approx(disturbed.truth_j(A, *rows), rel=0.02)
+    assert disturbed.summary.energy.by_device[A.uuid] == pytest.approx(disturbed.truth_j(A, *rows), abs=unseen_j)
 
 
 def test_what_power_fills_is_marked_and_the_reset_is_told(disturbed):
