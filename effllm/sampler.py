@@ -64,9 +64,9 @@ class Sampler:
         self._calibrate = calibrate
         self._is_node_sensor = is_node_sensor
         self._samples: queue.SimpleQueue[Sample | Device] = queue.SimpleQueue()
+        # The thread sleeps in it too: an event with a time-out costs it 25 us more a wake-up.
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # asked moments: is it its request's first, its last
-        self._nudge = threading.Event()
         self._stopped = False
         self._failing: dict[str, str] = {}
         self._call_s = 0.0  # what calls take
@@ -94,7 +94,6 @@ class Sampler:
         elif affordable < len(times):
             times = [times[0], *times[len(times) - affordable + 1 :]]
         self._requests.put(times)
-        self._nudge.set()
 
     def take(self) -> list[Sample | Device]:
         """Return the samples since the last call, oldest first; a device among them tells what was learnt of it."""
@@ -121,7 +120,7 @@ class Sampler:
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; ``False`` where the device did not answer in time and its thread is left behind."""
         self._stopped = True
-        self._nudge.set()
+        self._requests.put(())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -141,23 +140,27 @@ class Sampler:
         self._read(reader)
         os.eventfd_write(self._wake_descriptor, 1)
         self._learn(reader)
-        next_s = turn_s = time.monotonic() + self._interval_s
+        turn_s = time.monotonic() + self._interval_s
+        next_ns = int(turn_s / NS)
         while not self._stopped:
-            self._sleep_until(next_s)
-            due = self._due_now()
-            is_time = time.monotonic() >= next_s
-            if self._stopped or not (due or is_time):
-                continue
-            self._answer(reader, due, is_time)
-            now_s = time.monotonic()
-            while next_s <= now_s:  # a slow read leaves ticks out, it does not pile them up
+            now_ns = self._sleep_until(next_ns)
+            is_time = now_ns >= next_ns
+            if not self._stopped and (is_time or self._due):
+                self._answer(reader, now_ns, is_time)
+            while next_ns <= now_ns:
                 turn_s += self._pace_s()
                 # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
-                next_s = turn_s + random.random() * self._interval_s  # noqa: S311 - nobody gains by guessing it
+                next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - nobody gains by guessing it
+                now_ns = time.monotonic_ns()  # a slow read leaves ticks out, it does not pile them up
         reader.close()
 
-    def _answer(self, reader: Reader, due: Sequence[tuple[int, bool, bool]], is_time: bool) -> Sample:
-        """Take the reading that is due: all there is at its time and at an edge, energy alone elsewhere."""
+    def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
+        """Take the reading that is due, if one is: all there is at its time and at an edge, energy alone elsewhere."""
+        if not self._due:
+            return self._read(reader) if is_time else None
+        due = self._due_at(now_ns)
+        if not (due or is_time):
+            return None
         sample = self._read(reader, energy_only=not is_time and not any(is_first for _, is_first, _ in due))
         if any(is_last for _, _, is_last in due):
             os.eventfd_write(self._wake_descriptor, 1)
@@ -172,11 +175,10 @@ class Sampler:
         def read() -> Sample:
             """Take one of many readings; now and then, and where an edge asks for it, a whole one."""
             nonlocal next_s
-            self._take_requests()
-            due = self._due_now()
-            is_time = time.monotonic() >= next_s
+            now_ns = self._sleep_until(0)
+            is_time = now_ns * NS >= next_s
             next_s += self._interval_s if is_time else 0.0
-            return self._answer(reader, due, is_time)
+            return self._answer(reader, now_ns, is_time) or self._read(reader, energy_only=True)
 
         try:
             sensor = self._calibrate(reader.device, read)
@@ -188,16 +190,15 @@ class Sampler:
         self.is_calibrating = False
 
     def _read(self, reader: Reader, *, energy_only: bool = False) -> Sample:
-        read = getattr(reader, "read_energy", reader.read) if energy_only else reader.read
         began_s = self._reading_since_s = time.monotonic()
-        sample, failures = read()
+        sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
         # Slow to believe, for one reading in a hundred is held up by whoever else wants the core.
         took_s = min(took_s, LONGEST_COUNTED_S)  # a call that hung once is no reason to be slow for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
-        if not energy_only:  # of what was not asked nothing is known
+        if (failures or self._failing) and not energy_only:  # of what was not asked nothing is known
             self._tell(reader.device.key, failures)
         return sample
 
@@ -207,25 +208,21 @@ class Sampler:
             return min(max(self._interval_s, self._call_s / MOST_PLAINLY / 10), LONGEST_INTERVAL_S)
         return self._interval_s
 
-    def _sleep_until(self, next_s: float) -> None:
-        self._take_requests()
-        due_s = min(self._due[0][0] * NS, next_s) if self._due else next_s
-        self._nudge.wait(max(due_s - time.monotonic(), 0.0))
-        self._nudge.clear()
-        self._take_requests()
+    def _sleep_until(self, next_ns: int) -> int:
+        """Sleep until then, or until an asked moment, or until something is asked; return the moment it is."""
+        until_ns = min(self._due[0][0], next_ns) if self._due else next_ns
+        sleep_s = (until_ns - time.monotonic_ns()) * NS
+        try:
+            while True:
+                times = self._requests.get(sleep_s > 0, sleep_s)
+                sleep_s = 0.0
+                for at_ns in times:
+                    heapq.heappush(self._due, (at_ns, at_ns == times[0], at_ns == times[-1]))
+        except queue.Empty:
+            return time.monotonic_ns()
 
-    def _take_requests(self) -> None:
-        while True:
-            try:
-                times = self._requests.get_nowait()
-            except queue.Empty:
-                return
-            for at_ns in times:
-                heapq.heappush(self._due, (at_ns, at_ns == times[0], at_ns == times[-1]))
-
-    def _due_now(self) -> list[tuple[int, bool, bool]]:
+    def _due_at(self, now_ns: int) -> list[tuple[int, bool, bool]]:
         """Take the asked moments that have come."""
-        now_ns = time.monotonic_ns()
         due = []
         while self._due and self._due[0][0] <= now_ns:
             due.append(heapq.heappop(self._due))

@@ -7,11 +7,11 @@ unpacked from the memory that NVML writes, in a quarter of the time of an attrib
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -62,11 +62,12 @@ class Quantity:
         arguments: what NVML takes before the room.
         room: where NVML puts its answer.
         part: the member of a structure that is meant.
+        beside: the name of another number of the same structure, and its member; nobody is told where it is missing.
         most: the largest that it can be, as NVML counts it.
         divisor: how many of NVML's units make one of ours.
     """
 
-    __slots__ = ("_divisor", "_most", "_unpack", "call", "name")
+    __slots__ = ("_arguments", "_function", "_handle", "beside", "call", "divisor", "most", "name", "part", "room")
 
     def __init__(
         self,
@@ -76,29 +77,98 @@ class Quantity:
         *arguments: Any,
         room: Any,
         part: str = "",
+        beside: tuple[str, str] | None = None,
         most: int = MOST_32,
         divisor: float = 1.0,
     ) -> None:
-        self.name = name
-        self.call = prepare(function, handle, *arguments, ctypes.byref(room))
-        self._unpack = unpacker(room, part)
-        self._most, self._divisor = most, divisor
+        self.name, self.part, self.beside = name, part, beside
+        self.most, self.divisor = most, divisor
+        self._function, self._handle, self._arguments = function, handle, arguments
+        self.move(room)
 
-    def read(self, failures: dict[str, str]) -> float | None:
-        """Return the number in base units; where there is none, ``None``, and why is told."""
-        code = self.call()
-        (raw,) = self._unpack()
-        if code == 0 and raw <= self._most:
-            return raw / self._divisor
-        failures[self.name] = why(code, raw)
-        return None
+    def move(self, room: Any) -> None:
+        """Have NVML put its answers into another room."""
+        self.room = room
+        self.call = prepare(self._function, self._handle, *self._arguments, ctypes.byref(room))
 
 
-def unpacker(room: Any, part: str = "") -> Callable[[], tuple[int]]:
-    """Return what takes an unsigned number, or the member of a structure that is one, out of its memory."""
+class _Number(NamedTuple):
+    """A number in the memory of a readout."""
+
+    offset: int
+    size: int
+    name: str
+    call: int  # whose answer it is in
+    is_told: bool
+    most: int
+    divisor: float
+
+
+class Readout:
+    """Numbers of a GPU that are read together: their calls one after the other, then all answers in one step.
+
+    Args:
+        quantities: what is read; their answers go into one memory from now on.
+    """
+
+    def __init__(self, quantities: Iterable[Quantity]) -> None:
+        quantities = list(quantities)
+        memory = bytearray(sum(map(_room_bytes, quantities)))
+        numbers, offset = [], 0
+        for place, quantity in enumerate(quantities):
+            parts = [(quantity.name, quantity.part, True), *([(*quantity.beside, False)] if quantity.beside else [])]
+            for name, part, is_told in parts:
+                at, size = _place(quantity.room, part)
+                numbers.append(_Number(offset + at, size, name, place, is_told, quantity.most, quantity.divisor))
+            memory[offset : offset + ctypes.sizeof(quantity.room)] = bytes(quantity.room)  # NVML reads its version
+            quantity.move(type(quantity.room).from_buffer(memory, offset))
+            offset += _room_bytes(quantity)
+        self._calls = [quantity.call for quantity in quantities]
+        self._numbers = sorted(numbers)  # as they stand in the memory
+        self._take = partial(Struct(_format(self._numbers)).unpack_from, memory)
+        self._each = [(number.name, number.most, number.divisor) for number in self._numbers]
+        self.names = frozenset(number.name for number in numbers)
+
+    def read(self, failures: dict[str, str]) -> dict[str, float]:
+        """Return the numbers in base units by name; of one that is missing it is told why."""
+        codes = [call() for call in self._calls]
+        raws = self._take()
+        values = {
+            name: raw / divisor for (name, most, divisor), raw in zip(self._each, raws, strict=True) if raw <= most
+        }
+        if any(codes) or len(values) < len(self._each):
+            self._take_out(values, failures, codes, raws)
+        return values
+
+    def _take_out(
+        self, values: dict[str, float], failures: dict[str, str], codes: Sequence[int], raws: Sequence[int]
+    ) -> None:
+        """Take out of the values what is none."""
+        for number, raw in zip(self._numbers, raws, strict=True):
+            code = codes[number.call]
+            if code or raw > number.most:
+                values.pop(number.name, None)
+                if number.is_told:
+                    failures[number.name] = why(code, raw)
+
+
+def _room_bytes(quantity: Quantity) -> int:
+    return -(-ctypes.sizeof(quantity.room) // 8) * 8  # so that each begins where its numbers may stand
+
+
+def _place(room: Any, part: str) -> tuple[int, int]:
+    """Return where in a room an unsigned number stands, and how many bytes it has."""
     member = getattr(type(room), part) if part else None
-    offset, size = (member.offset, member.size) if member else (0, ctypes.sizeof(room))
-    return partial(Struct("=I" if size == 4 else "=Q").unpack_from, room, offset)
+    return (member.offset, member.size) if member else (0, ctypes.sizeof(room))
+
+
+def _format(numbers: Iterable[_Number]) -> str:
+    """Return the format of unsigned numbers that stand in a memory in this order."""
+    parts, end = ["="], 0
+    for number in numbers:
+        parts.append(f"{number.offset - end}x{'I' if number.size == 4 else 'Q'}")
+        end = number.offset + number.size
+    return "".join(parts)
 
 
 def offered(*ways: Callable[[], Quantity]) -> Quantity | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pynvml
 
-from effllm.devices._nvml_call import MOST_64, Quantity, offered, unpacker
+from effllm.devices._nvml_call import MOST_64, Quantity, Readout, offered
 
 #: Clocks event reasons that slow a GPU down; being idle, or told to run at a clock, does not.
 _THROTTLES = {
@@ -31,62 +31,50 @@ class Chip:
     """
 
     def __init__(self, own: Any, gpu: Any) -> None:
-        info, self._memory = _memory(own)
-        self._reserved = unpacker(info, "reserved") if self._memory is not None and hasattr(info, "reserved") else None
-        self._utilization = _utilization(own) if own is gpu else None  # NVML has none for a slice
-        self._throttles = _throttles(gpu)
+        memory = _memory(own)
+        utilization = _utilization(own) if own is gpu else None  # NVML has none for a slice
         gauges = (
+            _throttles(gpu),
             _clock("sm_clock_hz", gpu, pynvml.NVML_CLOCK_SM),
             _clock("memory_clock_hz", gpu, pynvml.NVML_CLOCK_MEM),
             _temperature(gpu),
         )
-        self._gauges = [gauge for gauge in gauges if gauge is not None]
-        self.has_memory = self._memory is not None
-        self.has_utilization = self._utilization is not None
-        self.memory_total_bytes = info.total if 0 < info.total <= MOST_64 else None
+        self._own = Readout(quantity for quantity in (memory, utilization) if quantity is not None)
+        self._gauges = Readout(gauge for gauge in gauges if gauge is not None)
+        self.has_memory = memory is not None
+        self.has_utilization = utilization is not None
+        total_bytes = memory.room.total if memory is not None else 0
+        self.memory_total_bytes = total_bytes if 0 < total_bytes <= MOST_64 else None
 
-    def memory_bytes(self, failures: dict[str, str]) -> float | None:
-        """Return the memory in use."""
-        return None if self._memory is None else self._memory.read(failures)
+    def read(self, failures: dict[str, str]) -> dict[str, float]:
+        """Return memory and utilization by their names in `Sample`; what fails is told.
 
-    def utilization(self, failures: dict[str, str]) -> float | None:
-        """Return the share of time in which anything ran: the mean over the driver's last 1/6 s to 1 s, by model.
-
-        At one sample per second that is close to the mean since the sample before.
+        ``utilization`` is the share of time in which anything ran, the mean over the driver's last 1/6 s to 1 s,
+        by model: at one sample per second close to the mean since the sample before.
         """
-        return None if self._utilization is None else self._utilization.read(failures)
+        return self._own.read(failures)
 
-    def throttled_by(self, failures: dict[str, str]) -> tuple[str, ...] | None:
-        """Return what slows the clocks down."""
-        reasons = None if self._throttles is None else self._throttles.read(failures)
-        return None if reasons is None else _names(int(reasons))
-
-    def enter_gauges(self, gauges: dict[str, float], failures: dict[str, str]) -> None:
-        """Enter clocks and temperature, and what the driver keeps of the memory that was just read for itself."""
-        for gauge in self._gauges:
-            value = gauge.read(failures)
-            if value is not None:
-                gauges[gauge.name] = value
-        if self._reserved is not None and "memory_bytes" not in failures:
-            (reserved_bytes,) = self._reserved()
-            if reserved_bytes <= MOST_64:
-                gauges["memory_reserved_bytes"] = float(reserved_bytes)
+    def read_gauges(self, failures: dict[str, str]) -> dict[str, float]:
+        """Return clocks and temperature by their names in `GAUGES`, and ``throttled_by``, a number for `throttles`."""
+        return self._gauges.read(failures)
 
 
 @functools.lru_cache(maxsize=64)
-def _names(reasons: int) -> tuple[str, ...]:
-    return tuple(name for bit, name in _THROTTLES.items() if reasons & bit)
+def throttles(reasons: float) -> tuple[str, ...]:
+    """Return the names of what slows the clocks down."""
+    return tuple(name for bit, name in _THROTTLES.items() if int(reasons) & bit)
 
 
-def _memory(handle: Any) -> tuple[Any, Quantity | None]:
-    """Return where NVML tells of memory, and the quantity that has it told."""
-    info: Any = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
+def _memory(handle: Any) -> Quantity | None:
+    """Return the memory in use, and beside it what the driver keeps of it for itself."""
     memory = partial(Quantity, "memory_bytes", part="used", most=MOST_64)
-    used = offered(partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, room=info))
-    if used is None:  # a driver before 510, which counts what it keeps for itself as used
-        info = pynvml.c_nvmlMemory_t()
-        used = offered(partial(memory, "nvmlDeviceGetMemoryInfo", handle, room=info))
-    return info, used
+    apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
+    beside = ("memory_reserved_bytes", "reserved")
+    return offered(
+        partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, room=apart, beside=beside),
+        # A driver before 510, which counts what it keeps for itself as used.
+        partial(memory, "nvmlDeviceGetMemoryInfo", handle, room=pynvml.c_nvmlMemory_t()),
+    )
 
 
 def _utilization(handle: Any) -> Quantity | None:

@@ -5,11 +5,12 @@ It is a unit of its own in the GPU and takes no lock that a profiler needs.
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Any
 
 import pynvml
+
+NS = 1e-9
 
 #: Samples nearer than this tell nothing (NVML documentation of nvmlGpmMetricsGet).
 LEAST_APART_S = 0.1
@@ -46,9 +47,9 @@ class Gpm:
         with suppress(pynvml.NVMLError):
             self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
 
-    def enter(self, gauges: dict[str, float], failures: dict[str, str]) -> None:
+    def enter(self, gauges: dict[str, float], failures: dict[str, str], time_ns: int) -> None:
         """Enter the activities since the read before; nothing at the first read or too soon after one."""
-        now_s = time.monotonic()
+        now_s = time_ns * NS
         if not self._samples or (self._last_s is not None and now_s - self._last_s < LEAST_APART_S):
             return
         before, now = self._samples

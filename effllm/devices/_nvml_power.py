@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pynvml
 
 from effllm import hardware
-from effllm.devices._nvml_call import LACKING, LACKING_CODES, MOST_64, Quantity, offered, prepare, why
+from effllm.devices._nvml_call import LACKING, LACKING_CODES, MOST_64, Quantity, Readout, offered, prepare, why
 from effllm.schema import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
 _INSTANT_ID, _AVERAGE_ID = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE
@@ -51,8 +51,7 @@ class Batch:
     """
 
     def __init__(self, handle: Any, fields: Sequence[Field], told: frozenset[str], share: float = 1.0) -> None:
-        # Where in the numbers that NVML writes the return code stands, before the value.
-        self._places = [(2 * place, field.name, 2**field.bits - 1) for place, field in enumerate(fields)]
+        self._fields = [(field.name, 2**field.bits - 1) for field in fields]  # all bits mark no value
         self._told = told
         self._divisor = 1e3 / share  # mW and mJ
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
@@ -60,26 +59,32 @@ class Batch:
             answer.fieldId, answer.scopeId = field.id, field.scope
         self._call = prepare("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
         # An answer ends with its return code and the union of its value.
-        code_and_value = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xIQ"
-        self._unpack = partial(struct.Struct("=" + code_and_value * len(fields)).unpack_from, answers)
+        code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
+        form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
+        self._unpack = partial(struct.Struct(form).unpack_from, answers)
 
     def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
         """Return what is known, in base units, and when it was so; what fails is told."""
-        values: dict[str, float] = {}
         before_ns = time.monotonic_ns()
         code = self._call()
         time_ns = (before_ns + time.monotonic_ns()) // 2
         if code:
             failures.update(dict.fromkeys(self._told, str(pynvml.NVMLError(code))))
-            return values, time_ns
-        divisor, numbers = self._divisor, self._unpack()
-        for place, name, mask in self._places:
-            code, raw = numbers[place], numbers[place + 1] & mask
-            if code == 0 and raw != mask:
-                values[name] = raw / divisor
-            elif name in self._told:
-                failures[name] = why(code, raw)
+            return {}, time_ns
+        divisor, numbers = self._divisor, self._unpack()  # the return code of each field, and its value
+        values = {
+            name: raw / divisor
+            for (name, lacking), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True)
+            if code == 0 and raw != lacking
+        }
+        if len(values) < len(self._fields):
+            self._tell(values, failures, numbers)
         return values, time_ns
+
+    def _tell(self, values: dict[str, float], failures: dict[str, str], numbers: Sequence[int]) -> None:
+        for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
+            if name in self._told and name not in values:
+                failures[name] = why(code, raw)
 
 
 class Power:
@@ -103,20 +108,18 @@ class Power:
         self._everything = Batch(handle, everything, told, share) if essential else None
         singles = [] if offer.counter or offer.note else [_total_energy(handle, share)]
         singles += [] if offer.powers else [_power_usage(handle, name, share)]
-        self._singles = [quantity for quantity in singles if quantity is not None]
-        self.names = told.union(quantity.name for quantity in self._singles)
+        self._singles = [Readout([quantity]) for quantity in singles if quantity is not None]
+        self.names = told.union(*(single.names for single in self._singles))
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
     def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
         """Return what is known now in base units, and when it was so; what fails is told."""
         batch = self._essential if energy_only else self._everything
         values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
-        for quantity in self._singles:
+        for single in self._singles:
             before_ns = time.monotonic_ns()
-            value = quantity.read(failures)
-            if value is not None:
-                values[quantity.name] = value
-            if not time_ns or quantity.name == "energy_j":
+            values |= single.read(failures)
+            if not time_ns or "energy_j" in single.names:
                 time_ns = (before_ns + time.monotonic_ns()) // 2
         return values, time_ns or time.monotonic_ns()
 

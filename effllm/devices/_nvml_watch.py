@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import c_uint, c_ulonglong
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-from effllm.devices._nvml_call import MOST_64, Quantity, offered
+from effllm.devices._nvml_call import MOST_64, Quantity, Readout, offered
 
 #: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
 XID_EVERY_S, SELDOM_S = 1.0, 10.0
@@ -29,10 +30,10 @@ class Watch:
         self._handle = handle
         self._events: Any = None
         limit = partial(Quantity, "power_limit_w", room=c_uint(), divisor=1e3)
-        self._limit = offered(partial(limit, "nvmlDeviceGetEnforcedPowerLimit", handle))
+        self._limit = _readout(partial(limit, "nvmlDeviceGetEnforcedPowerLimit", handle))
         errors = partial(Quantity, "ecc", room=c_ulonglong(), most=MOST_64)
         kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
-        self._errors = offered(partial(errors, "nvmlDeviceGetTotalEccErrors", handle, kind, since))
+        self._errors = _readout(partial(errors, "nvmlDeviceGetTotalEccErrors", handle, kind, since))
         self.limit_w = _read(self._limit)
         self._num_errors = _read(self._errors)
         self._xid_at_s, self._seldom_at_s = now_s, now_s + SELDOM_S
@@ -95,5 +96,11 @@ def _critical_text(number: int, times: int) -> str:
     return f"Xid {number}{often}: a critical error of the GPU, see the driver's log"
 
 
-def _read(quantity: Quantity | None) -> float | None:
-    return None if quantity is None else quantity.read({})
+def _readout(way: Callable[[], Quantity]) -> Readout:
+    """Return the readout of a number, or of none where it is not offered."""
+    quantity = offered(way)
+    return Readout([quantity] if quantity else [])
+
+
+def _read(readout: Readout) -> float | None:
+    return next(iter(readout.read({}).values()), None)

@@ -11,7 +11,7 @@ import pynvml
 
 from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
-from effllm.devices._nvml_chip import Chip
+from effllm.devices._nvml_chip import Chip, throttles
 from effllm.devices._nvml_gpm import Gpm, open_gpm
 from effllm.devices._nvml_identity import choose_uuid, find, module_of, text_of
 from effllm.devices._nvml_power import Power
@@ -130,36 +130,35 @@ class NvmlReader:
         """Return what is known now, what failed, and whether the GPU answered at all."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures)
-        memory_bytes = self._chip.memory_bytes(failures)
-        utilization = self._chip.utilization(failures)
-        is_there = bool(values) or memory_bytes is not None or utilization is not None or not failures
-        power_w, energy_j = values.pop("power_w", None), values.pop("energy_j", None)
-        average_w, gauges = values.pop("power_average_w", None), values
-        throttled_by = None
+        power_w = values.get("power_w")
+        values |= self._chip.read(failures)
+        is_there = bool(values) or not failures
         if is_there:  # else there is nothing more to tell
-            self._enter_gauges(gauges, power_w, failures)
-            throttled_by = self._chip.throttled_by(failures)
+            values |= self._chip.read_gauges(failures)
+            self._enter_gauges(values, power_w, failures, time_ns)
+        reasons = values.pop("throttled_by", None)
         sample = Sample(
             time_ns=time_ns,
-            memory_bytes=memory_bytes,
-            utilization=utilization,
-            power_w=power_w,
-            energy_j=energy_j,
-            power_average_w=average_w,
-            gauges=gauges,
-            throttled_by=throttled_by,
+            memory_bytes=values.pop("memory_bytes", None),
+            utilization=values.pop("utilization", None),
+            power_w=values.pop("power_w", None),
+            energy_j=values.pop("energy_j", None),
+            power_average_w=values.pop("power_average_w", None),
+            gauges=values,  # all that is left
+            throttled_by=None if reasons is None else throttles(reasons),
             events=events + self._watch.look(self._clock(), is_there),
         )
         return sample, failures, is_there
 
-    def _enter_gauges(self, gauges: dict[str, float], power_w: float | None, failures: dict[str, str]) -> None:
+    def _enter_gauges(
+        self, gauges: dict[str, float], power_w: float | None, failures: dict[str, str], time_ns: int
+    ) -> None:
         if self._power.scope == MODULE and power_w is not None:
             gauges["module_power_w"] = power_w
         if self._watch.limit_w is not None:
             gauges["power_limit_w"] = self._watch.limit_w * self._share
-        self._chip.enter_gauges(gauges, failures)
         if self._gpm:
-            self._gpm.enter(gauges, failures)
+            self._gpm.enter(gauges, failures, time_ns)
 
     # --- a lost GPU ---
 
