@@ -6,6 +6,8 @@ import math
 from collections import deque
 
 NS = 1e-9
+#: Of what may be hidden in a tick usually: what may be where it and its neighbours agree.
+CALM = 0.03
 
 
 class PowerSpread:
@@ -63,18 +65,22 @@ class PowerSpread:
         """Return what power usually changes by from one tick to the next, steps left out."""
         return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
 
-    def unseen_w2(self) -> float:
+    def unseen_w2(self, change_w: float) -> float:
         """Return the variance of power that moved within a tick in a way that its neighbours do not show.
 
         The more ticks differ from the one before, the likelier it is that more than one step fell into
         three of them; where changes are all alike, power swings smoothly and nothing is hidden.
+
+        Args:
+            change_w: how much this tick differs from its neighbours.
         """
         if not self._near:
             return self._square_w2 * 0.02
         noise_w = self.noise_w()
         changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
         change_w2 = self._change_w2()
-        return max(0.055 * self._roughness() * changing**3 * change_w2, 0.055 * self._turning() * change_w2)
+        hidden = 0.055 * max(self._roughness() * changing**3, self._turning())
+        return hidden * min(max(change_w**2, CALM * change_w2), change_w2)
 
     def _turning(self) -> float:
         """Return 0 where power goes on as it went, 1 where it turns back from each tick to the next.

@@ -8,8 +8,8 @@ from effllm.power_spread import PowerSpread
 
 #: A change of power is a step if it is so many times what power usually changes by from tick to tick.
 STEP = 8.0
-#: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016).
-BEND = 0.02
+#: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016; others more).
+BEND = 0.04
 
 
 def in_tick(
@@ -34,7 +34,8 @@ def in_tick(
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
     smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
-    unseen_j2 = powers.unseen_w2() * tick_s**2 * 4 * x * (1 - x)
+    change_w = max(abs(mean_w - before_w), abs(after_w - mean_w))
+    unseen_j2 = powers.unseen_w2(change_w) * tick_s**2 * 4 * x * (1 - x)
     if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > STEP * noise_w:
         step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
         step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
