@@ -12,9 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from effllm import ownership
 from effllm.config import Config, ConfigError, Place, is_enabled, read_config, read_place, this_process
 from effllm.discovery import DiscoveryError
 from effllm.facts import count, plain, positive, text
+from effllm.recorder import Recorder
 from effllm.ring import RingError
 from effllm.session import Session
 
@@ -58,11 +60,13 @@ class MetricsCollector:
         self._facts: dict[str, Any] = {"parameters": {}, "run": {}, "first_iteration": 0, "warnings": []}
         self._config: Config | None = None
         self._place = Place()
+        self._given_place: Place | None = None
         self._session: Session | None = None
         self._values: dict[str, float] = {}
         self._report = 0  # newest report seen
         self._iteration = 0  # of that report
         self._written = 0  # newest report given to a writer
+        self._counts = False  # whether the loop calls record_iteration_end itself
         self._batch = (0, 0)  # tokens and samples that set_batch_config declared
 
     # --- life ---
@@ -71,6 +75,11 @@ class MetricsCollector:
     def is_collecting(self) -> bool:
         """Whether an agent runs for this rank."""
         return self._session is not None
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What hooks stamp the steps of their framework with; ``None`` while nothing is collected."""
+        return self._session.recorder if self._session is not None else None
 
     @property
     def has_parameters(self) -> bool:
@@ -82,7 +91,7 @@ class MetricsCollector:
         if self._session is not None or not is_enabled(this_process()):
             return
         try:
-            self._place = read_place(this_process())
+            self._place = self._given_place or read_place(this_process())
             config = self._read_config()
             self._report = self._iteration = self._written = 0  # a new run counts its own reports
             self._values = {}
@@ -106,6 +115,8 @@ class MetricsCollector:
         self._look()
         self._session = None
         session.close()
+        self._counts = False
+        ownership.release(ownership.EXPLICIT, "calls")
 
     def _read_config(self) -> Config:
         config = read_config(this_process())
@@ -124,6 +135,8 @@ class MetricsCollector:
         """Stamp the start of an iteration: one optimizer step."""
         session = self._session
         if session is not None:
+            if not self._counts:
+                self._claim()
             session.record_start()
 
     def record_iteration_end(
@@ -144,7 +157,13 @@ class MetricsCollector:
         """
         session = self._session
         if session is not None:
+            if not self._counts:
+                self._claim()
             session.record_end(tokens_processed, samples_processed, tokens, tokens_loss)
+
+    def _claim(self) -> None:
+        """Have the hooks of frameworks be silent: the loop itself counts."""
+        self._counts = ownership.claim(ownership.EXPLICIT, "calls")
 
     def record_step_start(self) -> None:
         """Stamp the start of a step: `record_iteration_start` by LLaMA-Factory's name."""
@@ -327,6 +346,7 @@ def initialize_efficientllm_metrics(
     flops_per_token: float | None = None,
     hardware_flops_per_token: float | None = None,
     facts: Mapping[str, Any] | None = None,
+    place: Place | None = None,
 ) -> MetricsCollector:
     """Start the metrics of this rank; call it on every rank, once, before the loop.
 
@@ -347,6 +367,7 @@ def initialize_efficientllm_metrics(
         flops_per_token: model FLOPs of a token, forward and backward, for MFU.
         hardware_flops_per_token: what the hardware does for it, recomputation included, for HFU.
         facts: what ``run.json`` should say about the run.
+        place: where this rank stands, where the environment does not say it.
     """
     if len(positional) == 1:
         collection_interval = positional[0]
@@ -370,6 +391,7 @@ def initialize_efficientllm_metrics(
     )
     if sequence_length and batch_size:
         collector.set_batch_config(sequence_length, batch_size)
+    collector._given_place = place or collector._given_place
     fresh = not collector.is_collecting
     collector.start_collection()
     if fresh and collector.is_collecting and collector._place.rank == 0:

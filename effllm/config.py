@@ -230,6 +230,11 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
     return _switch(environ.get(PREFIX + "METRICS_ENABLED", "").strip() or "true")
 
 
+def is_attached(environ: Mapping[str, str]) -> bool:
+    """Say whether frameworks are to be hooked as they are imported: what sourcing the config script asks for."""
+    return _switch(environ.get(f"{PREFIX}ATTACH", "")) and is_enabled(environ)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where this process stands in its job, as its launcher says."""

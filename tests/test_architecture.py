@@ -21,7 +21,7 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0    schema
-1.0  config  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+1.0  config  ownership  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0.1 node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters
 1.0.3 node_power.redfish_sources
@@ -48,7 +48,9 @@ FLOORS = """
 4.3  profiling.estimates  profiling.load  profiling.nvml_facts
 4.4  profiling.watching
 4.5  profiling.*
-5    hooks  hooks.*  analysis  analysis.*  survey  profiling
+4.2  hooks._imports  hooks._wrap
+4.3  hooks._steps  hooks
+5    hooks.*  analysis  analysis.*  survey  profiling
 6    attach
 7.0  effllm
 7.1  efficientllm_metrics  commands  commands.*

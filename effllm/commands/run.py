@@ -15,6 +15,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from effllm.attach import autoload
 from effllm.config import ConfigError, is_enabled, read_place, this_process
 
 _USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (effllm run --help says more)"
@@ -45,6 +46,7 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
     show = sys.excepthook
     sys.excepthook = lambda kind, error, trace: show(kind, error, _cut(error, trace))
     status = "failed"
+    autoload(asked=True)
     try:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)

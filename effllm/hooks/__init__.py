@@ -1,1 +1,49 @@
-"""What effllm knows about each training system, one file per system."""
+"""What effllm knows about each training system, one file per system; this one says which file hooks which module.
+
+A hook file has ``attach(module)``, or functions by other names for its further modules.  What of a module it does
+not understand it says by raising `Unknown`: that costs one line and the metrics of that system, and nothing else.
+Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from effllm.hooks._imports import when_imported
+from effllm.hooks._wrap import say_once
+
+#: Module of a framework -> the function that hooks it, in a file of this folder.
+TARGETS: dict[str, str] = {}
+
+_is_attached = False
+
+
+class Unknown(Exception):
+    """A framework is not as any version that is known; the message says what is missing."""
+
+
+def attach_all() -> None:
+    """Hook every module of `TARGETS`, now or when it is imported; a second call does nothing."""
+    global _is_attached
+    if _is_attached:
+        return
+    _is_attached = True
+    for target, function in TARGETS.items():
+        when_imported(target, _Hook(*function.split(":")))
+
+
+class _Hook:
+    """Calls a function of a hook file, which is imported only then."""
+
+    def __init__(self, file: str, function: str) -> None:
+        self._file, self._function = file, function
+
+    def __call__(self, module: ModuleType) -> None:
+        from importlib import import_module
+
+        try:
+            getattr(import_module(f"effllm.hooks.{self._file}"), self._function)(module)
+        except Unknown as error:
+            say_once(f"this {module.__name__} is not understood, training goes on without its metrics: {error}")
+        except Exception as error:  # noqa: BLE001 - an import of the user's must not fail because of us
+            say_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")

@@ -1,0 +1,95 @@
+"""Calls a hook when its module is imported, or at once where it is already; standard library alone.
+
+A module may be half imported when this is asked: a script whose first line is ``from transformers import Trainer``
+loads torch, and with it effllm, inside transformers.  Such a module is waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Hook = Callable[[ModuleType], None]
+
+_waiting: dict[str, list[Hook]] = {}
+
+
+def when_imported(name: str, hook: Hook) -> None:
+    """Call ``hook`` with the module of this name once its code has run; it must not raise."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if module is not None and not getattr(spec, "_initializing", False):
+        hook(module)
+        return
+    _waiting.setdefault(name, []).append(hook)
+    if module is not None and spec is not None:
+        _watch(spec)
+    elif _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def _loaded(name: str) -> None:
+    module = sys.modules.get(name)
+    for hook in _waiting.pop(name, []):
+        if module is not None:
+            hook(module)
+
+
+class _Finder:
+    """Finds the modules that are waited for as the others would, and learns when their code has run."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _waiting:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find is None else find(name, path, target)
+            if spec is not None:
+                _run_after(spec)
+                return spec
+        return None
+
+
+_FINDER: Any = _Finder()
+
+
+def _run_after(spec: ModuleSpec) -> None:
+    """Let a module's loader tell when it has run the module, and be what it was from then on."""
+    loader: Any = spec.loader
+    run = getattr(loader, "exec_module", None)
+    if run is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        if module.__name__ == spec.name:
+            del loader.exec_module
+        run(module)
+        if module.__name__ == spec.name:
+            _loaded(spec.name)
+
+    loader.exec_module = exec_module
+
+
+class _WatchedSpec(ModuleSpec):
+    """The spec of a half-imported module: the import system says in it when the import is over."""
+
+    @property  # type: ignore[override]
+    def _initializing(self) -> bool:
+        return bool(self.__dict__.get("_initializing", False))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            _loaded(self.name)
+
+
+def _watch(spec: ModuleSpec) -> None:
+    if type(spec) is ModuleSpec:
+        spec.__class__ = _WatchedSpec

@@ -1,0 +1,129 @@
+"""What a hook tells of its framework's loop; only the one that owns the count of this process is heard.
+
+Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from effllm import ownership
+from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
+from effllm.config import Place, read_place, this_process
+
+
+class Steps:
+    """The steps of one framework in this process.
+
+    Args:
+        level: of `ownership`.
+        name: of the framework, as run.json says it.
+        style: ``Step`` where its people speak of steps.
+    """
+
+    def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
+        self.level, self.name, self.style = level, name, style
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether it is this framework's steps that count."""
+        return ownership.holds(self.level, self.name)
+
+    def begin(
+        self,
+        *,
+        parameters: int | None = None,
+        parameter_share: Mapping[str, int] | None = None,
+        first_iteration: int = 0,
+        total_iterations: int | None = None,
+        flops_per_token: float | None = None,
+        hardware_flops_per_token: float | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Claim the count and start the metrics of this rank; ``False`` where another counts, or metrics are off.
+
+        The arguments are those of `initialize_efficientllm_metrics`; what its caller said before stays.
+        """
+        if not ownership.claim(self.level, self.name):
+            return False
+        collector = get_metrics_collector()
+        if collector.has_parameters:
+            parameters = parameter_share = None
+        initialize_efficientllm_metrics(
+            parameters,
+            parameter_share=parameter_share,
+            first_iteration=first_iteration,
+            total_iterations=total_iterations,
+            flops_per_token=flops_per_token,
+            hardware_flops_per_token=hardware_flops_per_token,
+            facts={"style": self.style, "framework": self.name, **(facts or {})},
+            place=place(),
+        )
+        return collector.is_collecting
+
+    def start(self) -> None:
+        """Stamp the start of a step."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.start()
+
+    def end(self, tokens_processed: int = 0, samples: int = 0, tokens: int | None = None, tokens_loss: int = 0) -> None:
+        """Stamp its end, with this rank's share of what was in it, as `MetricsCollector.record_iteration_end`."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.end(tokens_processed, samples, tokens, tokens_loss)
+
+    def phase_start(self, name: str) -> None:
+        """Begin a stretch that is not iteration: ``evaluation``, ``checkpoint`` or ``other``."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.phase_start(name)
+
+    def phase_end(self) -> None:
+        """End the stretch that began last."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.phase_end()
+
+    def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
+        """Record the loss of the step that ended last, a number, and return the newest values of the job."""
+        return get_metrics_collector().log_metrics(iteration, loss) if self.is_owner else {}
+
+    def finish(self, status: str = "completed") -> None:
+        """End the metrics, and give up the count."""
+        if self.is_owner:
+            get_metrics_collector().stop_collection(status)
+            ownership.release(self.level, self.name)
+
+
+def place() -> Place | None:
+    """Return where this rank stands where torch knows that better than the environment; else ``None``.
+
+    Processes that were spawned know their rank alone; and a container may have set WORLD_SIZE for a single one.
+    """
+    environ = this_process()
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    is_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    told = read_place(environ)
+    if not is_joined:
+        is_launched = (
+            told.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ or "TORCHELASTIC_USE_AGENT_STORE" in environ
+        )
+        return None if told.world_size == 1 or is_launched else Place(run_id=told.run_id)
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if (rank, world_size) == (told.rank, told.world_size):
+        return None
+    local_rank = int(environ.get("LOCAL_RANK", "") or rank)
+    address = environ.get("MASTER_ADDR", "")
+    return Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=world_size if address in ("127.0.0.1", "localhost", "::1") else 0,
+        master_addr=address,
+        master_port=int(environ.get("MASTER_PORT", "") or 0),
+        launcher="torch.distributed",
+        run_id=told.run_id,
+    )

@@ -1,0 +1,120 @@
+"""How hooks put themselves around a framework's functions: no failure of theirs reaches the training.
+
+Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_MARK = "__effllm_wraps__"
+_said: set[str] = set()
+
+
+def say_once(line: str) -> None:
+    """Say one line to the person, once in this process, on rank 0 alone."""
+    if line in _said:
+        return
+    _said.add(line)
+    with contextlib.suppress(Exception):
+        from effllm.config import read_place, this_process
+
+        if read_place(this_process()).rank == 0:
+            print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop
+
+
+class Guard:
+    """Calls what a hook does; the first time that fails, it says so and never calls anything again.
+
+    Args:
+        name: of the hooked system, for the line.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_broken = False
+
+    def __call__(self, function: Callable[..., Any] | None, *arguments: Any, **named: Any) -> Any:
+        """Return what the function returns, ``None`` where it fails."""
+        if function is None or self.is_broken:
+            return None
+        try:
+            return function(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end a training step
+            self.is_broken = True
+            say_once(f"{self.name} is not measured any more, training goes on: {type(error).__name__}: {error}")
+            return None
+
+
+def around(
+    holder: Any,
+    name: str,
+    guard: Guard,
+    *,
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., None] | None = None,
+    failed: Callable[[Any], None] | None = None,
+) -> bool:
+    """Wrap a function of a module, or a method of a class; ``False`` where there is none by this name.
+
+    Args:
+        holder: the module or class; the same function is wrapped once, however often this is called.
+        name: of the function.
+        guard: through which the three below are called.
+        before: takes the call's `Call`; what it returns goes to the others.
+        after: takes what ``before`` returned, the `Call`, and the result.
+        failed: takes what ``before`` returned where the function raises; the exception passes on.
+    """
+    static = inspect.getattr_static(holder, name, None)
+    original = getattr(holder, name, None)
+    if not callable(original):
+        return False
+    if getattr(original, _MARK, False):
+        return True
+    plain = static.__func__ if isinstance(static, (staticmethod, classmethod)) else original
+
+    @functools.wraps(plain)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = Call(plain, args, kwargs)
+        token = guard(before, call)
+        try:
+            result = plain(*args, **kwargs)
+        except BaseException:
+            guard(failed, token)
+            raise
+        guard(after, token, call, result)
+        return result
+
+    setattr(wrapper, _MARK, True)
+    setattr(holder, name, type(static)(wrapper) if isinstance(static, (staticmethod, classmethod)) else wrapper)
+    return True
+
+
+class Call:
+    """The arguments of one call, by name wherever they stand: their places differ from version to version."""
+
+    __slots__ = ("_bound", "_function", "args", "kwargs")
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._function, self.args, self.kwargs = function, args, kwargs
+        self._bound: dict[str, Any] | None = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the argument of this name; ``default`` where the function has none or it was not given."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        if self._bound is None:
+            bound = _signature(self._function).bind(*self.args, **self.kwargs)
+            bound.apply_defaults()
+            self._bound = dict(bound.arguments)
+        return self._bound.get(name, default)
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
