@@ -48,7 +48,7 @@ class _Finder:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find is None else find(name, path, target)
+            spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
             if spec is not None:
                 _run_after(spec)
                 return spec
@@ -78,7 +78,7 @@ def _run_after(spec: ModuleSpec) -> None:
 class _WatchedSpec(ModuleSpec):
     """The spec of a half-imported module: the import system says in it when the import is over."""
 
-    @property  # type: ignore[override]
+    @property
     def _initializing(self) -> bool:
         return bool(self.__dict__.get("_initializing", False))
 

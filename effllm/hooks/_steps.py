@@ -104,10 +104,9 @@ def place() -> Place | None:
     Processes that were spawned know their rank alone; and a container may have set WORLD_SIZE for a single one.
     """
     environ = this_process()
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    is_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
     told = read_place(environ)
-    if not is_joined:
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         is_launched = (
             told.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ or "TORCHELASTIC_USE_AGENT_STORE" in environ
         )
