@@ -34,33 +34,53 @@ class Group:
 
 
 def hosts(chosen: str) -> list[list[Group]]:
-    """Return the hosts of a set: groups, whose GPUs are the host's, one after the other, eight at most."""
-    chance = random.Random({TUNING: 20261121, HELD_OUT: 2718281}[chosen])
+    """Return the hosts of a set: groups, whose GPUs are the host's, one after the other, eight at most.
+
+    Each group of the held-out set has a wave of its own, drawn: where a sensor measures part of each tick, how far
+    off its counter is depends on how the period of a wave stands to the tick, and one period would decide it all.
+    """
+    chance = random.Random({TUNING: 20261121, HELD_OUT: 1618033}[chosen])
     made = []
     for rows in _HOSTS:
         groups = []
         for name, wave, count, sensor in rows:
-            gpus = [sensor(Gpu("", power=_WAVES[chosen][wave]), chance) for _ in range(count)]
+            power = _TUNING_WAVES[wave] if chosen == TUNING else _drawn(wave, chance)
+            gpus = [sensor(Gpu("", power=power), chance) for _ in range(count)]
             groups.append(Group(name, tuple(gpus), gpus[0].gain))
         made.append(_placed(groups, len(made)))
     return made
 
 
-_WAVES: dict[str, dict[str, Curve]] = {
-    TUNING: {
-        "square": square(100.0, 500.0, 2.0),
-        "fast": square(120.0, 420.0, 0.37, 0.6),
-        "sine": sine(150.0, 450.0, 3.1),
-        "bursts": bursts(90.0, 650.0, 1.3, 0.12, 7),
-        "steps": steps(120.0, 560.0, 0.43, 11),
-    },
-    HELD_OUT: {
-        "square": square(115.0, 545.0, 1.61, 0.6),
-        "fast": square(160.0, 560.0, 0.33, 0.4),
-        "sine": sine(130.0, 610.0, 1.9),
-        "bursts": bursts(85.0, 655.0, 1.13, 0.16, 4409),
-        "steps": steps(105.0, 675.0, 0.53, 7757),
-    },
+_TUNING_WAVES: dict[str, Curve] = {
+    "square": square(100.0, 500.0, 2.0),
+    "fast": square(120.0, 420.0, 0.37, 0.6),
+    "sine": sine(150.0, 450.0, 3.1),
+    "bursts": bursts(90.0, 650.0, 1.3, 0.12, 7),
+    "steps": steps(120.0, 560.0, 0.43, 11),
+}
+
+
+def _drawn(wave: str, chance: random.Random) -> Curve:
+    """Return a wave of this kind with levels, period, share and seed of its own."""
+    low_w, high_w = round(chance.uniform(70.0, 200.0)), round(chance.uniform(420.0, 690.0))
+    share, seed = round(chance.uniform(0.35, 0.65), 2), chance.randrange(10_000)
+    period_s = {name: round(chance.uniform(*between), 3) for name, between in _PERIODS_S.items()}[wave]
+    if wave == "sine":
+        return sine(low_w, high_w, period_s)
+    if wave == "bursts":
+        return bursts(low_w, high_w, period_s, share / 3, seed)
+    if wave == "steps":
+        return steps(low_w, high_w, period_s, seed)
+    return square(low_w, high_w, period_s, share)
+
+
+#: Those of the tuning set lie within.
+_PERIODS_S = {
+    "square": (1.2, 2.6),
+    "fast": (0.22, 0.45),
+    "sine": (1.5, 4.0),
+    "bursts": (0.7, 1.6),
+    "steps": (0.35, 0.8),
 }
 
 _Sensor = Callable[[Gpu, random.Random], Gpu]
