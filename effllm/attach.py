@@ -1,4 +1,4 @@
-"""The entry point that every ``import torch`` loads: where metrics are on, frameworks are hooked as they are imported.
+"""The entry point that every ``import torch`` loads: where metrics are on, frameworks are hooked.
 
 It runs in every process that imports torch, trains or not, so it looks at the environment and at little else:
 agents start with the first step of a training loop.  An exception here would break ``import torch`` for everyone.
@@ -16,7 +16,7 @@ def autoload(asked: bool = False) -> None:
         asked: whether the person asked for it in words, as with ``effllm run``; else the environment must.
     """
     try:
-        from effllm.config import is_attached, is_enabled, this_process
+        from effllm.switches import is_attached, is_enabled, this_process
 
         if is_attached(this_process()) or (asked and is_enabled(this_process())):
             from effllm.hooks import attach_all

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from effllm import ownership
-from effllm.config import Config, ConfigError, Place, is_enabled, read_config, read_place, this_process
+from effllm.config import Config, ConfigError, Place, read_config, read_place
 from effllm.discovery import DiscoveryError
 from effllm.facts import count, plain, positive, text
 from effllm.recorder import Recorder
 from effllm.ring import RingError
 from effllm.session import Session
+from effllm.switches import is_enabled, this_process
 
 NAN = float("nan")
 

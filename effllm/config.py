@@ -1,4 +1,4 @@
-"""The only reader of the environment: `Config` holds every knob, `Place` says where this rank stands.
+"""What the environment says: `Config` holds every knob, `Place` says where this rank stands.
 
 Standard library alone, because the training process imports it.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PREFIX = "EFFICIENTLLM_"
+from effllm.switches import PREFIX, is_on, this_process
 
-_ON = ("true", "1", "yes", "on")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PLUGIN = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -94,10 +92,6 @@ def _whole(least: int, most: int = 2**40) -> Callable[[str], int]:
     return read
 
 
-def _switch(text: str) -> bool:
-    return text.strip().lower() in _ON
-
-
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not all(_PLUGIN.fullmatch(name) for name in names):
@@ -165,7 +159,7 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("METRICS_ENABLED", "metrics_enabled", _switch, "true, 1, yes or on; anything else is off", "the switch; off means off"),
+    Variable("METRICS_ENABLED", "metrics_enabled", is_on, "true, 1, yes or on; anything else is off", "the switch; off means off"),
     Variable("COLLECTION_INTERVAL", "collection_interval_s", _number(0.01, 3600.0), "seconds, 0.01 to 3600", "seconds between device samples"),
     Variable("HISTORY_SIZE", "history_size", _whole(16, 1_000_000), "a whole number, 16 to 1000000", "slots of the ring and of the buffer of unsent reports"),
     Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number, at least 1", "iterations per window"),
@@ -223,16 +217,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             near = difflib.get_close_matches(short, known, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
-
-
-def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Say whether metrics are on; the one setting that is looked at before all others."""
-    return _switch(environ.get(PREFIX + "METRICS_ENABLED", "").strip() or "true")
-
-
-def is_attached(environ: Mapping[str, str]) -> bool:
-    """Say whether frameworks are to be hooked as they are imported: what sourcing the config script asks for."""
-    return _switch(environ.get(f"{PREFIX}ATTACH", "")) and is_enabled(environ)
 
 
 @dataclass(frozen=True)
@@ -314,11 +298,6 @@ def _run_id(environ: Mapping[str, str]) -> str:
     if torchrun and torchrun != "none":  # what torchrun says without --rdzv_id
         return torchrun
     return environ.get("SLURM_JOB_ID", "").strip()
-
-
-def this_process() -> Mapping[str, str]:
-    """Return the environment of this process: the only place that names ``os.environ``."""
-    return os.environ
 
 
 def cache_folder() -> Path:

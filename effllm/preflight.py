@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from effllm.config import PREFIX, VARIABLES, Config, ConfigError, read_config, read_place, unknown_variables
+from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, unknown_variables
 from effllm.devices import device_names
 from effllm.sinks import sink_names
+from effllm.switches import PREFIX
 
 _HERE = "this version reports over loopback alone: use tcp://127.0.0.1:PORT"
 

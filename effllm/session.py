@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from effllm import discovery
-from effllm.config import Config, Place, this_process
+from effllm.config import Config, Place
 from effllm.facts import text
 from effllm.provenance import without_secrets
 from effllm.recorder import Recorder
 from effllm.ring import Board, RingError, RingWriter
 from effllm.spawn import pidfd, spawn
+from effllm.switches import this_process
 
 READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
 FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then

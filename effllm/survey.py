@@ -18,7 +18,7 @@ import zmq
 from msgspec import Struct
 
 from effllm import __version__, node_power
-from effllm.config import PREFIX, VARIABLES, Config, cache_folder, is_enabled, read_config
+from effllm.config import VARIABLES, Config, cache_folder, read_config
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.measurable import GAUGES, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
@@ -30,6 +30,7 @@ from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
 from effllm.roster import peak_of
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device
 from effllm.spawn import pidfd
+from effllm.switches import PREFIX, is_enabled
 from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 
 READS = 15
@@ -81,7 +82,6 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     sources |= {need: Source(by=f"your loop: {need}") for need in TOLD}
     sources |= {need: _setting(config, need) for need in SET}
     sources["peak"] = _peak(config, opened)
-    sources["generated tokens"] = Source(why_not="this version counts no generated tokens during a run")
     stamps_us, memory = _shared_memory(config)
     findings += [about, *_driver(), *node_findings, *_scope(scope)]
     findings += [*_sinks(config), _run_folder(config), _loopback(), *_endpoint(config), memory, _pidfd()]

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from effllm.config import PREFIX, SWITCHES, VARIABLES
+from effllm.config import SWITCHES, VARIABLES
+from effllm.switches import PREFIX
 
 
 def evaluated(cli, statement, **variables):

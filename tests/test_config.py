@@ -2,7 +2,8 @@
 
 import pytest
 
-from effllm.config import PREFIX, VARIABLES, Config, ConfigError, is_enabled, read_config, read_place, unknown_variables
+from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, unknown_variables
+from effllm.switches import PREFIX, is_enabled
 
 GOOD = {
     "METRICS_ENABLED": ("off", False),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import PREFIX, SWITCHES, VARIABLES
+from effllm.config import SWITCHES, VARIABLES
+from effllm.switches import PREFIX
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"

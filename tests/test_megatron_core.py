@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import PREFIX
+from effllm.switches import PREFIX
 
 REPOSITORY = Path(__file__).parent.parent
 INTEGRATION = REPOSITORY / "integration" / "megatron_core"

@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from effllm.config import this_process
 from effllm.devices import device_names
 from effllm.measurable import Measurable
 from effllm.metrics import METRICS
 from effllm.profiling.known import Known, told
 from effllm.survey import BROKEN, MISSING, Cost, Finding, Survey, survey
+from effllm.switches import this_process
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # beside the contract's seven
 _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}

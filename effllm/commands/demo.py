@@ -12,9 +12,10 @@ from pathlib import Path
 from types import FrameType
 
 from effllm import discovery
-from effllm.config import PREFIX, Config, ConfigError, read_config, this_process
+from effllm.config import Config, ConfigError, read_config
 from effllm.server import Orders, Server
 from effllm.spawn import pidfd, spawn
+from effllm.switches import PREFIX, this_process
 
 RANKS_END_S = 6.0  # rank 0 waits five seconds at most for the summary
 SAMPLES_PER_S = 10

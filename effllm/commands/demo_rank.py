@@ -7,7 +7,8 @@ import os
 import time
 
 import effllm
-from effllm.config import read_place, this_process
+from effllm.config import read_place
+from effllm.switches import this_process
 
 PARAMETERS = 124_000_000  # GPT-2 small's
 SAMPLES = 8  # a rank and iteration

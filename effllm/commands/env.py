@@ -6,8 +6,9 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from effllm.config import PREFIX, SWITCHES, VARIABLES, read_config, this_process
+from effllm.config import SWITCHES, VARIABLES, read_config
 from effllm.preflight import problems
+from effllm.switches import PREFIX, this_process
 
 _OPTIONS = ("--check", "--shell")
 

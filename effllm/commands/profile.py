@@ -14,12 +14,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from effllm import calibration, profiling
-from effllm.config import Config, cache_folder, read_config, this_process
+from effllm.config import Config, cache_folder, read_config
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.preflight import usable
 from effllm.profiling.load import TorchLoad
 from effllm.profiling.nvml_facts import Facts
 from effllm.profiling.record import Call, Profile, Response, Rhythm, State
+from effllm.switches import this_process
 
 _STAGES = {
     "idle": "the idle GPU",

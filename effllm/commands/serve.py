@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from effllm import discovery
-from effllm.config import PREFIX, read_config, this_process
+from effllm.config import read_config
 from effllm.preflight import problems
 from effllm.server import Orders, Server
+from effllm.switches import PREFIX, this_process
 
 _BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from effllm import ownership
 from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
-from effllm.config import Place, read_place, this_process
+from effllm.config import Place, read_place
+from effllm.switches import this_process
 
 
 class Steps:
@@ -86,6 +87,27 @@ class Steps:
         recorder = get_metrics_collector().recorder
         if recorder is not None and self.is_owner:
             recorder.phase_end()
+
+    def generated(self, tokens: int, time_ns: int, prompt_tokens: int = 0) -> None:
+        """Add what this rank generated, and the time of it, to IT; its time stays in AL. Whoever owns the count."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None:
+            recorder.generated(tokens, time_ns, prompt_tokens)
+
+    def generation_start(self) -> None:
+        """Begin a generation inside of training: it makes IT, and neither AL nor T has its time.
+
+        What other hooks (of `generate`, of vLLM) see inside is not counted again.
+        """
+        recorder = get_metrics_collector().recorder
+        if recorder is not None:
+            recorder.generation_start(is_phase=self.is_owner)
+
+    def generation_end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
+        """End it, with this rank's share of its tokens; those that hooks saw inside where they are not given."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None:
+            recorder.generation_end(tokens, prompt_tokens)
 
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the step that ended last, a number, and return the newest values of the job."""

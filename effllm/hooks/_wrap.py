@@ -22,7 +22,8 @@ def say_once(line: str) -> None:
         return
     _said.add(line)
     with contextlib.suppress(Exception):
-        from effllm.config import read_place, this_process
+        from effllm.config import read_place
+        from effllm.switches import this_process
 
         if read_place(this_process()).rank == 0:
             print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop

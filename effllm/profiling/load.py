@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from effllm.config import this_process
 from effllm.profiling.record import Edge
 from effllm.spawn import spawn
+from effllm.switches import this_process
 
 #: torch, CUDA and cuBLAS take their time on a node with many GPUs.
 START_S = 180.0

@@ -1,0 +1,185 @@
+"""``import torch`` loads us: that must never fail, cost next to nothing, and start nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jobs
+import pytest
+
+import effllm
+
+pytest.importorskip("torch", reason="needs PyTorch")
+pytestmark = pytest.mark.torch
+
+PACKAGE = Path(effllm.__file__).parent
+
+LOOK = """
+import sys, torch
+print("hooks" if "effllm.hooks" in sys.modules else "no hooks", torch.__name__)
+"""
+
+
+def run(program, environ=None, *options, cwd=None):
+    """Run a program, attached where the environment says so, and return its output and its errors."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("EFFICIENTLLM_", "TORCH_DEVICE_BACKEND"))}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", textwrap.dedent(program)],
+        env=clean | (environ or {}),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+ON = {"EFFICIENTLLM_ATTACH": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, "no hooks"),
+        (ON, "hooks"),
+        ({"EFFICIENTLLM_ATTACH": "0"}, "no hooks"),
+        (ON | {"EFFICIENTLLM_METRICS_ENABLED": "false"}, "no hooks"),
+        (ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "no hooks"),
+    ],
+)
+def test_importing_torch_hooks_frameworks_where_the_environment_says_so_alone(environ, says):
+    assert run(LOOK, environ) == (f"{says} torch\n", "")
+
+
+def test_a_process_without_torch_imports_nothing_of_us():
+    program = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'effllm'])"
+
+    assert run(program, ON) == ("[]\n", "")
+
+
+def test_importing_torch_starts_no_process_and_makes_no_file(tmp_path):
+    program = """
+        import os, psutil, torch
+        print(psutil.Process().children(), os.listdir())
+    """
+
+    assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
+
+
+BROKEN = {
+    "a hook file that is no Python": ("hooks/optimizer.py", "this is not Python"),
+    "hooks that are no Python": ("hooks/__init__.py", "def ("),
+    "hooks that raise": ("hooks/__init__.py", "raise SystemError('broken')"),
+    "hooks without what is called": ("hooks/__init__.py", ""),
+    "a configuration that raises": ("config.py", "raise OSError(28, 'No space left on device')"),
+    "a configuration that is gone": ("config.py", None),
+    "the watch of imports that is gone": ("hooks/_imports.py", None),
+    "a collector that is gone": ("collector.py", None),
+    "a ring that is no Python": ("ring.py", "x = ="),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_torch_can_be_imported_and_trains_whatever_is_broken_in_us(what, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
+    file, text = BROKEN[what]
+    if text is None:
+        (tmp_path / "effllm" / file).unlink()
+    else:
+        (tmp_path / "effllm" / file).write_text(text)
+    program = """
+        import torch, effllm
+        print(effllm.__file__)
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        for _ in range(3):
+            weight.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(weight.tolist())
+    """
+
+    out, errors = run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+
+    where, weight = out.splitlines()
+    assert where.startswith(str(tmp_path))
+    assert weight == "[-0.5, -0.5]"
+    said = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
+    assert len(said) == 1, errors
+    assert "Traceback" not in errors
+
+
+def test_torch_can_be_imported_where_our_own_packages_are_missing(tmp_path):
+    program = """
+        import sys
+        for name in ("msgspec", "zmq", "psutil", "tensorboard", "rich", "typer"):
+            sys.modules[name] = None
+        import torch
+        print("imported")
+    """
+
+    assert run(program, ON) == ("imported\n", "")
+
+
+def test_a_script_that_is_run_by_effllm_is_attached_without_the_entry_point(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOOK)
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "EFFICIENTLLM_RUN_DIR": str(tmp_path)}
+    program = f"import sys; sys.argv[1:] = ['run', {str(script)!r}]; from effllm.cli import main; sys.exit(main())"
+
+    out, _ = run(program, environ)
+
+    assert out == "hooks torch\n"
+
+
+LOOP = """
+import torch
+
+torch.manual_seed(7)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    loss = (model(torch.ones(4, 8)) - 1).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
+
+
+def test_a_loop_that_knows_nothing_of_us_is_measured_and_its_losses_are_the_same_to_the_last_bit(tmp_path):
+    environ = ON | {
+        "EFFICIENTLLM_RUN_DIR": str(tmp_path),
+        "EFFICIENTLLM_RUN_NAME": "run",
+        "EFFICIENTLLM_LOG_INTERVAL": "2",
+    }
+
+    without, _ = run(LOOP)
+    attached, _ = run(LOOP, environ)
+
+    losses = [line for line in attached.splitlines() if line.startswith(("0x", "-0x"))]
+    assert losses == without.splitlines()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["iterations"] in (5, 6)  # the first may have no beginning
+
+
+def test_the_shell_file_is_all_that_a_launch_script_needs(tmp_path):
+    root = PACKAGE.parent
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    launch = f". {root}/launch/efficientllm_config.sh && exec {sys.executable} {script}"
+    environ = jobs.clean_environ() if hasattr(jobs, "clean_environ") else dict(os.environ)
+    environ |= {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run", "PYTHON": sys.executable}
+    environ |= {"EFFICIENTLLM_LOG_INTERVAL": "2"}
+
+    done = subprocess.run(["sh", "-c", launch], env=environ, capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == 0, done.stderr
+    assert "[EfficientLLM Metrics] Iteration 4:" in done.stdout
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -1,0 +1,131 @@
+"""Hooks are called when a module has been imported, however it is, and imports stay what they were."""
+
+import importlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from effllm.hooks import _imports
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Return a function that writes a module; what was imported of it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    finders = list(sys.meta_path)
+
+    def write(name, source=""):
+        path = tmp_path.joinpath(*name.split("."))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".py").write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+
+    yield write
+    sys.meta_path[:] = finders
+    _imports._waiting.clear()
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_module_that_is_imported_already_is_hooked_at_once(package):
+    package("already_there")
+    module = importlib.import_module("already_there")
+    seen = []
+
+    _imports.when_imported("already_there", seen.append)
+
+    assert seen == [module]
+
+
+def test_a_module_is_hooked_when_its_code_has_run_and_only_once(package):
+    package("comes_later", "def step(): return 1")
+    seen = []
+    _imports.when_imported("comes_later", lambda module: seen.append(module.step()))
+    assert seen == []
+
+    importlib.import_module("comes_later")
+    importlib.import_module("comes_later")
+
+    assert seen == [1]
+
+
+def test_who_imports_a_name_from_it_gets_what_the_hook_put_there(package):
+    package("library", "def step(): return 1")
+    package("script", "from library import step\nresult = step()")
+    _imports.when_imported("library", lambda module: setattr(module, "step", lambda: 2))
+
+    assert importlib.import_module("script").result == 2
+
+
+def test_a_module_whose_import_asks_for_the_hook_is_hooked_at_its_end(package):
+    package("half", "import asks\ndef step(): return 1")
+    package(
+        "asks",
+        "from effllm.hooks import _imports\nseen = []\n_imports.when_imported('half', lambda m: seen.append(m.step()))",
+    )
+
+    importlib.import_module("half")
+
+    assert sys.modules["asks"].seen == [1]
+    assert type(sys.modules["half"].__spec__) is importlib.machinery.ModuleSpec
+
+
+def test_a_package_and_a_module_in_it_are_both_hooked(package):
+    package("family.__init__", "from family.child import name")
+    package("family.child", "name = 'child'")
+    seen = []
+    for name in ("family.child", "family"):
+        _imports.when_imported(name, lambda module: seen.append(module.__name__))
+
+    importlib.import_module("family")
+
+    assert seen == ["family.child", "family"]
+
+
+def test_a_module_that_fails_to_import_fails_as_it_would_and_can_be_tried_again(package):
+    package("fails", "raise ValueError('as ever')")
+    seen = []
+    _imports.when_imported("fails", seen.append)
+
+    with pytest.raises(ValueError, match="as ever"):
+        importlib.import_module("fails")
+    assert seen == []
+
+    package("fails", "fine = True")
+    sys.path_importer_cache.clear()
+    assert importlib.import_module("fails").fine
+
+
+def test_a_module_that_does_not_exist_does_not_exist(package):
+    _imports.when_imported("no_such_module", pytest.fail)
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        importlib.import_module("no_such_module")
+    assert importlib.util.find_spec("no_such_module") is None
+
+
+def test_the_loader_of_a_hooked_module_is_what_it_was(package):
+    package("plain", "x = 1")
+    _imports.when_imported("plain", lambda module: None)
+
+    module = importlib.import_module("plain")
+
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert "exec_module" not in vars(module.__loader__)
+    assert importlib.reload(module) is module
+    assert "x = 1" in module.__loader__.get_source("plain")
+
+
+def test_a_module_run_with_m_is_run(package, tmp_path):
+    package("runs", "print('ran', __name__)")
+    program = (
+        "import runpy; from effllm.hooks import _imports; _imports.when_imported('runs', print);"
+        "runpy.run_module('runs', run_name='__main__')"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "ran __main__\n"
