@@ -10,7 +10,8 @@ usage: train_with_efficientllm.sh SCRIPT NUM_GPUS [ARGUMENTS...]
 
   SCRIPT     train.py        started by torchrun, one process per GPU
              job.yaml        a run configuration: its 'system:' names the folder in integration/
-                             whose train.py runs it
+                             whose train.py runs it; one of LLaMA-Factory's, which has a
+                             'stage:', is llamafactory-cli's
              pretrain.sh     run as it is, with GPUS_PER_NODE and NPROC_PER_NODE set to NUM_GPUS
   NUM_GPUS   processes on this machine (on a machine without GPUs: processes on its CPUs)
   ARGUMENTS  are handed on
@@ -60,6 +61,15 @@ shift 2
 case "$script" in
 *.py | *.sh) ;;
 *.yaml | *.yml)
+  if grep -q '^stage:' "$script" && [[ -z "$(system_of "$script")" ]]; then
+    command -v llamafactory-cli >/dev/null ||
+      refuse "$script is LLaMA-Factory's: llamafactory-cli is not on PATH, activate the environment that has it"
+    # shellcheck source=launch/efficientllm_config.sh
+    source "$repository/launch/efficientllm_config.sh"
+    export NPROC_PER_NODE="$num_gpus"
+    [[ "$num_gpus" == 1 ]] || export FORCE_TORCHRUN=1
+    exec llamafactory-cli train "$script" "$@"
+  fi
   system="$(system_of "$script")"
   [[ -n "$system" ]] || refuse "$script has no 'system:' key, which says what runs it"
   system_script="$repository/integration/$system/train.py"

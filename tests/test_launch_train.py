@@ -73,6 +73,29 @@ def test_a_run_configuration_is_run_by_the_system_that_it_names(commands, tmp_pa
     assert Path(script).is_file()
 
 
+@pytest.mark.parametrize(("num_gpus", "forced"), [(1, ""), (4, "1")])
+def test_a_configuration_of_llama_factory_is_trained_by_it(commands, tmp_path, num_gpus, forced):
+    add_command(
+        commands,
+        "llamafactory-cli",
+        'printf "%s\n" "$@" "$NPROC_PER_NODE" "${FORCE_TORCHRUN:-}" "$EFFICIENTLLM_ATTACH"',
+    )
+    (tmp_path / "lora sft.yaml").write_text("model_name_or_path: tiny\nstage: sft\n")
+
+    done = start(TRAIN, tmp_path / "lora sft.yaml", str(num_gpus), "max_steps=3", commands=commands)
+
+    assert called_with(done) == ["train", str(tmp_path / "lora sft.yaml"), "max_steps=3", str(num_gpus), forced, "1"]
+
+
+def test_a_configuration_of_llama_factory_without_it_is_answered_with_what_is_missing(commands, tmp_path):
+    (tmp_path / "sft.yaml").write_text("stage: sft\n")
+
+    done = start(TRAIN, tmp_path / "sft.yaml", "1", commands=commands)
+
+    assert done.returncode == 2
+    assert "llamafactory-cli is not on PATH" in done.stderr
+
+
 def test_a_shell_script_runs_as_it_is_and_is_told_the_number_of_gpus(commands, tmp_path):
     script = tmp_path / "pretrain.sh"
     script.write_text('echo "$GPUS_PER_NODE $NPROC_PER_NODE $EFFICIENTLLM_METRICS_ENABLED $*"')
