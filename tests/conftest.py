@@ -9,6 +9,8 @@ import jobs
 import nvml_library
 import pytest
 
+pytest_plugins = ["systems"]
+
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVML_TRACE")

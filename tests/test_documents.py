@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import systems
 
 from effllm.config import VARIABLES
+from effllm.hooks import TARGETS
 from effllm.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,3 +41,21 @@ def test_every_link_to_a_file_leads_somewhere(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_the_table_of_systems_is_what_the_tests_have_shown():
+    assert (ROOT / "docs" / "systems.md").read_text() == systems.page()
+
+
+def test_every_module_that_is_hooked_belongs_to_a_system_of_the_table():
+    hooked = {target.split(".")[0] for target in TARGETS}
+    told = (ROOT / "docs" / "systems.md").read_text()
+    names = {
+        "megatron": "Megatron-LM",
+        "megatron_patch": "Pai-Megatron-Patch",
+        "torch": "any loop of torch",
+        "vllm": "vLLM",
+    }
+    names |= {"transformers": "Hugging Face Trainer", "trl": "TRL"}
+
+    assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in told] == []

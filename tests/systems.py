@@ -1,0 +1,197 @@
+"""The table of training systems in docs/systems.md: what the tests that carry the mark ``system`` have shown.
+
+    python -m pytest -m "" --systems tests tests/frameworks   # writes it, with what passed
+    python -m tests.systems                                   # writes the page anew from what is known
+
+A test says ``pytestmark = pytest.mark.system("trl", how=RAN)``; what passes is noted with the versions it ran with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KNOWN = Path(__file__).with_suffix(".json")
+PAGE = ROOT / "docs" / "systems.md"
+
+RAN, STAND_IN = "ran", "stand-in"
+
+
+@dataclass(frozen=True)
+class System:
+    """A training system, and what is known of it without running it."""
+
+    title: str
+    packages: tuple[str, ...]  # as installed; the first is the system
+    attached_by: str
+    tokens_from: str
+    not_tested: str = ""
+
+
+SYSTEMS = {
+    "megatron-lm": System(
+        "Megatron-LM",
+        ("megatron-core",),
+        "import hook on `megatron.training.training`",
+        "micro-batch calculator × sequence length; real ones of packed sequences from 0.18",
+        "a GPU",
+    ),
+    "pai-megatron": System(
+        "Pai-Megatron-Patch",
+        (),
+        "the same, and `megatron_patch.training`",
+        "as Megatron-LM",
+        "the patch itself",
+    ),
+    "megatron-core": System(
+        "megatron-core alone",
+        ("megatron-core",),
+        "import hooks on its schedules and optimizers",
+        "micro-batches × sequence length given to the schedule",
+        "NeMo, Megatron-Bridge, verl",
+    ),
+    "transformers": System(
+        "Hugging Face Trainer",
+        ("transformers", "accelerate"),
+        "a callback in `DEFAULT_CALLBACKS`, or `report_to: efficientllm`",
+        "`attention_mask`, packing, labels of every micro-batch",
+        "FSDP, ZeRO-3 and quantised weights on a GPU",
+    ),
+    "trl": System(
+        "TRL", ("trl", "transformers"), "the Trainer's callback", "as the Trainer; GRPO its completions", "vLLM"
+    ),
+    "llama-factory": System(
+        "LLaMA-Factory", ("llamafactory",), "the Trainer's callback", "as the Trainer", "more than CPU"
+    ),
+    "lightning": System(
+        "Lightning",
+        ("lightning",),
+        "its entry point `callbacks_factory`",
+        "`input_ids` of the batch, else none",
+        "FSDP, DeepSpeed",
+    ),
+    "torchtitan": System(
+        "torchtitan", ("torchtitan",), "import hook on its metrics and trainer", "its own count", "a GPU"
+    ),
+    "accelerate": System(
+        "accelerate",
+        ("accelerate",),
+        "import hook on its optimizer",
+        "one call, `effllm.count(tokens=...)`",
+        "DeepSpeed",
+    ),
+    "torchrun": System(
+        "any loop of torch", ("torch",), "the global hook of optimizers", "one call, `effllm.count(tokens=...)`", ""
+    ),
+    "generate": System(
+        "`model.generate`", ("transformers",), "import hook on `GenerationMixin`", "positions beyond the prompt", ""
+    ),
+    "vllm": System(
+        "vLLM",
+        ("vllm",),
+        "import hook on `LLM`; `effllm watch --vllm` for servers",
+        "its outputs; its Prometheus page",
+        "vLLM itself",
+    ),
+}
+
+
+def versions(system: System) -> dict[str, str]:
+    """Return the versions of a system's packages that are installed here."""
+    found = {}
+    for package in system.packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def known() -> dict[str, Any]:
+    """Return what earlier runs have shown."""
+    return json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
+
+
+def note(passed: dict[str, dict[str, int]]) -> None:
+    """Keep what has passed: by system and how it was tested, the number of tests."""
+    told = known()
+    for name, counts in passed.items():
+        entry = told.setdefault(name, {})
+        for how, count in counts.items():
+            entry[how] = {"tests": count, "versions": versions(SYSTEMS[name]) if how == RAN else {}}
+    KNOWN.write_text(json.dumps({name: told[name] for name in SYSTEMS if name in told}, indent=2) + "\n")
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    """Return the page."""
+    told = known()
+    lines = [
+        "# Training systems",
+        "",
+        "What each is attached by when `launch/efficientllm_config.sh` was sourced before its launch script, and how",
+        "that was tested. *Ran*: the system itself, on CPUs. *Stand-in*: a small module with its functions and",
+        'signatures. The tests write this table (`python -m pytest -m "" --systems`); what is in no column was not tested.',
+        "",
+        "| system | attached by | tokens from | tested | not tested |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_row(system, told.get(name, {})) for name, system in SYSTEMS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(system: System, told: dict[str, Any]) -> str:
+    shown = []
+    if RAN in told:
+        packages = ", ".join(f"{name} {version}" for name, version in told[RAN]["versions"].items())
+        shown.append(f"ran: {packages} ({told[RAN]['tests']} tests)")
+    if STAND_IN in told:
+        shown.append(f"stand-in ({told[STAND_IN]['tests']} tests)")
+    tested = "; ".join(shown) or "not tested"
+    return f"| {system.title} | {system.attached_by} | {system.tokens_from} | {tested} | {system.not_tested} |"
+
+
+# --- the plugin of pytest, which conftest.py names ---
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Declare the switch."""
+    parser.addoption("--systems", action="store_true", help="write docs/systems.md with what passes")
+
+
+def pytest_configure(config: Any) -> None:
+    """Declare the mark, and count where it is asked for."""
+    config.addinivalue_line(
+        "markers", "system(name, how): shows that a training system is attached; see tests/systems.py"
+    )
+    if config.getoption("--systems"):
+        config.pluginmanager.register(_Counter(), "systems-counter")
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self._marks: dict[str, tuple[str, str]] = {}
+        self._passed: dict[str, dict[str, int]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        for item in items:
+            mark = item.get_closest_marker("system")
+            if mark is not None:
+                self._marks[item.nodeid] = (mark.args[0], mark.kwargs["how"])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" and report.passed and report.nodeid in self._marks:
+            name, how = self._marks[report.nodeid]
+            counts = self._passed.setdefault(name, {})
+            counts[how] = counts.get(how, 0) + 1
+
+    def pytest_sessionfinish(self) -> None:
+        note(self._passed)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
