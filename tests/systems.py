@@ -135,7 +135,7 @@ def page() -> str:
         "",
         "What each is attached by when `launch/efficientllm_config.sh` was sourced before its launch script, and how",
         "that was tested. *Ran*: the system itself, on CPUs. *Stand-in*: a small module with its functions and",
-        'signatures. The tests write this table (`python -m pytest -m "" --systems`); what is in no column was not tested.',
+        'signatures. The tests write this table: `python -m pytest -m "" --systems tests tests/frameworks`.',
         "",
         "| system | attached by | tokens from | tested | not tested |",
         "|---|---|---|---|---|",
