@@ -15,6 +15,7 @@ _HOMES = {
     "EfficientLLMCollector": "effllm.collector",
     "EfficientLLMMetrics": "effllm.collector",
     "MetricsCollector": "effllm.collector",
+    "count": "effllm.collector",
     "finalize_efficientllm_metrics": "effllm.collector",
     "get_efficientllm_collector": "effllm.collector",
     "get_metrics_collector": "effllm.collector",

@@ -15,8 +15,10 @@ from typing import Any
 from effllm import ownership
 from effllm.config import Config, ConfigError, Place, read_config, read_place
 from effllm.discovery import DiscoveryError
-from effllm.facts import count, plain, positive, text
+from effllm.facts import count as positive_count
+from effllm.facts import plain, positive, text
 from effllm.recorder import Recorder
+from effllm.recorder import _count as whole_number
 from effllm.ring import RingError
 from effllm.session import Session
 from effllm.switches import is_enabled, this_process
@@ -69,6 +71,8 @@ class MetricsCollector:
         self._written = 0  # newest report given to a writer
         self._counts = False  # whether the loop calls record_iteration_end itself
         self._batch = (0, 0)  # tokens and samples that set_batch_config declared
+        self._counted = [0, 0, 0, 0]  # what `count` was given since the last iteration that took it
+        self._counted_loss: Any = None
 
     # --- life ---
 
@@ -96,6 +100,7 @@ class MetricsCollector:
             config = self._read_config()
             self._report = self._iteration = self._written = 0  # a new run counts its own reports
             self._values = {}
+            self._take_counted()
             self._session = Session(config, self._place, self._facts)
             self._session.start()
         except (ConfigError, RingError, DiscoveryError, OSError) as error:
@@ -160,7 +165,54 @@ class MetricsCollector:
         if session is not None:
             if not self._counts:
                 self._claim()
-            session.record_end(tokens_processed, samples_processed, tokens, tokens_loss)
+            if any(self._counted) and not (tokens_processed or samples_processed or tokens or tokens_loss):
+                self.end_counted()
+            else:
+                session.record_end(tokens_processed, samples_processed, tokens, tokens_loss)
+
+    def count(
+        self,
+        tokens: int | None = None,
+        samples: int | None = None,
+        tokens_processed: int | None = None,
+        tokens_loss: int = 0,
+        loss: float | None = None,
+    ) -> None:
+        """Add to what the running iteration has counted on this rank: `effllm.count`."""
+        session = self._session
+        if session is None:
+            return
+        tokens, tokens_processed = (
+            tokens_processed if tokens is None else tokens,
+            tokens if tokens_processed is None else tokens_processed,
+        )
+        try:
+            given = [whole_number(value or 0) for value in (tokens_processed, samples, tokens, tokens_loss)]
+            if min(given) < 0:
+                raise ValueError  # noqa: TRY301 - handled as the wrong types are
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+            session.warn("effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; ignored")
+            return
+        self._counted = [before + now for before, now in zip(self._counted, given, strict=True)]
+        if loss is not None:
+            if getattr(loss, "is_cuda", False):
+                session.warn("effllm.count was given a loss on the GPU, which is not read: pass loss.item()")
+            else:
+                self._counted_loss = loss
+
+    def end_counted(self) -> None:
+        """Stamp the end of an iteration with what `count` was given, for whoever sees the steps and no data."""
+        session = self._session
+        if session is not None:
+            counts, loss = self._take_counted()
+            session.record_end(*counts)
+            if loss is not None:
+                session.recorder.loss(self._facts["first_iteration"] + session.recorder.ordinal, loss)
+
+    def _take_counted(self) -> tuple[list[int], Any]:
+        counts, loss = self._counted, self._counted_loss
+        self._counted, self._counted_loss = [0, 0, 0, 0], None
+        return counts, loss
 
     def _claim(self) -> None:
         """Have the hooks of frameworks be silent: the loop itself counts."""
@@ -234,7 +286,7 @@ class MetricsCollector:
 
     def set_model_parameters(self, model_parameters: int) -> None:
         """Say how many parameters the whole model has."""
-        self._learn(parameters={"total": count(model_parameters), "is_share": False})
+        self._learn(parameters={"total": positive_count(model_parameters), "is_share": False})
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Say how much one step processes on this rank, for loops that do not count."""
@@ -384,8 +436,8 @@ def initialize_efficientllm_metrics(
     elif model_parameters is not None:
         collector.set_model_parameters(model_parameters)
     collector._learn(
-        first_iteration=count(first_iteration) or 0,
-        total_iterations=count(total_iterations) if total_iterations else None,
+        first_iteration=positive_count(first_iteration),
+        total_iterations=positive_count(total_iterations) if total_iterations else None,
         flops_per_token=positive(flops_per_token),
         hardware_flops_per_token=positive(hardware_flops_per_token),
         run=dict(facts or {}),
@@ -401,12 +453,12 @@ def initialize_efficientllm_metrics(
 
 
 def _count_or_zero(value: Any) -> int | None:
-    return 0 if value == 0 else count(value)
+    return 0 if value == 0 else positive_count(value)
 
 
 def _greet(collector: MetricsCollector) -> None:
-    config, count = collector._config, collector._facts["parameters"]
-    known = count.get("total") if not count.get("is_share") else None
+    config, given = collector._config, collector._facts["parameters"]
+    known = given.get("total") if not given.get("is_share") else None
     model = f"model with {known:,} parameters" if known else "model"
     assert config is not None
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -425,6 +477,40 @@ def should_log_metrics(iteration: int) -> bool:
 def finalize_efficientllm_metrics() -> None:
     """End the metrics of this rank; rank 0 waits for the summary, five seconds at most."""
     get_metrics_collector().stop_collection()
+
+
+def count(
+    tokens: int | None = None,
+    samples: int | None = None,
+    tokens_processed: int | None = None,
+    tokens_loss: int = 0,
+    loss: float | None = None,
+) -> None:
+    """Say what the running iteration works on; from anywhere in a loop whose steps something else sees.
+
+    A loop of plain torch that is attached by the environment has its iterations seen, and this one call gives
+    the tokens; an iteration of four micro-batches calls it four times::
+
+        for step, batch in enumerate(loader):
+            mask = batch["attention_mask"]                    # on the CPU: 8 sequences of 512, some padded
+            effllm.count(tokens=int(mask.sum()), tokens_processed=mask.numel(), samples=len(mask))
+            loss = model(**to_gpu(batch)).loss / 4
+            loss.backward()
+            if step % 4 == 3:
+                optimizer.step()                              # an iteration of 32 samples, 16384 positions
+                optimizer.zero_grad()
+
+    Counts are this rank's share.  Where metrics are off this does nothing, and where the owner of the iterations
+    counts them itself, as a Trainer does, what is given here is left aside.
+
+    Args:
+        tokens: positions without padding, which make TT; ``tokens_processed`` where not given.
+        samples: sequences.
+        tokens_processed: all positions; ``tokens`` where not given.
+        tokens_loss: positions with a label.
+        loss: of the iteration, as a number; of several the last one stands.
+    """
+    get_metrics_collector().count(tokens, samples, tokens_processed, tokens_loss, loss)
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:

@@ -134,6 +134,11 @@ class Recorder:
             self._boundary = True
             self._wake()
 
+    def waited(self, spent_ns: int) -> None:
+        """Count a stretch of the running iteration as waiting for data: its start moves on by as much."""
+        if self._on and self._start_ns and not self._phase_depth:
+            self._start_ns += spent_ns
+
     def phase_start(self, name: str) -> None:
         """Begin a stretch that is not iteration; one inside another belongs to the outer."""
         if not self._on:

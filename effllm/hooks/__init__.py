@@ -13,7 +13,10 @@ from effllm.hooks._imports import when_imported
 from effllm.hooks._wrap import say_once
 
 #: Module of a framework -> the function that hooks it, in a file of this folder.
-TARGETS: dict[str, str] = {}
+TARGETS: dict[str, str] = {
+    "torch.optim.optimizer": "optimizer:attach",
+    "torch.utils.data.dataloader": "optimizer:attach_loader",
+}
 
 _is_attached = False
 

@@ -76,6 +76,17 @@ class Steps:
         if recorder is not None and self.is_owner:
             recorder.end(tokens_processed, samples, tokens, tokens_loss)
 
+    def end_counted(self) -> None:
+        """Stamp its end with what the loop gave to `effllm.count`, where the hook sees no data."""
+        if self.is_owner:
+            get_metrics_collector().end_counted()
+
+    def waited(self, spent_ns: int) -> None:
+        """Count a stretch of the running step as waiting for data."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.waited(spent_ns)
+
     def phase_start(self, name: str) -> None:
         """Begin a stretch that is not iteration: ``evaluation``, ``checkpoint`` or ``other``."""
         recorder = get_metrics_collector().recorder
