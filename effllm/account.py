@@ -189,6 +189,7 @@ class RankSums(Struct):
     busy_s: float = 0.0
     wait_s: float = 0.0
     energy_time_s: float = 0.0  # of the windows whose energy is in the sum
+    generation_s: float = 0.0
 
 
 class DeviceSums(Struct):
@@ -227,6 +228,8 @@ class Account(Struct):
     tokens_processed: int = 0
     tokens_loss: int = 0
     samples: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
     energy: EnergySums = msgspec.field(default_factory=EnergySums)  # of the covered windows
     energy_tokens: int = 0
     energy_samples: int = 0
@@ -254,6 +257,9 @@ class Account(Struct):
             self.tokens_processed += row.tokens_processed
             self.tokens_loss += row.tokens_loss
             self.samples += row.samples
+            sums.generation_s += row.generation_s
+            self.generated_tokens += row.generated_tokens
+            self.prompt_tokens += row.prompt_tokens
 
     def add_devices(self, merged: Mapping[str, MergedDevice], sign: int = 1) -> None:
         """Add the memory and utilization of a window's devices; with a sign of -1 take them back."""
@@ -332,6 +338,9 @@ class Account(Struct):
             tokens_processed=self.tokens_processed,
             tokens_loss=self.tokens_loss,
             samples=self.samples,
+            generated_tokens=self.generated_tokens,
+            generation_s=max((sums.generation_s for sums in self.ranks.values()), default=0.0),
+            prompt_tokens=self.prompt_tokens,
             memory_mean_bytes=sum(memory) / len(memory) if memory else None,
             memory_min_bytes=min(memory, default=None),
             memory_max_bytes=max(memory, default=None),

@@ -9,9 +9,9 @@ from msgspec import Struct
 
 from effllm.account import Account, MergedDevice
 from effllm.energy_account import EnergySums, WindowEnergy
-from effllm.schema import CHECKPOINT, EVALUATION, OTHER, SHUTDOWN, STARTUP, RankReport
+from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
 
-CLASSES = ("iterations", EVALUATION, CHECKPOINT, OTHER, STARTUP, SHUTDOWN)
+CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 
 
 class RankState(Struct):

@@ -59,7 +59,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 READ = ("gpu", "memory", "utilization", "energy")
 
 #: Told by the training loop, not measured by us.
-TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs")
+TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs", "generated tokens")
 
 #: Told by the settings: the variable, and what to set it to.
 SET: dict[str, tuple[str, str]] = {

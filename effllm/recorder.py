@@ -15,7 +15,7 @@ from typing import Any
 
 from effllm import ring
 
-_PHASES = ("evaluation", "checkpoint", "other")
+_PHASES = ("evaluation", "checkpoint", "other", "generation")
 _STATUSES = ("completed", "failed", "killed")
 _MOST = 2**62  # what a running total can hold
 
@@ -60,8 +60,13 @@ class Recorder:
         self._paused_between_ns = 0
         self._paused_inside_ns = 0
         self._step_ns = self._wait_ns = 0
-        self._phase_ns = [0, 0, 0]
+        self._phase_ns = [0, 0, 0, 0]
         self._tokens = self._tokens_processed = self._tokens_loss = self._samples = 0
+        self._generated = self._generation_ns = self._prompt = 0
+        self._generation = bytes(32)  # the same and the phase, as the ring has them
+        self._generations: list[tuple[int, int]] = []  # of each open one: tokens and prompts counted inside of it
+        self._generation_start_ns = 0
+        self._generation_is_phase = False
         self._number = 0
         _live.add(self)
 
@@ -139,6 +144,18 @@ class Recorder:
         if self._on and self._start_ns and not self._phase_depth:
             self._start_ns += spent_ns
 
+    def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+        """Add counts that became known when their iteration had ended; they enter the next record."""
+        if not self._on:
+            return
+        counts = (samples, tokens, tokens_loss)
+        if all(type(one) is int and 0 <= one < _MOST // 2 for one in counts):
+            self._samples += samples
+            self._tokens += tokens
+            self._tokens_loss += tokens_loss
+        else:
+            self._once("counts that come late must be whole numbers of at least 0; they are not counted")
+
     def phase_start(self, name: str) -> None:
         """Begin a stretch that is not iteration; one inside another belongs to the outer."""
         if not self._on:
@@ -172,12 +189,87 @@ class Recorder:
         # belongs to exactly one class.
         spent_ns = at_ns - self._phase_start_ns
         self._phase_ns[self._phase] += spent_ns
+        if self._phase == 3:
+            self._pack_generation()
         if self._start_ns:
             self._paused_inside_ns += spent_ns
         else:
             self._paused_between_ns += spent_ns
         self._put(ring.PHASE, self._phase, self.ordinal, 0, self._phase_start_ns, at_ns, 0.0)
         self._phase_start_ns = at_ns
+
+    def generated(self, tokens: int, time_ns: int, prompt_tokens: int = 0) -> None:
+        """Add what this rank generated, and how long that took, to its totals; they make IT.
+
+        The time is left where it lay, in a step or in a phase. Use `generation_start` and `generation_end`
+        around what another hook may count as well.
+
+        Args:
+            tokens: that were generated, without prompts.
+            time_ns: of the generation, prompts included.
+            prompt_tokens: that stood before.
+        """
+        if not self._on:
+            return
+        try:
+            if not (type(tokens) is type(time_ns) is type(prompt_tokens) is int):
+                tokens, time_ns, prompt_tokens = _count(tokens), _count(time_ns), _count(prompt_tokens)
+            if min(tokens, time_ns, prompt_tokens) < 0:
+                raise ValueError  # noqa: TRY301 - handled as the wrong types are
+            tokens += self._generated
+            time_ns += self._generation_ns
+            prompt_tokens += self._prompt
+            if max(tokens, time_ns, prompt_tokens) >= _MOST:
+                raise OverflowError  # noqa: TRY301
+            self._generated, self._generation_ns, self._prompt = tokens, time_ns, prompt_tokens
+            self._pack_generation()
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+            self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
+
+    def _pack_generation(self) -> None:
+        self._generation = ring.pack_generation(self._phase_ns[3], self._generated, self._generation_ns, self._prompt)
+
+    def generation_start(self, is_phase: bool = False) -> None:
+        """Begin a generation; one inside another belongs to the outer.
+
+        Args:
+            is_phase: whether it is a stretch of its own, so that neither AL nor T has its time.
+        """
+        if not self._on:
+            return
+        self._generations.append((0, 0))
+        if len(self._generations) > 1:
+            return
+        self._generation_is_phase = is_phase
+        if is_phase:
+            self.phase_start("generation")
+        self._generation_start_ns = time.monotonic_ns()
+
+    def generation_end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
+        """End the generation that the last `generation_start` began, with this rank's share of its tokens.
+
+        Args:
+            tokens: that were generated; what lay inside has counted them where not given.
+            prompt_tokens: that stood before.
+        """
+        if not self._on:
+            return
+        if not self._generations:
+            self._once("a generation was ended that had not begun; ignored")
+            return
+        seen_inside = self._generations.pop()
+        if tokens is None:
+            tokens, prompt_tokens = seen_inside
+        if self._generations:
+            try:
+                outer = self._generations[-1]
+                self._generations[-1] = (outer[0] + _count(tokens), outer[1] + _count(prompt_tokens))
+            except Exception:  # noqa: BLE001 - as in generated
+                self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
+            return
+        self.generated(tokens, time.monotonic_ns() - self._generation_start_ns, prompt_tokens)
+        if self._generation_is_phase:
+            self.phase_end()
 
     def loss(self, number: int, loss: float | None) -> None:
         """Record the loss of the iteration that ended last, and the number it is known by."""
@@ -227,6 +319,7 @@ class Recorder:
             kind, what, ordinal, number, start_ns, end_ns, value,
             (self._step_ns, self._wait_ns, phases[0], phases[1], phases[2],
              self._tokens, self._tokens_processed, self._tokens_loss, self._samples),
+            self._generation,
         )  # fmt: skip
 
     def _without_start(self) -> int:

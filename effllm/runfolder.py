@@ -69,6 +69,9 @@ class RankRow(Struct, frozen=True):
     energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of the counter from power
     throttled_s: dict[str, float] = {}  # by reason
     gauges: dict[str, GaugeRow] = {}  # by the names in effllm.schema.GAUGES
+    generated_tokens: int = 0
+    generation_s: float = 0.0
+    prompt_tokens: int = 0
 
 
 def energy_error_j(integrals: Integrals) -> float | None:
@@ -99,6 +102,9 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         tokens_processed=row.tokens_processed,
         tokens_loss=row.tokens_loss,
         samples=row.samples,
+        generated_tokens=row.generated_tokens,
+        generation_s=row.generation_s,
+        prompt_tokens=row.prompt_tokens,
         loss=row.loss,
         host=host,
         device=device.device or None,

@@ -14,11 +14,12 @@ from msgspec import Struct
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
 OTHER = "other"
+GENERATION = "generation"
 STARTUP = "startup"
 SHUTDOWN = "shutdown"
 
 #: The phases that a training loop can mark, in the order of their running totals in a ring slot.
-MARKED_PHASES = (EVALUATION, CHECKPOINT, OTHER)
+MARKED_PHASES = (EVALUATION, CHECKPOINT, OTHER, GENERATION)
 
 
 class Iteration(Struct, frozen=True, gc=False):
@@ -219,6 +220,9 @@ class RankReport(Struct, frozen=True, array_like=True):
     final: bool = False  # the rank's last row
     reset: bool = False  # the run-to-date values start anew after this window
     iterations_overrun: int = 0  # iterations whose detail the ring lost; their totals are in here
+    generated_tokens: int = 0
+    generation_s: float = 0.0  # wherever it lay: in steps, in phases
+    prompt_tokens: int = 0  # of what was generated
 
     @property
     def iterations(self) -> int:
@@ -248,8 +252,9 @@ class ClusterTotals(Struct, frozen=True):
     tokens_processed: int = 0
     tokens_loss: int = 0
     samples: int = 0
-    generated_tokens: int = 0
-    generation_s: float = 0.0
+    generated_tokens: int = 0  # of all ranks
+    generation_s: float = 0.0  # of the rank that generated for longest
+    prompt_tokens: int = 0
     memory_mean_bytes: float | None = None  # mean over devices of their time-weighted means
     memory_min_bytes: float | None = None  # the smallest of those means
     memory_max_bytes: float | None = None

@@ -100,11 +100,13 @@ def _check_row(row: RankReport) -> None:
         row.tokens_processed,
         row.tokens_loss,
         row.samples,
+        row.generated_tokens,
+        row.prompt_tokens,
         row.sequence,
         row.iterations + 1,
         row.window,
     )
-    times = (row.wall_s, row.busy_s, row.wait_s, *row.phases_s.values())
+    times = (row.wall_s, row.busy_s, row.wait_s, row.generation_s, *row.phases_s.values())
     if min(counts) < 0 or max(counts) >= 2**62:
         raise FrameError("a count is negative or beyond reason")
     if not all(math.isfinite(value) for value in (*times, row.start_time_s, row.end_time_s)):

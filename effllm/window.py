@@ -31,7 +31,7 @@ from effllm.schema import (
     Sample,
 )
 
-_NO_TOTALS = (0, 0, 0, 0, 0, 0, 0, 0, 0)
+_NO_TOTALS = (0,) * 13
 
 
 class Series:
@@ -319,17 +319,17 @@ class WindowCutter:
         elif slot.kind == ring.RESET:
             self._reset_at = max(slot.ordinal, 1)
         if slot.kind in (ring.PHASE, ring.END):
-            self._newest_totals = slot[8:17]
+            self._newest_totals = slot[8:21]
 
     def _add_iteration(self, slot: ring.Slot) -> None:
-        totals = slot[8:17]
+        totals = slot[8:21]
         iteration = Iteration(
             ordinal=slot.ordinal,
             start_ns=slot.start_ns,
             end_ns=slot.end_ns,
             step_ns=slot.step_ns,
             wait_ns=slot.wait_ns,
-            phase_ns=(slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns),
+            phase_ns=(slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns, slot.generating_ns),
             tokens=slot.tokens,
             tokens_processed=slot.tokens_processed,
             tokens_loss=slot.tokens_loss,
@@ -363,7 +363,7 @@ class WindowCutter:
     ) -> RankReport:
         start_ns = self._row_start_ns
         change = [now - before for now, before in zip(totals, self._totals, strict=True)]
-        step_ns, wait_ns, phases_ns = change[0], change[1], change[2:5]
+        step_ns, wait_ns, phases_ns = change[0], change[1], [*change[2:5], change[9]]
         phases_s = {name: ns * NS for name, ns in zip(MARKED_PHASES, phases_ns, strict=True) if ns}
         # What no total claims lies before the first iteration or after the last one.
         rest_ns = max(end_ns - start_ns - step_ns - wait_ns - sum(phases_ns), 0)
@@ -401,6 +401,9 @@ class WindowCutter:
             tokens_processed=change[6],
             tokens_loss=change[7],
             samples=change[8],
+            generated_tokens=change[10],
+            generation_s=change[11] * NS,
+            prompt_tokens=change[12],
             loss=losses[-1] if losses else None,
             devices=tuple(self._device(one, start_ns, end_ns, inside, phases_s) for one in series),
             final=final,

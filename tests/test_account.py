@@ -376,3 +376,24 @@ def test_the_energy_of_the_classes_adds_up_to_what_was_measured(job, warmup, lea
     # What the run to date leaves out of its iterations is the warm-up.
     measured_in_run = run.energy_measured_j or 0.0
     assert measured_in_run + ledger.warmup_j == pytest.approx(by_class["iterations"], rel=1e-9, abs=1e-6)
+
+
+def test_inference_throughput_is_the_tokens_of_all_ranks_over_the_longest_generation_of_one():
+    def generating(rank, window, tokens, seconds):
+        return row(rank, window, generated_tokens=tokens, generation_s=seconds, prompt_tokens=25)
+
+    windows = [
+        [generating(0, 1, 600, 2.0), generating(1, 1, 400, 1.0)],
+        [generating(0, 2, 500, 1.0), generating(1, 2, 500, 3.0)],
+    ]
+
+    totals = totals_of(windows, *gpus(2))
+
+    # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  A sum of the maxima would be 2 + 3.
+    assert (totals.generated_tokens, totals.generation_s, totals.prompt_tokens) == (2000, 4.0, 100)
+    assert metrics.it_tokens_per_sec(totals) == 500.0
+    assert totals.tokens == 4000, "what is generated is not what is trained on"
+
+
+def test_without_a_generation_there_is_no_inference_throughput():
+    assert metrics.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None

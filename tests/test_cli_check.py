@@ -70,7 +70,7 @@ def test_the_simulated_device_measures_all_but_what_the_settings_and_a_real_chip
     metrics = by_metric(survey)
     assert (code, survey["measured"], survey["device"]["simulated"]) == (0, True, True)
     assert {name for name in METRICS if not metrics[name]["measured"]} == {
-        "mfu_ratio", "hfu_ratio", "it_tokens_per_sec", "joules_above_baseline", "co2_kg", "electricity_cost",
+        "mfu_ratio", "hfu_ratio", "joules_above_baseline", "co2_kg", "electricity_cost",
         "gpu_cost", "throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "tensor_activity_ratio",
         "dram_activity_ratio",
     }  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_hopper_has_its_peak_in_the_hardware_table_and_its_activity_from_gpm(c
     for name in ("throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "dram_activity_ratio"):
         assert metrics[name]["measured"]
     assert {name for name in METRICS if not metrics[name]["measured"]} == {
-        "it_tokens_per_sec", "joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost",
+        "joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost",
     }  # fmt: skip
 
 

@@ -430,3 +430,125 @@ def test_recording_starts_no_thread(loop):
         loop.end(at_ns + 50, 1, 1)
 
     assert threading.active_count() == before
+
+
+def generated(slot):
+    return slot.generated_tokens, slot.generation_ns, slot.prompt_tokens
+
+
+def generate(loop, from_ns, to_ns, *counts, is_phase=False):
+    loop.now_ns = from_ns
+    loop.recorder.generation_start(is_phase)
+    loop.now_ns = to_ns
+    loop.recorder.generation_end(*counts)
+
+
+def test_generated_tokens_and_their_time_are_running_totals_of_every_record(loop):
+    loop.start(2000)
+    loop.recorder.generated(120, 300, 40)
+    loop.end(3000)
+    loop.recorder.generated(80, 200)
+    loop.start(3500)
+    loop.end(4000)
+    loop.recorder.generated(1, 1)
+    loop.recorder.finish()
+
+    first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
+    assert [generated(first), generated(second), generated(end)] == [(120, 300, 40), (200, 500, 40), (201, 501, 40)]
+    assert (first.step_ns, first.tokens) == (1000, 0), "its time is left where it lay, and it is no training token"
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", 2**62, 10**400, [1], None, object()])
+@pytest.mark.parametrize("place", range(3))
+def test_a_generation_that_is_no_count_adds_nothing_and_warns_once(loop, bad, place):
+    counts = [7, 8, 9]
+    counts[place] = bad
+    loop.recorder.generated(*counts)
+    loop.recorder.generated(*counts)
+    loop.recorder.generated(7, 8, 9)
+    loop.start(2000)
+    loop.end(3000)
+
+    assert generated(loop.iterations()[0]) == (7, 8, 9)
+    assert len(loop.warnings) == 1
+
+
+def test_a_tensor_on_a_gpu_is_not_read_to_count_a_generation(loop):
+    class OnGpu:
+        is_cuda = True
+
+        def __int__(self):
+            raise AssertionError("this would synchronise")
+
+    loop.recorder.generated(OnGpu(), 5)
+    generate(loop, 1100, 1200, OnGpu())
+    loop.start(2000)
+    loop.end(3000)
+
+    assert generated(loop.iterations()[0]) == (0, 0, 0)
+    assert len(loop.warnings) == 1
+
+
+def test_a_generation_inside_of_a_step_is_a_phase_and_neither_step_nor_wait(loop):
+    loop.start(2000)
+    generate(loop, 2100, 2700, 60, 5, is_phase=True)
+    loop.end(3000)  # 1000 less 600
+
+    slots = loop.slots()
+    assert [(s.kind, s.what, s.start_ns, s.end_ns) for s in slots] == [
+        (ring.PHASE, 3, 2100, 2700), (ring.ITERATION, 0, 2000, 3000)
+    ]  # fmt: skip
+    assert (slots[1].step_ns, slots[1].wait_ns, slots[1].generating_ns) == (400, 0, 600)
+    assert generated(slots[1]) == (60, 600, 5)
+
+
+def test_a_generation_that_is_no_phase_leaves_its_time_in_the_step(loop):
+    loop.start(2000)
+    generate(loop, 2100, 2700, 60)
+    loop.end(3000)
+
+    slot = loop.iterations()[0]
+    assert (slot.step_ns, slot.generating_ns, generated(slot)) == (1000, 0, (60, 600, 0))
+
+
+def test_what_generates_inside_of_a_generation_is_counted_once(loop):
+    recorder = loop.recorder
+    loop.now_ns = 2000
+    recorder.generation_start()  # a request: LLM.chat calls LLM.generate
+    loop.now_ns = 2100
+    recorder.generation_start()
+    generate(loop, 2200, 2300, 30, 4)
+    loop.now_ns = 2400
+    recorder.generation_end(30, 4)
+    generate(loop, 2400, 2500, 12, 1)
+    loop.now_ns = 2600
+    recorder.generation_end()  # which knows no better: 30 + 12 inside
+    generate(loop, 3000, 3100, 8)
+    loop.start(4000)
+    loop.end(4100)
+
+    assert generated(loop.iterations()[0]) == (50, 700, 5)
+    assert loop.warnings == []
+
+
+def test_a_generation_that_ends_and_never_began_is_ignored_and_said_once(loop):
+    loop.recorder.generation_end(5)
+    loop.recorder.generation_end(5)
+    loop.start(2000)
+    loop.end(3000)
+
+    assert generated(loop.iterations()[0]) == (0, 0, 0)
+    assert len(loop.warnings) == 1
+
+
+def test_a_generation_in_an_evaluation_is_evaluation_and_counts_all_the_same(loop):
+    loop.now_ns = 2000
+    loop.recorder.phase_start("evaluation")
+    generate(loop, 2100, 2300, 10, is_phase=True)
+    loop.now_ns = 2500
+    loop.recorder.phase_end()
+    loop.start(3000)
+    loop.end(3100)
+
+    slot = loop.iterations()[0]
+    assert (slot.evaluation_ns, slot.generating_ns, generated(slot)) == (500, 0, (10, 200, 0))

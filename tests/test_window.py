@@ -485,3 +485,25 @@ def test_the_phase_names_of_the_ring_are_those_of_the_rows():
         assert [slot.what for slot in loop.slots(ring.PHASE)] == [0, 1, 2]
         (row,) = cut_all([], [], MADE_NS + 3 * NS)
     assert row.phases_s == pytest.approx({"startup": 3.0})
+
+
+def test_a_row_holds_what_was_generated_in_its_window_and_the_phase_of_it():
+    with looping(log_interval=2) as loop:
+        for second in range(1, 5):
+            loop.start(MADE_NS + second * NS)
+            loop.now_ns += NS // 10
+            loop.recorder.generation_start(is_phase=second > 2)
+            loop.now_ns += NS // 2
+            loop.recorder.generation_end(100 * second, 10)
+            loop.end(MADE_NS + second * NS + 800_000_000)
+        slots = loop.slots()
+
+    first, second, last = cut_all(slots, steady(8), MADE_NS + 6 * NS, log_interval=2)
+
+    assert (first.generated_tokens, first.generation_s, first.prompt_tokens) == (300, pytest.approx(1.0), 20)
+    assert (second.generated_tokens, second.generation_s, second.prompt_tokens) == (700, pytest.approx(1.0), 20)
+    assert (last.generated_tokens, last.generation_s) == (0, 0.0)
+    assert (first.busy_s, second.busy_s) == (pytest.approx(1.6), pytest.approx(0.6)), "0.5 s of 0.8 are generation"
+    assert "generation" not in first.phases_s
+    assert second.phases_s["generation"] == pytest.approx(1.0)
+    assert second.devices[0].phases["generation"].energy_j == pytest.approx(100.0)  # 100 W for 1 s

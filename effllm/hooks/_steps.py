@@ -70,11 +70,26 @@ class Steps:
         if recorder is not None and self.is_owner:
             recorder.start()
 
-    def end(self, tokens_processed: int = 0, samples: int = 0, tokens: int | None = None, tokens_loss: int = 0) -> None:
-        """Stamp its end, with this rank's share of what was in it, as `MetricsCollector.record_iteration_end`."""
+    def end(
+        self,
+        tokens_processed: int = 0,
+        samples: int = 0,
+        tokens: int | None = None,
+        tokens_loss: int = 0,
+        *,
+        at_ns: int | None = None,
+    ) -> None:
+        """Stamp its end, with this rank's share of what was in it, as `MetricsCollector.record_iteration_end`.
+
+        ``at_ns`` is when it was, by the monotonic clock, where the counts come later than the end.
+        """
         recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if recorder is None or not self.is_owner:
+            return
+        if at_ns is None:
             recorder.end(tokens_processed, samples, tokens, tokens_loss)
+        else:
+            recorder.end(tokens_processed, samples, tokens, tokens_loss, _now=lambda: at_ns)
 
     def end_counted(self) -> None:
         """Stamp its end with what the loop gave to `effllm.count`, where the hook sees no data."""
@@ -86,6 +101,25 @@ class Steps:
         recorder = get_metrics_collector().recorder
         if recorder is not None and self.is_owner:
             recorder.waited(spent_ns)
+
+    def add(self, *, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+        """Add counts that became known when their step had ended."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.add(samples, tokens, tokens_loss)
+
+    def learn(
+        self,
+        *,
+        flops_per_token: float | None = None,
+        hardware_flops_per_token: float | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add what only a running step shows to what `begin` said; ``None`` adds nothing."""
+        if self.is_owner and get_metrics_collector().is_collecting:
+            initialize_efficientllm_metrics(
+                flops_per_token=flops_per_token, hardware_flops_per_token=hardware_flops_per_token, facts=facts
+            )
 
     def phase_start(self, name: str) -> None:
         """Begin a stretch that is not iteration: ``evaluation``, ``checkpoint`` or ``other``."""
