@@ -14,6 +14,11 @@ from effllm.hooks._wrap import say_once
 
 #: Module of a framework -> the function that hooks it, in a file of this folder.
 TARGETS: dict[str, str] = {
+    "megatron.training.training": "megatron_training:attach",
+    "megatron_patch.training": "megatron_training:attach",
+    "megatron.core.pipeline_parallel.schedules": "megatron_schedules:attach",
+    "megatron.core.optimizer.optimizer": "megatron_schedules:attach_optimizer",
+    "megatron.core.optimizer.layer_wise_optimizer": "megatron_schedules:attach_optimizer",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }

@@ -15,14 +15,23 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
 
     Of the ranks that hold the same tensor one counts it: replicas of data and context parallelism,
     tensors that tensor parallelism does not split, and the last stage's copy of a tied embedding are
-    left to their first holder.
+    left to their first holder.  ``active`` is what one token passes through: of experts, the share that
+    the router chooses.  It is missing where there are experts and no chunk says how many.
     """
-    share = {"total": 0, "trainable": 0}
+    total = trainable = experts = 0
+    chosen: tuple[int, int] | None = None
     for chunk in model_chunks:
+        chosen = chosen or _chosen_experts(chunk)
         for name, parameter in chunk.named_parameters():
             if _is_counted_here(name, parameter):
-                share["total"] += parameter.numel()
-                share["trainable"] += parameter.numel() if parameter.requires_grad else 0
+                total += parameter.numel()
+                trainable += parameter.numel() if parameter.requires_grad else 0
+                experts += parameter.numel() if _is_expert(name, parameter) else 0
+    share = {"total": total, "trainable": trainable}
+    if chosen:
+        share["active"] = total - experts + experts * chosen[0] // chosen[1]
+    elif not experts:
+        share["active"] = total
     return share
 
 
@@ -39,6 +48,53 @@ def reports_data() -> bool:
         and groups.get_context_parallel_rank() == 0
         and groups.get_pipeline_model_parallel_rank() == groups.get_pipeline_model_parallel_world_size() - 1
     )
+
+
+class LazyNumber:
+    """A number in a tensor that may be on a GPU, read when it has come and never waited for.
+
+    Args:
+        iteration: what it belongs to.
+        tensor: with one element; a plain number will do.
+    """
+
+    def __init__(self, iteration: int, tensor: Any) -> None:
+        self.iteration = iteration
+        self._value: float | None = None
+        self._copy: Any = None
+        self._event: Any = None
+        if getattr(tensor, "is_cuda", False):
+            import torch
+
+            self._copy = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor.detach().reshape(-1), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        elif getattr(getattr(tensor, "device", None), "type", "cpu") == "cpu":
+            self._value = float(getattr(tensor, "detach", lambda: tensor)())
+
+    def read(self) -> float | None:
+        """Return the number; ``None`` while it is not here."""
+        if self._event is not None and self._event.query():
+            self._value, self._event = float(self._copy), None
+        return self._value
+
+
+def configuration(chunk: Any) -> Any:
+    """Return the ``TransformerConfig`` of a model chunk, whatever is wrapped around it; ``None`` without one."""
+    for _ in range(8):
+        config = getattr(chunk, "config", None)
+        if hasattr(config, "hidden_size"):
+            return config
+        chunk = getattr(chunk, "module", None)
+    return None
+
+
+def _chosen_experts(chunk: Any) -> tuple[int, int] | None:
+    """Return how many experts a token passes through, and of how many."""
+    config = configuration(chunk)
+    chosen, experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
+    return (chosen, experts) if chosen and experts else None
 
 
 def _is_counted_here(name: str, parameter: Any) -> bool:

@@ -1,0 +1,154 @@
+"""megatron.core without Megatron's training loop: an iteration is what lies between two optimizer steps.
+
+It begins with the first pass through a schedule after an optimizer step and ends with the next optimizer step;
+a pass without backward is no training. This is how own loops, NeMo, Megatron-Bridge and verl are measured.
+
+The counts are what the caller tells the schedule: micro-batches, their size and the sequence length. Where the
+lengths vary (``variable_seq_lengths``) the schedule ignores the latter two, so tokens are not counted there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+from effllm import ownership
+from effllm.hooks import Unknown
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Call, Guard, around, say_once
+from effllm.hooks.megatron import configuration, parameter_share, reports_data
+
+OPTIMIZER = "megatron.core.optimizer.optimizer"
+
+
+def attach(module: ModuleType) -> None:
+    """Hook the schedules, of which ``get_forward_backward_func`` chooses one.
+
+    Raises:
+        Unknown: there is none.
+    """
+    schedules = [name for name, one in vars(module).items() if name.startswith("forward_backward_") and _is_one(one)]
+    if not schedules:
+        raise Unknown("it has no forward_backward_ function that takes num_microbatches")
+    for name in schedules:
+        around(
+            module, name, _guard, before=_iterations.pass_starts, after=_iterations.pass_ended, failed=_iterations.fails
+        )
+
+
+def attach_optimizer(module: ModuleType) -> None:
+    """Hook every optimizer class of this module that has a step of its own; they call each other's."""
+    classes = [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__ == module.__name__ and "step" in vars(one)
+    ]
+    if not classes and module.__name__ == OPTIMIZER:
+        raise Unknown("it has no optimizer with a step")
+    for one in classes:
+        around(
+            one,
+            "step",
+            _guard,
+            before=lambda _: _iterations.optimizer_starts(),
+            after=lambda *_: _iterations.optimizer_ended(),
+            failed=lambda _: _iterations.optimizer_fails(),
+        )
+
+
+def _is_one(schedule: Any) -> bool:
+    return inspect.isfunction(schedule) and "num_microbatches" in inspect.signature(schedule).parameters
+
+
+class _Iterations:
+    """The iterations of this process."""
+
+    def __init__(self) -> None:
+        self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
+        self._parameters = Guard("the parameter count of megatron.core's model")
+        self._runs = False  # whether a pass was made since the last optimizer step
+        self._depth = 0  # of optimizers in optimizers
+        self._samples = self._tokens = 0
+        self._reports = False
+
+    def pass_starts(self, call: Call) -> str:
+        """Start an iteration with its first pass; mark a pass without backward."""
+        if call.get("forward_only"):
+            self._steps.phase_start("evaluation")
+            return "evaluation"
+        if not self._runs and self._is_counting(call):
+            self._runs = True
+            self._steps.start()
+        return "training"
+
+    def pass_ended(self, kind: str, call: Call, _result: Any) -> None:
+        """Add what was in the pass."""
+        if kind == "evaluation":
+            self._steps.phase_end()
+        elif self._reports and self._runs:
+            samples = call.get("num_microbatches") * call.get("micro_batch_size")
+            self._samples += samples
+            self._tokens += samples * call.get("seq_length")
+
+    def fails(self, kind: str) -> None:
+        """Leave what an exception ended."""
+        if kind == "evaluation":
+            self._steps.phase_end()
+
+    def optimizer_starts(self) -> None:
+        """Go into an optimizer, perhaps of several."""
+        self._depth += 1
+
+    def optimizer_ended(self) -> None:
+        """End the iteration with the outermost optimizer's step."""
+        self._depth -= 1
+        if self._depth == 0 and self._runs:
+            self._runs = False
+            self._steps.end(self._tokens, self._samples)
+            self._samples = self._tokens = 0
+
+    def optimizer_fails(self) -> None:
+        """Leave an optimizer by its exception."""
+        self._depth -= 1
+
+    def _is_counting(self, call: Call) -> bool:
+        if self._steps.is_owner:
+            return True
+        # With another optimizer than Megatron's nothing would end an iteration.
+        if OPTIMIZER not in sys.modules or not ownership.claim(self._steps.level, self._steps.name):
+            return False
+        chunks = call.get("model")
+        chunks = chunks if isinstance(chunks, list | tuple) else [chunks]
+        config = configuration(chunks[0])
+        if getattr(config, "variable_seq_lengths", False):
+            say_once("megatron.core is used with sequences of varying length: tokens and samples are not counted")
+        else:
+            self._reports = reports_data()
+        self._steps.begin(parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, config))
+        return True
+
+
+def _facts(call: Call, config: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state as groups
+
+    facts = {
+        "tensor_parallel": groups.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": groups.get_pipeline_model_parallel_world_size(),
+        "context_parallel": groups.get_context_parallel_world_size(),
+        "expert_parallel": groups.get_expert_model_parallel_world_size(),
+        "data_parallel": groups.get_data_parallel_world_size(),
+        "micro_batch_size": call.get("micro_batch_size"),
+        "sequence_length": call.get("seq_length"),
+        "num_layers": getattr(config, "num_layers", None),
+        "hidden_size": getattr(config, "hidden_size", None),
+        "num_experts": getattr(config, "num_moe_experts", None),
+        "precision": next((name for name in ("fp8", "bf16", "fp16") if getattr(config, name, None)), "fp32"),
+        "megatron_version": getattr(sys.modules.get("megatron.core"), "__version__", None),
+    }
+    return {fact: value for fact, value in facts.items() if value is not None}
+
+
+_guard = Guard("megatron.core")
+_iterations = _Iterations()

@@ -1,0 +1,292 @@
+"""Megatron-LM and what is built on its loop: a step is a call of ``train_step``, inside ``megatron.training.training``.
+
+Its functions are looked up in the module whenever they are called, so they are wrapped there; their arguments
+stand elsewhere from version to version and are taken by name (0.8 to 0.19 are known).  ``train_step`` fetches its
+micro-batches itself, so AL contains the wait for them: an iterator of ours would be of another type than
+Megatron looks for, and is not put around the data.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from effllm import ownership
+from effllm.collector import get_metrics_collector
+from effllm.hooks import Unknown
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Call, Guard, around, say_once
+from effllm.hooks.megatron import LazyNumber, parameter_share, reports_data
+
+#: What is no training, and the class its time belongs to; each lies inside another in some versions.
+PHASES = {
+    "evaluate": "evaluation",
+    "evaluate_and_print_results": "evaluation",
+    "save_checkpoint": "checkpoint",
+    "save_checkpoint_and_time": "checkpoint",
+}
+
+#: Fact of run.json -> what Megatron's arguments call it.
+FACTS = {
+    "tensor_parallel": "tensor_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "expert_tensor_parallel": "expert_tensor_parallel_size",
+    "data_parallel": "data_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "distributed_optimizer": "use_distributed_optimizer",
+    "micro_batch_size": "micro_batch_size",
+    "global_batch_size": "global_batch_size",
+    "rampup_batch_size": "rampup_batch_size",
+    "sequence_length": "seq_length",
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocabulary_size": "padded_vocab_size",
+    "num_experts": "num_experts",
+    "experts_per_token": "moe_router_topk",
+    "recomputation": "recompute_granularity",
+    "optimizer": "optimizer",
+    "seed": "seed",
+}
+
+
+def attach(module: ModuleType) -> None:
+    """Hook a module that has Megatron's training loop.
+
+    Raises:
+        Unknown: it has no ``train_step``, or nothing to ask for the arguments of the run.
+    """
+    missing = [name for name in ("train_step", "get_args") if not callable(getattr(module, name, None))]
+    if missing:
+        raise Unknown(f"it has no {' and no '.join(missing)}")
+    training, guard = _Training(module), Guard("Megatron")
+    around(module, "train_step", guard, before=training.step_starts, after=training.step_ended)
+    found = {
+        "setup_model_and_optimizer": around(module, "setup_model_and_optimizer", guard, after=training.model_is_built),
+        "training_log": around(
+            module, "training_log", guard, before=training.is_about_to_log, after=training.has_logged
+        ),
+    }
+    for name, phase in PHASES.items():
+        found[name] = around(
+            module,
+            name,
+            guard,
+            before=lambda _call, phase=phase: training.phase_starts(phase),
+            after=lambda *_: training.phase_ended(),
+            failed=lambda _: training.phase_ended(),
+        )
+    for name in ("train", "pretrain"):
+        around(module, name, guard, before=training.enters, after=training.leaves, failed=training.fails)
+    absent = [name for name, is_there in found.items() if not is_there]
+    if absent:
+        say_once(f"{module.__name__} has no {', '.join(absent)}: what they would tell is not measured")
+
+
+class _Training:
+    """One run of the loop at a time."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module: Any = module
+        self._steps = Steps(ownership.FRAMEWORK, "megatron", "Iteration")
+        self._flops = Guard("Megatron's number of floating-point operations")
+        self._parameters = Guard("the parameter count of Megatron's model")
+        self._depth = 0  # of `pretrain` and `train` around what happens
+        self._forget()
+
+    def _forget(self) -> None:
+        self._has_begun = False  # whether it was tried
+        self._reports = self._reports_loss = False
+        self._replicas, self._replica = 1, 0
+        self._ended: tuple[int, int, int] | None = None  # when, and what was in it, of a step whose end is not told yet
+        self._loss: LazyNumber | None = None
+        self._skipped = 0
+
+    # --- from the first step to the last ---
+
+    def model_is_built(self, _before: Any, _call: Call, result: Any) -> None:
+        """Begin: the model is there, a checkpoint is loaded, and the arguments are final."""
+        if not getattr(self._module.get_args(), "skip_train", False):
+            self._begin(result[0])
+
+    def _begin(self, model: Any) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        args = self._module.get_args()
+        flops = self._flops(self._flops_per_token, args)
+        facts = _facts(args)
+        if flops:
+            facts["flops_convention"] = "Megatron's num_floating_point_operations, forward and backward"
+        if not self._steps.begin(
+            parameter_share=self._parameters(parameter_share, _chunks(model)),
+            first_iteration=getattr(args, "iteration", 0) or 0,
+            total_iterations=_total_iterations(args),
+            flops_per_token=flops,
+            facts=facts,
+        ):
+            return
+        from megatron.core import parallel_state as groups
+
+        self._reports = reports_data()
+        self._replica, self._replicas = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+        self._reports_loss = self._reports and self._replica == 0
+
+    def _flops_per_token(self, args: Any) -> float | None:
+        count = getattr(self._module, "num_floating_point_operations", None)
+        return count(args, args.global_batch_size) / (args.global_batch_size * args.seq_length) if count else None
+
+    def enters(self, _call: Call) -> None:
+        """Come into ``pretrain``, or into the ``train`` of it."""
+        self._depth += 1
+
+    def leaves(self, *_: Any) -> None:
+        """End with the outer of the two: after the last step ``pretrain`` still evaluates and saves."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._finish("completed")
+
+    def fails(self, _before: Any) -> None:
+        """End at once: an exception that somebody catches is the end of this run all the same."""
+        self._depth -= 1
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):  # Megatron's way to stop at an iteration, at a time, or after a signal
+            self._finish("failed" if error.code else "completed")
+        else:
+            self._finish("killed" if isinstance(error, KeyboardInterrupt) else "failed")
+
+    def _finish(self, status: str) -> None:
+        if self._steps.is_owner:
+            self._tell_end()
+            if self._skipped:
+                get_metrics_collector().record_facts(skipped_iterations=self._skipped)
+        self._steps.finish(status)
+        self._forget()
+
+    # --- steps ---
+
+    def step_starts(self, call: Call) -> None:
+        """Stamp the start of a step; where nobody set a model up, this is where it is seen first."""
+        self._begin(call.get("model"))
+        if self._steps.is_owner:
+            self._tell_end()
+            self._tell_loss()
+            self._steps.start()
+
+    def step_ended(self, _before: Any, _call: Call, result: Any) -> None:
+        """Stamp its end. Its counts are those of the micro-batches, as a ramp-up of the batch makes them."""
+        if not self._steps.is_owner:
+            return
+        ended_ns = time.monotonic_ns()
+        samples = tokens = 0
+        if self._reports:
+            args = self._module.get_args()
+            samples = args.micro_batch_size * self._num_microbatches()
+            tokens = samples * args.seq_length
+        self._skipped += bool(result[1])
+        self._ended = (ended_ns, tokens, samples)
+        if not hasattr(self._module, "consume_seqlen_stats_in_iteration"):
+            self._tell_end()
+
+    def _num_microbatches(self) -> int:
+        if hasattr(self._module, "get_num_microbatches"):  # of whatever version this loop is
+            return int(self._module.get_num_microbatches())
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        return int(get_num_microbatches())
+
+    def _tell_end(self, tokens: int | None = None) -> None:
+        """Tell of the step that ended; from 0.18 on how much of it was no padding is known a little later."""
+        if self._ended is not None:
+            (ended_ns, processed, samples), self._ended = self._ended, None
+            self._steps.end(processed, samples, tokens, at_ns=ended_ns)
+
+    def is_about_to_log(self, call: Call) -> None:
+        """Take what Megatron logs of the step: the tokens of packed sequences, and the loss where a window ends."""
+        if not self._steps.is_owner:
+            return
+        self._tell_end(self._real_tokens(call.get("total_real_tokens_in_batch")))
+        collector = get_metrics_collector()
+        recorder, iteration = collector.recorder, call.get("iteration")
+        if not self._reports_loss or call.get("skipped_iter") or recorder is None or iteration is None:
+            return
+        if collector.should_log(int(iteration)):
+            loss = _loss(call.get("loss_dict"))
+            self._loss = LazyNumber(int(iteration), loss) if loss is not None else None
+
+    def has_logged(self, *_: Any) -> None:
+        """Tell the loss, if it is there by now."""
+        if self._steps.is_owner:
+            self._tell_loss()
+
+    def _tell_loss(self) -> None:
+        if self._loss is not None and (value := self._loss.read()) is not None:
+            self._steps.loss(self._loss.iteration, value)
+            self._loss = None
+
+    def _real_tokens(self, of_all: Any) -> int | None:
+        """Return this rank's share of a count of the whole job's; of a rank that reports none it is none."""
+        if isinstance(of_all, bool) or not isinstance(of_all, int | float):
+            return None
+        if not self._reports:
+            return 0
+        share, rest = divmod(round(of_all), self._replicas)
+        return share + (1 if self._replica < rest else 0)
+
+    # --- what is no step ---
+
+    def phase_starts(self, name: str) -> None:
+        """Begin an evaluation or a checkpoint."""
+        if self._steps.is_owner:
+            self._tell_end()
+        self._steps.phase_start(name)
+
+    def phase_ended(self) -> None:
+        """End it."""
+        self._steps.phase_end()
+
+
+def _chunks(model: Any) -> Iterable[Any]:
+    return model if isinstance(model, list | tuple) else [model]
+
+
+def _facts(args: Any) -> dict[str, Any]:
+    facts = {fact: getattr(args, name, None) for fact, name in FACTS.items()}
+    facts = {fact: value for fact, value in facts.items() if value is not None}
+    facts["precision"] = _precision(args)
+    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    if version:
+        facts["megatron_version"] = version
+    folder = getattr(args, "tensorboard_dir", None)
+    if folder and "://" not in str(folder):
+        facts["tensorboard_dir"] = os.path.abspath(folder)  # noqa: PTH100 - nothing is asked of the file system
+    return facts
+
+
+def _precision(args: Any) -> str:
+    for name in ("fp4", "fp8", "bf16", "fp16"):
+        if getattr(args, name, None):
+            return name
+    return "fp32"
+
+
+def _total_iterations(args: Any) -> int | None:
+    iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
+    if iterations:
+        return int(iterations)
+    return int(samples) // int(args.global_batch_size) if samples else None
+
+
+def _loss(losses: Any) -> Any:
+    """Return the loss, of several the language model's; Megatron averaged it over replicas and micro-batches."""
+    if not isinstance(losses, Mapping) or not losses:
+        return None
+    named = [name for name in losses if "loss" in str(name)]
+    return losses["lm loss" if "lm loss" in losses else (named or list(losses))[0]]
