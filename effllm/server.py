@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -124,9 +124,7 @@ class Server:
         self._aggregator = Aggregator(
             self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot
         )
-        event_files = Path(self._config.tensorboard_dir) if self._config.tensorboard_dir else None
-        if event_files is None and folder:
-            event_files = folder / "tensorboard"
+        event_files = _event_files(self._config, folder, self._facts)
         run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts)
         for name in self._config.sinks:
             sink = SinkThread(name, run, self._warn)
@@ -307,6 +305,20 @@ class Server:
             with contextlib.suppress(OSError):  # what is over is not gone on with
                 (self._folder / STATE).unlink(missing_ok=True)
         return summary.status
+
+
+def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
+    """Return where TensorBoard's event file goes: where the user says, beside the framework's own, or the run folder.
+
+    TensorBoard forgets points where one folder has two event files at a time, so ours has a folder below the
+    framework's.  That one may be on another host's disk, as the framework may write from another rank.
+    """
+    if config.tensorboard_dir:
+        return Path(config.tensorboard_dir)
+    framework_folder = str(facts.get("tensorboard_dir") or "")
+    if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
+        return Path(framework_folder) / "efficientllm"
+    return folder / "tensorboard" if folder else None
 
 
 def _unfinished(folder: Path) -> Path:

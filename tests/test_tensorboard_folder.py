@@ -1,0 +1,64 @@
+"""Where the event file goes: a hook's word about the framework's folder is a suggestion."""
+
+import pytest
+
+SCRIPT = """
+import sys, time
+import effllm
+
+effllm.initialize_efficientllm_metrics(10, facts={"tensorboard_dir": sys.argv[1]} if len(sys.argv) > 1 else {})
+collector = effllm.get_metrics_collector()
+for iteration in range(4):
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(8, 1)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+@pytest.fixture
+def run(launch, tmp_path):
+    """Run a loop whose framework says where its event files are; return the run folder."""
+    script = tmp_path / "loop.py"
+    script.write_text(SCRIPT)
+
+    def start(*arguments, **settings):
+        return launch.python(script, *arguments, log_interval=2, **settings).done().ledger.folder
+
+    return start
+
+
+def event_files(folder):
+    return [path.name for path in folder.glob("events.out.tfevents.*")] if folder.is_dir() else []
+
+
+def test_the_event_file_stands_in_a_folder_below_the_frameworks(run, tmp_path):
+    framework = tmp_path / "tensorboard of the framework"
+    framework.mkdir()
+
+    folder = run(framework)
+
+    assert len(event_files(framework / "efficientllm")) == 1
+    assert not event_files(folder / "tensorboard")
+
+
+def test_a_folder_on_another_hosts_disk_is_left_alone(run, tmp_path):
+    folder = run(tmp_path / "elsewhere")
+
+    assert len(event_files(folder / "tensorboard")) == 1
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_the_user_says_goes_before_what_the_framework_says(run, tmp_path):
+    framework = tmp_path / "framework"
+    framework.mkdir()
+
+    folder = run(framework, tensorboard_dir=tmp_path / "chosen")
+
+    assert len(event_files(tmp_path / "chosen")) == 1
+    assert not event_files(framework / "efficientllm")
+    assert not event_files(folder / "tensorboard")
+
+
+def test_without_a_word_it_stands_in_the_run_folder(run):
+    assert len(event_files(run() / "tensorboard")) == 1
