@@ -16,6 +16,7 @@ from effllm.hooks._wrap import say_once
 TARGETS: dict[str, str] = {
     "megatron.training.training": "megatron_training:attach",
     "megatron_patch.training": "megatron_training:attach",
+    "megatron.core.rerun_state_machine": "megatron_training:attach_data",
     "megatron.core.pipeline_parallel.schedules": "megatron_schedules:attach",
     "megatron.core.optimizer.optimizer": "megatron_schedules:attach_optimizer",
     "megatron.core.optimizer.layer_wise_optimizer": "megatron_schedules:attach_optimizer",

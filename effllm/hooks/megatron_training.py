@@ -1,9 +1,11 @@
 """Megatron-LM and what is built on its loop: a step is a call of ``train_step``, inside ``megatron.training.training``.
 
 Its functions are looked up in the module whenever they are called, so they are wrapped there; their arguments
-stand elsewhere from version to version and are taken by name (0.8 to 0.19 are known).  ``train_step`` fetches its
-micro-batches itself, so AL contains the wait for them: an iterator of ours would be of another type than
-Megatron looks for, and is not put around the data.
+stand elsewhere from version to version and are taken by name (0.8 to 0.19 are known).
+
+``train_step`` fetches its micro-batches itself.  The wait for them is taken out of AL where they come through
+Megatron's own class of iterators (from 0.10 on), by its ``__next__``: an iterator of ours would be of another type
+than Megatron looks for.  In older versions, and on ranks that get their data from a peer, AL contains the wait.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
 from effllm.hooks.megatron import LazyNumber, parameter_share, reports_data
+
+NAME = "megatron"
 
 #: What is no training, and the class its time belongs to; each lies inside another in some versions.
 PHASES = {
@@ -90,12 +94,26 @@ def attach(module: ModuleType) -> None:
         say_once(f"{module.__name__} has no {', '.join(absent)}: what they would tell is not measured")
 
 
+def attach_data(module: ModuleType) -> None:
+    """Hook the class of iterators that Megatron puts around a data loader; versions before 0.10 have none."""
+    iterator = getattr(module, "RerunDataIterator", None)
+    if iterator is not None:
+        steps = Steps(ownership.FRAMEWORK, NAME)
+        around(
+            iterator,
+            "__next__",
+            Guard("the wait for Megatron's data"),
+            before=lambda _call: time.monotonic_ns(),
+            after=lambda began_ns, *_: steps.waited(time.monotonic_ns() - began_ns),
+        )
+
+
 class _Training:
     """One run of the loop at a time."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module: Any = module
-        self._steps = Steps(ownership.FRAMEWORK, "megatron", "Iteration")
+        self._steps = Steps(ownership.FRAMEWORK, NAME)
         self._flops = Guard("Megatron's number of floating-point operations")
         self._parameters = Guard("the parameter count of Megatron's model")
         self._depth = 0  # of `pretrain` and `train` around what happens
