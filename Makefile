@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
+FRAMEWORKS := .venv-frameworks
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -10,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-long check bench bench-energy bench-gpu clean
+.PHONY: help demo test test-long test-frameworks check bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +28,9 @@ test: $(VENV)/.ready ## Run the tests
 test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
 	@$(BIN)/python -m pytest -m long && echo 'Long tests passed.'
 
+test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
+	@$(FRAMEWORKS)/bin/python -m pytest -m "" tests/frameworks && echo 'Tests with frameworks passed.'
+
 check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
 
@@ -42,7 +46,7 @@ bench-gpu: $(VENV)/.ready ## Measure all of it on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove what these targets made; run folders are kept
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A process for each GPU, at most two.  torch, slow to start, is only asked where there is a GPU.
@@ -65,6 +69,13 @@ $(PEERS)/.ready: $(VENV)/.made benchmarks/peers/requirements.txt
 	@echo 'Installing the tools to compare with into $(PEERS)'
 	@'$(PYTHON)' -m venv --clear $(PEERS)
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/requirements.txt
+	@touch $@
+
+$(FRAMEWORKS)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/frameworks/requirements.txt
+	@echo 'Installing effllm, torch and the frameworks into $(FRAMEWORKS): a few minutes, once'
+	@test -x $(FRAMEWORKS)/bin/python || '$(PYTHON)' -m venv --clear $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-e '.[test]' torch -r tests/frameworks/requirements.txt
 	@touch $@
 
 $(VENV)/.made:

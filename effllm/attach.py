@@ -22,6 +22,10 @@ def autoload(asked: bool = False) -> None:
             from effllm.hooks import attach_all
 
             attach_all()
+        elif is_enabled(this_process()):
+            from effllm.hooks import attach_names
+
+            attach_names()
     except Exception as error:  # noqa: BLE001 - torch must be importable whatever is wrong with us
         _say(error)
 

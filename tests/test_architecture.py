@@ -48,9 +48,10 @@ FLOORS = """
 4.3  profiling.estimates  profiling.load  profiling.nvml_facts
 4.4  profiling.watching
 4.5  profiling.*
-4.2  hooks._imports  hooks._wrap
+4.2  hooks._imports  hooks._wrap  hooks._batch  hooks._late  hooks._parameters
 4.3  hooks._steps  hooks
 5    hooks.*  analysis  analysis.*  survey  profiling
+5.1  hooks.trl
 6    attach
 7.0  effllm
 7.1  efficientllm_metrics  commands  commands.*

@@ -20,9 +20,17 @@ TARGETS: dict[str, str] = {
     "megatron.core.pipeline_parallel.schedules": "megatron_schedules:attach",
     "megatron.core.optimizer.optimizer": "megatron_schedules:attach_optimizer",
     "megatron.core.optimizer.layer_wise_optimizer": "megatron_schedules:attach_optimizer",
+    "transformers.trainer": "transformers:attach",
+    "transformers.integrations.integration_utils": "transformers:attach_reports",
+    "trl.trainer.grpo_trainer": "trl:attach",
+    "trl.trainer.rloo_trainer": "trl:attach",
+    "trl.trainer.distillation_trainer": "trl:attach",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }
+
+#: Of these, what only lets a framework know our name, for people who ask for us by it.
+NAMES = ("transformers.integrations.integration_utils",)
 
 _is_attached = False
 
@@ -39,6 +47,12 @@ def attach_all() -> None:
     _is_attached = True
     for target, function in TARGETS.items():
         when_imported(target, _Hook(*function.split(":")))
+
+
+def attach_names() -> None:
+    """Let the frameworks of `NAMES` know our name, now or when they are imported; nothing is measured by that."""
+    for target in () if _is_attached else NAMES:
+        when_imported(target, _Hook(*TARGETS[target].split(":")))
 
 
 class _Hook:

@@ -1,90 +1,374 @@
-"""Hugging Face Trainer: the callback, to be handed to a Trainer by name as LLaMA-Factory's does.
+"""Hugging Face Trainer, and what stands on it: TRL's trainers, LLaMA-Factory.
 
 A step begins after its micro-batches were fetched and ends before logging, evaluation and saving, so AL is
-computation and communication, and the fetch is the data wait.
+computation and communication, and the fetch is the data wait.  The callback stamps the steps; what is in them is
+seen in ``Trainer.training_step``, and evaluation and checkpoints in the Trainer's own methods.
 """
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 
-from effllm.collector import finalize_efficientllm_metrics, get_metrics_collector, initialize_efficientllm_metrics
+from effllm import ownership
+from effllm.hooks import Unknown
+from effllm.hooks._batch import Batch, read_batch
+from effllm.hooks._late import LateSums
+from effllm.hooks._parameters import CONVENTION, Parameters, config_of, flops_per_token, parameters_of
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Call, Guard, around
+
+#: What of a Trainer is no iteration.
+PHASES = {
+    "evaluate": "evaluation",
+    "predict": "evaluation",
+    "_save_checkpoint": "checkpoint",
+    "save_model": "checkpoint",
+    "_load_best_model": "checkpoint",
+}
+
+_GUARD = Guard("transformers")
+_COUNTING = Guard("the number of parameters")
+_STEPS = Steps(ownership.FRAMEWORK, "transformers", "Step")
+
+
+def attach(module: ModuleType) -> None:
+    """Have every Trainer of ``transformers.trainer`` measured."""
+    callbacks = getattr(module, "DEFAULT_CALLBACKS", None)
+    if not isinstance(callbacks, list):
+        raise Unknown("DEFAULT_CALLBACKS")
+    _wrap(module)
+    if _Automatic not in callbacks:
+        callbacks.append(_Automatic)
+
+
+def attach_reports(module: ModuleType) -> None:
+    """Let ``report_to: efficientllm`` of ``transformers.integrations.integration_utils`` name the callback."""
+    known = getattr(module, "INTEGRATION_TO_CALLBACK", None)
+    if not isinstance(known, dict):
+        raise Unknown("INTEGRATION_TO_CALLBACK")
+    known.setdefault("efficientllm", EfficientLLMCallback)
+
+
+def running() -> Training | None:
+    """Return the training that is measured now, for the hooks of what stands on transformers."""
+    return _training
+
+
+def _wrap(module: ModuleType) -> None:
+    trainer: Any = getattr(module, "Trainer", None)
+    if trainer is None or not hasattr(trainer, "train") or not hasattr(trainer, "training_step"):
+        raise Unknown("Trainer.train and Trainer.training_step")
+    around(trainer, "train", _GUARD, before=_train_begins, after=_train_ended, failed=_train_failed)
+    _wrap_inside(trainer)
+
+
+def _wrap_inside(trainer: Any) -> None:
+    """Wrap the methods that a Trainer calls while it trains; of a subclass those that it has of its own."""
+    around(trainer, "training_step", _GUARD, before=_micro_batch, after=_micro_batch_ended, failed=_micro_batch_failed)
+    for name, phase in PHASES.items():
+        around(trainer, name, _GUARD, before=_begins(phase), after=_phase_ended, failed=_phase_failed)
 
 
 class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
     """Measures the steps of a Trainer; on every rank.
 
-    Samples are those of the arguments, the batch size of a device times the accumulated ones.  Tokens are the
-    Trainer's own count where ``include_num_input_tokens_seen`` is on, else those that
-    ``initialize_efficientllm_metrics(..., sequence_length, batch_size)`` declared, else not measured.
+    Of several in one Trainer the first counts.
     """
 
     def __init__(self) -> None:
-        self._collector = get_metrics_collector()
-        self._tokens_seen = 0
-        self._phase: Any = None
+        _GUARD(_wrap, sys.modules.get("transformers.trainer") or _import_trainer())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start the metrics with what the Trainer knows by now."""
-        parameters = sum(parameter.numel() for parameter in model.parameters()) if model is not None else None
-        facts = {
-            "style": "Step",
-            "framework": "transformers",
-            "per_device_batch_size": args.per_device_train_batch_size,
-        }
-        initialize_efficientllm_metrics(
-            None if self._collector.has_parameters else parameters,
-            first_iteration=state.global_step,
-            total_iterations=state.max_steps,
-            facts=facts,
-        )
-        self._tokens_seen = state.num_input_tokens_seen
+        _GUARD(self._begin, args, state, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stamp the start of a step."""
-        self._end_phase()
-        self._collector.record_step_start()
+        if self._is_counting:
+            _STEPS.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stamp its end, and see what the Trainer will do before the next one."""
-        seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
-        # The Trainer's count is the whole job's, so one rank gives it.
-        tokens = (seen if state.is_world_process_zero else 0) if state.num_input_tokens_seen else None
-        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        self._collector.record_step_end(tokens, samples)
-        if control.should_evaluate:
-            self._begin_phase("evaluation")
-        elif control.should_save:
-            self._begin_phase("checkpoint")
+        """Stamp its end, with what was in it."""
+        if self._is_counting:
+            _GUARD(_training.end_step, args, state)  # type: ignore[union-attr]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Record the loss that the Trainer logs."""
-        if logs and "loss" in logs:
-            self._collector.log_metrics(state.global_step, logs["loss"])
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the evaluation; saving comes after it."""
-        self._end_phase()
-        if control.should_save:
-            self._begin_phase("checkpoint")
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the checkpoint."""
-        self._end_phase()
+        """Record the loss that the Trainer logs, and let its other callbacks log what is measured."""
+        if self._is_counting and logs and "loss" in logs:
+            _GUARD(_log, state, logs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the metrics."""
-        self._end_phase()
-        finalize_efficientllm_metrics()
+        if self._is_counting:
+            _GUARD(_finish, "completed")
 
-    def _begin_phase(self, name: str) -> None:
-        self._end_phase()
-        self._phase = self._collector.phase(name)
-        self._phase.__enter__()
+    @property
+    def _is_counting(self) -> bool:
+        return _training is not None and _training.callback is self
 
-    def _end_phase(self) -> None:
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None
+    def _begin(self, args: Any, state: Any, model: Any) -> None:
+        global _training
+        if _training is not None and _training.callback is not self:
+            if _training.trainer is _trainer and _training.is_begun:
+                return  # the other one of this Trainer counts
+            _finish("failed")
+        if _training is None:
+            _training = Training(self, _trainer)
+        if not _training.begin(args, state, model):
+            _training = None
+
+
+class _Automatic(EfficientLLMCallback):
+    """The one that nobody asked for by name; transformers warns of two of one class."""
+
+
+_training: Training | None = None
+_trainer: Any = None  # whose train() runs
+
+
+class Training:
+    """One run of ``Trainer.train``.
+
+    Args:
+        callback: which stamps its steps.
+        trainer: ``None`` where its ``train`` was called before it was wrapped.
+    """
+
+    def __init__(self, callback: EfficientLLMCallback, trainer: Any) -> None:
+        self.callback, self.trainer = callback, trainer
+        self.is_begun = False
+        self.depth = 0  # of training_step, which calls that of its parent
+        self._late = LateSums(3)  # samples, tokens, tokens with a label
+        self._processed = 0
+        self._has_unknown = False  # a batch came whose tokens cannot be summed
+        self._num_batches = 0
+        self._tokens_seen = 0  # of the Trainer's own count
+        self._source = ""
+        self._is_encoder_decoder = False
+        self._speaks = self._speaks_for_samples = True
+        self._model: Any = None
+        self._parameters: Parameters | None = None
+
+    def begin(self, args: Any, state: Any, model: Any) -> bool:
+        """Start the metrics; again where the Trainer begins anew with a smaller batch."""
+        self._speaks, self._speaks_for_samples = speaks_for_its_batch(self.trainer)
+        self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
+        self._tokens_seen = state.num_input_tokens_seen
+        self._model = model
+        self._parameters = _COUNTING(parameters_of, model) if model is not None else None
+        first = bool(state.is_world_process_zero)
+        self.is_begun = _STEPS.begin(
+            parameter_share=self._parameters.share(first) if self._parameters else None,
+            first_iteration=state.global_step,
+            total_iterations=state.max_steps,
+            facts=self._facts(args),
+        )
+        return self.is_begun
+
+    def see(self, inputs: Any) -> None:
+        """Count a micro-batch."""
+        batch = read_batch(inputs, self._is_encoder_decoder)
+        if batch is None or self._model is None:
+            return
+        self._num_batches += 1
+        if batch.source != self._source or not self._source:
+            self._learn(batch)
+        if self._speaks:
+            self._processed += batch.tokens_processed
+        samples = batch.samples if self._speaks_for_samples else 0
+        sums = (samples, batch.tokens, batch.tokens_loss) if self._speaks else (samples, 0, 0)
+        if not self._late.add(sums):
+            self._has_unknown = True
+            self._late.add((samples if isinstance(samples, int) else 1, 0, 0))
+
+    def end_step(self, args: Any, state: Any) -> None:
+        """Stamp the end of a step."""
+        seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
+        if not self._num_batches:
+            # A training_step of somebody's own that shows no batch.  The Trainer's count is the whole job's.
+            tokens = int(seen) if state.is_world_process_zero else 0
+            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            _STEPS.end(tokens, samples if self._speaks_for_samples else 0)
+            return
+        samples, tokens, tokens_loss = self._late.take()
+        processed, self._processed = self._processed, 0
+        _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
+
+    def finish(self, status: str) -> None:
+        """End the metrics, with what the GPU had not told by the last step."""
+        if status == "completed":
+            samples, tokens, tokens_loss = self._late.take_rest()
+            _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+        _STEPS.finish(status)
+
+    def _learn(self, batch: Batch) -> None:
+        """Tell what the first batch shows: where tokens are counted, and how long a sequence is."""
+        is_first, self._source = not self._source, batch.source or "no text in the batch"
+        facts: dict[str, Any] = {"token_source": self._source}
+        flops = hardware = None
+        if is_first and batch.source and self._parameters is not None:
+            args = getattr(self.trainer, "args", None)
+            length = batch.width or getattr(args, "max_length", None)
+            if length:
+                facts["sequence_length"] = length
+            if found := _COUNTING(flops_per_token, self._model, self._parameters, length):
+                flops, forward = found
+                hardware = flops + (forward if _is_checkpointing(args) else 0.0)
+                facts["flops_convention"] = CONVENTION if length else f"{CONVENTION} (left out: length not known)"
+        _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)
+
+    def _facts(self, args: Any) -> dict[str, Any]:
+        accelerator = getattr(self.trainer, "accelerator", None)
+        sizes = getattr(accelerator, "parallelism_config", None)
+        kind = getattr(getattr(accelerator, "distributed_type", None), "name", None)
+        found = {
+            "framework_version": getattr(sys.modules.get("transformers"), "__version__", None),
+            "trainer": type(self.trainer).__name__ if self.trainer is not None else None,
+            "model_type": getattr(config_of(self._model), "model_type", None),
+            "per_device_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
+            "parallel_layout": kind,
+            "tensor_parallel": _tensor_parallel(self.trainer),
+            "context_parallel": getattr(sizes, "cp_size", None),
+            "sequence_parallel": getattr(sizes, "sp_size", None),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def speaks_for_its_batch(trainer: Any) -> tuple[bool, bool]:
+    """Say whether this rank counts the positions of its batch, and whether its samples.
+
+    Tensor and context parallel peers are handed the same batch, so the first of them counts.  Of DeepSpeed's
+    sequence parallel ones each is handed its own stretch of the same sequences.
+    """
+    accelerator = getattr(trainer, "accelerator", None)
+    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
+    sizes = getattr(accelerator, "parallelism_config", None)
+    own = True
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    for name in names:
+        if name in ("tp", "cp"):
+            own = own and mesh.get_local_rank(name) == 0
+    size = _tensor_parallel(trainer)
+    if "tp" not in names and size > 1:
+        own = own and _rank() % size == 0  # the ranks of such a group follow one another
+    split = getattr(sizes, "sp_size", 1) or 1
+    return own, own and (split <= 1 or _rank() % split == 0)
+
+
+def _tensor_parallel(trainer: Any) -> int:
+    ask = getattr(trainer, "get_tp_size", None)
+    return int(ask()) if ask is not None else 1
+
+
+def _rank() -> int:
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return int(distributed.get_rank()) if known else 0
+
+
+def _is_checkpointing(args: Any) -> bool:
+    return any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
+
+
+def _type_of_weights(model: Any) -> str | None:
+    kind = next((str(one.dtype) for one in model.parameters() if one.is_floating_point()), None) if model else None
+    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    return names.get(kind, kind) if kind else None
+
+
+def _import_trainer() -> Any:
+    from importlib import import_module
+
+    return import_module("transformers.trainer")
+
+
+def _log(state: Any, logs: dict[str, Any]) -> None:
+    values = _STEPS.loss(state.global_step, logs["loss"])
+    if state.is_world_process_zero:
+        logs.update((tag, value) for tag, value in values.items() if value == value)  # nan: not measured
+
+
+def _finish(status: str) -> None:
+    global _training
+    training, _training = _training, None
+    if training is not None:
+        training.finish(status)
+
+
+# --- around the Trainer's methods ---
+
+
+def _train_begins(call: Call) -> Any:
+    global _trainer
+    before, _trainer = _trainer, call.args[0]
+    _wrap_inside(type(_trainer))
+    # The first of our callbacks counts, and comes first of all: what it adds to the logs is for those behind it.
+    callbacks = getattr(getattr(_trainer, "callback_handler", None), "callbacks", [])
+    first = next((one for one in callbacks if isinstance(one, EfficientLLMCallback)), None)
+    if first is not None:
+        callbacks.remove(first)
+        callbacks.insert(0, first)
+    return before, _trainer
+
+
+def _train_ended(token: Any, call: Call, result: Any) -> None:
+    _train_is_over(token, "completed")
+
+
+def _train_failed(token: Any) -> None:
+    stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SystemExit))
+    _train_is_over(token, "killed" if stopped else "failed")
+
+
+def _train_is_over(token: Any, status: str) -> None:
+    global _trainer
+    if token is None:
+        return
+    _trainer, trainer = token
+    if _training is not None and _training.trainer is trainer:
+        _finish(status)
+
+
+def _micro_batch(call: Call) -> Any:
+    training = _training
+    if training is None or training.trainer is not call.args[0]:
+        return None
+    training.depth += 1
+    if training.depth == 1:
+        training.see(call.get("inputs"))
+    return training
+
+
+def _micro_batch_ended(training: Training | None, call: Call, result: Any) -> None:
+    _micro_batch_failed(training)
+
+
+def _micro_batch_failed(training: Training | None) -> None:
+    if training is not None:
+        training.depth -= 1
+
+
+def _begins(phase: str) -> Any:
+    def begin(call: Call) -> Any:
+        training = _training
+        if training is None or training.trainer is not call.args[0]:
+            return None
+        _STEPS.phase_start(phase)
+        return training
+
+    return begin
+
+
+def _phase_ended(training: Training | None, call: Call, result: Any) -> None:
+    _phase_failed(training)
+
+
+def _phase_failed(training: Training | None) -> None:
+    if training is not None and training is _training:
+        _STEPS.phase_end()

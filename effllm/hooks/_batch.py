@@ -1,0 +1,127 @@
+"""What a batch of a Hugging Face loop holds: its sequences, all positions, those without padding, those with a label.
+
+Only shapes are read here.  What must be summed is handed on as tensors, for reading one on a GPU would be a
+synchronisation.  Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MASK, PACKED, LABELS, UNKNOWN = (
+    "attention mask",
+    "packed, without padding",
+    "labels",
+    "all positions, padding not known",
+)
+
+_IDS = "input_ids"
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_lengths", "seq_idx", "position_ids")
+_IGNORED = -100  # the label of a position that the loss leaves out
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch; a sum is a number, or a tensor that becomes one."""
+
+    tokens_processed: int = 0
+    samples: Any = 0
+    tokens: Any = 0
+    tokens_loss: Any = 0
+    source: str = ""  # where `tokens` is from; empty where the batch holds no text
+    width: int | None = None  # positions of a sequence, where every row is one
+
+
+def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
+    """Return what a batch holds, ``None`` where it holds no tensors.
+
+    Args:
+        inputs: what the loop hands to its step: tensors by name.
+        is_encoder_decoder: whether the labels are what the model's second half reads.
+    """
+    if not isinstance(inputs, Mapping):
+        return None
+    tensors = {name: one for name, one in inputs.items() if hasattr(one, "numel") and hasattr(one, "dim")}
+    names = [name for name in tensors if isinstance(name, str) and name.endswith(_IDS)]
+    if not names and "inputs_embeds" in tensors:
+        tensors[_IDS] = tensors["inputs_embeds"][..., 0]
+        names = [_IDS]
+    if not names:
+        rows = [len(one) for name, one in sorted(tensors.items(), key=lambda item: item[0] != "labels") if one.dim()]
+        return Batch(samples=rows[0]) if rows else None
+    batch = Batch()
+    is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(names)
+    for name in names:
+        # A pair's prompt stands before both of its answers when the model reads it.
+        _add_positions(batch, tensors, inputs, name, times=2 if is_pair and name == "prompt_input_ids" else 1)
+    labels = _labels(tensors, is_encoder_decoder)
+    if is_encoder_decoder and "labels" in labels and "decoder_input_ids" not in tensors:
+        batch.tokens_processed += labels["labels"].numel()
+        batch.tokens = batch.tokens + _sum(labels["labels"] != _IGNORED)
+    batch.tokens_loss = _tokens_loss(tensors, labels)
+    batch.samples = _samples(tensors, inputs, names)
+    if batch.source != PACKED and _IDS in tensors and tensors[_IDS].dim() > 1:
+        batch.width = int(tensors[_IDS].shape[-1])
+    return batch
+
+
+def _add_positions(batch: Batch, tensors: Mapping[str, Any], inputs: Mapping[str, Any], name: str, times: int) -> None:
+    ids, mask = tensors[name], tensors.get(name.removesuffix(_IDS) + "attention_mask")
+    labels = tensors.get("labels")
+    tokens: Any = ids.numel()
+    if mask is not None and mask.shape == ids.shape:
+        tokens, source = _sum(mask != 0), MASK  # its numbers may be those of the sequences packed into a row
+    elif mask is not None and mask.dim() == 4 and mask.shape[-2:] == (ids.shape[-1], ids.shape[-1]):
+        seen = mask[:, 0].diagonal(dim1=-2, dim2=-1)  # a position that is no padding sees itself
+        tokens, source = _sum(seen == 0 if seen.is_floating_point() else seen != 0), MASK
+    elif name == "decoder_input_ids" and labels is not None and labels.shape == ids.shape:
+        tokens, source = _sum(labels != _IGNORED), LABELS
+    elif any(one in inputs for one in _PACKED):
+        source = PACKED
+    else:
+        source = UNKNOWN
+    batch.tokens_processed += times * ids.numel()
+    batch.tokens = batch.tokens + times * tokens
+    if batch.source != UNKNOWN and source != LABELS:
+        batch.source = source
+
+
+def _labels(tensors: Mapping[str, Any], is_encoder_decoder: bool) -> dict[str, Any]:
+    shapes = [one.shape for name, one in tensors.items() if isinstance(name, str) and name.endswith(_IDS)]
+    found = {
+        name: one
+        for name, one in tensors.items()
+        if isinstance(name, str) and name.endswith("labels") and one.dim() > 1 and not one.is_floating_point()
+        if one.shape in shapes or is_encoder_decoder
+    }
+    if "labels" in found:
+        found.pop("shift_labels", None)
+    return found
+
+
+def _tokens_loss(tensors: Mapping[str, Any], labels: Mapping[str, Any]) -> Any:
+    if labels:
+        return sum(_sum(one != _IGNORED) for one in labels.values())
+    masks = [name for name in ("completion_mask", "completion_attention_mask") if name in tensors]
+    answers = masks[:1] or [name for name in ("chosen_attention_mask", "rejected_attention_mask") if name in tensors]
+    return sum(_sum(tensors[name] != 0) for name in answers)
+
+
+def _samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[str]) -> Any:
+    if _IDS in tensors:
+        rows = len(tensors[_IDS]) if tensors[_IDS].dim() > 1 else 1
+        starts, places = tensors.get("cu_seq_lens_q"), tensors.get("position_ids")
+        if rows == 1 and starts is not None:
+            return starts.numel() - 1
+        is_packed = places is not None and places.shape == tensors[_IDS].shape and "attention_mask" not in inputs
+        return _sum(places == 0) if rows == 1 and is_packed else rows
+    others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
+    if len(others) > 1:
+        return sum(len(tensors[name]) for name in others)
+    return len(tensors[(others or names)[0]])
+
+
+def _sum(flags: Any) -> Any:
+    return flags.sum()

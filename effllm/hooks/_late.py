@@ -1,0 +1,99 @@
+"""Sums of tensors on a GPU, read when the GPU has computed them anyway: nobody waits for them.
+
+Each sum is copied into pinned memory behind the work that makes it, with an event behind the copy.  An iteration
+later the event has usually happened and the number is read; one that comes later still is read later.  The logic is
+tested with stand-ins for event and memory; what it costs on a GPU was not measured.  Standard library alone, and
+the torch that is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def pinned(num_values: int) -> Any:
+    """Return memory of the host into which a GPU writes without the host's waiting."""
+    torch: Any = sys.modules["torch"]
+    return torch.empty(num_values, dtype=torch.int64, pin_memory=True)
+
+
+def recorded_event() -> Any:
+    """Return an event behind everything that the current stream has been given."""
+    torch: Any = sys.modules["torch"]
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class LateSums:
+    """Adds up numbers of which some are known late.
+
+    Args:
+        num_sums: how many numbers come together.
+        make_buffer: memory to copy so many into.
+        make_event: has ``query()``, which says without waiting whether the copies before it are done.
+        devices: the types of device that the two are for.
+    """
+
+    def __init__(
+        self,
+        num_sums: int,
+        make_buffer: Callable[[int], Any] = pinned,
+        make_event: Callable[[], Any] = recorded_event,
+        devices: Sequence[str] = ("cuda",),
+    ) -> None:
+        self._num_sums = num_sums
+        self._make_buffer, self._make_event, self._devices = make_buffer, make_event, devices
+        self._known = [0] * num_sums
+        self._coming: deque[tuple[Any, Any]] = deque()  # event and buffer, in the order of the stream
+        self._spare: list[Any] = []
+
+    def add(self, values: Sequence[Any]) -> bool:
+        """Add numbers, or tensors of one number each; those that a GPU has yet to compute are not waited for.
+
+        Returns:
+            Whether they are counted: on an accelerator that CUDA does not speak for, nothing can be read in this way.
+        """
+        types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
+        if not set(types) <= {"cpu", *self._devices}:
+            return False
+        on_device = {}
+        for place, (value, kind) in enumerate(zip(values, types, strict=True)):
+            if kind == "cpu":
+                self._known[place] += int(value)
+            else:
+                on_device[place] = value
+        if on_device:
+            self._send(on_device)
+        return True
+
+    def _send(self, on_device: dict[int, Any]) -> None:
+        torch: Any = sys.modules["torch"]
+        zero = torch.zeros_like(next(iter(on_device.values())))
+        row = torch.stack([on_device.get(place, zero) for place in range(self._num_sums)])
+        buffer = self._spare.pop() if self._spare else self._make_buffer(self._num_sums)
+        buffer.copy_(row, non_blocking=True)
+        self._coming.append((self._make_event(), buffer))
+
+    def take(self) -> list[int]:
+        """Return the sums of what is known by now and was not returned before."""
+        while self._coming and self._coming[0][0].query():
+            self._read()
+        known, self._known = self._known, [0] * self._num_sums
+        return known
+
+    def take_rest(self) -> list[int]:
+        """Return everything that was not returned before, when training is over and waiting costs nothing."""
+        while self._coming:
+            self._coming[0][0].synchronize()
+            self._read()
+        return self.take()
+
+    def _read(self) -> None:
+        _, buffer = self._coming.popleft()
+        for place, value in enumerate(buffer.tolist()):
+            self._known[place] += value
+        self._spare.append(buffer)

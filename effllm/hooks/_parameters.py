@@ -1,0 +1,155 @@
+"""How many parameters a model has, however it is wrapped, sharded or quantised, and what a token costs in it.
+
+Every rank could say it for the whole model without asking another: shards of FSDP and ZeRO know the shape of what
+they are a part of.  Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+CONVENTION = (
+    "per token: 6 x weights that multiply (4 x where frozen: no weight gradient), embeddings looked up left out, "
+    "of experts those that are active; attention 12 x layers x width x sequence length, causality not counted"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Of the whole model."""
+
+    total: int
+    trainable: int
+    active: int | None  # a token meets so many; ``None`` where all of them, or where nobody knows
+    active_trainable: int
+
+    def share(self, counts_them: bool) -> dict[str, int]:
+        """Return what a rank contributes: one gives all, its peers nothing."""
+        if not counts_them:
+            return {"total": 0, "trainable": 0, "active": 0}
+        found = {"total": self.total, "trainable": self.trainable}
+        return found if self.active is None else {**found, "active": self.active}
+
+
+def parameters_of(model: Any) -> Parameters:
+    """Return the counts of a model that may be compiled, wrapped, sharded, quantised, or have adapters."""
+    active_share = _active_share(config_of(model))
+    total = trainable = 0
+    active = active_trainable = 0.0
+    for name, count, is_trainable in each_parameter(model):
+        share = active_share if active_share is not None and ".experts." in name else 1.0
+        total, active = total + count, active + count * share
+        if is_trainable:
+            trainable, active_trainable = trainable + count, active_trainable + count * share
+    return Parameters(total, trainable, None if active_share is None else round(active), round(active_trainable))
+
+
+def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
+    """Yield each parameter of the whole model once: name, how many numbers, whether it is trained."""
+    flats = _flat_parameters(model)
+    views = {id(one) for flat in flats.values() for one in getattr(flat, "_params", None) or ()}
+    for name, parameter in model.named_parameters():  # tied ones come once
+        if id(parameter) not in views and id(parameter) not in flats:
+            yield name, size_of(parameter), bool(parameter.requires_grad)
+    for flat in flats.values():
+        originals = getattr(flat, "_params", None) or [flat] * len(flat._shapes)
+        for name, shape, original in zip(flat._fqns, flat._shapes, originals, strict=True):
+            yield f".{name}", shape.numel(), bool(original.requires_grad)
+
+
+def size_of(parameter: Any) -> int:
+    """Return how many numbers a parameter stands for, wherever they are."""
+    whole = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves an empty tensor here
+    if whole is not None:
+        return int(whole)
+    if type(parameter).__name__ == "Params4bit":
+        shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+        if shape is not None:
+            return int(shape.numel())
+        if getattr(parameter, "bnb_quantized", not parameter.is_floating_point()):
+            return int(parameter.numel()) * 2 * int(parameter.element_size())  # two in a byte
+    return int(parameter.numel())  # that of a DTensor is the whole one's
+
+
+def _flat_parameters(model: Any) -> dict[int, Any]:
+    """Return what FSDP1 made of the parameters: its flat ones, which know the shapes of all that they hold."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if flat is not None and hasattr(flat, "_shapes"):
+            found[id(flat)] = flat
+    return found
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration of what a model wraps, ``None`` where there is none."""
+    inner = unwrapped(model)
+    config = getattr(inner, "config", None)
+    return getattr(config, "text_config", None) or config
+
+
+def unwrapped(model: Any) -> Any:
+    """Return what is inside of DDP, FSDP, DeepSpeed and torch.compile."""
+    for _ in range(8):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "_fsdp_wrapped_module", None)
+        if inner is None and not hasattr(model, "config"):
+            inner = getattr(model, "module", None)
+        if inner is None:
+            return model
+        model = inner
+    return model
+
+
+def _active_share(config: Any) -> float | None:
+    """Return the share of its experts that a token meets, ``None`` for a model without."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return chosen / experts if experts and chosen and chosen < experts else None
+
+
+def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
+    """Return the FLOPs of a token, all of them and those of its forward pass; ``None`` where nobody knows.
+
+    What they count is `CONVENTION`; the attention is left out where the length is not known.
+
+    Args:
+        model: of a kind that has layers of one width.
+        counted: its parameters.
+        sequence_length: positions that a token may look at.
+    """
+    config = config_of(model)
+    layers, width = getattr(config, "num_hidden_layers", None), _attention_width(config)
+    if not layers or not width or getattr(config, "is_encoder_decoder", False):
+        return None
+    looked_up, looked_up_trainable = _looked_up(model, config)
+    active = (counted.total if counted.active is None else counted.active) - looked_up
+    trained = counted.active_trainable - looked_up_trainable
+    attention = 4 * layers * width * (sequence_length or 0)
+    return float(4 * active + 2 * trained + 3 * attention), float(2 * active + attention)
+
+
+def _attention_width(config: Any) -> int | None:
+    heads, head = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
+    if heads and head:
+        return int(heads) * int(head)
+    width = getattr(config, "hidden_size", None)
+    return int(width) if width else None
+
+
+def _looked_up(model: Any, config: Any) -> tuple[int, int]:
+    """Return the numbers in tables that are read and not multiplied: all, and the trained ones."""
+    inner = unwrapped(model)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None
+    entry = inner.get_input_embeddings() if is_tied and hasattr(inner, "get_input_embeddings") else None
+    total = trainable = 0
+    for module in model.modules():
+        if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim") and module is not entry:
+            count = int(module.num_embeddings) * int(module.embedding_dim)
+            total += count
+            weight = getattr(module, "weight", None)
+            trainable += count if weight is not None and weight.requires_grad else 0
+    return total, trainable

@@ -1,0 +1,79 @@
+"""TRL's trainers that generate while they train: GRPO, RLOO, distillation.
+
+They are Trainers, so `effllm.hooks.transformers` stamps their steps.  What is theirs: a step is handed prompts and
+makes its batch itself, and it generates inside, which is inference and no part of AL.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sized
+from types import ModuleType
+from typing import Any
+
+from effllm.collector import get_metrics_collector
+from effllm.hooks import Unknown
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.hooks.transformers import running
+
+_GUARD = Guard("the generation of TRL")
+
+#: What their batches call what others call input_ids and attention_mask.
+_NAMES = {
+    "prompt_ids": "prompt_input_ids",
+    "prompt_mask": "prompt_attention_mask",
+    "completion_ids": "completion_input_ids",
+    "completion_mask": "completion_attention_mask",
+}
+
+
+def attach(module: ModuleType) -> None:
+    """Hook the trainers that a module of TRL defines."""
+    trainers = [
+        one for one in vars(module).values() if inspect.isclass(one) and "_generate_single_turn" in one.__dict__
+    ]
+    if not trainers:
+        raise Unknown("a trainer with _generate_single_turn")
+    for trainer in trainers:
+        around(trainer, "_generate_single_turn", _GUARD, before=_generates, after=_generated, failed=_generation_failed)
+        around(trainer, "_generate", _GUARD, before=_rolls_out, after=_rolled_out, failed=_generation_failed)
+        around(trainer, "_prepare_inputs", _GUARD, after=_prepared)
+
+
+def _generates(call: Call) -> Any:
+    training, recorder = running(), get_metrics_collector().recorder
+    if training is None or recorder is None or training.trainer is not call.args[0]:
+        return None
+    recorder.generation_start(is_phase=True)
+    return recorder
+
+
+def _generated(recorder: Any, call: Call, result: Any) -> None:
+    if recorder is not None:
+        completions = result[0] if isinstance(result, tuple) else result
+        recorder.generation_end(_length(completions), _length(call.get("prompt_ids", ())))
+
+
+def _generation_failed(recorder: Any) -> None:
+    if recorder is not None:
+        recorder.generation_end(0)
+
+
+def _rolls_out(call: Call) -> Any:
+    # Somebody's own rollout stands in the place of _generate_single_turn, and may use tools, which is its time too.
+    return _generates(call) if getattr(call.args[0], "rollout_func", None) is not None else None
+
+
+def _rolled_out(recorder: Any, call: Call, result: Any) -> None:
+    if recorder is not None:
+        recorder.generation_end(_length(result[1]), _length(result[0]))
+
+
+def _prepared(_token: Any, call: Call, result: Any) -> None:
+    training = running()
+    if training is not None and training.trainer is call.args[0] and training.depth and "completion_ids" in result:
+        training.see({_NAMES.get(name, name): value for name, value in result.items() if name != "labels"})
+
+
+def _length(sequences: Any) -> int:
+    return sum(len(one) for one in sequences if isinstance(one, Sized))

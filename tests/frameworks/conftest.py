@@ -1,0 +1,40 @@
+"""Jobs with frameworks: each test's script stands in the test, and imports what is tiny from `tiny`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+class Frameworks:
+    """Starts scripts that know nothing of effllm, and attaches it by the environment alone."""
+
+    def __init__(self, launch):
+        self._launch = launch
+
+    def run(self, code, *arguments, ranks=1, launcher=(), attach="1", environ=None, **settings):
+        """Return the job of a script when it is done."""
+        job = self.start(code, *arguments, ranks=ranks, launcher=launcher, attach=attach, environ=environ, **settings)
+        return job.done(within_s=100.0)
+
+    def start(self, code, *arguments, ranks=1, launcher=(), attach="1", environ=None, **settings):
+        """Start a script: with torchrun where there are several ranks, or with a launcher's command line."""
+        job = self._launch._job()
+        script = job.folder / "script.py"
+        script.write_text(code)
+        if ranks > 1 and not launcher:
+            options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks)]
+            launcher = [sys.executable, "-m", "torch.distributed.run", *options]
+        more = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+        more |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(job.folder / "hf"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        chosen = {"attach": attach, "log_interval": 2, **settings}
+        environment = self._launch.environ(chosen, **more, **(environ or {}))
+        return job.start([*(launcher or [sys.executable]), str(script), *map(str, arguments)], environment)
+
+
+@pytest.fixture
+def frameworks(launch):
+    """Start scripts of frameworks."""
+    return Frameworks(launch)

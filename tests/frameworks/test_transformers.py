@@ -1,0 +1,339 @@
+"""Real Trainers, attached by the environment alone: what is counted, what is left out, and that nothing changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+PLAIN = """
+from transformers import Trainer
+import tiny
+
+trainer = Trainer(model=tiny.llama(), args=tiny.arguments({arguments}), train_dataset=tiny.rows(48),
+                  eval_dataset=tiny.rows(4), data_collator=tiny.collate{more})
+{before}
+trainer.train({train})
+{after}
+tiny.losses(trainer)
+"""
+
+
+def script(arguments="", more="", before="", after="", train=""):
+    return PLAIN.format(arguments=arguments, more=f", {more}" if more else "", before=before, after=after, train=train)
+
+
+def counts(job):
+    """Return what all ranks counted: tokens, all positions, positions with a label."""
+    rows = job.ledger.ranks
+    return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
+
+
+def test_a_script_that_begins_with_the_trainer_is_attached_by_the_environment_alone(frameworks):
+    """The first line loads torch, and with it the hooks, in the middle of the import of transformers."""
+    job = frameworks.run(script())
+
+    summary = job.ledger.summary
+    assert (summary.status, summary.iterations, summary.samples) == ("completed", 6, 12)
+    assert [block["iteration"] for block in job.blocks] == ["2", "4", "6"]
+    assert {block["style"] for block in job.blocks} == {"Step"}
+    assert job.ledger.facts["framework"] == "transformers"
+    assert job.ledger.facts["trainer"] == "Trainer"
+    assert job.ledger.facts["model_type"] == "llama"
+    assert job.ledger.facts["per_device_batch_size"] == 2
+    assert job.ledger.facts["precision"] == "fp32"
+    assert not job.our_errors
+
+
+def test_tokens_are_counted_without_padding_with_it_and_where_they_have_a_label(frameworks):
+    """The sampler shuffles, so that rows are all of one order only with two lengths in every batch."""
+    job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"))
+
+    # 6 steps of a row of 5 and one of 8, padded to 8; the first token of a row has no label
+    assert counts(job) == (6 * (5 + 8), 6 * 2 * 8, 6 * (4 + 7)) == (78, 96, 66)
+    assert job.ledger.summary.tokens == 78
+    assert job.ledger.summary.parameters == 4656
+    assert job.ledger.facts["token_source"] == "attention mask"
+
+
+def test_accumulated_micro_batches_are_one_step(frameworks):
+    code = script("gradient_accumulation_steps=2", before="trainer._get_train_sampler = lambda *_: range(48)")
+
+    job = frameworks.run(code)
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 24)
+    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
+
+
+def test_two_processes_add_up_to_the_job(frameworks):
+    code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
+
+    job = frameworks.run(code, ranks=2)
+
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.samples) == (6, 24)
+    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
+    assert summary.parameters == 4656
+    assert job.ledger.facts["parallel_layout"] == "MULTI_CPU"
+    assert {block["ranks"] for block in job.blocks} == {"2/2"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, ranks):
+    code = script("max_steps=8, gradient_accumulation_steps=2, eval_strategy='steps', eval_steps=4")
+
+    without = frameworks.run(code, ranks=ranks, attach="0", metrics_enabled="false").told()["losses"]
+    with_it = frameworks.run(code, ranks=ranks).told()["losses"]
+
+    assert len(without) == 8
+    assert with_it == without
+
+
+def test_evaluation_and_checkpoints_are_no_part_of_a_step(frameworks):
+    """Each takes 0.2 s longer than it would, which AL must not show."""
+    slow = """
+import time
+inner = trainer.prediction_step
+trainer.prediction_step = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
+save = trainer._save
+trainer._save = lambda *a, **k: (time.sleep(0.2), save(*a, **k))[1]
+"""
+    arguments = "max_steps=4, eval_strategy='steps', eval_steps=2, save_strategy='steps', save_steps=2"
+    arguments += ", load_best_model_at_end=True, per_device_eval_batch_size=4"
+    summary = frameworks.run(script(arguments, before=slow)).ledger.summary
+
+    assert summary.iterations == 4
+    assert summary.time_by_class["evaluation"] >= 2 * 0.2
+    assert summary.time_by_class["checkpoint"] >= 2 * 0.2
+    assert summary.time_by_class["iterations"] < 0.4
+
+
+def test_evaluating_and_predicting_outside_of_training_disturbs_nothing(frameworks):
+    calls = "trainer.evaluate(); trainer.predict(tiny.rows(4))"
+
+    job = frameworks.run(script(before=calls, after=calls))
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.status) == (6, "completed")
+    assert not job.our_errors
+
+
+def test_a_second_training_in_one_process_is_a_run_of_its_own(frameworks):
+    job = frameworks.run(script(after="trainer.train()"))
+
+    runs = [json.loads((folder / "summary.json").read_text()) for folder in job.runs()]
+    assert [run["iterations"] for run in runs] == [6, 6]
+    assert [run["parameters"] for run in runs] == [4656, 4656]
+
+
+@pytest.mark.parametrize(("error", "status"), [("RuntimeError", "failed"), ("KeyboardInterrupt", "killed")])
+def test_an_exception_in_a_step_passes_on_and_is_the_end_of_the_run(frameworks, error, status):
+    breaking = f"""
+step = trainer.compute_loss
+def compute_loss(*a, **k):
+    if trainer.state.global_step == 3:
+        raise {error}("the test's own")
+    return step(*a, **k)
+trainer.compute_loss = compute_loss
+"""
+    job = frameworks.start(script(before=breaking)).wait(100)
+
+    assert job.code != 0
+    assert error in job.stderr
+    assert not job.left(within_s=8.0)
+    assert (job.ledger.summary.status, job.ledger.summary.iterations) == (status, 3)
+
+
+HAND = "__import__('effllm').EfficientLLMCallback()"
+
+
+@pytest.mark.parametrize("attach", ["0", "1"])
+def test_a_callback_given_by_hand_counts_once_whether_attached_or_not(frameworks, attach):
+    job = frameworks.run(script(more=f"callbacks=[{HAND}]"), attach=attach)
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
+    assert counts(job)[2] > 0
+    assert "there is already one" not in job.stderr
+
+
+@pytest.mark.parametrize("attach", ["0", "1"])
+def test_it_can_be_asked_for_by_name(frameworks, attach):
+    job = frameworks.run(script("report_to='efficientllm'"), attach=attach)
+
+    assert job.ledger.summary.iterations == 6
+    assert job.ledger.summary.tokens > 0
+
+
+def test_without_attaching_and_without_asking_nothing_is_measured(frameworks):
+    job = frameworks.run(script(), attach="0")
+
+    assert job.runs() == []
+    assert "EfficientLLM" not in job.stdout + job.stderr
+
+
+LATER = """
+class Later(TrainerCallback):
+    seen = []
+    def on_log(self, args, state, control, logs=None, **_):
+        Later.seen.append(dict(logs))
+    def on_step_end(self, *_, **__):
+        time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("attach", ["0", "1"])
+def test_what_is_measured_is_in_the_logs_of_callbacks_that_come_before_ours(frameworks, attach):
+    """A callback that was handed in last would add to logs that TensorBoard has already written."""
+    code = f"""
+from transformers import Trainer, TrainerCallback
+import json, time, tiny
+from pathlib import Path
+{LATER}
+hand = [] if {attach} else [{HAND}]
+trainer = Trainer(model=tiny.llama(), args=tiny.arguments(max_steps=8, eval_strategy="steps", eval_steps=4),
+                  train_dataset=tiny.rows(48), eval_dataset=tiny.rows(4), data_collator=tiny.collate,
+                  callbacks=[Later(), *hand])
+trainer.train()
+Path("seen.json").write_text(json.dumps(Later.seen))
+tiny.losses(trainer)
+"""
+    job = frameworks.run(code, attach=attach)
+
+    logs = job.told("seen.json")
+    steps = [one for one in logs if "loss" in one]
+    assert "efficientllm/al_seconds" in steps[-1]
+    assert "efficientllm/tt_tokens_per_param_per_sec" in steps[-1]
+    ours = [value for one in logs for tag, value in one.items() if tag.startswith("efficientllm/")]
+    assert all(value == value for value in ours), "nan is not measured, and left out"
+    assert not any(tag.startswith("efficientllm/") for one in logs if "loss" not in one for tag in one)
+    assert not any("efficientllm" in tag for one in job.told()["history"] for tag in one)
+
+
+def test_tensorboard_shows_them_too(frameworks):
+    pytest.importorskip("tensorboard")
+    waiting = """
+import time
+from transformers import TrainerCallback
+class Slow(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        time.sleep(0.3)
+trainer.add_callback(Slow)
+"""
+    job = frameworks.run(script("report_to=['tensorboard']", before=waiting), environ={"TENSORBOARD_LOGGING_DIR": "tb"})
+
+    events = b"".join(path.read_bytes() for path in job.folder.rglob("events.out.tfevents*"))
+    assert b"train/efficientllm/al_seconds" in events
+
+
+def test_a_model_for_pictures_has_samples_and_no_tokens(frameworks):
+    code = """
+from transformers import Trainer, ViTConfig, ViTForImageClassification
+import tiny, torch
+
+model = ViTForImageClassification(ViTConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, image_size=8, patch_size=4, num_labels=3))
+rows = [{"pixel_values": torch.zeros(3, 8, 8), "labels": i % 3} for i in range(24)]
+trainer = Trainer(model=model, args=tiny.arguments(), train_dataset=rows)
+trainer.train()
+tiny.losses(trainer)
+"""
+    job = frameworks.run(code)
+
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.samples) == (6, 12)
+    assert not summary.tokens
+    assert {block["tt_tokens_per_param_per_sec"] for block in job.blocks} == {None}
+    assert job.ledger.facts["token_source"] == "no text in the batch"
+    assert not job.our_errors
+
+
+def test_a_model_that_was_compiled_is_the_same_model(frameworks):
+    """Compiled by the backend that compiles nothing, which wraps it as every other does."""
+    job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (6, 4656)
+    assert job.ledger.facts["model_type"] == "llama"
+
+
+def test_a_training_step_of_ones_own_that_hides_its_batch_still_counts_steps(frameworks):
+    code = """
+from transformers import Trainer
+import tiny
+
+class Mine(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+trainer = Mine(model=tiny.llama(), args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate)
+trainer._get_train_sampler = lambda *_: range(48)
+trainer.train()
+"""
+    summary = frameworks.run(code).ledger.summary
+
+    assert (summary.iterations, summary.samples, summary.tokens) == (6, 12, 78)
+
+
+def test_seq2seq_counts_what_both_halves_read(frameworks):
+    code = """
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+import tiny, torch
+
+model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+                                            decoder_start_token_id=0))
+row = {"input_ids": torch.arange(1, 7), "attention_mask": torch.tensor([1, 1, 1, 1, 1, 0]),
+       "labels": torch.tensor([3, 4, 5, -100])}
+arguments = Seq2SeqTrainingArguments(output_dir="out", per_device_train_batch_size=2, max_steps=4, use_cpu=True,
+                                     logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True)
+Seq2SeqTrainer(model=model, args=arguments, train_dataset=[row] * 16).train()
+"""
+    job = frameworks.run(code)
+
+    # 4 steps of 2 rows: 5 of 6 positions in the encoder, 3 of 4 in the decoder
+    assert job.ledger.summary.samples == 8
+    assert counts(job) == (64, 80, 24)
+    assert job.ledger.facts["trainer"] == "Seq2SeqTrainer"
+
+
+def test_packed_rows_have_no_padding_and_as_many_samples_as_sequences(frameworks):
+    code = """
+from transformers import DataCollatorWithFlattening, Trainer
+import tiny
+
+rows = [{**row, "labels": row["input_ids"]} for row in tiny.rows(48)]
+trainer = Trainer(model=tiny.llama(), args=tiny.arguments(), train_dataset=rows,
+                  data_collator=DataCollatorWithFlattening())
+trainer._get_train_sampler = lambda *_: range(48)
+trainer.train()
+"""
+    job = frameworks.run(code)
+
+    # 6 steps of one row in which a sequence of 5 and one of 8 lie; the first label of each is masked
+    assert job.ledger.summary.samples == 12
+    assert counts(job) == (78, 78, 6 * (4 + 7))
+    assert job.ledger.facts["token_source"] == "packed, without padding"
+
+
+def test_accelerate_launch_is_a_launcher_as_any_other(frameworks):
+    import sys
+
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+    job = frameworks.run(script(), launcher=launcher)
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
+
+
+def test_a_resumed_training_goes_on_with_the_number_of_its_step(frameworks, launch):
+    code = script("max_steps=4, save_strategy='steps', save_steps=2", after="trainer.train('out/checkpoint-2')")
+
+    job = frameworks.run(code)
+
+    resumed = json.loads((job.runs()[-1] / "summary.json").read_text())
+    assert resumed["iterations"] == 2
+    assert "Step 4:" in job.stdout
