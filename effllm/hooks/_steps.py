@@ -179,17 +179,30 @@ def place() -> Place | None:
         )
         return None if told.world_size == 1 or is_launched else Place(run_id=told.run_id)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if (rank, world_size) == (told.rank, told.world_size):
+    if (rank, world_size) == (told.rank, told.world_size) and (told.master_addr or world_size == 1):
         return None
-    local_rank = int(environ.get("LOCAL_RANK", "") or rank)
-    address = environ.get("MASTER_ADDR", "")
+    address, port = _store_address(distributed)
+    address = address or environ.get("MASTER_ADDR", "")
+    is_one_host = world_size == 1 or address in ("127.0.0.1", "localhost", "::1")
     return Place(
         rank=rank,
-        local_rank=local_rank,
+        local_rank=int(environ.get("LOCAL_RANK", "") or rank),
         world_size=world_size,
-        local_world_size=world_size if address in ("127.0.0.1", "localhost", "::1") else 0,
+        local_world_size=world_size if is_one_host else 0,
         master_addr=address,
-        master_port=int(environ.get("MASTER_PORT", "") or 0),
+        master_port=port or int(environ.get("MASTER_PORT", "") or 0),
         launcher="torch.distributed",
         run_id=told.run_id,
     )
+
+
+def _store_address(distributed: Any) -> tuple[str, int]:
+    """Return where the store of torch's process group listens; ``tcp://`` in the script tells no environment."""
+    get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
+    try:
+        store: Any = get_store() if get_store is not None else None
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return str(store.host), int(store.port)
+    except (AttributeError, RuntimeError, ValueError):
+        return "", 0  # a store of another kind, as of file://

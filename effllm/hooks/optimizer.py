@@ -10,9 +10,9 @@ by less than an iteration.  A leader is followed at once by an optimizer that ha
 or by the next one where it is gone; one that only stopped stepping is given up after 16 steps of others, which are
 one long iteration then.  An alternation with more than 16 steps in a row of one optimizer counts that one's steps.
 
-Not seen: a step that a gradient scaler skips (the iteration goes on until one is taken), a step inside of
-``torch.compile``, and optimizers of plain tensors: an image that is optimised is no training of a model, and
-DeepSpeed's partitions look the same.
+Not seen: a step that a gradient scaler skips (the iteration goes on until one is taken), and optimizers of plain
+tensors: an image that is optimised is no training of a model, and DeepSpeed's partitions look the same.  A step in a
+``torch.compile`` is seen, for one more break of its graph.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def attach(module: ModuleType) -> None:
     register = getattr(module, "register_optimizer_step_post_hook", None)
     if register is None:
         raise Unknown("torch.optim.optimizer has no register_optimizer_step_post_hook; torch 2.0 and later do")
-    is_compiling = getattr(getattr(sys.modules["torch"], "compiler", None), "is_compiling", lambda: False)
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_compiling():
-            _guard(ROUNDS.stepped, optimizer)
+        _guard(ROUNDS.stepped, optimizer)
 
+    # What torch.compiler.disable sets, without its import of the compiler: a compiled step calls this as it is.
+    stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
     register(stepped)
 
 

@@ -1,0 +1,438 @@
+"""Loops of plain torch with no word of us but the environment's: what is counted, and what odd launches do to it."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import jobs
+import pytest
+
+pytestmark = jobs.needs_torch
+
+MODEL = """
+import time, torch, effllm
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 4)  # 36 parameters
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def backward(model=model):
+    loss = model(torch.ones(2, 8)).square().mean()
+    loss.backward()
+    return loss.item()
+"""
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}
+
+
+def train(launch, code, **settings):
+    return launch.code(dedent(MODEL) + dedent(code), environ=ON, **settings).done()
+
+
+def iterations(job):
+    return job.ledger.summary.iterations if job.runs() else 0
+
+
+def test_a_loop_that_does_not_know_us_has_its_iterations_counted(launch):
+    job = train(
+        launch,
+        """
+        for _ in range(12):
+            optimizer.zero_grad()
+            backward()
+            optimizer.step()
+        """,
+    )
+    summary = job.ledger.summary
+    # The first step begins the metrics and is not measured.
+    assert (summary.iterations, summary.parameters, summary.status) == (11, 36, "completed")
+    assert job.ledger.facts["framework"] == "torch"
+    assert job.ledger.facts["parameters_from"] == "optimizer"
+    assert summary.tokens is None or summary.tokens == 0
+    assert job.our_errors == []
+
+
+def test_one_call_gives_tokens_and_samples_of_every_micro_batch(launch):
+    job = train(
+        launch,
+        """
+        for step in range(12):
+            effllm.count(tokens=5, samples=2, tokens_processed=8, tokens_loss=4, loss=backward())
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        log_interval=1,
+    )
+    summary = job.ledger.summary
+    # Six steps of two micro-batches each, less the first: 5 x 2 x 5 tokens, 5 x 2 x 2 samples
+    assert (summary.iterations, summary.tokens, summary.samples) == (5, 50, 20)
+    assert summary.loss is not None
+    assert [window.iteration for window in job.ledger.windows][:5] == [2, 3, 4, 5, 6]
+
+
+def test_training_is_the_same_to_the_bit(launch):
+    code = """
+        for _ in range(20):
+            effllm.count(tokens=8)
+            optimizer.zero_grad()
+            print("loss", backward().hex())
+            optimizer.step()
+        """
+    on = train(launch, code)
+    off = launch.code(dedent(MODEL) + dedent(code), environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "false"}).done()
+
+    losses = [line for line in on.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 20
+    assert losses == [line for line in off.stdout.splitlines() if line.startswith("loss")]
+
+
+def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
+    job = train(
+        launch,
+        """
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 33
+            def __getitem__(self, index):
+                time.sleep(0.02)
+                return torch.ones(8)
+        backward(); optimizer.step()  # begins the metrics
+        for step, batch in enumerate(torch.utils.data.DataLoader(Slow(), batch_size=3)):  # 0.06 s for a batch
+            optimizer.zero_grad()
+            backward()
+            time.sleep(0.03)
+            optimizer.step()
+            if step % 5 == 4:
+                with effllm.phase("evaluation"):
+                    time.sleep(0.1)
+                with effllm.phase("checkpoint"):
+                    time.sleep(0.05)
+        """,
+    )
+    summary = job.ledger.summary
+    assert summary.iterations == 11
+    assert summary.metrics["al_seconds"].value == pytest.approx(0.03, abs=0.008)
+    assert summary.time_by_class["evaluation"] == pytest.approx(0.2, abs=0.03)
+    assert summary.time_by_class["checkpoint"] == pytest.approx(0.1, abs=0.03)
+    # Of 11 x 0.09 s of iterations two thirds were waiting for data.
+    assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
+
+
+def test_a_batch_fetched_in_the_middle_of_an_iteration_is_no_less_waiting(launch):
+    job = train(
+        launch,
+        """
+        class Slow(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                while True:
+                    time.sleep(0.04)
+                    yield torch.ones(8)
+        batches = iter(torch.utils.data.DataLoader(Slow(), batch_size=1))
+        next(batches)
+        for step in range(9):
+            backward()
+            time.sleep(0.02)
+            next(batches)  # of the next iteration
+            optimizer.step()
+        """,
+    )
+    assert job.ledger.summary.metrics["al_seconds"].value == pytest.approx(0.02, abs=0.008)
+
+
+TWO = """
+    critic = torch.nn.Linear(8, 2)  # 18 parameters
+    other = torch.optim.Adam(critic.parameters())
+    """
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("for _ in range(9): backward(); backward(critic); optimizer.step(); other.step()", 8),
+        ("for i in range(18): backward(); backward(critic); (optimizer, other)[i % 2].step()", 8),
+        ("for i in range(9): backward(); backward(critic); optimizer.step(); [other.step() for _ in range(5)]", 8),
+    ],
+    ids=["two in each step", "alternating", "one of them five times as often"],
+)
+def test_two_optimizers_are_one_iteration(launch, loop, expected):
+    job = train(launch, dedent(TWO) + loop)
+    assert iterations(job) == expected
+    assert job.ledger.summary.parameters == 36 + 18
+
+
+def test_an_optimizer_that_is_made_anew_goes_on_where_the_old_one_was(launch):
+    job = train(
+        launch,
+        """
+        kept = []
+        for epoch in range(3):
+            kept.append(torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(4):
+                backward()
+                kept[-1].step()
+        """,
+    )
+    assert iterations(job) == 11
+    assert job.ledger.summary.parameters == 36
+
+
+def test_an_optimizer_that_no_longer_steps_is_followed_by_the_one_that_does(launch):
+    job = train(
+        launch,
+        dedent(TWO)
+        + dedent(
+            """
+            for _ in range(3):
+                backward()
+                optimizer.step()
+            for _ in range(30):
+                backward(critic)
+                other.step()
+            """
+        ),
+    )
+    # 3 steps less the first, one long iteration of 17 steps, 13 of the other's
+    assert iterations(job) == 2 + 1 + 13
+
+
+def test_steps_that_train_no_model_begin_nothing(launch):
+    job = train(
+        launch,
+        """
+        optimizer.step()  # no gradient: so schedulers are kept from warning
+        image = torch.ones(4, requires_grad=True)
+        art = torch.optim.Adam([image])
+        for _ in range(5):
+            image.square().sum().backward()
+            art.step()
+        """,
+    )
+    assert job.runs() == []
+
+
+def test_steps_that_a_gradient_scaler_skips_end_no_iteration(launch):
+    job = train(
+        launch,
+        """
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8)).sum() * (float("inf") if step % 3 == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+    )
+    assert iterations(job) == 7  # of 12, 4 are skipped and the first is not measured
+
+
+def test_closures_pickles_and_compiled_steps_work_as_ever(launch):
+    job = train(
+        launch,
+        """
+        import copy, pickle
+        lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        def closure():
+            lbfgs.zero_grad()
+            loss = model(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            return loss
+        for _ in range(4):
+            lbfgs.step(closure)
+        pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)
+        import warnings
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(4):
+            backward()
+            compiled()
+        """,
+    )
+    assert iterations(job) == 7
+
+
+def test_calls_of_the_loop_itself_take_over_from_the_optimizer(launch):
+    job = train(
+        launch,
+        """
+        for _ in range(3):
+            backward()
+            optimizer.step()
+        collector = effllm.get_metrics_collector()
+        for _ in range(5):
+            collector.record_iteration_start()
+            backward()
+            optimizer.step()
+            collector.record_iteration_end(100, 1)
+        effllm.finalize_efficientllm_metrics()
+        """,
+    )
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.tokens) == (2 + 5, 500)
+
+
+def test_what_is_counted_apart_is_taken_where_the_call_that_ends_an_iteration_gives_none(launch):
+    job = train(
+        launch,
+        """
+        with effllm.monitor(parameters=36) as m:
+            for step in range(4):
+                effllm.count(tokens=10)
+                backward()
+                optimizer.step()
+                m.iteration(tokens=3) if step == 3 else m.iteration()
+        """,
+    )
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.tokens) == (4, 33)
+
+
+@pytest.mark.parametrize("given", ["tokens='many'", "tokens=-1", "samples=object()", "tokens=float('nan')"])
+def test_a_count_that_is_none_costs_one_line(launch, given):
+    job = train(
+        launch,
+        f"""
+        for _ in range(4):
+            effllm.count({given})
+            backward()
+            optimizer.step()
+        """,
+    )
+    assert iterations(job) == 3
+    assert len([text for text in job.ledger.told("warning") if "effllm.count" in text]) <= 1
+
+
+# --- launches that are not what they seem ---
+
+SPAWNED = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def work(rank, world_size, address):
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, init_method=address)
+    torch.set_num_threads(1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    import effllm
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).mean().backward()
+        effllm.count(tokens=16)
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    effllm.finalize_efficientllm_metrics()
+if __name__ == "__main__":
+    if sys.argv[1] == "env":
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+    mp.spawn(work, (2, "env://" if sys.argv[1] == "env" else f"tcp://127.0.0.1:{sys.argv[2]}"), 2)
+"""
+
+
+@pytest.mark.parametrize("way", ["env", "tcp"])
+def test_ranks_that_were_spawned_find_each_other(launch, tmp_path, way):
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED)
+    job = launch.python(script, way, jobs.unused_port(), environ=ON).done(60)
+    summary = job.ledger.summary
+    assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
+    assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
+
+
+def test_a_world_left_in_the_environment_is_not_waited_for(launch):
+    left = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    code = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
+    job = launch.code(code, environ={**ON, **left}).done()
+    assert job.ledger.summary.coverage.ranks_expected == 1
+    assert iterations(job) == 3
+
+
+def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(launch, tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        dedent(
+            """
+            import torch, torch.distributed as dist, effllm
+            dist.init_process_group("gloo")
+            torch.set_num_threads(1)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(2, 8)).mean().backward()
+                effllm.count(tokens=16)
+                optimizer.step()
+            dist.destroy_process_group()
+            """
+        )
+    )
+    options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
+    job = launch.torchrun(options, str(script), attach=1, sinks="runfolder").done(60)
+    summary = job.ledger.summary
+    assert summary.coverage.ranks_expected == 2
+    assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
+    script = tmp_path / "loader.py"
+    script.write_text(
+        dedent(
+            """
+            import os, sys, torch
+            class Rows(torch.utils.data.Dataset):
+                def __len__(self):
+                    return 32
+                def __getitem__(self, index):
+                    return torch.ones(8)
+            if __name__ == "__main__":
+                torch.set_num_threads(1)
+                model = torch.nn.Linear(8, 4)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                loader = torch.utils.data.DataLoader(
+                    Rows(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1]
+                )
+                for _ in range(2):
+                    for batch in loader:
+                        model(batch).mean().backward()
+                        optimizer.step()
+                sys.path.insert(0, sys.argv[2])
+                import jobs
+                print("agents", len(jobs.Job.find(Here, "effllm.agent")))
+            """
+        ).replace("Here", "type('Here', (), {'token': 'TESTS_OF_JOB=' + os.environ['TESTS_OF_JOB']})")
+    )
+    job = launch.python(script, how, str(jobs.SCRIPTS.parent), environ=ON).done(60)
+    assert "agents 1" in job.stdout
+    assert iterations(job) == 15
+
+
+def test_importing_torch_starts_nothing(launch):
+    job = launch.code("import torch, torch.utils.data\nprint('imported')", environ=ON).done()
+    assert job.runs() == []
+    assert job.stdout == "imported\n"
+    assert job.our_errors == []
+
+
+def test_cells_of_an_interpreter_are_one_run(launch):
+    cells = [
+        dedent(MODEL) + "\n",
+        "for _ in range(4):\n    backward()\n    optimizer.step()\n",
+        "for _ in range(4):\n    backward()\n    optimizer.step()\n",
+    ]
+    job = launch.code(
+        f"""
+import code
+interpreter = code.InteractiveInterpreter()
+for cell in {cells!r}:
+    interpreter.runcode(compile(cell, "<cell>", "exec"))
+""",
+        environ=ON,
+    ).done()
+    assert iterations(job) == 7
+
+
+def test_a_script_from_standard_input_is_counted(launch, tmp_path):
+    script = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
+    job = launch.code(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-'], input={script!r}, text=True, check=True)",
+        environ=ON,
+    ).done()
+    assert iterations(job) == 3
