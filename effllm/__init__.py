@@ -22,6 +22,8 @@ _HOMES = {
     "initialize_efficientllm_metrics": "effllm.collector",
     "monitor": "effllm.collector",
     "phase": "effllm.collector",
+    "record_request": "effllm.inference",
+    "request": "effllm.inference",
     "should_log_metrics": "effllm.collector",
 }
 

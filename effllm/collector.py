@@ -71,6 +71,7 @@ class MetricsCollector:
         self._written = 0  # newest report given to a writer
         self._counts = False  # whether the loop calls record_iteration_end itself
         self._batch = (0, 0)  # tokens and samples that set_batch_config declared
+        self._is_for_requests = False  # it was started by the first request, not by somebody who trains
         self._counted = [0, 0, 0, 0]  # what `count` was given since the last iteration that took it
         self._counted_loss: Any = None
 
@@ -107,6 +108,17 @@ class MetricsCollector:
             _say(f"no metrics, training goes on: {error}", self._place)
             self._abandon()
 
+    def start_for_requests(self, facts: Mapping[str, Any]) -> None:
+        """Start for a process that infers; whoever begins to train in it ends that, and has a run of their own."""
+        self._learn(run=facts)
+        self.start_collection()
+        self._is_for_requests = self.is_collecting
+
+    def warn(self, line: str) -> None:
+        """Have one line said to the person, once."""
+        if self._session is not None:
+            self._session.warn(line)
+
     def _abandon(self) -> None:
         if self._session is not None:
             self._session.close()
@@ -121,8 +133,10 @@ class MetricsCollector:
         self._look()
         self._session = None
         session.close()
-        self._counts = False
+        self._counts = self._is_for_requests = False
         ownership.release(ownership.EXPLICIT, "calls")
+        ownership.release(ownership.EXPLICIT, "requests")
+        ownership.release(ownership.GENERATION, "generation")
 
     def _read_config(self) -> Config:
         config = read_config(this_process())
@@ -200,11 +214,15 @@ class MetricsCollector:
             else:
                 self._counted_loss = loss
 
-    def end_counted(self) -> None:
-        """Stamp the end of an iteration with what `count` was given, for whoever sees the steps and no data."""
+    def end_counted(self, samples: int = 0) -> None:
+        """Stamp the end of an iteration with what `count` was given, for whoever sees the steps and no data.
+
+        ``samples`` stand where `count` was given none.
+        """
         session = self._session
         if session is not None:
             counts, loss = self._take_counted()
+            counts[1] = counts[1] or samples
             session.record_end(*counts)
             if loss is not None:
                 session.recorder.loss(self._facts["first_iteration"] + session.recorder.ordinal, loss)
@@ -428,6 +446,9 @@ def initialize_efficientllm_metrics(
         sequence_length, batch_size = positional[:2]
         collection_interval = positional[2] if len(positional) > 2 else collection_interval
     collector = get_metrics_collector()
+    if collector._is_for_requests:
+        collector.stop_collection()
+        collector._facts["run"].pop("framework", None)
     if collection_interval is not None:
         collector._overrides["collection_interval_s"] = collection_interval
     if parameter_share is not None:

@@ -7,7 +7,8 @@ person wins, and whoever comes later and stands nearer takes over.
 from __future__ import annotations
 
 #: From the nearest to the person to the farthest.
-EXPLICIT, FRAMEWORK, CORE, ACCELERATE, OPTIMIZER = range(5)
+#: The last is no training: whoever generates while nobody trains.
+EXPLICIT, FRAMEWORK, CORE, ACCELERATE, OPTIMIZER, GENERATION = range(6)
 
 _NOBODY = 99
 
@@ -36,6 +37,11 @@ def holds(level: int, name: str) -> bool:
 def holder() -> str:
     """Return the name of who counts; empty where nobody does."""
     return _name
+
+
+def is_explicit() -> bool:
+    """Whether a loop counts that calls us itself."""
+    return _level == EXPLICIT
 
 
 def release(level: int, name: str) -> None:

@@ -226,6 +226,16 @@ class Recorder:
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether a generation has begun and not ended."""
+        return bool(self._generations)
+
+    @property
+    def free_ns(self) -> int:
+        """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
+        return (self._end_ns or self._made_ns) + self._paused_between_ns
+
     def _pack_generation(self) -> None:
         self._generation = ring.pack_generation(self._phase_ns[3], self._generated, self._generation_ns, self._prompt)
 
@@ -324,7 +334,7 @@ class Recorder:
 
     def _without_start(self) -> int:
         self._once("an iteration ended that had not started; it counts from the end of the one before")
-        return (self._end_ns or self._made_ns) + self._paused_between_ns
+        return self.free_ns
 
     def _once(self, line: str) -> None:
         kind = line[:24]

@@ -44,6 +44,7 @@ FLOORS = """
 3.2  agent
 4.0  session
 4.1  collector
+4.1.1  inference
 4.2  profiling.record  profiling.torch_child
 4.3  profiling.estimates  profiling.load  profiling.nvml_facts
 4.4  profiling.watching
@@ -65,6 +66,7 @@ ROOMS = [(line.split()[0], pattern) for line in FLOORS.strip().splitlines() for 
 IN_TRAINING = [
     "effllm",
     "effllm.collector",
+    "effllm.inference",
     "effllm.recorder",
     "effllm.ring",
     "effllm.config",

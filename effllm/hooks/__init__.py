@@ -25,6 +25,8 @@ TARGETS: dict[str, str] = {
     "trl.trainer.grpo_trainer": "trl:attach",
     "trl.trainer.rloo_trainer": "trl:attach",
     "trl.trainer.distillation_trainer": "trl:attach",
+    "transformers.generation.utils": "generate:attach",
+    "vllm.entrypoints.llm": "vllm:attach",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }

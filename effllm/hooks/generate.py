@@ -1,0 +1,107 @@
+"""``GenerationMixin.generate`` of transformers: what was generated, by the shapes of what went in and came out.
+
+A shape is known without asking the GPU.  Where the result lies on the CPU, positions after the end of a sequence are
+not counted; on a GPU, looking for them would be a synchronisation, so a batch counts until its longest sequence ends.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from effllm import ownership
+from effllm.hooks import Unknown
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.inference import Requests
+
+_GUARD = Guard("generate of transformers")
+_REQUESTS = Requests(ownership.GENERATION, "generation")
+_PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
+
+
+def attach(module: ModuleType) -> None:
+    """Hook the class that every model of transformers generates by."""
+    mixin = getattr(module, "GenerationMixin", None)
+    if mixin is None or not around(mixin, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
+        raise Unknown("GenerationMixin.generate")
+
+
+def _begins(call: Call) -> Any:
+    model = call.args[0] if call.args else None
+    return _REQUESTS.begin(
+        {"framework": "transformers", "model": type(model).__name__}, getattr(model, "num_parameters", None)
+    )
+
+
+def _generated(begun: Any, call: Call, result: Any) -> None:
+    if begun is None:
+        return
+    counts: tuple[int | None, int, int] = None, 0, 1
+    try:
+        counts = _count(call, getattr(result, "sequences", result))
+    finally:
+        _REQUESTS.end(begun, *counts)
+
+
+def _count(call: Call, sequences: Any) -> tuple[int, int, int]:
+    """Return the tokens generated, those of the prompts, and the prompts."""
+    rows, length = _shape(sequences)
+    prompts, prompt_length = _shape(_prompt(call))
+    first = _prefix(call, prompt_length)
+    return (
+        rows * max(length - first, 0) - _ended_early(call, sequences, first),
+        prompts * prompt_length,
+        prompts or rows,
+    )
+
+
+def _failed(begun: Any) -> None:
+    _REQUESTS.end(begun, None)
+
+
+def _prompt(call: Call) -> Any:
+    named = {**call.kwargs}
+    if len(call.args) > 1:
+        named.setdefault("inputs", call.args[1])
+    return next((named[name] for name in _PROMPTS if named.get(name) is not None), None)
+
+
+def _prefix(call: Call, prompt_length: int) -> int:
+    """Return how many tokens of a result were not generated: a decoder's prompt, or what it was made to start with."""
+    if getattr(getattr(call.args[0], "config", None), "is_encoder_decoder", False):
+        return max(_shape(call.kwargs.get("decoder_input_ids"))[1], 1)
+    if call.kwargs.get("inputs_embeds") is not None:
+        return _shape(call.kwargs.get("input_ids"))[1]  # of embeddings nothing is in the result
+    return prompt_length or 1
+
+
+def _shape(tensor: Any) -> tuple[int, int]:
+    shape = getattr(tensor, "shape", None)
+    return (int(shape[0]), int(shape[1])) if shape is not None and len(shape) >= 2 else (0, 0)
+
+
+def _ended_early(call: Call, sequences: Any, first: int) -> int:
+    """Return how many positions from ``first`` on are padding after the end of their sequence; 0 on a GPU."""
+    device = getattr(sequences, "device", None)
+    if device is None or device.type != "cpu" or not hasattr(sequences, "tolist"):
+        return 0
+    config = call.kwargs.get("generation_config") or getattr(call.args[0], "generation_config", None)
+    ends = call.kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
+    ends = {ends} if isinstance(ends, int) else set(ends) if isinstance(ends, (list, tuple)) else set()
+    pad = call.kwargs.get("pad_token_id", getattr(config, "pad_token_id", None))
+    return sum(_padding(row, ends, pad) for row in sequences[:, first:].tolist())
+
+
+def _padding(row: list[int], ends: set[int], pad: int | None) -> int:
+    """Return how many tokens stand behind the end of a sequence.
+
+    >>> _padding([5, 6, 2, 0, 0], {2}, 0), _padding([5, 6, 2, 2, 2], {2}, 2), _padding([5, 6, 0], set(), 0)
+    (2, 2, 1)
+    """
+    for place, token in enumerate(row):
+        if token in ends:
+            return len(row) - place - 1
+    padding = 0  # what stops a sequence need not be a token
+    while padding < len(row) and row[-1 - padding] == pad:
+        padding += 1
+    return padding

@@ -1,0 +1,43 @@
+"""vLLM in this process: ``LLM.generate`` and ``LLM.chat``, whose outputs hold the tokens themselves."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from effllm import ownership
+from effllm.hooks import Unknown
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.inference import Requests
+
+_GUARD = Guard("vLLM")
+_REQUESTS = Requests(ownership.GENERATION, "generation")
+
+
+def attach(module: ModuleType) -> None:
+    """Hook the offline engine."""
+    engine = getattr(module, "LLM", None)
+    if engine is None or not around(engine, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
+        raise Unknown("LLM.generate")
+    around(engine, "chat", _GUARD, before=_begins, after=_generated, failed=_failed)
+
+
+def _begins(call: Call) -> Any:
+    return _REQUESTS.begin({"framework": "vllm"})
+
+
+def _generated(begun: Any, call: Call, result: Any) -> None:
+    if begun is None:
+        return
+    counts: tuple[int | None, int, int] = None, 0, 1
+    try:
+        requests = list(result) if isinstance(result, (list, tuple)) else [result]
+        tokens = sum(len(output.token_ids) for request in requests for output in request.outputs)
+        prompts = sum(len(getattr(request, "prompt_token_ids", None) or ()) for request in requests)
+        counts = tokens, prompts, len(requests)
+    finally:
+        _REQUESTS.end(begun, *counts)
+
+
+def _failed(begun: Any) -> None:
+    _REQUESTS.end(begun, None)

@@ -1,0 +1,209 @@
+"""Requests: what a process that only infers has instead of iterations.
+
+A request, or a batch of them, is one iteration: AL is its time, IT the generated tokens over it.  In a process that
+trains, what is generated adds to IT alone.  Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from effllm import ownership
+from effllm.collector import get_metrics_collector
+from effllm.config import ConfigError, read_place
+from effllm.recorder import Recorder
+from effllm.switches import this_process
+
+_told_first = False
+
+
+class Requests:
+    """The requests of one generator in this process; they are iterations where nobody trains.
+
+    Args:
+        level: of `ownership`.
+        name: of the generator, as run.json says it.
+    """
+
+    def __init__(self, level: int, name: str) -> None:
+        self.level, self.name = level, name
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether it is these requests that are the iterations."""
+        return ownership.holds(self.level, self.name)
+
+    def ready(
+        self, facts: Mapping[str, Any] | None = None, parameters: Callable[[], int] | None = None
+    ) -> Recorder | None:
+        """Return the recorder, started for requests where nothing is collected yet; ``None`` where nothing can be.
+
+        Of several ranks none starts by itself: that one of them generates does not say that all will.
+
+        Args:
+            facts: what run.json should say, where this starts the metrics.
+            parameters: tells how many the model has, likewise.
+        """
+        collector = get_metrics_collector()
+        if collector.is_collecting:
+            if self.level == ownership.EXPLICIT and not ownership.holder():
+                ownership.claim(self.level, self.name)  # a hook leaves it to whoever started the metrics to train
+            return collector.recorder
+        try:
+            if self.level != ownership.EXPLICIT and read_place(this_process()).world_size > 1:
+                return None
+        except ConfigError:
+            return None
+        if not ownership.claim(self.level, self.name):
+            return None
+        if parameters is not None and not collector.has_parameters:
+            collector.set_model_parameters(parameters())
+        collector.start_for_requests({"framework": self.name, **(facts or {})})
+        return collector.recorder
+
+    def begin(
+        self, facts: Mapping[str, Any] | None = None, parameters: Callable[[], int] | None = None
+    ) -> _Open | None:
+        """Begin a request; one inside another belongs to the outer."""
+        recorder = self.ready(facts, parameters)
+        if recorder is None:
+            return None
+        is_iteration = self.is_owner and not recorder.is_generating
+        if is_iteration:
+            recorder.start()
+        # A loop that stamps its own iterations wants to know what it stamps; others want to know how they learn.
+        recorder.generation_start(is_phase=not self.is_owner and not ownership.is_explicit())
+        return _Open(recorder, is_iteration)
+
+    def end(
+        self, begun: _Open | None, generated_tokens: int | None = None, prompt_tokens: int = 0, samples: int = 1
+    ) -> None:
+        """End it; tokens that are not given are those that were counted inside of it."""
+        if begun is None:
+            return
+        begun.recorder.generation_end(generated_tokens, prompt_tokens)
+        if begun.is_iteration:
+            begun.recorder.end(0, samples)
+
+
+class _Open:
+    """A request that runs."""
+
+    __slots__ = ("is_iteration", "recorder")
+
+    def __init__(self, recorder: Recorder, is_iteration: bool) -> None:
+        self.recorder, self.is_iteration = recorder, is_iteration
+
+
+_explicit = Requests(ownership.EXPLICIT, "requests")
+
+
+class Request:
+    """``with effllm.request() as r: ...; r.generated(n)``: one request, or one batch of ``samples``.
+
+    What nothing is said of is what hooks (of ``generate``, of vLLM) count inside of it.
+    """
+
+    def __init__(self, samples: int = 1) -> None:
+        self._samples = samples
+        self._generated: int | None = None
+        self._prompt = 0
+        self._begun: _Open | None = None
+
+    def generated(self, tokens: int) -> None:
+        """Add tokens that the model generated."""
+        self._generated = (self._generated or 0) + tokens
+
+    def prompt(self, tokens: int) -> None:
+        """Add tokens of the prompt."""
+        self._prompt += tokens
+
+    def __enter__(self) -> Request:  # noqa: PYI034 - Self is newer than Python 3.10
+        self._begun = _explicit.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        begun, self._begun = self._begun, None
+        _explicit.end(begun, self._generated, self._prompt, self._samples)
+
+
+def request(samples: int = 1) -> Request:
+    """Measure one request: ``with effllm.request() as r: ...; r.generated(n)``.
+
+    Args:
+        samples: how many are in it, where it is a batch.
+    """
+    return Request(samples)
+
+
+def record_request(
+    prompt_tokens: int = 0,
+    generated_tokens: int = 0,
+    time_s: float | None = None,
+    *,
+    computation_time_s: float | None = None,
+    communication_time_s: float | None = None,
+    samples: int = 1,
+) -> None:
+    """Count a request that has just ended, or a batch of them; the first call starts the metrics.
+
+    What happened before the metrics began cannot be measured any more, so that first request is in no value, which
+    is said once: `initialize_efficientllm_metrics` before the first one, or ``with effllm.request()``, counts all.
+    Where requests overlap, no second counts twice.
+
+    Args:
+        prompt_tokens: of the prompt.
+        generated_tokens: that the model added.
+        time_s: how long it took; the sum of the next two where not given, and since the end of the request before
+            where nothing is.
+        computation_time_s: of it, what was computed.
+        communication_time_s: of it, what was waited for others.
+        samples: how many requests it was, where it was a batch.
+    """
+    is_first = not get_metrics_collector().is_collecting
+    recorder = _explicit.ready()
+    if recorder is None:
+        return
+    if is_first:
+        _tell_first()
+        return
+    now_ns = time.monotonic_ns()
+    took_s = _took_s(time_s, computation_time_s, communication_time_s)
+    free_ns = recorder.free_ns
+    start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
+    if _explicit.is_owner:
+        recorder.start(_now=lambda: start_ns)
+        recorder.generated(generated_tokens, now_ns - start_ns, prompt_tokens)
+        recorder.end(0, samples, _now=lambda: now_ns)
+    elif took_s is not None:
+        recorder.generated(generated_tokens, int(took_s * 1e9), prompt_tokens)
+
+
+def _took_s(time_s: Any, computation_s: Any, communication_s: Any) -> float | None:
+    if (whole := _seconds(time_s)) is not None:
+        return whole
+    parts = [part for part in (_seconds(computation_s), _seconds(communication_s)) if part is not None]
+    return sum(parts) if parts else None
+
+
+def _seconds(value: Any) -> float | None:
+    """Return a time that can be one: a number of at least 0, below a year."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) and 0 <= value < 3.2e7 else None
+
+
+def _tell_first() -> None:
+    global _told_first
+    if not _told_first:
+        _told_first = True
+        get_metrics_collector().warn(
+            "the first request started the metrics and is not in them; "
+            "initialize_efficientllm_metrics() before it counts all"
+        )

@@ -1,0 +1,333 @@
+"""effllm/inference.py and the hooks of generate and vLLM: requests are iterations where nobody trains."""
+
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from effllm.hooks import Unknown
+from effllm.hooks.generate import _count, _padding
+from effllm.hooks.generate import attach as attach_generate
+from effllm.hooks.vllm import attach as attach_vllm
+
+
+class Tensor:
+    """As much of a tensor as a count may look at; of one on a GPU the shape alone."""
+
+    def __init__(self, rows, device="cpu"):
+        self.rows, self.device = rows, SimpleNamespace(type=device)
+
+    @property
+    def shape(self):
+        return len(self.rows), len(self.rows[0])
+
+    def __getitem__(self, place):
+        return Tensor([row[place[1]] for row in self.rows], self.device.type)
+
+    def tolist(self):
+        assert self.device.type == "cpu", "this would synchronise"
+        return [list(row) for row in self.rows]
+
+
+def model(is_encoder_decoder=False, ends=2, pad=0):
+    return SimpleNamespace(
+        config=SimpleNamespace(is_encoder_decoder=is_encoder_decoder),
+        generation_config=SimpleNamespace(eos_token_id=ends, pad_token_id=pad),
+    )
+
+
+def counted(result, *args, **kwargs):
+    return _count(SimpleNamespace(args=args, kwargs=kwargs), result)
+
+
+PROMPT = Tensor([[1, 5, 6], [1, 5, 7]])
+
+
+def test_generated_is_what_stands_behind_the_prompt_until_the_end_of_each_sequence():
+    result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]])
+
+    assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 and, the end included, 2
+    assert counted(result, model(), PROMPT) == (6, 6, 2), "by position"
+
+
+def test_on_a_gpu_the_shape_alone_is_looked_at():
+    result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]], "cuda")
+
+    assert counted(result, model(), input_ids=PROMPT) == (8, 6, 2)
+
+
+def test_an_encoder_decoder_gives_its_answer_without_the_prompt_and_with_a_token_to_start_from():
+    assert counted(Tensor([[0, 9, 9, 2], [0, 9, 2, 0]]), model(True), input_ids=PROMPT) == (5, 6, 2)
+
+
+def test_of_embeddings_nothing_is_in_the_result():
+    embeddings = SimpleNamespace(shape=(1, 7, 64))
+
+    assert counted(Tensor([[9, 9, 2]]), model(), inputs_embeds=embeddings) == (3, 7, 1)
+
+
+def test_several_answers_to_one_prompt_are_all_generated():
+    assert counted(Tensor([[1, 5, 9, 9]] * 3), model(), input_ids=Tensor([[1, 5]])) == (6, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "ends", "pad", "padding"),
+    [
+        ([5, 6, 2, 0, 0], {2}, 0, 2),
+        ([5, 6, 2, 2], {2}, 2, 1),
+        ([5, 0, 0], {2}, 0, 2),
+        ([5, 6], {2}, 0, 0),
+        ([], {2}, 0, 0),
+    ],
+)
+def test_padding_is_what_stands_behind_the_end(row, ends, pad, padding):
+    assert _padding(row, ends, pad) == padding
+
+
+def test_a_module_without_what_is_hooked_is_not_understood():
+    for attach in (attach_generate, attach_vllm):
+        with pytest.raises(Unknown):
+            attach(ModuleType("of.another.version"))
+
+
+# --- the calls, in a process of their own ----------------------------------------------------------
+
+
+def run(tmp_path, script, **environment):
+    """Run a script beside a simulated device; return what it printed and its summary, run facts and rows."""
+    path = tmp_path / "job.py"
+    path.write_text(script)
+    names = {"RUN_DIR": str(tmp_path / "runs"), "DEVICE": "simulated", "SINKS": "runfolder", "LOG_INTERVAL": "2"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={**kept, "OMP_NUM_THREADS": "1", **{f"EFFICIENTLLM_{n}": v for n, v in names.items()}, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done, [Run(folder) for folder in sorted((tmp_path / "runs").glob("*"))]
+
+
+class Run:
+    def __init__(self, folder):
+        self.summary = json.loads((folder / "summary.json").read_text())
+        self.facts = json.loads((folder / "run.json").read_text())
+        lines = [line for path in sorted(folder.glob("ranks-*.jsonl")) for line in path.read_text().splitlines()]
+        self.rows = [json.loads(line) for line in lines]
+        self.values = {name: value["value"] for name, value in self.summary["metrics"].items()}
+
+    def sum(self, name):
+        return sum(row[name] for row in self.rows)
+
+
+def test_requests_are_iterations_of_a_process_that_only_infers(tmp_path):
+    _, (run_,) = run(
+        tmp_path,
+        """
+import time, effllm
+for tokens in (10, 20, 30, 40):
+    with effllm.request(samples=2) as r:
+        time.sleep(0.05)
+        r.prompt(7)
+        r.generated(tokens)
+    time.sleep(0.05)
+""",
+    )
+
+    assert (run_.summary["status"], run_.summary["iterations"], run_.summary["samples"]) == ("completed", 4, 8)
+    assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens"), run_.summary["tokens"]) == (100, 28, 0)
+    assert run_.values["it_tokens_per_sec"] == pytest.approx(100 / run_.sum("generation_s"))
+    assert run_.values["al_seconds"] == pytest.approx(run_.sum("busy_s") / 4)
+    assert 0.05 <= run_.values["al_seconds"] < 0.09, "what lies between requests is in none"
+    assert "tt_tokens_per_param_per_sec" not in run_.values
+
+
+def test_recorded_requests_take_the_time_that_is_told_and_overlap_counts_once(tmp_path):
+    _, (run_,) = run(
+        tmp_path,
+        """
+import time, effllm
+effllm.initialize_efficientllm_metrics(1000)
+time.sleep(0.3)
+effllm.record_request(5, 50, computation_time_s=0.08, communication_time_s=0.02)
+effllm.record_request(5, 50, 1000.0)  # since the one before: no second counts twice
+time.sleep(0.2)
+effllm.record_request(generated_tokens=20, time_s=0.1)
+effllm.record_request(generated_tokens="many", time_s=float("nan"))
+""",
+    )
+
+    assert (run_.summary["iterations"], run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (4, 120, 10)
+    assert run_.sum("generation_s") == pytest.approx(0.2, abs=0.02)
+    assert run_.sum("busy_s") == pytest.approx(0.2, abs=0.02)  # 0.1, nearly 0, 0.1, nearly 0
+    assert run_.values["st_samples_per_param_per_sec"] > 0
+
+
+def test_a_first_request_that_was_over_when_the_metrics_began_is_not_counted_and_that_is_said(tmp_path):
+    done, (run_,) = run(tmp_path, "import effllm\nfor _ in range(3):\n    effllm.record_request(1, 10, 0.001)\n")
+
+    assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 20)
+    assert any("the first request" in line for line in events(tmp_path)) or "the first request" in done.stderr
+
+
+def events(tmp_path):
+    return [line for path in tmp_path.glob("runs/*/events.jsonl") for line in path.read_text().splitlines()]
+
+
+def test_off_means_off(tmp_path):
+    done, runs = run(
+        tmp_path,
+        "import effllm\nwith effllm.request() as r: r.generated(1)\neffllm.record_request(1, 1, 1.0)\n",
+        EFFICIENTLLM_METRICS_ENABLED="off",
+    )
+
+    assert (done.stdout, done.stderr, runs) == ("", "", [])
+
+
+ENGINE = """
+import sys, time, types
+from types import SimpleNamespace as N
+import effllm
+from effllm.hooks.vllm import attach
+
+class LLM:
+    def generate(self, prompts):
+        time.sleep(0.02)
+        return [N(prompt_token_ids=[1] * 3, outputs=[N(token_ids=(5,) * 8), N(token_ids=[6] * 4)]) for _ in prompts]
+    def chat(self, prompts):
+        return self.generate(prompts)
+
+attach(N(LLM=LLM))
+llm = LLM()
+"""
+
+
+def test_vllm_in_a_process_that_only_infers_is_requests_and_a_chat_is_counted_once(tmp_path):
+    _, (run_,) = run(tmp_path, ENGINE + "llm.generate(['a', 'b'])\nllm.chat(['c'])\nllm.chat(['d'])\n")
+
+    assert (run_.summary["iterations"], run_.summary["samples"]) == (3, 4)
+    assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (48, 12)  # four prompts of 8 + 4 and 3
+    assert run_.facts["framework"] == "vllm"
+
+
+def test_a_request_around_an_engine_is_one_and_has_its_tokens(tmp_path):
+    _, (run_,) = run(
+        tmp_path, ENGINE + "for _ in range(2):\n    with effllm.request():\n        llm.chat(['a', 'b'])\n"
+    )
+
+    assert (run_.summary["iterations"], run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (2, 48, 12)
+
+
+def test_what_generates_while_a_framework_trains_adds_to_it_and_is_in_no_step(tmp_path):
+    _, (run_,) = run(
+        tmp_path,
+        ENGINE
+        + """
+from effllm.hooks._steps import Steps
+steps = Steps(1, "a framework")
+steps.begin(parameters=1000)
+for _ in range(4):
+    steps.start()
+    llm.chat(['a'])
+    time.sleep(0.01)
+    steps.end(100, 1)
+steps.finish()
+""",
+    )
+
+    assert (run_.summary["iterations"], run_.summary["tokens"], run_.sum("generated_tokens")) == (4, 400, 48)
+    assert 0.08 <= run_.sum("generation_s") < 0.3
+    assert 0.01 <= run_.values["al_seconds"] < 0.02, "of which 0.02 s would be generation"
+    assert run_.summary["time_by_class"]["generation"] == pytest.approx(run_.sum("generation_s"), rel=0.05)
+
+
+def test_what_generates_in_a_loop_that_stamps_its_own_iterations_stays_in_them(tmp_path):
+    _, (run_,) = run(
+        tmp_path,
+        ENGINE
+        + """
+with effllm.monitor(1000) as m:
+    for _ in range(4):
+        llm.chat(['a'])
+        m.iteration(tokens=100, samples=1)
+""",
+    )
+
+    assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (4, 48)
+    assert run_.values["al_seconds"] >= 0.02
+    assert "generation" not in run_.summary["time_by_class"]
+
+
+def test_whoever_trains_after_a_trial_generation_has_a_run_of_their_own(tmp_path):
+    _, runs = run(
+        tmp_path,
+        ENGINE
+        + """
+llm.generate(['a trial'])
+from effllm.hooks._steps import Steps
+steps = Steps(1, "a framework")
+steps.begin(parameters=1000)
+for _ in range(3):
+    steps.start()
+    time.sleep(0.01)
+    steps.end(100, 1)
+steps.finish()
+""",
+    )
+
+    by_iterations = {one.summary["iterations"]: one for one in runs}
+    assert sorted(by_iterations) == [1, 3]
+    assert (by_iterations[1].sum("generated_tokens"), by_iterations[3].sum("generated_tokens")) == (12, 0)
+    assert by_iterations[3].facts["framework"] == "a framework"
+
+
+def test_of_several_ranks_none_starts_because_it_generates(tmp_path):
+    _, runs = run(tmp_path, ENGINE + "llm.generate(['a'])\n", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+
+    assert runs == []
+
+
+def test_an_engine_that_answers_in_another_form_costs_its_metrics_and_one_line(tmp_path):
+    done, (run_,) = run(
+        tmp_path,
+        ENGINE
+        + """
+LLM.generate.__wrapped__  # it is wrapped
+class Odd(LLM): pass
+import effllm.hooks.vllm as hook
+found = []
+def odd(self, prompts):
+    return [N(text="no tokens")]
+odd_holder = type("LLM", (), {"generate": odd, "chat": LLM.chat})
+attach(N(LLM=odd_holder))
+print(len(odd_holder().generate(["a"])), len(odd_holder().generate(["a"])))
+""",
+    )
+
+    assert done.stdout == "1 1\n"
+    assert "vLLM is not measured any more, training goes on: AttributeError" in done.stderr
+    assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (1, 0)
+
+
+def test_a_request_that_fails_ends_all_the_same(tmp_path):
+    _, (run_,) = run(
+        tmp_path,
+        """
+import effllm
+for bad in (True, False):
+    try:
+        with effllm.request() as r:
+            r.generated(5)
+            if bad:
+                raise ValueError
+    except ValueError:
+        pass
+""",
+    )
+
+    assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 10)
