@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from effllm.energy_account import EnergySums, Stretch, WindowEnergy, stretch_of, sum_of
 from effllm.power_scope import Scope
-from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, RankReport
-from effllm.window import iterations_only
+from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, Profile, RankReport
+from effllm.window import add_profiles, iterations_only
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
 ROUNDING = 1e-6
@@ -190,6 +190,8 @@ class RankSums(Struct):
     wait_s: float = 0.0
     energy_time_s: float = 0.0  # of the windows whose energy is in the sum
     generation_s: float = 0.0
+    device_steps: int = 0
+    device_step_s: float = 0.0
 
 
 class DeviceSums(Struct):
@@ -230,6 +232,7 @@ class Account(Struct):
     samples: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    profile: Profile | None = None
     energy: EnergySums = msgspec.field(default_factory=EnergySums)  # of the covered windows
     energy_tokens: int = 0
     energy_samples: int = 0
@@ -260,6 +263,9 @@ class Account(Struct):
             sums.generation_s += row.generation_s
             self.generated_tokens += row.generated_tokens
             self.prompt_tokens += row.prompt_tokens
+            self.profile = add_profiles(self.profile, row.profile)
+            sums.device_steps += row.device_steps
+            sums.device_step_s += row.device_step_s
 
     def add_devices(self, merged: Mapping[str, MergedDevice], sign: int = 1) -> None:
         """Add the memory and utilization of a window's devices; with a sign of -1 take them back."""
@@ -328,6 +334,8 @@ class Account(Struct):
         longest = max(self.ranks.values(), key=lambda sums: sums.time_s, default=RankSums())
         worked = [sums for sums in self.ranks.values() if sums.iterations]
         slowest = max(worked, key=lambda sums: sums.busy_s / sums.iterations, default=RankSums())
+        timed = [sums for sums in self.ranks.values() if sums.device_steps]
+        slowest_device = max(timed, key=lambda sums: sums.device_step_s / sums.device_steps, default=RankSums())
         return ClusterTotals(
             iterations=max((sums.iterations for sums in self.ranks.values()), default=0),
             time_s=longest.time_s,
@@ -341,6 +349,9 @@ class Account(Struct):
             generated_tokens=self.generated_tokens,
             generation_s=max((sums.generation_s for sums in self.ranks.values()), default=0.0),
             prompt_tokens=self.prompt_tokens,
+            profile=self.profile,
+            device_steps=slowest_device.device_steps,
+            device_step_s=slowest_device.device_step_s,
             memory_mean_bytes=sum(memory) / len(memory) if memory else None,
             memory_min_bytes=min(memory, default=None),
             memory_max_bytes=max(memory, default=None),

@@ -54,6 +54,7 @@ class Config:
     price_per_kwh: float | None = None
     price_per_gpu_hour: float | None = None
     endpoint: str = ""
+    profile_every: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the agent and the run folder keep them."""
@@ -183,6 +184,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PRICE_PER_KWH", "price_per_kwh", _number(0.0), "money per kWh, at least 0", "of the electricity"),
     Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "money per GPU and hour, at least 0", "of rented GPUs, electricity included"),
     Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
+    Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number, at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
 )  # fmt: skip
 
 #: Read by the launch scripts and by the entry point, not settings of a run.

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.metrics import METRICS
-from effllm.schema import ClusterTotals
+from effllm.schema import ClusterTotals, Profile
 
 _WHOLE = ClusterTotals(
     parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
@@ -21,6 +21,7 @@ _WHOLE = ClusterTotals(
     gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0, hardware_flops_per_token=1.0,
     power_limit_w=1.0, power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
     temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
+    profile=Profile(1, 1.0), device_steps=1, device_step_s=1.0,
     baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
 )  # fmt: skip
 
@@ -35,7 +36,8 @@ GAUGES: dict[str, dict[str, Any]] = {
 
 #: What a metric may need -> how the totals look without it.
 NEEDS: dict[str, dict[str, Any]] = {
-    "gpu": {"gpus": 0, "energy_gpus_j": None} | {name: no for blank in GAUGES.values() for name, no in blank.items()},
+    "gpu": {"gpus": 0, "energy_gpus_j": None, "device_steps": 0}
+    | {name: no for blank in GAUGES.values() for name, no in blank.items()},
     "memory": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")},
     "utilization": {f"utilization_{kind}": None for kind in ("mean", "min", "max")},
     "energy": {f"energy_{kind}": None for kind in ("j", "gpus_j", "measured_j", "error_j", "gain_error_j")}
@@ -49,6 +51,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "hardware FLOPs": {"hardware_flops_per_token": None},
     "peak": {"peak_flops_per_s": None},
     "generated tokens": {"generated_tokens": 0, "generation_s": 0.0},
+    "profile": {"profile": None},
+    "steps on CUDA": {"device_steps": 0},
     "baseline": {"baseline_w": None},
     "carbon intensity": {"carbon_g_per_kwh": None},
     "price": {"price_per_kwh": None},
@@ -59,10 +63,11 @@ NEEDS: dict[str, dict[str, Any]] = {
 READ = ("gpu", "memory", "utilization", "energy")
 
 #: Told by the training loop, not measured by us.
-TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs", "generated tokens")
+TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs", "generated tokens", "steps on CUDA")
 
 #: Told by the settings: the variable, and what to set it to.
 SET: dict[str, tuple[str, str]] = {
+    "profile": ("PROFILE_EVERY", "how many iterations lie between two that are profiled, 200 say"),
     "baseline": ("BASELINE_SECONDS", "the seconds before the first iteration in which idle power is measured"),
     "carbon intensity": ("CARBON_INTENSITY", "that of your electricity, in g CO2e per kWh"),
     "price": ("PRICE_PER_KWH", "that of your electricity"),

@@ -192,7 +192,7 @@ def joules_per_iteration(totals: ClusterTotals) -> float | None:
     return _measured_ratio(totals.energy_j, totals.energy_iterations)
 
 
-@metric("J/sample", group="energy", bases=("run",))
+@metric("J/sample", group="energy", bases=("run",), chart=False)
 def joules_per_sample(totals: ClusterTotals) -> float | None:
     """Energy of a sample, run to date."""
     return _measured_ratio(totals.energy_j, totals.energy_samples)
@@ -278,6 +278,44 @@ def seconds_per_iteration(totals: ClusterTotals) -> float | None:
 def data_wait_ratio(totals: ClusterTotals) -> float | None:
     """Share of iteration time spent between steps, waiting for data."""
     return _ratio(totals.wait_s, totals.time_s)
+
+
+@metric("ratio", group="throughput", bases=("run",))
+def exposed_communication_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the profiled iterations' time in which communication ran and no computation, over all ranks."""
+    return None if totals.profile is None else _ratio(totals.profile.exposed_s, totals.profile.time_s)
+
+
+@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+def exposed_seconds(totals: ClusterTotals) -> float | None:
+    """Part of AL in which communication runs and no computation: AL times its share of the profiled iterations."""
+    return _part_of_al(totals, exposed_communication_ratio(totals))
+
+
+@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+def computation_seconds(totals: ClusterTotals) -> float | None:
+    """AL less exposed communication, so that the two add up; what is idle and no communication is in it."""
+    exposed = exposed_communication_ratio(totals)
+    return None if exposed is None else _part_of_al(totals, 1.0 - exposed)
+
+
+@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+def communication_seconds(totals: ClusterTotals) -> float | None:
+    """Part of AL in which communication runs, hidden by computation or not; never to be added to computation."""
+    profile = totals.profile
+    return None if profile is None else _part_of_al(totals, _ratio(profile.communication_s, profile.time_s))
+
+
+@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+def device_step_seconds(totals: ClusterTotals) -> float | None:
+    """Step on the CUDA device, between events on its stream; mean over steps, of the slowest rank."""
+    return _ratio(totals.device_step_s, totals.device_steps)
+
+
+@metric("s", group="throughput", bases=("run",), chart=False)
+def profiling_seconds(totals: ClusterTotals) -> float | None:
+    """What a profiled iteration costs its rank beside itself: starting, stopping and reading the profiler."""
+    return None if totals.profile is None else _ratio(totals.profile.cost_s, totals.profile.iterations)
 
 
 @metric("ratio", group="throughput", bases=("window",))
@@ -481,6 +519,11 @@ def describe(tag: str) -> Metric | None:
 
 def _ratio(above: float, below: float) -> float | None:
     return above / below if below > 0 else None
+
+
+def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:
+    step = al_seconds(totals)
+    return None if step is None or share is None else share * step
 
 
 def _measured_ratio(above: float | None, below: float) -> float | None:

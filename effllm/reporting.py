@@ -188,6 +188,7 @@ def summary_of(
         loss=ledger.loss,
         events=dict(ledger.events),
         peak=roster.peak_source if run.flops_per_token else "",
+        profile=run.profile,
     )
 
 

@@ -16,7 +16,10 @@ import zlib
 from typing import Any, NamedTuple
 
 MAGIC = b"EFFLRNG1"
-ITERATION, PHASE, LOSS, RESET, END = 1, 2, 3, 4, 5
+ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME = 1, 2, 3, 4, 5, 6, 7
+
+#: What a PROFILE tells of, where it is not an index into timeline.KINDS.
+WHOLE, COMPUTING = -1, -2
 
 STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
@@ -42,12 +45,12 @@ class Slot(NamedTuple):
 
     sequence: int
     kind: int
-    what: int  # PHASE: index into schema.MARKED_PHASES; END: index of the status
+    what: int  # PHASE: index into schema.MARKED_PHASES; END: of the status; PROFILE: into timeline.KINDS, or see above
     ordinal: int
-    number: int  # LOSS: the iteration as the caller numbers it
+    number: int  # LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME: iterations that were timed
     start_ns: int
     end_ns: int
-    value: float  # LOSS: the loss
+    value: float  # LOSS: the loss; PROFILE: seconds of it exposed, or of cost; DEVICE_TIME: their seconds
     step_ns: int
     wait_ns: int
     evaluation_ns: int

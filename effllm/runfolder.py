@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from effllm.schema import NORMAL_95, ClusterReport, DeviceWindow, Event, Gauge, Integrals, RankReport
+from effllm.schema import NORMAL_95, ClusterReport, DeviceWindow, Event, Gauge, Integrals, Profile, RankReport
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
@@ -72,6 +72,9 @@ class RankRow(Struct, frozen=True):
     generated_tokens: int = 0
     generation_s: float = 0.0
     prompt_tokens: int = 0
+    profile: Profile | None = None  # of its profiled iterations
+    device_steps: int = 0
+    device_step_s: float = 0.0
 
 
 def energy_error_j(integrals: Integrals) -> float | None:
@@ -105,6 +108,9 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         generated_tokens=row.generated_tokens,
         generation_s=row.generation_s,
         prompt_tokens=row.prompt_tokens,
+        profile=row.profile,
+        device_steps=row.device_steps,
+        device_step_s=row.device_step_s,
         loss=row.loss,
         host=host,
         device=device.device or None,

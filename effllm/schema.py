@@ -192,6 +192,21 @@ class DeviceWindow(Struct, frozen=True, array_like=True):
 POWER_STEP_W = 10.0
 
 
+class Profile(Struct, frozen=True):
+    """What iterations under a profiler come to: sums, over however many iterations and ranks.
+
+    ``time_s == exposed_s + computing_s + idle time``; kinds of communication may overlap.
+    """
+
+    iterations: int = 0
+    time_s: float = 0.0  # of these iterations
+    communication_s: float = 0.0  # in which some communication ran ...
+    exposed_s: float = 0.0  # ... and no computation did
+    computing_s: float = 0.0  # in which some computation ran
+    cost_s: float = 0.0  # of profiling, between the iterations
+    kinds: dict[str, tuple[float, float]] = {}  # communication and exposed, by timeline.KINDS
+
+
 class RankReport(Struct, frozen=True, array_like=True):
     """One rank's window: from the end of its previous window to its own, wall time, with all energy.
 
@@ -223,6 +238,9 @@ class RankReport(Struct, frozen=True, array_like=True):
     generated_tokens: int = 0
     generation_s: float = 0.0  # wherever it lay: in steps, in phases
     prompt_tokens: int = 0  # of what was generated
+    profile: Profile | None = None  # of its profiled iterations
+    device_steps: int = 0  # iterations that were timed on the device ...
+    device_step_s: float = 0.0  # ... and how long they took there
 
     @property
     def iterations(self) -> int:
@@ -255,6 +273,9 @@ class ClusterTotals(Struct, frozen=True):
     generated_tokens: int = 0  # of all ranks
     generation_s: float = 0.0  # of the rank that generated for longest
     prompt_tokens: int = 0
+    profile: Profile | None = None  # of all ranks
+    device_steps: int = 0  # of the rank with the largest mean step on its device ...
+    device_step_s: float = 0.0  # ... and their time there
     memory_mean_bytes: float | None = None  # mean over devices of their time-weighted means
     memory_min_bytes: float | None = None  # the smallest of those means
     memory_max_bytes: float | None = None
@@ -415,6 +436,7 @@ class Summary(Struct, frozen=True):
     loss: float | None = None
     events: dict[str, int] = {}  # how many of each kind
     peak: str = ""  # of a device, that MFU is measured against, and from where it is known
+    profile: Profile | None = None  # run to date, of all ranks
 
 
 class Parameters(Struct, frozen=True, array_like=True):

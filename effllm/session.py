@@ -55,15 +55,20 @@ class Session:
         except RingError:
             self._ring.close()
             raise
-        self.recorder = Recorder(
-            self._ring,
-            config.log_interval,
-            facts["first_iteration"],
-            wake=self._wake_agent,
-            warn=self.warn,
-        )
+        self.recorder = self._open_recorder()
         self.record_start = self.recorder.start
         self.record_end = self.recorder.end
+
+    def _open_recorder(self) -> Recorder:
+        config, torch = self._config, sys.modules.get("torch")
+        about = (self._ring, config.log_interval, self._facts["first_iteration"], self._wake_agent, self.warn)
+        version = getattr(torch, "version", None)
+        has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
+        if not config.profile_every and not has_device:
+            return Recorder(*about)
+        from effllm.watched_recorder import WatchedRecorder  # imported only where there is something to watch
+
+        return WatchedRecorder(*about, profile_every=config.profile_every, torch=torch)
 
     def start(self) -> None:
         """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""

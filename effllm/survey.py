@@ -216,7 +216,7 @@ def _scope(scope: Scope) -> Iterator[Finding]:
 def _setting(config: Config, need: str) -> Source:
     variable, meaning = SET[need]
     value = getattr(config, next(one.field for one in VARIABLES if one.name == variable))
-    if value is None or (need == "baseline" and not value):
+    if value is None or (need in ("baseline", "profile") and not value):
         return Source(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
     return Source(by=f"{PREFIX}{variable}={value:g}")
 

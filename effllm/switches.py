@@ -18,6 +18,11 @@ def this_process() -> Mapping[str, str]:
     return os.environ
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a variable of another library for this process, where nobody has set it."""
+    os.environ.setdefault(name, value)
+
+
 def is_on(text: str) -> bool:
     """Whether a switch is on: true, 1, yes or on; anything else is off."""
     return text.strip().lower() in _ON

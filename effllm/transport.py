@@ -24,9 +24,11 @@ from effllm.schema import (
     FromAggregator,
     Hello,
     Integrals,
+    Profile,
     RankReport,
     Reports,
 )
+from effllm.timeline import KINDS
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024
@@ -115,8 +117,18 @@ def _check_row(row: RankReport) -> None:
         raise FrameError("a time is negative")
     if row.loss is not None and not math.isfinite(row.loss):
         raise FrameError("the loss is not a finite number")
+    if row.profile is not None:
+        _check_profile(row.profile)
+    _check_numbers(row.device_steps, row.device_step_s)
     for device in row.devices:
         _check_device(device)
+
+
+def _check_profile(profile: Profile) -> None:
+    times = (profile.time_s, profile.communication_s, profile.exposed_s, profile.computing_s, profile.cost_s)
+    _check_numbers(profile.iterations, *times, *(seconds for pair in profile.kinds.values() for seconds in pair))
+    if not set(KINDS).issuperset(profile.kinds):
+        raise FrameError("a kind of communication is not known")
 
 
 def _check_device(device: DeviceWindow) -> None:

@@ -27,9 +27,11 @@ from effllm.schema import (
     Integrals,
     Iteration,
     Phase,
+    Profile,
     RankReport,
     Sample,
 )
+from effllm.timeline import KINDS
 
 _NO_TOTALS = (0,) * 13
 
@@ -275,6 +277,9 @@ class WindowCutter:
         self._phases: list[Phase] = []
         self._first_start_ns = 0
         self._losses: deque[tuple[int, float]] = deque()
+        self._profiles: deque[tuple[int, Profile]] = deque()
+        self._device_times: deque[tuple[int, int, float]] = deque()  # ordinal, iterations timed so far, their seconds
+        self._device_time = (0, 0.0)  # at the row's start
         self._shown_minus_ordinal = offset
         self._reset_at = 0
         self._sequence = 0
@@ -318,6 +323,10 @@ class WindowCutter:
                 self._losses.append((slot.ordinal, slot.value))
         elif slot.kind == ring.RESET:
             self._reset_at = max(slot.ordinal, 1)
+        elif slot.kind == ring.PROFILE:
+            self._profiles.append((slot.ordinal, _profile(slot)))
+        elif slot.kind == ring.DEVICE_TIME:
+            self._device_times.append((slot.ordinal, slot.number, slot.value))
         if slot.kind in (ring.PHASE, ring.END):
             self._newest_totals = slot[8:21]
 
@@ -377,6 +386,12 @@ class WindowCutter:
         losses = [loss for ordinal, loss in self._losses if self._row_first <= ordinal <= last]
         while self._losses and self._losses[0][0] <= last:
             self._losses.popleft()
+        profile = None
+        while self._profiles and self._profiles[0][0] <= last:  # one that came late is of this row
+            profile = add_profiles(profile, self._profiles.popleft()[1])
+        device_steps, device_step_s = self._device_time
+        while self._device_times and self._device_times[0][0] <= last:
+            self._device_time = self._device_times.popleft()[1:]
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         self._sequence += 1
@@ -409,6 +424,9 @@ class WindowCutter:
             final=final,
             reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
             iterations_overrun=overrun - self._row_overrun,
+            profile=profile,
+            device_steps=self._device_time[0] - device_steps,
+            device_step_s=max(self._device_time[1] - device_step_s, 0.0),
         )
         if report.reset:
             self._reset_at = 0
@@ -450,6 +468,34 @@ def add(first: Integrals, second: Integrals) -> Integrals:
     inside_j2 = first.energy_inside_j2 + second.energy_inside_j2 + first.energy_end_j2 + second.energy_start_j2
     estimated_j = first.energy_estimated_j + second.energy_estimated_j
     return _with_error(_integrals(sums), first.energy_start_j2, second.energy_end_j2, inside_j2, estimated_j)
+
+
+def _profile(slot: ring.Slot) -> Profile:
+    if slot.what == ring.WHOLE:
+        time_s = (slot.end_ns - slot.start_ns) * NS
+        return Profile(iterations=1, time_s=time_s, communication_s=slot.number * NS, exposed_s=slot.value)
+    if slot.what == ring.COMPUTING:
+        return Profile(computing_s=slot.number * NS, cost_s=slot.value)
+    return Profile(kinds={KINDS[slot.what]: (slot.number * NS, slot.value)})
+
+
+def add_profiles(first: Profile | None, second: Profile | None) -> Profile | None:
+    """Return the sums of both; ``None`` where neither was measured."""
+    if first is None or second is None:
+        return first or second
+    kinds = dict(first.kinds)
+    for kind, (communication_s, exposed_s) in second.kinds.items():
+        before = kinds.get(kind, (0.0, 0.0))
+        kinds[kind] = (before[0] + communication_s, before[1] + exposed_s)
+    return Profile(
+        iterations=first.iterations + second.iterations,
+        time_s=first.time_s + second.time_s,
+        communication_s=first.communication_s + second.communication_s,
+        exposed_s=first.exposed_s + second.exposed_s,
+        computing_s=first.computing_s + second.computing_s,
+        cost_s=first.cost_s + second.cost_s,
+        kinds=kinds,
+    )
 
 
 def iterations_only(window: DeviceWindow) -> Integrals:

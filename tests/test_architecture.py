@@ -21,6 +21,7 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0    schema
+0.5  timeline
 1.0  switches  ownership  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0.1 config  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters
@@ -37,8 +38,8 @@ FLOORS = """
 1.4  ledger
 1.5  roster
 1.6  reporting
-2.0  recorder  sampler  aggregator  discovery  sinks
-2.1  sinks.*  sink_thread  preflight  track
+2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks
+2.1  watched_recorder  sinks.*  sink_thread  preflight  track
 3.0  server
 3.1  aggregator_child
 3.2  agent

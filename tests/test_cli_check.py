@@ -44,6 +44,8 @@ def broken(survey):
         ("p95_watts_per_gpu", ["gpu", "power"]),
         ("timing_error_ratio", ["energy"]),
         ("joules_above_baseline", ["energy", "baseline"]),
+        ("computation_seconds", ["iterations", "profile"]),
+        ("device_step_seconds", ["gpu", "steps on CUDA"]),
         ("co2_kg", ["energy", "carbon intensity"]),
         ("electricity_cost", ["energy", "price"]),
         ("gpu_cost", ["gpu", "rent"]),
@@ -64,6 +66,12 @@ def test_every_metric_needs_something_and_every_need_is_some_metrics():
     assert {need for needs in needed.values() for need in needs} == set(NEEDS)
 
 
+PROFILED = {
+    "exposed_communication_ratio", "exposed_seconds", "computation_seconds", "communication_seconds",
+    "profiling_seconds",
+}  # fmt: skip
+
+
 def test_the_simulated_device_measures_all_but_what_the_settings_and_a_real_chip_would_tell(cli):
     code, survey = found(cli, "--device", "simulated")
 
@@ -72,7 +80,7 @@ def test_the_simulated_device_measures_all_but_what_the_settings_and_a_real_chip
     assert {name for name in METRICS if not metrics[name]["measured"]} == {
         "mfu_ratio", "hfu_ratio", "joules_above_baseline", "co2_kg", "electricity_cost",
         "gpu_cost", "throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "tensor_activity_ratio",
-        "dram_activity_ratio",
+        "dram_activity_ratio", *PROFILED,
     }  # fmt: skip
     assert metrics["aec_watts"]["by"] == ["simulated: energy counter (gpu)", "your loop: iterations"]
     assert metrics["power_limit_ratio"]["by"][1] == "simulated: limit of 650 W"
@@ -89,6 +97,7 @@ SETTINGS = {
     "co2_kg": ("CARBON_INTENSITY", "380"),
     "electricity_cost": ("PRICE_PER_KWH", "0.21"),
     "gpu_cost": ("PRICE_PER_GPU_HOUR", "2.5"),
+    "computation_seconds": ("PROFILE_EVERY", "200"),
 }
 
 
@@ -158,7 +167,7 @@ def test_a_hopper_has_its_peak_in_the_hardware_table_and_its_activity_from_gpm(c
     for name in ("throttled_ratio", "hottest_c", "sm_clock_mhz", "sm_activity_ratio", "dram_activity_ratio"):
         assert metrics[name]["measured"]
     assert {name for name in METRICS if not metrics[name]["measured"]} == {
-        "joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost",
+        "joules_above_baseline", "co2_kg", "electricity_cost", "gpu_cost", *PROFILED,
     }  # fmt: skip
 
 

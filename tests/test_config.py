@@ -30,6 +30,7 @@ GOOD = {
     "PRICE_PER_KWH": ("0.25", 0.25),
     "PRICE_PER_GPU_HOUR": ("2.5", 2.5),
     "ENDPOINT": ("127.0.0.1:4000", "tcp://127.0.0.1:4000"),
+    "PROFILE_EVERY": ("200", 200),
 }
 BAD = {
     "COLLECTION_INTERVAL": ["0", "-1", "0.009", "3601", "nan", "inf", "fast"],
@@ -52,6 +53,7 @@ BAD = {
     "PRICE_PER_KWH": ["-0.1"],
     "PRICE_PER_GPU_HOUR": ["free"],
     "ENDPOINT": ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "udp://127.0.0.1:1", "host:port", "a b:1"],
+    "PROFILE_EVERY": ["-1", "0.5", "often"],
 }
 ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS"}
 

@@ -1,0 +1,163 @@
+"""What ran when, to how much of an iteration was computation and how much communication that nothing hid: pure.
+
+Standard library alone, for the training process computes it, once in many iterations.  All times are whole
+nanoseconds, so that what adds up does so exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+Interval = tuple[int, int]
+
+#: What communication is told apart by: whose group it is where the profiler says so, else which operation.
+KINDS = (
+    "dp", "tp", "pp", "cp", "ep",
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "other",
+)  # fmt: skip
+
+#: Parts of names of groups, the first that fits: Megatron's descriptions, and device meshes' dimensions.
+_GROUPS = (
+    ("expert_data", "dp"), ("expert_tensor", "tp"), ("tensor_model", "tp"), ("pipeline", "pp"), ("context", "cp"),
+    ("embedding", "pp"), ("expert", "ep"), ("data_parallel", "dp"), ("mesh_dp", "dp"), ("mesh_tp", "tp"),
+    ("mesh_pp", "pp"), ("mesh_cp", "cp"), ("mesh_ep", "ep"),
+)  # fmt: skip
+
+#: Parts of names of operations, without underscores: NCCL writes ``AllReduce``, gloo ``all_reduce``.
+_OPERATIONS = (
+    ("allreduce", "all_reduce"), ("reducescatter", "reduce_scatter"), ("allgather", "all_gather"),
+    ("alltoall", "all_to_all"), ("sendrecv", "send_recv"), ("send", "send_recv"), ("recv", "send_recv"),
+    ("broadcast", "broadcast"),
+)  # fmt: skip
+
+#: Parts of names of kernels that move data between devices; of NCCL, RCCL, NVSHMEM, DeepEP, Transformer Engine,
+#: PyTorch's symmetric memory, and the all-reduce of inference engines.  What computes and communicates in one
+#: kernel counts as what its name says.
+_DEVICE_COMMUNICATION = (
+    "nccl", "rccl", "nvshmem", "deep_ep", "userbuffers", "multimem_", "shot_all_reduce", "cross_device_reduce",
+)  # fmt: skip
+
+_BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:")
+
+#: Operators of a host under which it may wait, or which only call others: the work is in what they call.
+_NOT_COMPUTING = ("autograd::", "torch::", "torch.", "c10d", "_c10d", "record_param_comms", "symm_mem::")
+
+
+class Split(NamedTuple):
+    """One iteration: ``duration_ns == exposed_ns + computing_ns + idle_ns``, and exposed is part of communication."""
+
+    duration_ns: int
+    communication_ns: int  # some communication ran
+    exposed_ns: int  # ... and no computation did
+    computing_ns: int  # some computation ran
+    idle_ns: int  # neither
+    kinds: dict[str, tuple[int, int]]  # communication and exposed, of each kind alone: kinds may overlap
+
+
+def split(
+    start_ns: int, end_ns: int, computing: Iterable[Interval], communicating: Iterable[tuple[str, int, int]]
+) -> Split:
+    """Return the split of the iteration ``[start_ns, end_ns]``; what lies outside of it does not count.
+
+    Args:
+        start_ns: where it begins, in the time of the intervals.
+        end_ns: where it ends.
+        computing: when computation ran, in any order, on however many streams.
+        communicating: kinds of `KINDS`, and when communication of it ran.
+
+    >>> split(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
+    Split(duration_ns=100, communication_ns=30, exposed_ns=20, computing_ns=60, idle_ns=20, kinds={'dp': (30, 20)})
+    """
+    computed = union(clipped(computing, start_ns, end_ns))
+    by_kind: dict[str, list[Interval]] = {}
+    for kind, begin, end in communicating:
+        by_kind.setdefault(kind, []).append((begin, end))
+    merged = {kind: union(clipped(one, start_ns, end_ns)) for kind, one in by_kind.items()}
+    communicated = union(interval for one in merged.values() for interval in one)
+    communication_ns, computing_ns = length(communicated), length(computed)
+    exposed_ns = communication_ns - overlap(communicated, computed)
+    duration_ns = max(end_ns - start_ns, 0)
+    return Split(
+        duration_ns=duration_ns,
+        communication_ns=communication_ns,
+        exposed_ns=exposed_ns,
+        computing_ns=computing_ns,
+        idle_ns=duration_ns - computing_ns - exposed_ns,
+        kinds={
+            kind: (length(merged[kind]), length(merged[kind]) - overlap(merged[kind], computed))
+            for kind in KINDS
+            if merged.get(kind)
+        },
+    )
+
+
+def clipped(intervals: Iterable[Interval], start_ns: int, end_ns: int) -> Iterable[Interval]:
+    """Yield the parts of intervals that lie inside of a stretch."""
+    for begin, end in intervals:
+        begin, end = max(begin, start_ns), min(end, end_ns)
+        if begin < end:
+            yield begin, end
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same stretches in order, and none twice.
+
+    >>> union([(5, 7), (0, 3), (2, 4)])
+    [(0, 4), (5, 7)]
+    """
+    merged: list[Interval] = []
+    begin = end = 0
+    for one_begin, one_end in sorted(intervals):
+        if merged and one_begin <= end:
+            if one_end > end:
+                end = one_end
+                merged[-1] = (begin, end)
+        else:
+            begin, end = one_begin, one_end
+            merged.append((begin, end))
+    return merged
+
+
+def length(merged: Sequence[Interval]) -> int:
+    """Return how long stretches are that do not overlap."""
+    return sum(end - begin for begin, end in merged)
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
+    """Return how long two unions run at once."""
+    total_ns, i, j = 0, 0, 0
+    while i < len(first) and j < len(second):
+        total_ns += max(min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]), 0)
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total_ns
+
+
+def device_kind(name: str) -> str:
+    """Return what the record of a device is: one of `KINDS`, or "" for computation, copies included."""
+    lowered = name.lower()
+    return _operation(lowered) if any(part in lowered for part in _DEVICE_COMMUNICATION) else ""
+
+
+def host_kind(name: str) -> str | None:
+    """Return what the record of a host is: one of `KINDS`, "" for computation, ``None`` for what is neither.
+
+    Neither are Python's functions, annotations, and the operators that only call others: some of them wait.
+    """
+    if name.startswith(_BACKENDS):
+        return _operation(name.lower())
+    return "" if "::" in name and not name.startswith(_NOT_COMPUTING) else None
+
+
+def group_kind(description: str) -> str | None:
+    """Return the kind of a group by what its maker called it, ``None`` where that does not tell."""
+    lowered = description.lower()
+    return next((kind for part, kind in _GROUPS if part in lowered), None)
+
+
+def _operation(lowered: str) -> str:
+    plain = lowered.replace("_", "")
+    return next((kind for part, kind in _OPERATIONS if part in plain), "other")

@@ -1,0 +1,107 @@
+"""effllm/timeline.py: intervals by hand; exposed communication is what no computation runs beside."""
+
+import random
+
+import pytest
+
+from effllm.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
+
+
+def test_communication_beside_computation_is_not_exposed():
+    # compute 0-60, communication 50-80: 30 of it, of which 60-80 has nothing beside it; 80-100 is idle.
+    assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
+
+
+def test_computation_on_two_streams_counts_once():
+    # 0-40 and 20-50 are 50 together; communication 10-45 is hidden by them.
+    assert split(0, 50, [(20, 50), (0, 40)], [("tp", 10, 45)]) == Split(50, 35, 0, 50, 0, {"tp": (35, 0)})
+
+
+def test_groups_that_overlap_are_each_told_whole_and_count_once_in_all():
+    # dp 10-30, tp 20-40: 10-40 is communication, 30; computation 0-15 hides 5 of dp's 20.
+    found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
+
+    assert (found.communication_ns, found.exposed_ns) == (30, 25)
+    assert found.kinds == {"dp": (20, 15), "tp": (20, 20)}
+
+
+def test_what_lies_outside_of_the_iteration_does_not_count():
+    # Of 0-30 and 90-130 only 20-30 and 90-100 lie in 20-100; the copy at 5-15 lies before.
+    assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
+
+
+def test_an_iteration_without_a_record_is_idle():
+    assert split(5, 25, [], []) == Split(20, 0, 0, 0, 20, {})
+
+
+def test_records_of_no_length_and_backwards_change_nothing():
+    assert split(0, 10, [(3, 3), (7, 5)], [("pp", 4, 4)]) == Split(10, 0, 0, 0, 10, {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_parts_are_the_whole_whatever_the_intervals(seed):
+    draw = random.Random(seed)
+
+    def intervals(count):
+        return [(begin, begin + draw.randint(0, 40)) for begin in (draw.randint(-30, 220) for _ in range(count))]
+
+    computing = intervals(draw.randint(0, 30))
+    communicating = [(draw.choice(KINDS), begin, end) for begin, end in intervals(draw.randint(0, 30))]
+    found = split(0, 200, computing, communicating)
+
+    # The same by counting each nanosecond.
+    busy = {moment for begin, end in computing for moment in range(max(begin, 0), min(end, 200))}
+    moving = {moment for _, begin, end in communicating for moment in range(max(begin, 0), min(end, 200))}
+    assert found[:5] == (200, len(moving), len(moving - busy), len(busy), 200 - len(moving | busy))
+    assert found.exposed_ns + found.computing_ns + found.idle_ns == found.duration_ns
+    assert all(exposed <= total <= found.communication_ns for total, exposed in found.kinds.values())
+
+
+def test_touching_stretches_are_one():
+    assert union([(10, 20), (0, 10), (4, 6)]) == [(0, 20)]
+    assert overlap([(0, 10), (20, 30)], [(5, 25), (29, 40)]) == 5 + 5 + 1
+
+
+def test_kernels_are_told_by_their_names():
+    assert device_kind("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)") == "all_reduce"
+    assert device_kind("ncclKernel_ReduceScatter_RING_LL_Sum_bf16") == "reduce_scatter"
+    assert device_kind("ncclDevKernel_AllGather_RING_LL") == "all_gather"
+    assert device_kind("ncclDevKernel_SendRecv") == "send_recv"
+    assert device_kind("ncclDevKernel_Generic") == "other"
+    assert device_kind("void deep_ep::intranode::dispatch<8, 768>") == "other"
+    assert device_kind("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64") == ""
+    assert device_kind("Memcpy HtoD (Pinned -> Device)") == ""
+
+
+def test_records_of_a_host_are_told_by_their_names():
+    assert host_kind("gloo:all_reduce") == "all_reduce"
+    assert host_kind("gloo:_reduce_scatter_base") == "reduce_scatter"
+    assert host_kind("aten::addmm") == ""
+    assert host_kind("mkldnn::_linear_pointwise") == ""
+    for name in (
+        "c10d::allreduce_",
+        "_c10d_functional::wait_tensor",
+        "DistributedDataParallel.forward",
+        "autograd::engine::evaluate_function: AddmmBackward0",
+        "torch::autograd::AccumulateGrad",
+        "_ReduceFromModelParallelRegionBackward",
+        "Optimizer.step#AdamW.step",
+    ):
+        assert host_kind(name) is None, name
+
+
+def test_groups_are_told_by_what_their_makers_call_them():
+    told = {
+        "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+        "DATA_PARALLEL_GROUP_WITH_CP": "dp",
+        "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+        "CONTEXT_PARALLEL_GROUP": "cp",
+        "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+        "EXPERT_DATA_PARALLEL_GROUP": "dp",
+        "mesh_dp_shard": "dp",
+        "mesh_tp": "tp",
+        "default_pg": None,
+    }
+
+    assert {name: group_kind(name) for name in told} == told
+    assert set(told.values()) - {None} <= set(KINDS)

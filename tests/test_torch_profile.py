@@ -1,0 +1,246 @@
+"""effllm/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
+
+import types
+
+import jobs
+import pytest
+
+from effllm import timeline
+from effllm.torch_profile import TorchProfile, device_split
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+pytestmark = jobs.needs_torch
+
+CPU = [torch.profiler.ProfilerActivity.CPU]
+
+
+@pytest.fixture
+def warned():
+    return []
+
+
+@pytest.fixture
+def profile(warned):
+    profile = TorchProfile(2, warned.append)
+    yield profile
+    profile.close()
+
+
+def work():
+    return torch.randn(64, 64) @ torch.randn(64, 64)
+
+
+def names(profiler):
+    return {event.name() for event in profiler.profiler.kineto_results.events()}
+
+
+def test_every_second_iteration_is_profiled_and_its_parts_add_up(profile, warned):
+    found = []
+    for number in range(1, 6):
+        profile.start(number)
+        work()
+        found.append(profile.end())
+
+    assert [one is not None for one in found] == [False, True, False, True, False]
+    assert warned == []
+    for one in (found[1], found[3]):
+        split = one.split
+        assert split.computing_ns > 0 and split.communication_ns == split.exposed_ns == 0
+        assert split.computing_ns + split.idle_ns == split.duration_ns
+        assert one.cost_ns > 0
+
+
+def test_a_profiler_that_runs_already_is_left_alone(profile, warned):
+    profile.start(1), profile.end()
+    with torch.profiler.profile(activities=CPU) as theirs:
+        for number in range(2, 6):
+            profile.start(number)
+            work()
+            assert profile.end() is None
+
+    assert "aten::mm" in names(theirs)
+    profile.start(6)
+    work()
+    assert profile.end() is not None, "afterwards there is room again"
+    assert warned == []
+
+
+def test_a_profiler_that_ran_before_it_was_looked_for_is_left_alone(profile):
+    with torch.profiler.profile(activities=CPU) as theirs:
+        profile.start(2)
+        work()
+        assert profile.end() is None
+
+    assert "aten::mm" in names(theirs)
+
+
+def test_a_profiler_that_begins_inside_of_the_iteration_takes_over(profile, warned):
+    profile.start(2)
+    theirs = torch.profiler.profile(activities=CPU)
+    theirs.start()
+    work()
+    assert profile.end() is None
+    work()
+    theirs.stop()
+
+    assert "aten::mm" in names(theirs)
+    assert warned == []
+
+
+def test_a_profiler_that_is_warming_up_is_left_alone(profile):
+    schedule = torch.profiler.schedule(wait=1, warmup=2, active=2, repeat=1)
+    records = []
+    with torch.profiler.profile(
+        activities=CPU, schedule=schedule, on_trace_ready=lambda done: records.append(names(done))
+    ) as theirs:
+        given = []
+        for number in range(1, 9):
+            profile.start(number)
+            work()
+            given.append(profile.end() is not None)
+            theirs.step()
+
+    assert len(records) == 1 and "aten::mm" in records[0]
+    # Theirs: 1 wait, 2 and 3 warm-up, 4 and 5 active, over from 6 on.
+    assert given == [False, False, False, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("holder", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH"])
+def test_where_another_tool_holds_cupti_nothing_is_profiled_and_that_is_said_once(monkeypatch, warned, holder):
+    monkeypatch.setenv(holder, "1")
+    profile = TorchProfile(1, warned.append)
+    for number in (1, 2):
+        profile.start(number)
+        work()
+        assert profile.end() is None
+    profile.close()
+
+    (line,) = warned
+    assert holder in line
+
+
+def test_torch_is_as_it_was_when_the_metrics_end(warned):
+    module = torch.autograd.profiler
+    before = module._prepare_profiler, module._enable_profiler, module._disable_profiler
+    profile = TorchProfile(1, warned.append)
+    profile.start(1)  # and never ends
+    assert module._enable_profiler is not before[1]
+
+    profile.close()
+
+    assert (module._prepare_profiler, module._enable_profiler, module._disable_profiler) == before
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_an_iteration_that_never_ended_gives_nothing_and_the_next_is_its_own(profile):
+    profile.start(2)
+    profile.start(3)
+    assert profile.end() is None
+    profile.start(4)
+    work()
+    assert profile.end() is not None
+
+
+def stand_in(failing="", **more):
+    """Return a module like torch whose profiler fails in one of its calls."""
+
+    class Profiler:
+        def __init__(self, activities):
+            if failing == "make":
+                raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+            self.profiler = types.SimpleNamespace(kineto_results=types.SimpleNamespace(events=list))
+
+        def start(self):
+            if failing == "start":
+                raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+
+        def stop(self):
+            if failing == "stop":
+                raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+
+    functions = {f"_{verb}_profiler": lambda: None for verb in ("prepare", "enable", "disable")}
+    return types.SimpleNamespace(
+        profiler=types.SimpleNamespace(
+            profile=Profiler, ProfilerActivity=types.SimpleNamespace(CUDA="CUDA", CPU="CPU")
+        ),
+        autograd=types.SimpleNamespace(profiler=types.SimpleNamespace(**functions)),
+        cuda=types.SimpleNamespace(is_initialized=lambda: True),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("failing", ["make", "start", "stop"])
+def test_a_profiler_that_fails_is_given_up_with_one_line(warned, failing):
+    profile = TorchProfile(1, warned.append, stand_in(failing))
+    for number in range(1, 5):
+        profile.start(number)
+        assert profile.end() is None
+
+    (line,) = warned
+    assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" in line
+
+
+def test_a_profiler_that_sees_no_kernel_is_given_up(warned):
+    profile = TorchProfile(1, warned.append, stand_in())
+    for number in range(1, 5):
+        profile.start(number)
+        assert profile.end() is None
+
+    (line,) = warned
+    assert "no kernel" in line
+
+
+def test_a_torch_that_is_not_understood_costs_one_line(warned):
+    old = stand_in()
+    del old.autograd.profiler._enable_profiler
+    profile = TorchProfile(1, warned.append, old)
+    profile.start(1), profile.start(2)
+
+    assert profile.end() is None
+    assert len(warned) == 1
+
+
+class Record:
+    """What Kineto tells of one activity."""
+
+    def __init__(self, name, start_ns, end_ns, device="DeviceType.CUDA", activity="kernel", metadata=""):
+        self._told = name, start_ns, end_ns - start_ns, device, activity, metadata
+
+    def name(self):
+        return self._told[0]
+
+    def start_ns(self):
+        return self._told[1]
+
+    def duration_ns(self):
+        return self._told[2]
+
+    def device_type(self):
+        return self._told[3]
+
+    def activity_type(self):
+        return self._told[4]
+
+    def metadata_json(self):
+        return self._told[5]
+
+
+def test_the_iteration_of_a_device_is_from_its_first_record_to_its_last():
+    nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
+    group = '"Process Group Name": "3", "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"'
+    found = device_split([
+        Record("cudaLaunchKernel", 0, 900, "DeviceType.CPU", "cuda_runtime"),
+        Record("nccl:all_reduce", 0, 900, activity="gpu_user_annotation"),
+        Record("gemm", 100, 160),
+        Record("gemm", 150, 180),  # on another stream
+        Record(nccl, 170, 230),
+        Record(nccl, 250, 260, metadata=group),
+        Record("Memcpy DtoH", 290, 300, activity="gpu_memcpy"),
+    ])  # fmt: skip
+
+    # 100-300; computation 100-180 and 290-300: 90; communication 60 and 10, of which 170-180 is hidden.
+    assert found == timeline.Split(200, 70, 60, 90, 50, {"tp": (10, 10), "all_reduce": (60, 50)})
+
+
+def test_where_no_device_recorded_anything_there_is_no_split():
+    assert device_split([Record("cudaLaunchKernel", 0, 9, "DeviceType.CPU", "cuda_runtime")]) is None
