@@ -62,8 +62,9 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
         batch.tokens = batch.tokens + _sum(labels["labels"] != _IGNORED)
     batch.tokens_loss = _tokens_loss(tensors, labels)
     batch.samples = _samples(tensors, inputs, names)
-    if batch.source != PACKED and _IDS in tensors and tensors[_IDS].dim() > 1:
-        batch.width = int(tensors[_IDS].shape[-1])
+    rows = [_IDS] if _IDS in tensors else [name for name in names if name.startswith(("prompt_", "completion_"))]
+    if batch.source != PACKED and rows and all(tensors[name].dim() > 1 for name in rows) and not is_pair:
+        batch.width = sum(int(tensors[name].shape[-1]) for name in rows)
     return batch
 
 

@@ -341,7 +341,8 @@ def _micro_batch(call: Call) -> Any:
         return None
     training.depth += 1
     if training.depth == 1:
-        training.see(call.get("inputs"))
+        # TRL's take *args, and all are called with (self, model, inputs, ...).
+        training.see(call.get("inputs", call.args[2] if len(call.args) > 2 else None))
     return training
 
 

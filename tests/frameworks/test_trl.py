@@ -1,0 +1,186 @@
+"""TRL's trainers, which stand on the Trainer: what is theirs alone."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("trl", reason="needs TRL")
+pytest.importorskip("peft", reason="needs peft")
+pytest.importorskip("datasets", reason="needs datasets")
+
+
+def counts(job):
+    """Return what all ranks counted: tokens, all positions, positions with a label."""
+    rows = job.ledger.ranks
+    return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
+
+
+USUAL = """max_steps=4, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", bf16=False,
+    disable_tqdm=True, seed=1, output_dir="out" """
+
+BEGIN = """
+import trl
+import os, tiny
+from datasets import Dataset
+
+words = tiny.tokenizer()
+def model():
+    # It is in a folder too, from which the reference model is loaded.
+    made = tiny.llama(vocab_size=len(words), pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    folder = "model" + os.environ.get("RANK", "0")
+    made.save_pretrained(folder)
+    made.config._name_or_path = folder
+    return made
+"""
+
+SFT = (
+    BEGIN
+    + """
+rows = Dataset.from_dict({{"input_ids": [[5] * (5 if i % 2 else 8) for i in range(32)]}})
+arguments = trl.SFTConfig(per_device_train_batch_size=2, {usual}{more})
+trainer = trl.SFTTrainer(model=model(), args=arguments, train_dataset=rows, processing_class=words{given})
+trainer._get_train_sampler = lambda *_: range(len(trainer.train_dataset))
+trainer.train()
+tiny.losses(trainer)
+"""
+)
+
+GRPO = (
+    BEGIN
+    + """
+import time
+rows = Dataset.from_dict({{"prompt": ["one two", "three four five"] * 8}})
+arguments = trl.GRPOConfig(per_device_train_batch_size=4, num_generations=4, max_completion_length=8, {usual}{more})
+def reward(completions, **_):
+    return [float(one.count("a")) for one in completions]
+trainer = trl.GRPOTrainer(model=model(), reward_funcs=reward, args=arguments, train_dataset=rows,
+                          processing_class=words)
+{before}
+trainer.train()
+tiny.losses(trainer)
+"""
+)
+
+DPO = (
+    BEGIN
+    + """
+rows = Dataset.from_dict({{"prompt": ["ab"] * 16, "chosen": ["cde"] * 16, "rejected": ["f"] * 16}})
+arguments = trl.DPOConfig(per_device_train_batch_size=2, {usual})
+trainer = trl.DPOTrainer(model=model(), args=arguments, train_dataset=rows, processing_class=words)
+trainer.train()
+tiny.losses(trainer)
+"""
+)
+
+
+def sft(more="", given=""):
+    return SFT.format(usual=USUAL, more=f", {more}" if more else "", given=f", {given}" if given else "")
+
+
+def grpo(more="", before=""):
+    return GRPO.format(usual=USUAL, more=f", {more}" if more else "", before=before)
+
+
+def test_a_script_that_begins_with_trl_is_attached_by_the_environment_alone(frameworks):
+    job = frameworks.run(sft())
+
+    summary = job.ledger.summary
+    assert (summary.status, summary.iterations, summary.samples) == ("completed", 4, 8)
+    # 4 steps of a row of 8 and one of 5, padded to 8; TRL labels every token of a row
+    assert counts(job) == (4 * 13, 4 * 16, 4 * 13)
+    assert job.ledger.facts["trainer"] == "SFTTrainer"
+    assert not job.our_errors
+
+
+def test_packed_sequences_have_no_padding(frameworks):
+    """Rows of at most 16 positions: of 8 and 5 as best they fit, laid side by side in one row of the batch."""
+    job = frameworks.run(sft("packing=True, max_length=16"))
+
+    tokens, processed, _ = counts(job)
+    assert tokens == processed > 0
+    assert job.ledger.facts["token_source"] == "packed, without padding"
+    # 8 rows were trained, of two sequences of 8, or of three of 5
+    assert 16 <= job.ledger.summary.samples <= 24
+
+
+@pytest.mark.parametrize("code", [sft(), DPO.format(usual=USUAL), grpo()], ids=["SFT", "DPO", "GRPO"])
+def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, code):
+    without = frameworks.run(code, attach="0", metrics_enabled="false").told()["losses"]
+    with_it = frameworks.run(code).told()["losses"]
+
+    assert len(without) == 4
+    assert with_it == without
+
+
+def test_of_a_pair_both_answers_are_read_with_their_prompt(frameworks):
+    job = frameworks.run(DPO.format(usual=USUAL))
+
+    # 4 steps of 2 pairs: "ab" with "cde" and with "f", each with its end; labels are those of the answers
+    assert job.ledger.summary.samples == 4 * 2 * 2
+    assert counts(job) == (4 * 2 * (2 + 4 + 2 + 2), 4 * 2 * 2 * 6, 4 * 2 * (4 + 2))
+
+
+def test_adapters_are_in_the_total_and_alone_are_trained(frameworks):
+    """Rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 numbers."""
+    given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
+    whole = frameworks.run(sft()).ledger.summary.parameters
+
+    total = frameworks.run(sft(given=given), run_name="total").runs()
+    trained = frameworks.run(sft(given=given), parameters="trainable", run_name="trained").runs()
+
+    assert total != trained
+    by_name = {folder.name: folder for folder in trained}
+    assert _parameters(by_name["total"]) == whole + 256
+    assert _parameters(by_name["trained"]) == 256
+
+
+def _parameters(folder):
+    import json
+
+    return json.loads((folder / "summary.json").read_text())["parameters"]
+
+
+def test_generation_makes_it_and_is_no_part_of_al(frameworks):
+    """Each generation takes 0.2 s longer than it would."""
+    slow = """
+inner = trainer.model.generate
+trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
+"""
+    job = frameworks.run(grpo(before=slow))
+
+    summary, rows = job.ledger.summary, job.ledger.ranks
+    assert (summary.iterations, summary.samples) == (4, 16)
+    assert summary.time_by_class["generation"] >= 4 * 0.2
+    assert summary.time_by_class["iterations"] < 0.8
+    generated = sum(row.generated_tokens for row in rows)
+    seconds = sum(row.generation_s for row in rows)
+    assert 0.8 <= seconds < 2.0
+    # what was generated is what has a label; TRL's own count is of prompts and completions
+    assert generated == counts(job)[2]
+    assert summary.tokens == job.told()["history"][3]["num_tokens"]
+    assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)
+
+
+def test_completions_that_are_learned_from_twice_are_read_twice_and_generated_once(frameworks):
+    job = frameworks.run(grpo("num_iterations=2"))
+
+    generated = sum(row.generated_tokens for row in job.ledger.ranks)
+    assert counts(job)[2] == 2 * generated
+    assert job.ledger.summary.tokens == 2 * job.told()["history"][2]["num_tokens"]
+
+
+def test_rloo_generates_too(frameworks):
+    code = grpo().replace("GRPO", "RLOO")
+
+    job = frameworks.run(code)
+
+    assert sum(row.generated_tokens for row in job.ledger.ranks) == counts(job)[2] > 0
+    assert job.ledger.facts["trainer"] == "RLOOTrainer"
+
+
+def test_two_processes_of_grpo_add_up(frameworks):
+    job = frameworks.run(grpo(), ranks=2)
+
+    assert job.ledger.summary.samples == 2 * 16
+    assert job.ledger.summary.tokens == job.told()["history"][3]["num_tokens"]
+    assert not job.our_errors
