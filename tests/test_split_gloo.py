@@ -1,0 +1,74 @@
+"""Computation and communication of two real ranks under torchrun, with gloo in the place of NCCL."""
+
+import jobs
+import pytest
+from pytest import approx
+
+pytestmark = [*jobs.needs_torch, pytest.mark.timeout(180)]
+
+ITERATIONS, EVERY, WORLD = 20, 5, 2
+OPTIONS = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", str(WORLD)]
+
+
+def run(folder, **settings):
+    with jobs.launching(folder) as launch:
+        arguments = ["--iterations", ITERATIONS, "--profile-every", settings.get("profile_every", 0)]
+        job = launch.torchrun(OPTIONS, "split_loop.py", *arguments, log_interval=10, sinks="runfolder", **settings)
+        return job.done(90)
+
+
+@pytest.fixture(scope="module")
+def job(clean_environment, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("profiled"), profile_every=EVERY)
+
+
+def test_all_ranks_profile_the_same_iterations(job):
+    rows = [row for row in job.ledger.ranks if row.profile]
+
+    # 5 and 10 in the first window, 15 and 20 in the second, on either rank; the last may come with the final row.
+    assert sum(row.profile.iterations for row in rows) == ITERATIONS // EVERY * WORLD
+    assert job.ledger.summary.profile.iterations == ITERATIONS // EVERY * WORLD
+    assert {row.profile.iterations for row in rows if row.window == 1} == {2}
+
+
+def test_computation_and_exposed_communication_add_up_to_al(job):
+    summary = job.ledger.summary
+    values = {tag.rpartition("/")[2]: value.value for tag, value in summary.metrics.items() if "job/" not in tag}
+
+    assert values["computation_seconds"] + values["exposed_seconds"] == approx(values["al_seconds"], rel=1e-12)
+    assert 0 < values["exposed_communication_ratio"] < 1
+    assert 0 < values["exposed_seconds"] <= values["communication_seconds"] <= values["al_seconds"]
+    assert values["profiling_seconds"] > 0
+
+
+def test_exposed_is_what_the_loop_waited_and_hidden_is_not(job):
+    profile = job.ledger.summary.profile
+    waited_s = sum(job.told(f"truth-{rank}.json")["waited_s"] for rank in range(WORLD))
+
+    assert profile.computing_s + profile.exposed_s <= profile.time_s
+    # DDP's own waiting is exposed, too, so it may be more; and what computation hides is as long and not in it.
+    assert 0.7 * waited_s < profile.exposed_s < profile.communication_s
+    assert profile.communication_s > profile.exposed_s + 0.2 * waited_s
+    assert profile.kinds == {"all_reduce": (approx(profile.communication_s), approx(profile.exposed_s))}
+
+
+def test_the_profiled_iterations_are_as_long_as_their_stamps(job):
+    profile, summary = job.ledger.summary.profile, job.ledger.summary
+    mean_s = profile.time_s / profile.iterations
+
+    assert 0.3 * summary.metrics["al_seconds"].value < mean_s < 10 * summary.metrics["al_seconds"].value
+
+
+def test_training_is_the_same_to_the_last_bit_with_it_and_without(job, tmp_path):
+    plain = run(tmp_path)
+
+    for rank in range(WORLD):
+        name = f"truth-{rank}.json"
+        assert job.told(name)["losses"] == plain.told(name)["losses"]
+    assert plain.ledger.summary.profile is None
+    assert "computation_seconds" not in str(plain.ledger.summary.metrics)
+
+
+def test_nothing_is_said_on_stderr(job):
+    assert "profiler_start" not in job.stderr
+    assert job.our_errors == []
