@@ -457,7 +457,7 @@ def initialize_efficientllm_metrics(
     elif model_parameters is not None:
         collector.set_model_parameters(model_parameters)
     collector._learn(
-        first_iteration=positive_count(first_iteration),
+        first_iteration=positive_count(first_iteration) or (None if collector.is_collecting else 0),
         total_iterations=positive_count(total_iterations) if total_iterations else None,
         flops_per_token=positive(flops_per_token),
         hardware_flops_per_token=positive(hardware_flops_per_token),

@@ -26,6 +26,7 @@ class Steps:
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
+        self._parameters: Any = None  # what this said of an earlier training, which the next may replace
 
     @property
     def is_owner(self) -> bool:
@@ -50,7 +51,7 @@ class Steps:
         if not ownership.claim(self.level, self.name):
             return False
         collector = get_metrics_collector()
-        if collector.has_parameters:
+        if collector.has_parameters and collector._facts["parameters"] is not self._parameters:
             parameters = parameter_share = None
         initialize_efficientllm_metrics(
             parameters,
@@ -62,6 +63,8 @@ class Steps:
             facts={"style": self.style, "framework": self.name, **(facts or {})},
             place=place(),
         )
+        if parameters is not None or parameter_share is not None:
+            self._parameters = collector._facts["parameters"]
         return collector.is_collecting
 
     def start(self) -> None:
@@ -91,10 +94,13 @@ class Steps:
         else:
             recorder.end(tokens_processed, samples, tokens, tokens_loss, _now=lambda: at_ns)
 
-    def end_counted(self) -> None:
-        """Stamp its end with what the loop gave to `effllm.count`, where the hook sees no data."""
+    def end_counted(self, samples: int = 0) -> None:
+        """Stamp its end with what the loop gave to `effllm.count`, where the hook sees no tokens.
+
+        ``samples`` are what the hook sees, for a loop that gives none.
+        """
         if self.is_owner:
-            get_metrics_collector().end_counted()
+            get_metrics_collector().end_counted(samples)
 
     def waited(self, spent_ns: int) -> None:
         """Count a stretch of the running step as waiting for data."""

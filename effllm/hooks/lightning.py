@@ -1,0 +1,281 @@
+"""Lightning, by either of its package names: its Trainer asks its entry points for callbacks, and gets ours.
+
+One iteration is one or more micro-batches up to the one after which ``trainer.global_step`` has grown: with
+``accumulate_grad_batches`` several, with manual optimization whatever the module does, and two optimizers that step
+in one batch are one.  A batch that grows nothing belongs to the iteration after it.  The fetch of a batch, its way to
+the device and Lightning's own work between batches are the data wait.
+
+Tokens are read from batches that name ``input_ids``; of another batch the first tensor's first dimension gives the
+samples, and tokens are not measured unless the module calls `effllm.count`.  FSDP, DeepSpeed and tensor parallelism
+are written for and were not run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from effllm import ownership
+from effllm.hooks._batch import Batch, read_batch
+from effllm.hooks._late import LateSums
+from effllm.hooks._parameters import parameters_of
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Guard, around
+from effllm.switches import is_attached, this_process
+
+_STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
+_GUARD = Guard("Lightning")
+_LOGGING = Guard("Lightning's loggers")
+_COUNTING = Guard("the parameter count of Lightning's module")
+_DEPTH = 4  # how far into a batch of somebody's own a tensor is looked for
+
+
+def callbacks() -> list[Any]:
+    """Return the callback for a Trainer of ``lightning.pytorch``; none where metrics are not attached."""
+    return _callbacks("lightning.pytorch")
+
+
+def callbacks_of_pytorch_lightning() -> list[Any]:
+    """Return the callback for a Trainer of ``pytorch_lightning``; none where metrics are not attached."""
+    return _callbacks("pytorch_lightning")
+
+
+def _callbacks(package: str) -> list[Any]:
+    # A Trainer asks, so its package is loaded, and what is raised here would end the training.
+    hooks: Any = sys.modules.get("effllm.hooks")
+    if not (is_attached(this_process()) or getattr(hooks, "_is_attached", False)):
+        return []
+    return [callback] if (callback := _GUARD(callback_of, package)) is not None else []
+
+
+def callback_of(package: str) -> Any:
+    """Return a new callback of the class that this package's Trainer wants."""
+    if package not in _classes:
+        base = import_module(package).Callback
+        _classes[package] = type("EfficientLLM", (_Callback, base), {"package": package, "__module__": __name__})
+        around(
+            import_module(package).Trainer,
+            "save_checkpoint",
+            _GUARD,
+            before=lambda _call: _STEPS.phase_start("checkpoint"),
+            after=lambda *_: _STEPS.phase_end(),
+            failed=lambda _: _STEPS.phase_end(),
+        )
+    return _classes[package]()
+
+
+_classes: dict[str, type] = {}
+
+
+class _Callback:
+    """Hears a Trainer, and passes on what it hears; nothing of it is saved in checkpoints."""
+
+    package = ""
+
+    def __init__(self) -> None:
+        self._training: Training | None = None
+
+    def __reduce__(self) -> Any:
+        return callback_of, (self.package,)  # a Trainer that spawns its ranks sends its callbacks to them
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin before the first evaluation, if there is one."""
+        self._begin(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin, where there was no evaluation before."""
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Any, module: Any) -> None:
+        if self._training is None:
+            training = Training(trainer, module)
+            if _GUARD(training.begin):
+                self._training = training
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin an iteration, or go on with it."""
+        if self._training is not None:
+            _GUARD(self._training.batch_start)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count a micro-batch, and end the iteration where an optimizer has stepped."""
+        if self._training is not None:
+            _GUARD(self._training.batch_end, outputs, batch)
+            _LOGGING(self._training.log)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin an evaluation; the one before training too."""
+        if self._training is not None:
+            _GUARD(_STEPS.phase_start, "evaluation")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """End it."""
+        if self._training is not None:
+            _GUARD(_STEPS.phase_end)
+            self._training.evaluated()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the metrics of a training that failed."""
+        self._finish("killed" if isinstance(exception, KeyboardInterrupt) else "failed")
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the metrics, after the last checkpoint."""
+        self._finish("completed")
+
+    def _finish(self, status: str) -> None:
+        training, self._training = self._training, None
+        if training is not None:
+            _GUARD(training.finish, status)
+
+
+class Training:
+    """One ``fit`` of a Trainer.
+
+    Args:
+        trainer: of either package.
+        module: its LightningModule.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer, self._module = trainer, module
+        self._idle_since_ns = 0  # the end of a micro-batch that no optimizer followed; 0 between iterations
+        self._step = 0
+        self._ended = False  # the batch before ended an iteration
+        self._loss: float | None = None
+        self._processed = 0
+        self._late = LateSums(3)  # samples, tokens, tokens with a label
+        self._source = ""
+        self._speaks = True
+
+    def begin(self) -> bool:
+        """Start the metrics of this rank."""
+        trainer = self._trainer
+        self._step = trainer.global_step
+        self._speaks = _speaks_for_its_batch(trainer)
+        parameters = _COUNTING(parameters_of, getattr(trainer, "model", None) or self._module)
+        return _STEPS.begin(
+            parameter_share=parameters.share(trainer.global_rank == 0) if parameters else None,
+            first_iteration=self._step,
+            total_iterations=_total(trainer, self._module),
+            facts={
+                "framework_version": getattr(
+                    sys.modules.get(type(trainer).__module__.split(".")[0]), "__version__", ""
+                ),
+                "strategy": type(trainer.strategy).__name__,
+                "precision": str(trainer.precision),
+                "gradient_accumulation_steps": trainer.accumulate_grad_batches,
+            },
+        )
+
+    def batch_start(self) -> None:
+        """Begin an iteration, or take the wait before its next micro-batch out of it."""
+        if self._idle_since_ns:
+            _STEPS.waited(time.monotonic_ns() - self._idle_since_ns)
+            self._idle_since_ns = 0
+        else:
+            _STEPS.start()
+
+    def evaluated(self) -> None:
+        """Let a wait for a micro-batch begin anew after an evaluation between two of them."""
+        if self._idle_since_ns:
+            self._idle_since_ns = time.monotonic_ns()
+
+    def batch_end(self, outputs: Any, batch: Any) -> None:
+        """Count a micro-batch; end the iteration where ``global_step`` has grown."""
+        step = self._trainer.global_step
+        self._ended = step != self._step
+        end_ns = time.monotonic_ns()
+        self._see(batch)
+        if not self._ended:
+            self._idle_since_ns = end_ns
+            return
+        self._step, self._idle_since_ns = step, 0
+        samples, tokens, tokens_loss = self._late.take()
+        processed, self._processed = self._processed, 0
+        if self._source:
+            _STEPS.end(processed, samples, tokens, tokens_loss, at_ns=end_ns)
+        else:  # nothing here says tokens; the module may
+            _STEPS.end_counted(samples)
+        self._loss = _number(outputs)
+
+    def log(self) -> None:
+        """Record the loss, and let the Trainer's loggers log what is measured, at their own interval."""
+        if not self._ended:
+            return
+        values = _STEPS.loss(self._step, self._loss)
+        trainer = self._trainer
+        loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
+        step = getattr(loop, "_batches_that_stepped", self._step)
+        every = trainer.log_every_n_steps
+        known = {name: value for name, value in values.items() if value == value}  # nan is what is not measured
+        if known and every and (step + 1) % every == 0 and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(known, step=step)
+
+    def finish(self, status: str) -> None:
+        """End the metrics."""
+        if status == "completed" and self._source:
+            samples, tokens, tokens_loss = self._late.take_rest()
+            _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+        _STEPS.finish(status)
+
+    def _see(self, batch: Any) -> None:
+        if not self._speaks:
+            return
+        seen = read_batch(batch)
+        if seen is None or not seen.source:
+            first = next(_tensors(batch, _DEPTH), None)
+            seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
+        if seen.source and seen.source != self._source:
+            self._source = seen.source
+            _STEPS.learn(facts={"token_source": seen.source})
+        self._processed += seen.tokens_processed
+        if not self._late.add((seen.samples, seen.tokens, seen.tokens_loss)):
+            # An accelerator that cannot be read without waiting: its positions stand for its tokens.
+            self._late.add((seen.samples if isinstance(seen.samples, int) else 1, seen.tokens_processed, 0))
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Any]:
+    if hasattr(value, "numel") and hasattr(value, "dim"):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one, depth - 1)
+    elif depth and hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), depth - 1)
+
+
+def _number(outputs: Any) -> float | None:
+    """Return the loss of a micro-batch; one on an accelerator is not read, for that would be a synchronisation."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if isinstance(loss, int | float):
+        return float(loss)
+    if loss is None or getattr(getattr(loss, "device", None), "type", "") != "cpu" or loss.numel() != 1:
+        return None
+    return float(loss)
+
+
+def _total(trainer: Any, module: Any) -> int | None:
+    """Return how many iterations there will be, where the Trainer's settings say so."""
+    if not getattr(module, "automatic_optimization", True):
+        return None
+    if trainer.max_steps and trainer.max_steps > 0:
+        return int(trainer.max_steps)
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    if not isinstance(batches, int) or not epochs or epochs < 0:
+        return None
+    return int(-(-batches // trainer.accumulate_grad_batches) * epochs)
+
+
+def _speaks_for_its_batch(trainer: Any) -> bool:
+    """Whether this rank counts its batch: tensor-parallel peers are handed the same one, and the first counts."""
+    mesh: Any = getattr(trainer.strategy, "device_mesh", None)
+    if "tensor_parallel" not in (getattr(mesh, "mesh_dim_names", None) or ()):
+        return True
+    return bool(mesh["tensor_parallel"].get_local_rank() == 0)

@@ -1,0 +1,189 @@
+"""A real Trainer of Lightning, by either package name, in scripts that do not name us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import jobs
+import pytest
+
+pytest.importorskip("lightning", reason="needs Lightning")
+pytestmark = [*jobs.needs_torch, pytest.mark.system("lightning", how="ran")]
+
+JOB = Path(__file__).parent.parent.parent / "integration" / "lightning" / "train.py"
+PARAMETERS = 64 * 16 + 16 * 64 + 64  # embedding, head, its bias
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}
+SCRIPT = """
+import logging, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+import PACKAGE as pl
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)  # 36 parameters
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(48, 8), torch.zeros(48))
+loader = torch.utils.data.DataLoader(data, batch_size=4)  # 12 batches
+quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+             enable_checkpointing=False, max_epochs=1)
+"""
+
+
+def train(launch, code, package="lightning.pytorch", **settings):
+    script = dedent(SCRIPT).replace("PACKAGE", package) + dedent(code)
+    return launch.code(script, environ=ON, **settings).done(60)
+
+
+def test_a_trainer_reports_its_steps_tokens_and_phases(launch):
+    job = launch.python(JOB, "--folder", ".", environ=ON).done(60)
+    summary = job.ledger.summary
+    # 20 steps of 4 rows of 32 positions, 24 of them no padding
+    assert (summary.iterations, summary.tokens, summary.samples) == (20, 20 * 4 * 24, 80)
+    assert (summary.parameters, summary.status) == (PARAMETERS, "completed")
+    assert summary.metrics["throughput/padding_ratio"].value == pytest.approx(0.25)
+    assert {"iterations", "evaluation", "checkpoint"} <= set(summary.time_by_class)
+    assert summary.loss is not None
+    assert job.ledger.facts["framework"] == "lightning"
+    assert job.ledger.facts["token_source"] == "attention mask"
+    assert job.ledger.told("warning") == []
+    assert job.our_errors == []
+
+
+def test_losses_are_the_same_to_the_bit(launch):
+    def losses(job):
+        return [line for line in job.stdout.splitlines() if line.startswith("loss")]
+
+    on = losses(launch.python(JOB, "--folder", ".", environ=ON).done(60))
+    off = losses(launch.python(JOB, "--folder", ".", environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "no"}).done(60))
+    assert on == off != []
+
+
+def test_two_ranks_that_lightning_launches_are_one_run(launch):
+    job = launch.python(JOB, "--folder", ".", "--devices", 2, "--accumulate", 2, environ=ON).done(60)
+    summary = job.ledger.summary
+    assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
+    assert (summary.iterations, summary.parameters) == (20, PARAMETERS)
+    assert (summary.tokens, summary.samples) == (2 * 20 * 2 * 4 * 24, 2 * 20 * 2 * 4)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_batch_that_names_no_tokens_gives_its_samples(launch, package):
+    pytest.importorskip(package.split(".")[0])
+    job = train(launch, "pl.Trainer(accumulate_grad_batches=3, **quiet).fit(Module(), loader)", package)
+    summary = job.ledger.summary
+    assert (summary.iterations, summary.samples, summary.parameters) == (4, 48, 36)
+    assert not summary.tokens
+
+
+def test_a_module_may_say_its_tokens_itself(launch):
+    job = train(
+        launch,
+        """
+        import effllm
+        class Counting(Module):
+            def training_step(self, batch, batch_idx):
+                effllm.count(tokens=batch[0].numel())
+                return super().training_step(batch, batch_idx)
+        pl.Trainer(**quiet).fit(Counting(), loader)
+        """,
+    )
+    assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (12 * 4 * 8, 48)
+
+
+def test_two_optimizers_of_manual_optimization_are_one_iteration(launch):
+    job = train(
+        launch,
+        """
+        class Gan(Module):
+            def __init__(self):
+                super().__init__()
+                self.automatic_optimization = False
+                self.other = torch.nn.Linear(8, 4)
+            def training_step(self, batch, batch_idx):
+                for optimizer, layer in zip(self.optimizers(), (self.layer, self.other)):
+                    optimizer.zero_grad()
+                    self.manual_backward(layer(batch[0]).mean())
+                    optimizer.step()
+            def configure_optimizers(self):
+                return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+        pl.Trainer(**quiet).fit(Gan(), loader)
+        """,
+    )
+    assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (12, 72)
+
+
+def test_a_training_that_fails_is_a_failed_run_and_the_next_one_its_own(launch):
+    job = train(
+        launch,
+        """
+        class Failing(Module):
+            def training_step(self, batch, batch_idx):
+                if batch_idx == 6:
+                    raise RuntimeError("as ordered")
+                return super().training_step(batch, batch_idx)
+        try:
+            pl.Trainer(**quiet).fit(Failing(), loader)
+        except RuntimeError:
+            pass
+        class Wider(Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 5)
+        pl.Trainer(**quiet).fit(Wider(), loader)
+        """,
+    )
+    first, second = sorted((jobs.Ledger(folder) for folder in job.runs()), key=lambda one: one.summary.iterations)
+    assert (first.summary.status, first.summary.iterations, first.summary.parameters) == ("failed", 6, 36)
+    assert (second.summary.status, second.summary.iterations, second.summary.parameters) == ("completed", 12, 45)
+
+
+def test_its_loggers_log_what_is_measured(launch):
+    job = train(
+        launch,
+        """
+        import time
+        class Slow(Module):
+            def training_step(self, batch, batch_idx):
+                time.sleep(0.05)
+                return super().training_step(batch, batch_idx)
+        from lightning.pytorch.loggers import CSVLogger
+        quiet |= {"logger": CSVLogger("logs"), "max_epochs": 3}
+        pl.Trainer(log_every_n_steps=2, **quiet).fit(Slow(), loader)
+        """,
+        log_interval=2,
+    )
+    (metrics,) = job.folder.glob("logs/**/metrics.csv")
+    assert "efficientllm/al_seconds" in metrics.read_text().splitlines()[0]
+
+
+def test_trainings_that_are_spawned_get_their_callback(launch, tmp_path):
+    # strategy="ddp_spawn" pickles the Trainer, callbacks included.
+    script = tmp_path / "spawned.py"
+    body = "pl.Trainer(strategy='ddp_spawn', devices=2, **quiet).fit(Module(), loader)"
+    script.write_text(
+        dedent(SCRIPT).replace("PACKAGE", "lightning.pytorch") + f"if __name__ == '__main__':\n    {body}\n"
+    )
+    summary = launch.python(script, environ=ON).done(60).ledger.summary
+    assert (summary.coverage.ranks_reporting, summary.iterations, summary.samples) == (2, 6, 48)
+
+
+def test_without_the_environment_no_callback_is_made(launch):
+    job = launch.code(
+        dedent(SCRIPT).replace("PACKAGE", "lightning.pytorch")
+        + "print([type(one).__name__ for one in pl.Trainer(**quiet).callbacks])\n"
+        + "print('effllm.hooks._steps' in sys.modules)"
+    ).done()
+    assert "EfficientLLM" not in job.stdout
+
+
+def test_the_entry_points_import_nothing_where_metrics_are_off(launch):
+    job = launch.code(
+        "import sys\nfrom effllm.hooks.lightning import callbacks\nprint(callbacks(), 'lightning' in sys.modules)"
+    ).done()
+    assert job.stdout == "[] False\n"
