@@ -6,7 +6,12 @@ agents start with the first step of a training loop.  An exception here would br
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from typing import Any
+
+#: Where people may ask for us by name (``report_to: efficientllm``) though nothing was sourced.
+_ASKED_IN = "transformers.integrations.integration_utils"
 
 
 def autoload(asked: bool = False) -> None:
@@ -23,17 +28,42 @@ def autoload(asked: bool = False) -> None:
 
             attach_all()
         elif is_enabled(this_process()):
-            from effllm.hooks import attach_names
-
-            attach_names()
+            _wait_for_our_name()
     except Exception as error:  # noqa: BLE001 - torch must be importable whatever is wrong with us
         _say(error)
 
 
-def _say(error: Any) -> None:
-    try:
-        import sys
+def _wait_for_our_name() -> None:
+    """Let a framework know our name when it is imported; all that this costs until then is one finder of imports."""
+    if _ASKED_IN in sys.modules:
+        from effllm.hooks import attach_names
 
+        attach_names()
+    elif not any(isinstance(finder, _Doorbell) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Doorbell())
+
+
+class _Doorbell:
+    """Finds nothing, but once: the module in which we may be asked for, after our hooks have been told of it."""
+
+    def __init__(self) -> None:
+        self._has_rung = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _ASKED_IN or self._has_rung:
+            return None
+        self._has_rung = True  # it stays where it is: taking it out of a list that is walked would skip another
+        try:
+            from effllm.hooks import attach_names
+            from effllm.hooks._imports import FINDER
+
+            attach_names()
+            return FINDER.find_spec(name, path, target)
+        except Exception as error:  # noqa: BLE001 - transformers must be importable whatever is wrong with us
+            _say(error)
+            return None
+
+
+def _say(error: Any) -> None:
+    with suppress(Exception):  # nothing is left to say it to
         print(f"[EfficientLLM] no metrics, training goes on: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-    except Exception:  # noqa: BLE001, S110 - nothing is left to say it to
-        pass

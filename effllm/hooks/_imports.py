@@ -27,8 +27,8 @@ def when_imported(name: str, hook: Hook) -> None:
     _waiting.setdefault(name, []).append(hook)
     if module is not None and spec is not None:
         _watch(spec)
-    elif _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
+    elif FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)
 
 
 def _loaded(name: str) -> None:
@@ -55,7 +55,7 @@ class _Finder:
         return None
 
 
-_FINDER: Any = _Finder()
+FINDER: Any = _Finder()
 
 
 def _run_after(spec: ModuleSpec) -> None:
