@@ -139,6 +139,10 @@ class EnergyLedger:
                     self.clock.stood(previous.time_ns, point.time_ns)
             previous = point
 
+    def allow_gap(self, longest_gap_s: float) -> None:
+        """Let readings of power lie further apart before there is a hole between them."""
+        self._longest_gap_ns = max(self._longest_gap_ns, round(longest_gap_s / NS))
+
     # --- readings in ---
 
     def add(self, sample: Sample) -> None:

@@ -117,6 +117,13 @@ class Sampler:
         """Whether it is not known yet if there is such a device."""
         return self.device is None and not self.unavailable
 
+    @property
+    def slowed_s(self) -> float | None:
+        """Seconds between samples where that is more than the interval, for calls are slow; else ``None``."""
+        if self._call_s <= SLOW_CALL_S or self._is_node_sensor:
+            return None
+        return min(max(self._interval_s, self._call_s / MOST_PLAINLY / 10), LONGEST_INTERVAL_S)
+
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; ``False`` where the device did not answer in time and its thread is left behind."""
         self._stopped = True
@@ -148,7 +155,7 @@ class Sampler:
             if not self._stopped and (is_time or self._due):
                 self._answer(reader, now_ns, is_time)
             while next_ns <= now_ns:
-                turn_s += self._pace_s()
+                turn_s += self.slowed_s or self._interval_s
                 # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
                 next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - nobody gains by guessing it
                 now_ns = time.monotonic_ns()  # a slow read leaves ticks out, it does not pile them up
@@ -201,12 +208,6 @@ class Sampler:
         if (failures or self._failing) and not energy_only:  # of what was not asked nothing is known
             self._tell(reader.device.key, failures)
         return sample
-
-    def _pace_s(self) -> float:
-        """Return the interval, longer where calls are slow."""
-        if self._call_s > SLOW_CALL_S and not self._is_node_sensor:
-            return min(max(self._interval_s, self._call_s / MOST_PLAINLY / 10), LONGEST_INTERVAL_S)
-        return self._interval_s
 
     def _sleep_until(self, next_ns: int) -> int:
         """Sleep until then, or until an asked moment, or until something is asked; return the moment it is."""

@@ -35,6 +35,8 @@ class Track:
     def take(self) -> bool:
         """Take the samples that have come; say whether something about the device is new."""
         is_new = False
+        if self.series is not None and self.sampler.slowed_s is not None:
+            self.series.allow_gap(LONGEST_GAP_INTERVALS * self.sampler.slowed_s)
         for item in self.sampler.take():
             if self.series is None and self.sampler.device is not None:
                 self.series = Series(self.sampler.device, self._longest_gap_s)

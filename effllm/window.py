@@ -62,6 +62,11 @@ class Series:
         """Time of the oldest sample that is kept, 0 before the first."""
         return self._samples[0].time_ns if self._samples else 0
 
+    def allow_gap(self, longest_gap_s: float) -> None:
+        """Let samples lie further apart: the device is read more seldom than it was meant to be."""
+        self._longest_gap_ns = max(self._longest_gap_ns, int(longest_gap_s / NS))
+        self._energy.allow_gap(longest_gap_s)
+
     def add(self, sample: Sample) -> None:
         """Append a sample; one that is not newer than the last is dropped."""
         if sample.time_ns <= self.newest_ns:

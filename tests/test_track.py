@@ -244,3 +244,17 @@ def test_idle_power_is_that_before_the_first_iteration(tracked):
 
     assert track.note_baseline(first_ns, first_ns + 2 * NS)
     assert track.series.device.baseline_w == pytest.approx(60.0)
+
+
+def test_samples_of_a_device_that_is_read_more_seldom_leave_no_holes_between_them(tracked):
+    track = tracked(Gpu(INSTANT), interval_s=1.0)
+    track.take()
+    begin_ns = track.series.newest_ns
+    track.sampler._call_s = 0.1  # so slow that it is read every 10 s
+
+    track.take()
+    for second in (10, 20):
+        track.series.add(Sample(begin_ns + second * NS, power_w=100.0))
+
+    covered = track.series.integrals(begin_ns, begin_ns + 20 * NS)
+    assert (covered.energy_j, covered.energy_covered_s) == (pytest.approx(2000.0), pytest.approx(20.0))
