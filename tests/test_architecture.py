@@ -39,6 +39,7 @@ FLOORS = """
 1.5  roster
 1.6  reporting
 2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks
+2.2  gpu_energy
 2.1  watched_recorder  sinks.*  sink_thread  preflight  track
 3.0  server
 3.1  aggregator_child
@@ -52,7 +53,7 @@ FLOORS = """
 4.5  profiling.*
 4.2  hooks._imports  hooks._wrap  hooks._batch  hooks._late  hooks._parameters
 4.3  hooks._steps  hooks
-5    hooks.*  analysis  analysis.*  survey  profiling
+5    hooks.*  analysis  analysis.*  survey  profiling  serving
 5.1  hooks.trl
 6    attach
 7.0  effllm

@@ -211,6 +211,37 @@ def serve(
 
 
 @app.command()
+def watch(
+    vllm: Annotated[str, typer.Option(metavar="URL", help="Metrics page of a vLLM server.")] = (
+        "http://127.0.0.1:8000/metrics"
+    ),
+    interval: Annotated[float, typer.Option(min=0.5, max=3600.0, metavar="S", help="Seconds between lines.")] = 5.0,
+    count: Annotated[
+        int, typer.Option(min=0, metavar="N", show_default=False, help="Stop after so many; else with Ctrl-C.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each interval.")] = False,
+) -> None:
+    """Watch a running vLLM server: tokens/s, and the GPUs' power beside it.
+
+    Tokens are those of the server's own metrics page, of all its models and engines. Power is that of the GPUs of
+    this machine that CUDA_VISIBLE_DEVICES shows, so run it where the server runs, with the same variable. The server
+    need know nothing of it. A server that is away is tried again; one that starts anew loses an interval.
+
+    \b
+    Examples:
+      effllm watch
+      effllm watch --vllm http://127.0.0.1:8000/metrics --interval 10
+      CUDA_VISIBLE_DEVICES=0,1 effllm watch         # the server's two GPUs
+      effllm watch --json --count 12 | jq .joules_per_token
+
+    Exit status: 0 something was measured, 1 nothing was, 2 wrong use.
+    """
+    from effllm.commands import watch as command
+
+    raise typer.Exit(command.main(vllm, interval, count, as_json=as_json))
+
+
+@app.command()
 def metrics() -> None:
     """List every metric with its unit, tag and meaning.
 

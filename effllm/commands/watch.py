@@ -1,0 +1,193 @@
+"""``effllm watch``: the tokens of a running inference server, and the power of the GPUs beside it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import textwrap
+import time
+from types import FrameType
+from typing import Any
+
+from effllm.config import ConfigError, read_config
+from effllm.gpu_energy import GpuEnergy
+from effllm.serving import Interval, NotVllm, Page, Unreachable, address, between, fetch
+from effllm.switches import this_process
+
+_HEADER_EVERY = 20
+_LONGEST_WAIT_S = 60.0
+_COLUMNS = (
+    ("time", 8), ("tokens/s", 10), ("prompt/s", 10), ("W", 9), ("J/token", 9), ("J/10k tok", 11), ("reqs", 5),
+    ("TTFT s", 8),
+)  # fmt: skip
+
+
+def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
+    """Watch until stopped; return 1 where nothing could be measured, 2 for wrong use."""
+    try:
+        address(url)
+        config = read_config(this_process())
+    except (ValueError, ConfigError) as error:
+        print(f"effllm watch: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, _stop)
+    energy = GpuEnergy(config.device, this_process(), min(config.collection_interval_s, interval_s))
+    watch = _Watch(url, interval_s, energy, as_json)
+    try:
+        energy.start()
+        watch.begin()
+        watch.run(count)
+    except KeyboardInterrupt:
+        pass
+    except NotVllm as error:
+        watch.say(str(error))
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        return 0
+    finally:
+        energy.close()
+    watch.end()
+    return 0 if watch.measured else 1
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class _Watch:
+    """One watch: what was seen last, and the sums of what was measured."""
+
+    def __init__(self, url: str, interval_s: float, energy: GpuEnergy, as_json: bool) -> None:
+        self._url, self._interval_s, self._energy, self._as_json = url, interval_s, energy, as_json
+        self._last: Page | None = None
+        self._wait_s = interval_s
+        self._said = ""
+        self.measured = 0  # intervals
+        self._tokens = self._joules = self._time_s = 0.0
+        self._energy_tokens = self._energy_s = 0.0  # of the intervals whose energy is known
+
+    def begin(self) -> None:
+        """Say what is watched, and what is not measured."""
+        if self._as_json:
+            return
+        gpus = f"{self._energy.count} GPU{'s' if self._energy.count != 1 else ''} of this machine"
+        power = f"power of {gpus}" if self._energy.count else f"power is not measured: {self._energy.why_not}"
+        print(textwrap.fill(f"Watching {self._url} every {self._interval_s:g} s; {power}", 80))
+        if self._energy.is_simulated:
+            print("SIMULATED: no GPU is measured; the power means nothing beyond a test.")
+        sys.stdout.flush()
+
+    def run(self, count: int) -> None:
+        """Look again and again; ``count`` times, where that is not 0."""
+        next_s = time.monotonic()
+        looks = 0
+        while True:
+            is_there = self._look()
+            looks += 1
+            if count and looks > count:
+                return
+            # A server that is away is asked ever more seldom, for it may be gone for hours.
+            self._wait_s = (
+                self._interval_s if is_there else min(2 * self._wait_s, max(_LONGEST_WAIT_S, self._interval_s))
+            )
+            next_s = max(next_s + self._wait_s, time.monotonic())
+            time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
+
+    def _look(self) -> bool:
+        try:
+            page = fetch(self._url)
+        except Unreachable as error:
+            self.say(f"{error}; trying again")
+            self._last = None  # what it did in between is not known for any one interval
+            return False
+        except NotVllm as error:
+            if self._last is None and not self.measured:
+                raise
+            self.say(str(error))
+            self._last = None
+            return False
+        if page.generated is None:
+            self.say("there is no vllm:generation_tokens_total on this page (yet)")
+        elif self._said:
+            self._said = ""
+        if self._last is not None:
+            self._show(between(self._last, page), self._energy.joules(self._last.time_s, page.time_s))
+        self._last = page
+        return True
+
+    def _show(self, seen: Interval, joules: float | None) -> None:
+        tokens = seen.generation_tokens
+        if tokens is not None:
+            self.measured += 1
+            self._tokens += tokens
+            self._time_s += seen.interval_s
+            if joules is not None:
+                self._energy_tokens += tokens
+                self._joules += joules
+                self._energy_s += seen.interval_s
+        row = {
+            "time_s": round(time.time(), 3),
+            "interval_s": round(seen.interval_s, 6),
+            "generation_tokens": tokens,
+            "prompt_tokens": seen.prompt_tokens,
+            "tokens_per_second": _ratio(tokens, seen.interval_s),
+            "prompt_tokens_per_second": _ratio(seen.prompt_tokens, seen.interval_s),
+            "gpus": self._energy.count,
+            "joules": joules,
+            "watts": _ratio(joules, seen.interval_s),
+            "joules_per_token": _ratio(joules, tokens),
+            "joules_per_10k_tokens": _ratio(joules, tokens, 1e4),
+            "requests_running": seen.requests_running,
+            "time_to_first_token_s": seen.time_to_first_token_s,
+            "restarted": seen.restarted,
+            "simulated": self._energy.is_simulated,
+        }
+        if self._as_json:
+            print(json.dumps(row), flush=True)
+            return
+        if seen.restarted:
+            self.say("the server has started anew; its tokens of this interval are not known")
+        if (self.measured - 1) % _HEADER_EVERY == 0 and tokens is not None:
+            print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
+        names = ("tokens_per_second", "prompt_tokens_per_second", "watts", "joules_per_token", "joules_per_10k_tokens")
+        cells = [time.strftime("%H:%M:%S"), *(_shown(row[name]) for name in names)]
+        cells += [_shown(seen.requests_running, whole=True), _shown(seen.time_to_first_token_s)]
+        print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)), flush=True)
+
+    def say(self, line: str) -> None:
+        """Say a line once, until it is another's turn; on stderr, for stdout may be read by a program."""
+        if line != self._said:
+            self._said = line
+            print(f"effllm watch: {self._url}: {line}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Say what all intervals together were."""
+        if self._as_json or not self.measured:
+            return
+        parts = [
+            f"{self._tokens:,.0f} tokens in {self._time_s:,.1f} s",
+            f"{_shown(self._tokens / self._time_s)} tokens/s",
+        ]
+        if self._energy_s:
+            parts.append(f"{_shown(self._joules)} J, {_shown(self._joules / self._energy_s)} W")
+        if self._energy_tokens:
+            parts.append(f"{_shown(self._joules / self._energy_tokens)} J/token")
+        print(" · ".join(parts), flush=True)
+
+
+def _ratio(above: float | None, below: float | None, times: float = 1.0) -> float | None:
+    return times * above / below if above is not None and below else None
+
+
+def _shown(value: Any, whole: bool = False) -> str:
+    """Return a number in four digits or more, or a dash where it is not measured.
+
+    >>> _shown(1234.5), _shown(0.01234), _shown(None)
+    ('1,234', '0.01234', '-')
+    """
+    if value is None:
+        return "-"
+    if whole or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -1,0 +1,183 @@
+"""The metrics page of a running vLLM server, and what the difference of two such pages says."""
+
+from __future__ import annotations
+
+import http.client
+import math
+import socket
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+MOST_BYTES = 8 * 1024 * 1024
+LIMIT_S = 5.0
+_GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # the second before prometheus_client 0.4
+_PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
+_RUNNING = ("vllm:num_requests_running",)
+_WAITED_S = ("vllm:time_to_first_token_seconds_sum",)
+_WAITED = ("vllm:time_to_first_token_seconds_count",)
+_STARTED = ("process_start_time_seconds",)
+
+#: Values of one metric by its labels, as they are written.
+Labelled = Mapping[str, float]
+
+
+class Unreachable(OSError):
+    """The page cannot be had now; the message is one sentence."""
+
+
+class NotVllm(ValueError):
+    """The page is not that of a vLLM server; the message says what is missing."""
+
+
+class Page(Struct, frozen=True):
+    """What a page says, by labels, for a server may have several models and engines; ``None`` is not on it."""
+
+    time_s: float  # of the monotonic clock
+    generated: Labelled | None
+    prompt: Labelled | None
+    running: float | None
+    waited_s: Labelled | None  # for first tokens
+    waited: Labelled | None  # for how many
+    started: Labelled | None
+
+
+class Interval(Struct, frozen=True):
+    """What a server did between two pages."""
+
+    interval_s: float
+    generation_tokens: float | None
+    prompt_tokens: float | None
+    requests_running: float | None
+    time_to_first_token_s: float | None  # mean of those whose first token came
+    restarted: bool = False
+
+
+def address(url: str) -> tuple[str, str, int, str]:
+    """Return the scheme, host, port and path of a page; the path is /metrics where there is none.
+
+    Raises:
+        ValueError: it is no http or https URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is not the http(s) URL of a page, such as http://127.0.0.1:8000/metrics")
+    port = parts.port or (443 if parts.scheme == "https" else 80)  # its own ValueError where it is none
+    return parts.scheme, parts.hostname, port, parts.path if parts.path not in ("", "/") else "/metrics"
+
+
+def fetch(url: str) -> Page:
+    """Return the page as it is now.
+
+    Raises:
+        Unreachable: nobody answers, or with an error.
+        NotVllm: it is another's page.
+    """
+    scheme, host, port, path = address(url)
+    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    connection = kind(host, port, timeout=LIMIT_S)
+    try:
+        text = _read(connection, path)
+    except Unreachable:
+        raise
+    except (TimeoutError, socket.gaierror, ConnectionError) as error:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+        raise Unreachable(f"nobody answers: {reason}") from error
+    except (http.client.HTTPException, OSError) as error:
+        raise Unreachable(f"it does not speak HTTP: {type(error).__name__}: {str(error)[:120]}") from error
+    finally:
+        connection.close()
+    return parse(text.decode("utf-8", "replace"), time.monotonic())
+
+
+def _read(connection: http.client.HTTPConnection, path: str) -> bytes:
+    until_s = time.monotonic() + LIMIT_S
+    connection.request("GET", path, headers={"Accept": "text/plain", "Connection": "close"})
+    answer = connection.getresponse()
+    if answer.status != http.client.OK:
+        to = f" to {answer.headers['Location'][:200]}" if answer.headers["Location"] else ""
+        raise Unreachable(f"it answers {answer.status} {answer.reason[:80]}{to}")
+    text = b""
+    while part := answer.read1(65536):
+        text += part
+        if len(text) > MOST_BYTES:
+            raise Unreachable(f"its page is longer than {MOST_BYTES // 2**20} MiB")
+        if time.monotonic() > until_s:  # the connection's own limit is one per packet
+            raise Unreachable(f"its page did not come within {LIMIT_S:.0f} s")
+    return text
+
+
+def parse(text: str, time_s: float) -> Page:
+    """Read a page in the Prometheus text format, of which the names, labels and numbers of samples are enough.
+
+    Raises:
+        NotVllm: nothing on it is vLLM's, and which names were sought.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        # A value of a label may hold anything, spaces and braces too, but behind the last brace stand numbers alone.
+        head, brace, tail = line.rpartition("}")
+        name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
+        numbers = tail.split() if brace else line.split()[1:]
+        value = _number(numbers[0]) if numbers else None
+        if value is not None:
+            found.setdefault(name.strip(), {})[labels if brace else ""] = value
+    if not any(name.startswith("vllm:") for name in found):
+        names = "no metric at all" if not found else f"{len(found)} others, such as {next(iter(found))[:60]}"
+        raise NotVllm(f"this page is not a vLLM server's: {_GENERATED[0]} and all of vllm: is missing; it has {names}")
+    running = _one(found, _RUNNING)
+    return Page(
+        time_s=time_s,
+        generated=_one(found, _GENERATED),
+        prompt=_one(found, _PROMPT),
+        running=sum(running.values()) if running is not None else None,
+        waited_s=_one(found, _WAITED_S),
+        waited=_one(found, _WAITED),
+        started=_one(found, _STARTED),
+    )
+
+
+def between(first: Page, second: Page) -> Interval:
+    """Return what happened between two pages; across a restart of the server, no tokens are known."""
+    counters = [(first.generated, second.generated), (first.prompt, second.prompt), (first.waited, second.waited)]
+    is_another = None not in (first.started, second.started) and first.started != second.started
+    restarted = is_another or any(_went_back(*pair) for pair in counters)
+    generated, prompt, waited = (None if restarted else _grown(*pair) for pair in counters)
+    waited_s = None if restarted else _grown(first.waited_s, second.waited_s)
+    return Interval(
+        interval_s=second.time_s - first.time_s,
+        generation_tokens=generated,
+        prompt_tokens=prompt,
+        requests_running=second.running,
+        time_to_first_token_s=waited_s / waited if waited_s is not None and waited else None,
+        restarted=restarted,
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _one(found: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[str, float] | None:
+    return next((found[name] for name in names if name in found), None)
+
+
+def _went_back(first: Labelled | None, second: Labelled | None) -> bool:
+    if first is None:
+        return False
+    return second is None or any(second.get(labels, 0.0) < value for labels, value in first.items())
+
+
+def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
+    if second is None:
+        return None
+    before = first or {}  # what has no samples yet begins at 0
+    return sum(value - before.get(labels, 0.0) for labels, value in second.items())
