@@ -1,0 +1,144 @@
+"""0.16 and 0.17: eight results of train_step, the iteration by name, one learning rate."""
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: F401 - a name of the loop's module
+from megatron.core.rerun_state_machine import RerunDataIterator
+from stand_in import (
+    build_model,
+    checkpoint,
+    count_batch,
+    data,
+    evaluation,
+    get_args,
+    initialize,
+    is_due,
+    leave_if_asked,
+    log,
+    operations,
+    set_batch,
+    step,
+)
+
+
+def num_floating_point_operations(args, batch_size):
+    return operations(args, batch_size)
+
+
+def pretrain(dataset_provider, model_provider, model_type, forward_step_func, *_, **__):
+    initialize()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type, checkpointing_context={})
+    iteration, _ = train(
+        forward_step_func, model, optimizer, scheduler, RerunDataIterator(data()), None, None, None, {}, None
+    )
+    save_checkpoint(iteration, model, optimizer, scheduler, 0)
+    evaluate_and_print_results("at the end", forward_step_func, None, model, iteration, None, None)
+
+
+def setup_model_and_optimizer(model_provider_func, model_type, checkpointing_context=None):
+    return build_model()
+
+
+def train_step(
+    forward_step_func,
+    data_iterator,
+    model,
+    optimizer,
+    opt_param_scheduler,
+    config,
+    forward_backward_func,
+    iteration=None,
+):
+    losses, skipped = step(data_iterator, model, optimizer, get_args().curr_iteration + 1)
+    return losses, skipped, False, False, 0, 1.0, None, 0
+
+
+def training_log(
+    loss_dict,
+    total_loss_dict,
+    learning_rate,
+    iteration,
+    loss_scale,
+    report_memory_flag,
+    skipped_iter,
+    grad_norm,
+    params_norm,
+    num_zeros_in_grad,
+    max_attention_logit,
+    pg_collection=None,
+    is_first_iteration=False,
+):
+    log(loss_dict, iteration)
+    return report_memory_flag
+
+
+def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, *_, **__):
+    checkpoint()
+
+
+def save_checkpoint_and_time(
+    iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far, checkpointing_context
+):
+    save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far)
+
+
+def train(
+    forward_step_func,
+    model,
+    optimizer,
+    opt_param_scheduler,
+    train_data_iterator,
+    valid_data_iterator,
+    process_non_loss_data_func,
+    config,
+    checkpointing_context,
+    non_loss_data_func,
+    inference_model=None,
+):
+    args, iteration, flops = get_args(), get_args().iteration, 0
+    while iteration < args.train_iters:
+        set_batch()
+        args.curr_iteration = iteration
+        losses, skipped, _, _, _, grad_norm, num_zeros, logit = train_step(
+            forward_step_func,
+            train_data_iterator,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            config,
+            None,
+            iteration=iteration,
+        )
+        iteration += 1
+        flops += num_floating_point_operations(args, count_batch())
+        training_log(
+            losses,
+            {},
+            0.1,
+            iteration,
+            1.0,
+            True,
+            skipped,
+            grad_norm,
+            None,
+            num_zeros,
+            logit,
+            is_first_iteration=iteration == 1,
+        )
+        if is_due(args.eval_interval, iteration):
+            evaluate_and_print_results(
+                f"iteration {iteration}", forward_step_func, None, model, iteration, None, config
+            )
+        if is_due(args.save_interval, iteration):
+            save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, flops, checkpointing_context)
+        leave_if_asked(iteration)
+    return iteration, flops
+
+
+def evaluate(forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False, *_, **__):
+    evaluation()
+    return {}, None, False
+
+
+def evaluate_and_print_results(
+    prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, *_, **__
+):
+    evaluate(forward_step_func, data_iterator, model, process_non_loss_data_func, config)

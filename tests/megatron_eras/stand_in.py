@@ -1,0 +1,163 @@
+"""What the stand-ins for Megatron's training loop share: a run small enough to count by hand, on one rank.
+
+An era file has the functions of ``megatron.training.training`` with the arguments and the results that they have
+in those versions, called as that version's loop calls them.  The model, its gradients and the groups are real.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from megatron.core import num_microbatches_calculator as batches
+from megatron.core import parallel_state
+
+VOCABULARY, HIDDEN = 16, 4
+
+_args = SimpleNamespace(
+    iteration=0,
+    train_iters=12,
+    micro_batch_size=2,
+    global_batch_size=8,
+    rampup_batch_size=None,
+    seq_length=32,
+    num_layers=1,
+    hidden_size=HIDDEN,
+    num_attention_heads=1,
+    padded_vocab_size=VOCABULARY,
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    context_parallel_size=1,
+    expert_model_parallel_size=1,
+    data_parallel_size=1,
+    bf16=True,
+    fp16=False,
+    fp8=None,
+    tensorboard_dir=None,
+    eval_interval=0,
+    save_interval=0,
+    consumed_train_samples=0,
+    skip_train=False,
+    # What the stand-in does at the person's word:
+    compute_s=0.0,
+    data_s=0.0,
+    between_s=0.0,
+    evaluation_s=0.0,
+    checkpoint_s=0.0,
+    skipped=[],
+    fails_at=None,
+    exits_at=None,
+    real_tokens=None,
+)
+
+
+def get_args():
+    return _args
+
+
+def initialize():
+    """Read the arguments of the command line, a JSON object, and make the groups of a job of one rank or more."""
+    vars(_args).update(json.loads(sys.argv[1]) if len(sys.argv) > 1 else {})
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if "RANK" not in os.environ else {}
+    dist.init_process_group("gloo", **alone)
+    parallel_state.initialize_model_parallel()
+    _args.data_parallel_size = dist.get_world_size()
+    if _args.tensorboard_dir:
+        Path(_args.tensorboard_dir).mkdir(parents=True, exist_ok=True)
+    batches.init_num_microbatches_calculator(
+        dist.get_rank(),
+        _args.rampup_batch_size,
+        _args.global_batch_size,
+        _args.micro_batch_size,
+        _args.data_parallel_size,
+    )
+
+
+class Model(torch.nn.Module):
+    """16 x 4 of the embedding, 4 x 16 and 16 of the output: 144 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.config = SimpleNamespace(hidden_size=HIDDEN, moe_router_topk=2, num_moe_experts=None)
+        self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
+        self.output = torch.nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.output(self.embedding(tokens))
+
+
+def build_model():
+    """Return the model's chunks, its optimizer and its schedule."""
+    model = Model()
+    return [model], torch.optim.SGD(model.parameters(), lr=0.1), None
+
+
+def data():
+    """Yield micro-batches, each after the time that its storage takes."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    while True:
+        time.sleep(_args.data_s)
+        yield torch.randint(VOCABULARY, (_args.micro_batch_size, _args.seq_length), generator=generator)
+
+
+def step(data_iterator, model, optimizer, number):
+    """Take one step; return its losses and whether it was skipped."""
+    if number == _args.fails_at:
+        raise RuntimeError("the loss is not finite")
+    optimizer.zero_grad()
+    losses = []
+    for _ in range(batches.get_num_microbatches()):
+        rows = next(data_iterator)
+        loss = torch.nn.functional.cross_entropy(model[0](rows).flatten(0, 1), rows.flatten())
+        loss.backward()
+        losses.append(loss.detach())
+    time.sleep(_args.compute_s)
+    skipped = number in _args.skipped
+    if not skipped:
+        optimizer.step()
+    return {"lm loss": torch.stack(losses).mean()}, int(skipped)
+
+
+def log(loss_dict, iteration):
+    """Print the loss of a step, exactly."""
+    print(f"loss {iteration} {loss_dict['lm loss'].item().hex()}", flush=True)
+    time.sleep(_args.between_s)
+
+
+def is_due(interval, iteration):
+    return bool(interval) and iteration % interval == 0
+
+
+def leave_if_asked(iteration):
+    """End the program as Megatron does, by SystemExit inside of ``train``."""
+    if iteration == _args.exits_at:
+        sys.exit()
+
+
+def count_batch():
+    """Count the samples that the step consumed, which is what a ramp-up goes by; return them."""
+    batch_size = _args.data_parallel_size * _args.micro_batch_size * batches.get_num_microbatches()
+    _args.consumed_train_samples += batch_size
+    return batch_size
+
+
+def set_batch():
+    batches.update_num_microbatches(_args.consumed_train_samples, consistency_check=False)
+
+
+def operations(args, batch_size):
+    """Six per parameter and token."""
+    return 6 * 144 * batch_size * args.seq_length
+
+
+def evaluation():
+    time.sleep(_args.evaluation_s)
+
+
+def checkpoint():
+    time.sleep(_args.checkpoint_s)

@@ -1,0 +1,322 @@
+"""Megatron's training loop, attached by the environment alone: what stands in the run folder is counted by hand.
+
+The loops are stand-ins with the arguments and results of five eras of ``megatron.training.training``; what they
+stand on, groups, micro-batch calculator and iterators, is megatron-core's own.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
+    pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.torch
+
+ERAS = Path(__file__).parent / "megatron_eras"
+NAMES = ["0_8", "0_12", "0_14", "0_16", "0_19"]
+OLD, NEW = "0_8", "0_19"
+MODEL, LENGTH = 144, 32
+FIRST_LINES = "from {module} import pretrain\npretrain({arguments})\n"
+
+
+@pytest.fixture
+def train(launch, tmp_path):
+    """Start a stand-in of an era as a script of the user's does."""
+
+    def start(era, *, module="megatron.training", edit=lambda text: text, script=FIRST_LINES, attach=1, **arguments):
+        settings = {name: arguments.pop(name) for name in ("log_interval",) if name in arguments}
+        package = tmp_path / "tree" / module.replace(".", "/")
+        package.mkdir(parents=True)
+        code = edit((ERAS / f"era_{era}.py").read_text())
+        if module == "megatron.training":
+            (package / "__init__.py").write_text("from .training import pretrain\n")
+            (package / "training.py").write_text(code)
+        else:
+            package.with_suffix(".py").write_text(code)
+            (package.parent / "__init__.py").touch()
+            package.rmdir()
+        given = "None, None, 'model type', None" if era != NEW else "'container', None, 'model type', None"
+        job = tmp_path / "pretrain.py"
+        job.write_text(script.format(module=module, arguments=given))
+        environ = {"PYTHONPATH": f"{package.parents[len(module.split('.')) - 1]}:{ERAS}"}
+        return launch.python(
+            job, json.dumps(arguments), environ=environ, attach=attach, **{"log_interval": 4, **settings}
+        )
+
+    return start
+
+
+def losses(job):
+    return [line for line in job.stdout.splitlines() if line.startswith("loss ")]
+
+
+@pytest.mark.parametrize("era", NAMES)
+def test_every_era_is_counted_as_by_hand(train, era):
+    job = train(era, eval_interval=6, save_interval=8).done()
+
+    summary, facts = job.ledger.summary, job.ledger.facts
+    assert (summary.status, summary.iterations, summary.parameters) == ("completed", 12, MODEL)
+    assert (summary.samples, summary.tokens) == (12 * 8, 12 * 8 * LENGTH)
+    assert summary.time_by_class["evaluation"] > 0
+    assert summary.time_by_class["checkpoint"] > 0
+    assert facts["framework"] == "megatron"
+    assert facts["precision"] == "bf16"
+    assert (facts["tensor_parallel"], facts["data_parallel"], facts["sequence_length"]) == (1, 1, LENGTH)
+    assert "num_floating_point_operations" in facts["flops_convention"]
+    assert not [line for line in job.our_errors if "training goes on" in line]
+    shown = {block["iteration"]: block["loss"] for block in job.blocks}
+    printed = {line.split()[1]: float.fromhex(line.split()[2]) for line in losses(job)}
+    assert shown == {number: f"{printed[number]:.6f}" for number in ("4", "8", "12")}
+
+
+@pytest.mark.parametrize("era", [OLD, NEW])
+def test_the_losses_are_those_of_a_run_without_effllm(train, tmp_path, era):
+    with_it = losses(train(era).done())
+    (tmp_path / "tree").rename(tmp_path / "tree of the first")
+
+    without = losses(train(era, attach=0).done())
+
+    assert len(without) == 12
+    assert with_it == without
+
+
+def test_a_ramp_up_of_the_batch_is_counted_step_by_step(train):
+    # 4 samples for the first 8, then 6 up to the 20th, then 8: 2 x 4, 2 x 6, 8 x 8
+    summary = train(NEW, rampup_batch_size=[4, 2, 16], train_iters=12).done().ledger.summary
+
+    assert (summary.samples, summary.tokens) == (84, 84 * LENGTH)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_counts_from_there(train):
+    job = train("0_16", iteration=100, train_iters=108).done()
+
+    assert [block["iteration"] for block in job.blocks] == ["104", "108"]
+    assert job.ledger.summary.samples == 8 * 8
+
+
+def test_of_packed_sequences_the_real_tokens_are_counted_to_the_last_step(train):
+    summary = train(NEW, real_tokens=200).done().ledger.summary
+
+    assert summary.tokens == 12 * 200
+    assert summary.samples == 12 * 8
+
+
+def test_a_skipped_iteration_takes_time_and_has_no_loss(train):
+    job = train("0_16", skipped=[4, 5]).done()
+
+    assert job.ledger.summary.iterations == 12
+    assert job.ledger.facts["skipped_iterations"] == 2
+    assert [block["loss"] is None for block in job.blocks] == [True, False, False]
+
+
+def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(train):
+    # per iteration 20 ms of computation, 4 fetches of 10 ms, and 5 ms of logging; 2 evaluations and the last one,
+    # 3 checkpoints and the last one
+    job = train(
+        "0_16",
+        compute_s=0.02,
+        data_s=0.01,
+        between_s=0.005,
+        evaluation_s=0.1,
+        checkpoint_s=0.15,
+        eval_interval=6,
+        save_interval=4,
+    ).done()
+
+    summary = job.ledger.summary
+    rows = job.ledger.ranks
+    assert summary.metrics["al_seconds"].value == pytest.approx(0.02, abs=0.015)
+    assert summary.time_by_class["evaluation"] == pytest.approx(3 * 0.1, abs=0.05)
+    assert summary.time_by_class["checkpoint"] == pytest.approx(4 * 0.15, abs=0.06)
+    assert sum(row.wait_s for row in rows) >= 11 * (0.04 + 0.005)  # before the first there is no wait, but a start
+
+
+def test_our_event_file_stands_below_megatrons_own(train, tmp_path):
+    folder = tmp_path / "tensorboard"
+
+    job = train("0_16", tensorboard_dir=str(folder)).done()
+
+    assert list((folder / "efficientllm").glob("events.out.tfevents.*"))
+    assert job.ledger.facts["tensorboard_dir"] == str(folder)
+
+
+def test_a_step_that_raises_ends_the_run_as_failed_and_passes_on(train):
+    job = train(NEW, fails_at=6).wait()
+
+    assert job.code == 1
+    assert "RuntimeError: the loss is not finite" in job.stderr
+    assert not job.left(within_s=8.0)
+    assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("failed", 5)
+
+
+def test_an_exit_at_an_iteration_is_no_failure(train):
+    summary = train("0_14", exits_at=7).done().ledger.summary
+
+    assert (summary.status, summary.iterations) == ("completed", 7)
+
+
+def test_a_run_that_only_evaluates_has_no_metrics(train):
+    job = train("0_16", skip_train=True, train_iters=0).done()
+
+    assert job.runs() == []
+
+
+def test_without_train_step_it_is_said_and_training_goes_on(train):
+    job = train("0_14", edit=lambda text: text.replace("train_step(", "train_one(")).done()
+
+    (line,) = job.our_errors
+    assert line == (
+        "[EfficientLLM] this megatron.training.training is not understood, "
+        "training goes on without its metrics: it has no train_step"
+    )
+    assert len(losses(job)) == 12
+
+
+def test_without_the_functions_around_it_the_steps_are_counted_all_the_same(train):
+    def rename(text):
+        for name in ("setup_model_and_optimizer", "save_checkpoint_and_time", "training_log"):
+            text = text.replace(f"{name}(", f"{name}_by_another_name(")
+        return text
+
+    job = train("0_16", edit=rename, save_interval=4).done()
+
+    assert "has no setup_model_and_optimizer, training_log, save_checkpoint_and_time" in job.stderr
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (12, 12 * 8 * LENGTH)
+    assert job.ledger.summary.parameters == MODEL
+
+
+def test_the_loop_of_the_patch_is_counted_too(train):
+    job = train(OLD, module="megatron_patch.training").done()
+
+    assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (12, 96)
+
+
+def test_where_the_loop_itself_counts_megatron_is_silent(train):
+    def count(text):
+        return text.replace(
+            "        iteration += 1\n", "        collector.record_iteration_end(1, 1)\n        iteration += 1\n"
+        ).replace(
+            "        args.curr_iteration = iteration\n",
+            "        args.curr_iteration = iteration\n        collector.record_iteration_start()\n",
+        )
+
+    script = (
+        "import effllm, megatron.training.training as training\n"
+        "training.collector = effllm.initialize_efficientllm_metrics(7)\n" + FIRST_LINES
+    )
+    summary = train("0_16", edit=count, script=script).done().ledger.summary
+
+    assert (summary.iterations, summary.tokens, summary.parameters) == (12, 12, 7)
+
+
+class Parameter:
+    """A parameter as parallel layers mark it."""
+
+    def __init__(self, count, requires_grad=True, **marks):
+        self.count, self.requires_grad = count, requires_grad
+        vars(self).update(marks)
+
+    def numel(self):
+        return self.count
+
+
+class Experts:
+    """A chunk with a router of 10, 4 experts of 100 each, and a shared one of 50."""
+
+    def __init__(self, **config):
+        self.config = ModuleType("config")
+        vars(self.config).update({"hidden_size": 4, **config})
+
+    def named_parameters(self):
+        yield "layer.mlp.router.weight", Parameter(10)
+        yield "layer.mlp.shared_experts.weight", Parameter(50)
+        for number in range(4):
+            yield f"layer.mlp.experts.{number}.weight", Parameter(100, allreduce=False)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let this process stand first in every group; megatron-core itself is slow to import, and warns."""
+    groups, layers = ModuleType("parallel_state"), ModuleType("layers")
+    for name in ("data_parallel", "expert_data_parallel", "expert_tensor_parallel", "tensor_model_parallel"):
+        setattr(groups, f"get_{name}_rank", lambda **_: 0)
+    layers.param_is_not_tensor_parallel_duplicate = lambda _: True
+    core = ModuleType("megatron.core")
+    core.parallel_state = groups
+    for name, module in (
+        ("megatron", ModuleType("megatron")),
+        ("megatron.core", core),
+        ("megatron.core.tensor_parallel", ModuleType("megatron.core.tensor_parallel")),
+        ("megatron.core.tensor_parallel.layers", layers),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_of_experts_the_chosen_share_is_active(alone):
+    from effllm.hooks.megatron import parameter_share
+
+    share = parameter_share([Experts(num_moe_experts=4, moe_router_topk=2)])
+
+    assert share == {"total": 460, "trainable": 460, "active": 10 + 50 + 2 * 100}
+
+
+def test_experts_of_unknown_number_leave_the_active_parameters_unknown(alone):
+    from effllm.hooks.megatron import parameter_share
+
+    assert parameter_share([Experts()]) == {"total": 460, "trainable": 460}
+
+
+class OnGpu:
+    """A loss on a GPU: whoever reads it waits."""
+
+    is_cuda = True
+    dtype = None
+
+    def detach(self):
+        return self
+
+    def reshape(self, *_):
+        return self
+
+    def numel(self):
+        return 1
+
+    def __float__(self):
+        raise AssertionError("that would be a synchronisation")
+
+
+def test_a_loss_on_a_gpu_is_read_when_it_has_come(monkeypatch):
+    from effllm.hooks.megatron import LazyNumber
+
+    class Buffer:
+        def copy_(self, _source, non_blocking):
+            assert non_blocking
+
+        def __float__(self):
+            return 2.5
+
+    class Event:
+        has_come = False
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.has_come
+
+    torch = ModuleType("torch")
+    torch.empty = lambda *_, pin_memory, **__: Buffer()
+    torch.cuda = ModuleType("cuda")
+    torch.cuda.Event = Event
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    loss = LazyNumber(3, OnGpu())
+
+    assert loss.read() is None
+
+    Event.has_come = True
+    assert loss.read() == 2.5
