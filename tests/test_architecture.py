@@ -49,7 +49,7 @@ FLOORS = """
 4.1.1  inference
 4.2  profiling.record  profiling.torch_child
 4.3  profiling.estimates  profiling.load  profiling.nvml_facts
-4.4  profiling.watching
+4.4  profiling.watching  hooks._rounds
 4.5  profiling.*
 4.2  hooks._imports  hooks._wrap  hooks._batch  hooks._late  hooks._parameters
 4.3  hooks._steps  hooks

@@ -27,6 +27,10 @@ TARGETS: dict[str, str] = {
     "trl.trainer.distillation_trainer": "trl:attach",
     "transformers.generation.utils": "generate:attach",
     "vllm.entrypoints.llm": "vllm:attach",
+    "accelerate.optimizer": "accelerate:attach",
+    "torchtitan.components.metrics": "torchtitan:attach",
+    "torchtitan.trainer": "torchtitan:attach_trainer",
+    "torchtitan.train": "torchtitan:attach_trainer",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }

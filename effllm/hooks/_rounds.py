@@ -1,0 +1,146 @@
+"""The iterations of a loop that is seen by the steps of its optimizers alone; standard library alone.
+
+What an iteration is here: the time from the end of one step to the end of the next, less what torch's DataLoader
+took to give its batches (that is the data wait).  A batch that comes from elsewhere is inside it, which run.json
+says.  The first step begins the metrics and is not measured: nobody saw when its iteration started.
+
+Two optimizers are one iteration.  The one that steps first in a process leads, and an iteration ends when it has
+stepped; what the others do after it falls into the next iteration, so counts and time are right in sum and shifted
+by less than an iteration.  A leader is followed at once by an optimizer that has its parameters (it was made anew),
+or by the next one where it is gone; one that only stopped stepping is given up after 16 steps of others, which are
+one long iteration then.  An alternation with more than 16 steps in a row of one optimizer counts that one's steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from effllm import ownership
+from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
+from effllm.config import read_place
+from effllm.hooks._steps import Steps, place
+from effllm.switches import this_process
+
+PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is given up
+
+
+class Rounds:
+    """The iterations of a loop, told from the steps of its optimizers.
+
+    Args:
+        level: of `ownership`.
+        name: of whose steps these are, as run.json says it.
+    """
+
+    def __init__(self, level: int, name: str) -> None:
+        self._level, self._name = level, name
+        self._steps = Steps(level, name)
+        self._leader: Any = None  # a weak reference
+        self._leaders_parameters: frozenset[int] = frozenset()
+        self._steps_of_others = 0
+        self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._seen: set[int] = set()  # parameters, by id: those of two optimizers may be the same
+        self._share = {"total": 0, "trainable": 0}
+        self._says_parameters = False
+        _all.append(self)
+
+    def claim(self, optimizer: Any) -> bool:
+        """Be the one who counts, if nobody nearer is; the first time this begins the metrics."""
+        if self._steps.is_owner:
+            return True
+        if not ownership.claim(self._level, self._name):
+            return False
+        if not _trains_a_model(optimizer):
+            ownership.release(self._level, self._name)
+            return False
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        collector = get_metrics_collector()
+        self._says_parameters = not collector.has_parameters
+        self._leader, self._seen, self._joined = None, set(), weakref.WeakSet()
+        self._share = {"total": 0, "trainable": 0}
+        facts = {
+            "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
+            "iterations_not_measured": 1,
+            **({"parameters_from": "optimizer"} if self._says_parameters else {}),
+        }
+        # An earlier call of the loop's has said the first iteration, if any has.
+        self._steps.begin(first_iteration=0 if collector.is_collecting else 1, facts=facts)
+
+    def stepped(self, optimizer: Any) -> None:
+        """Take note that an optimizer has stepped: end the iteration where it leads."""
+        if not self.claim(optimizer):
+            return
+        recorder = get_metrics_collector().recorder
+        if recorder is None:
+            return
+        leader = self._leader() if self._leader is not None else None
+        if optimizer is leader:
+            self._steps_of_others = 0
+            self._steps.end_counted()
+            self._steps.start()
+            return
+        if optimizer not in self._joined and recorder.ordinal < PATIENCE_STEPS:
+            self._join(optimizer)
+        self._steps_of_others += 1
+        if leader is None or self._steps_of_others > PATIENCE_STEPS or self._is_heir(optimizer):
+            is_first = self._leader is None
+            self._leader = weakref.ref(optimizer)
+            self._leaders_parameters = frozenset(id(parameter) for parameter in _parameters(optimizer))
+            self._steps_of_others = 0
+            if not is_first:
+                self._steps.end_counted()
+            self._steps.start()
+
+    def _is_heir(self, optimizer: Any) -> bool:
+        return any(id(parameter) in self._leaders_parameters for parameter in _parameters(optimizer))
+
+    def _join(self, optimizer: Any) -> None:
+        """Add an optimizer's parameters to those of the model."""
+        self._joined.add(optimizer)
+        rank = _rank()
+        for parameter in _parameters(optimizer):
+            if id(parameter) not in self._seen:
+                self._seen.add(id(parameter))
+                self._share["total"] += parameter.numel() if rank == 0 or _is_shard(parameter) else 0
+        self._share["trainable"] = self._share["total"]
+        if self._says_parameters:
+            initialize_efficientllm_metrics(parameter_share=self._share)
+
+    def waited(self, spent_ns: int) -> None:
+        """Take a stretch out of the running iteration, in which the loop waited for data."""
+        self._steps.waited(spent_ns)
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _trains_a_model(optimizer: Any) -> bool:
+    """Whether there is a gradient of a parameter: a step without is how schedulers are kept quiet."""
+    parameter_type = sys.modules["torch"].nn.Parameter
+    return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
+
+
+def _is_shard(parameter: Any) -> bool:
+    """Whether a rank holds a piece of its own: FSDP1 does; a DTensor knows the whole, and DDP has all on each rank."""
+    return bool(getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False))
+
+
+def _rank() -> int:
+    return (place() or read_place(this_process())).rank
+
+
+_all: list[Rounds] = []
+
+
+def waited(spent_ns: int) -> None:
+    """Take a stretch in which a loop waited for data out of its iteration; that of whoever counts."""
+    for rounds in _all:
+        rounds.waited(spent_ns)
