@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
-from effllm.schema import Summary, Value
+from effllm.schema import Profile, Summary, Value
 
 WIDTH = 78
 
@@ -111,6 +111,11 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "time", _shares(summary.time_by_class)
 
 
+def _profiled(profile: Profile) -> str:
+    moving, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
+    return f"{profile.iterations:,} iterations: communication {moving:.0f} % of their time, exposed {exposed:.0f} %"
+
+
 def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
     energy, coverage = summary.energy, summary.coverage
     if energy.total_joules is not None:
@@ -134,6 +139,8 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "warm-up", f"{share} of the energy, left out of what is run to date"
     if summary.peak:
         yield "peak", summary.peak
+    if summary.profile is not None and summary.profile.time_s > 0:
+        yield "profiled", _profiled(summary.profile)
     yield "ranks", f"{coverage.ranks_reporting} of {coverage.ranks_expected} reported"
     yield "GPUs", f"{coverage.gpus_measured} of {coverage.gpus_expected} measured"
     yield "reports", f"{coverage.reports_lost} lost, {coverage.reports_late} late"

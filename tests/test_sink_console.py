@@ -14,7 +14,7 @@ import pytest
 from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of
 
 from effllm import metrics
-from effllm.schema import Coverage, EnergySummary, Event, Straggler, Value
+from effllm.schema import Coverage, EnergySummary, Event, Profile, Straggler, Value
 from effllm.sinks import console, open_sink
 from effllm.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
@@ -352,6 +352,17 @@ def test_what_the_energy_is_of_and_by_what_and_which_part_was_estimated_or_warm_
     assert fact(part, "peak") == "989 TFLOP/s per device, as configured"
     assert "estimated" not in last_part(estimated_joules=0.0)
     assert "warm-up" not in last_part(warmup_joules=0.0)
+
+
+def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_has_it():
+    profile = Profile(8, 2.0, 1.0, 0.5, 1.4, 0.2)
+    summary = summary_text(make_summary(profile=profile), None, None)
+    last = msgspec.structs.replace(make_report().last, profile=profile)
+
+    assert fact(summary, "profiled") == "8 iterations: communication 50 % of their time, exposed 25 %"
+    assert "  profiled" not in summary_text(make_summary(), None, None)
+    assert "exposed comm 25 %" in list(console.watched(make_report(last=last)))
+    assert not any("exposed" in part for part in console.watched(make_report()))
 
 
 def test_a_simulated_or_holed_run_says_so_in_its_table():

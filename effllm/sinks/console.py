@@ -38,6 +38,7 @@ _WATCHED: tuple[tuple[metrics.Formula, Callable[[float], str], str], ...] = (
     (metrics.joules_per_token, readable, "{} J/token"),
     (metrics.peak_gb, readable, "peak {} GiB"),
     (metrics.data_wait_ratio, lambda ratio: f"{100 * ratio:.0f}", "data {} %"),
+    (metrics.exposed_communication_ratio, lambda ratio: f"{100 * ratio:.0f}", "exposed comm {} %"),
 )
 
 

@@ -1,0 +1,298 @@
+"""effllm/watched_recorder.py and effllm/device_time.py with stand-ins for torch: what of it reaches the windows."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import builders
+import pytest
+from pytest import approx
+
+from effllm import ring
+from effllm import watched_recorder as watched
+from effllm.account import Account
+from effllm.device_time import MOST_PENDING, DeviceTime
+from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
+from effllm.ring import RingReader, RingWriter
+from effllm.schema import Profile
+from effllm.timeline import KINDS, Split
+from effllm.torch_profile import Profiled
+from effllm.transport import FrameError, decode_from_agent, encode
+from effllm.watched_recorder import WatchedRecorder
+from effllm.window import WindowCutter, add_profiles
+
+MS = 1_000_000
+
+
+class Cuda:
+    """torch.cuda as far as it is used: a device whose clock and progress the test sets."""
+
+    def __init__(self):
+        self.is_there, self.capturing, self.fails = True, False, False
+        self.now_ms, self.done_ms = 0.0, float("inf")  # events up to here are over
+        self.made = self.synchronized = 0
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+                cuda.made += 1
+                self.at_ms = None
+
+            def record(self):
+                if cuda.fails:
+                    raise RuntimeError("an illegal memory access was encountered")
+                self.at_ms = cuda.now_ms
+
+            def query(self):
+                return self.at_ms <= cuda.done_ms
+
+            def elapsed_time(self, end):
+                assert end.query(), "asking for it would wait"
+                return end.at_ms - self.at_ms
+
+            def synchronize(self):
+                raise AssertionError("nobody waits for the device")
+
+        self.Event = Event
+
+    def is_initialized(self):
+        return self.is_there
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def synchronize(self):
+        raise AssertionError("nobody waits for the device")
+
+
+def step(device, cuda, start_ms, end_ms):
+    cuda.now_ms = start_ms
+    device.start()
+    cuda.now_ms = end_ms
+    device.end()
+
+
+def test_an_iteration_is_read_when_the_next_one_ends():
+    cuda = Cuda()
+    device = DeviceTime(cuda)
+
+    step(device, cuda, 10, 30)
+    assert device.iterations == 0, "its own end is too early to ask"
+    step(device, cuda, 40, 55)
+    step(device, cuda, 60, 70)
+
+    # 20 ms and 15 ms; the last one is not read yet.
+    assert (device.iterations, device.total_ns) == (2, 35 * MS)
+
+
+def test_a_device_that_is_behind_is_not_waited_for_and_no_event_is_made_for_it():
+    cuda = Cuda()
+    device = DeviceTime(cuda)
+    cuda.done_ms = -1
+    for number in range(20):
+        step(device, cuda, 10 * number, 10 * number + 5)
+    assert (device.iterations, cuda.made) == (0, 2 * MOST_PENDING)
+
+    cuda.done_ms = float("inf")
+    step(device, cuda, 200, 207)
+    step(device, cuda, 210, 217)
+    step(device, cuda, 220, 227)
+
+    # The first four, 5 ms each, were still in the queue; of the others there is no event.  Then one of 7 ms.
+    assert (device.iterations, device.total_ns) == (MOST_PENDING + 1, 27 * MS)
+    assert cuda.made == 2 * MOST_PENDING
+
+
+@pytest.mark.parametrize("why", ["no CUDA yet", "a graph is captured"])
+def test_nothing_is_recorded_where_it_must_not_be(why):
+    cuda = Cuda()
+    cuda.is_there, cuda.capturing = why != "no CUDA yet", why == "a graph is captured"
+    device = DeviceTime(cuda)
+    step(device, cuda, 10, 30)
+    assert cuda.made == 0
+
+    cuda.is_there, cuda.capturing = True, False
+    step(device, cuda, 40, 50), step(device, cuda, 60, 70)
+    assert device.total_ns == 10 * MS
+
+
+def test_a_capture_that_begins_inside_of_an_iteration_costs_that_iteration_alone():
+    cuda = Cuda()
+    device = DeviceTime(cuda)
+    cuda.now_ms = 10
+    device.start()
+    cuda.capturing = True
+    device.end()
+    cuda.capturing = False
+    step(device, cuda, 40, 50), step(device, cuda, 60, 70)
+
+    assert (device.iterations, device.total_ns, cuda.made) == (1, 10 * MS, 4), "two pairs, as ever"
+
+
+class Given:
+    """A profiler that gives what the test says, at the iterations it says."""
+
+    def __init__(self, splits):
+        self.splits, self.number, self.closed = splits, 0, False
+
+    def start(self, number):
+        self.number = number
+
+    def end(self):
+        split = self.splits.get(self.number)
+        return None if split is None else Profiled(split, 3 * MS)
+
+    def close(self):
+        self.closed = True
+
+
+@contextmanager
+def recording(splits=None, torch=None, offset=0):
+    writer = RingWriter(64)
+    reader = RingReader(writer.descriptor)
+    warned = []
+    recorder = WatchedRecorder(writer, 2, offset, warn=warned.append, torch=torch)
+    recorder._profile = Given(splits or {})
+    try:
+        yield SimpleNamespace(recorder=recorder, reader=reader, warned=warned)
+    finally:
+        reader.close()
+        writer.close()
+
+
+def iterate(recorder, count, cuda=None, length_ms=100):
+    for number in range(recorder.ordinal + 1, recorder.ordinal + count + 1):
+        at_ns = number * 200 * MS
+        if cuda:
+            cuda.now_ms = number * 200
+        recorder.start(_now=lambda at_ns=at_ns: at_ns)
+        if cuda:
+            cuda.now_ms += length_ms + number
+        recorder.end(8, 1, _now=lambda at_ns=at_ns: at_ns + length_ms * MS)
+
+
+def rows(slots, finish=True):
+    cutter = WindowCutter("agent", 0, 2, 0, 0, 0.0)
+    for slot in slots:
+        cutter.add(slot)
+    found = []
+    while (row := cutter.cut([])) is not None:
+        found.append(row)
+    return [*found, cutter.cut_rest([], 10**12)] if finish else found
+
+
+SPLIT = Split(100 * MS, 40 * MS, 25 * MS, 60 * MS, 15 * MS, {"tp": (30 * MS, 20 * MS), "all_gather": (10 * MS, 5 * MS)})
+
+
+def test_profiled_iterations_are_sums_of_the_window_they_lie_in():
+    with recording({2: SPLIT, 3: SPLIT, 4: SPLIT}) as made:
+        iterate(made.recorder, 5)
+        first, second, rest = rows(made.reader.read())
+
+    once = {"tp": (approx(0.03), approx(0.02)), "all_gather": (approx(0.01), approx(0.005))}
+    assert (first.profile.iterations, second.profile.iterations, rest.profile) == (1, 2, None)
+    assert first.profile.kinds == once
+    for name, seconds in {
+        "time_s": 0.1, "communication_s": 0.04, "exposed_s": 0.025, "computing_s": 0.06, "cost_s": 0.003
+    }.items():  # fmt: skip
+        assert getattr(first.profile, name) == approx(seconds)
+        assert getattr(second.profile, name) == approx(2 * seconds)
+
+
+def test_what_the_profiler_tells_after_the_window_was_cut_is_of_the_next():
+    with recording({2: SPLIT}) as made:
+        iterate(made.recorder, 4)
+        slots = made.reader.read()
+    late = [slot for slot in slots if slot.kind == ring.PROFILE]
+    cutter = WindowCutter("agent", 0, 2, 0, 0, 0.0)
+    for slot in slots:
+        if slot.kind == ring.ITERATION and slot.ordinal <= 2:
+            cutter.add(slot)
+    assert cutter.cut([]).profile is None
+    for slot in [*late, *(slot for slot in slots if slot.kind == ring.ITERATION and slot.ordinal > 2)]:
+        cutter.add(slot)
+
+    assert cutter.cut([]).profile.iterations == 1
+
+
+def test_device_times_are_of_the_window_that_they_were_read_in():
+    cuda = Cuda()
+    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+        iterate(made.recorder, 5, cuda)
+        made.recorder.finish()
+        first, second, rest = rows(made.reader.read())
+
+    # Iteration n takes 100 + n ms and is read at the end of n + 1: 1 | 2, 3 | 4; nobody waits for the fifth.
+    assert [row.device_steps for row in (first, second, rest)] == [1, 2, 1]
+    assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
+
+
+def test_iterations_are_profiled_by_the_number_that_people_know_them_by():
+    numbers = []
+    with recording(offset=1000) as made:
+        made.recorder._profile.start = numbers.append
+        iterate(made.recorder, 2)
+
+    assert numbers == [1001, 1002]
+
+
+def test_a_device_that_fails_is_given_up_with_one_line_and_the_loop_goes_on():
+    cuda = Cuda()
+    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+        cuda.fails = True
+        iterate(made.recorder, 4, cuda)
+        slots = made.reader.read()
+
+    (line,) = made.warned
+    assert "illegal memory access" in line
+    assert [slot.ordinal for slot in slots if slot.kind == ring.ITERATION] == [1, 2, 3, 4]
+
+
+def test_the_profiler_is_closed_when_the_loop_is_over_and_hears_nothing_after():
+    with recording({3: SPLIT}) as made:
+        iterate(made.recorder, 2)
+        made.recorder.finish()
+        assert made.recorder._profile.closed
+        made.recorder._profile.number = None
+        iterate(made.recorder, 1)
+
+        assert made.recorder._profile.number is None
+
+
+def test_the_sums_of_ranks_add_up_and_computation_with_exposed_is_al():
+    profile = Profile(2, 1.0, 0.5, 0.2, 0.6, 0.05, {"dp": (0.5, 0.2)})
+    other = Profile(1, 0.5, 0.2, 0.1, 0.4, 0.02, {"dp": (0.1, 0.1), "tp": (0.1, 0.0)})
+    account = Account()
+    account.add_rows([
+        builders.row(0, profile=profile, device_steps=10, device_step_s=8.5),
+        builders.row(1, profile=other, device_steps=5, device_step_s=4.4),
+        builders.row(2),
+    ])  # fmt: skip
+    totals = account.totals()
+
+    assert totals.profile == add_profiles(profile, other)
+    assert totals.profile.kinds == {"dp": (0.6, approx(0.3)), "tp": (0.1, 0.0)}
+    # AL is 9 s in 10 iterations, 0.9; exposed 0.3 of 1.5 s, a fifth of it.
+    assert exposed_seconds(totals) == approx(0.18)
+    assert computation_seconds(totals) == approx(0.72)
+    assert device_step_seconds(totals) == approx(0.88), "of the rank that is slowest by its own mean"
+
+
+def test_a_profile_that_cannot_be_is_refused_at_the_door():
+    message = builders.reports(builders.row(0, profile=Profile(1, 0.1, kinds={"dp": (0.05, 0.01)})))
+    assert decode_from_agent(encode(message)) == message
+
+    for wrong in (
+        Profile(1, -0.1),
+        Profile(1, float("nan")),
+        Profile(-1, 0.1),
+        Profile(1, 0.1, kinds={"dp": (0.1, float("inf"))}),
+        Profile(1, 0.1, kinds={"made up": (0.1, 0.1)}),
+    ):
+        with pytest.raises(FrameError):
+            decode_from_agent(encode(builders.reports(builders.row(0, profile=wrong))))
+
+
+def test_the_kinds_fit_into_a_slot():
+    assert len(KINDS) < 2**15 and ring.WHOLE not in range(len(KINDS)) and ring.COMPUTING not in range(len(KINDS))
+    assert watched.KINDS is KINDS
