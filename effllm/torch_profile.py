@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +30,9 @@ MOST_FAILURES = 2
 
 #: Kineto says two lines of each start and stop from PyTorch 2.13 on, unless it is told not to before the first.
 QUIET = ("KINETO_LOG_LEVEL", "6")
+
+
+_profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # that have ever begun
 
 
 class Profiled(NamedTuple):
@@ -51,6 +57,7 @@ class TorchProfile:
         self._neighbours: Neighbours | None = None
         self._profiler: Any = None  # while it runs
         self._on_device = False
+        self._thread = 0
         self._start_ns = self._cost_ns = 0
         self._failures = 0
         self._is_off = every <= 0
@@ -75,14 +82,13 @@ class TorchProfile:
 
     def end(self) -> Profiled | None:
         """Stop profiling, and return the split; ``None`` where nothing was profiled. Called after the end's stamp."""
-        profiler = self._profiler
+        profiler, self._profiler = self._profiler, None
         if profiler is None:
             return None
         end_ns, began_ns = time.time_ns(), time.monotonic_ns()
         try:
             with self._as_ourselves():
                 profiler.stop()
-            self._profiler = None
             found = self._read(profiler, end_ns)
             _let_go(profiler)
             if found is not None:
@@ -106,6 +112,11 @@ class TorchProfile:
                 _let_go(profiler)
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(f"{type(error).__name__}: {error}")
+
+    def abandon_before_fork(self) -> None:
+        """Stop before the child is made: it would go on recording, for as long as it lives."""
+        if threading.get_ident() == self._thread:
+            self.abandon()
 
     def close(self) -> None:
         """Profile nothing from now on, and leave torch as it was."""
@@ -143,7 +154,8 @@ class TorchProfile:
         cuda = getattr(self._torch, "cuda", None)
         self._on_device = bool(cuda is not None and cuda.is_initialized())
         profiler = self._torch.profiler.profile(activities=[activity.CUDA if self._on_device else activity.CPU])
-        self._profiler = profiler  # before it starts: what fails half way is stopped
+        self._profiler, self._thread = profiler, threading.get_ident()
+        _profiling.add(self)
         with self._as_ourselves():
             profiler.start()
         self._start_ns = time.time_ns()  # the profiler's clock
@@ -164,8 +176,12 @@ class TorchProfile:
         return device_split(events) if self._on_device else host_split(events, self._start_ns, end_ns)
 
     def _give_up(self, why: str) -> None:
-        self._is_off, self._profiler = True, None
-        self._warn(f"computation and communication are not told apart any more, torch.profiler cannot be used: {why}")
+        self._is_off = True
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:  # it failed half way through its start
+            with contextlib.suppress(Exception), self._as_ourselves():
+                profiler.stop()
+        self._warn(f"computation and communication are not told apart, torch.profiler cannot be used: {why}")
 
 
 def _let_go(profiler: Any) -> None:
@@ -283,3 +299,11 @@ def _group(event: Any) -> str | None:
     except ValueError:
         return None
     return group_kind(f"{told.get('Process Group Description', '')} {told.get('Process Group Name', '')}")
+
+
+def _before_fork() -> None:
+    for one in list(_profiling):
+        one.abandon_before_fork()
+
+
+os.register_at_fork(before=_before_fork)

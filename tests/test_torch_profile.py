@@ -1,5 +1,6 @@
 """effllm/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
 
+import os
 import types
 
 import jobs
@@ -139,6 +140,37 @@ def test_an_iteration_that_never_ended_gives_nothing_and_the_next_is_its_own(pro
     profile.start(4)
     work()
     assert profile.end() is not None
+
+
+def test_a_process_that_is_forked_inside_of_the_iteration_records_nothing(profile, warned):
+    profile.start(2)
+    child = os.fork()
+    if not child:
+        os._exit(torch.autograd._profiler_enabled())
+    assert os.waitpid(child, 0)[1] == 0
+    assert profile.end() is None
+
+    profile.start(4)
+    work()
+    assert profile.end() is not None
+    assert warned == []
+
+
+def test_records_of_older_versions_are_in_microseconds():
+    class Older(Record):
+        start_ns = duration_ns = property()
+
+        def start_us(self):
+            return self._told[1] // 1000
+
+        def duration_us(self):
+            return self._told[2] // 1000
+
+    found = device_split(
+        [Older("gemm", 1_000_000, 1_002_000), Older("ncclKernel_AllGather_RING", 1_001_000, 1_006_000)]
+    )
+
+    assert found[:5] == (6000, 5000, 4000, 2000, 0)
 
 
 def stand_in(failing="", **more):
