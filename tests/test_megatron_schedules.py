@@ -1,0 +1,90 @@
+"""megatron.core used alone, by a loop that knows nothing of effllm: attached by the environment, under torchrun."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
+    pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.torch
+
+TESTS = Path(__file__).parent
+INTEGRATION = TESTS.parent / "integration" / "megatron_core"
+ALONE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
+MODEL = 256 * 32 + 16 * 32 + 2 * (12 * 32**2 + 9 * 32 + 4 * 32) + 2 * 32  # as in test_megatron_core
+SAMPLES = 12 * 8
+
+
+@pytest.fixture
+def loop(launch, monkeypatch):
+    """Start the loop on so many ranks."""
+    monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
+
+    def start(num_ranks, layout, *arguments, attach=1):
+        script = TESTS / "megatron_core_loop.py"
+        return launch.torchrun([*ALONE, str(num_ranks)], script, ".", layout, *arguments, attach=attach, log_interval=4)
+
+    return start
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(2, "1:1"), (2, "1:2")], ids=["DP2", "PP2"])
+def test_iterations_lie_between_optimizer_steps(loop, num_ranks, layout):
+    job = loop(num_ranks, layout).done()
+
+    summary, facts = job.ledger.summary, job.ledger.facts
+    assert (summary.status, summary.iterations, summary.parameters) == ("completed", 12, MODEL)
+    assert (summary.samples, summary.tokens) == (SAMPLES, SAMPLES * 16)
+    assert summary.time_by_class["evaluation"] > 0
+    assert facts["framework"] == "megatron.core"
+    assert (facts["pipeline_parallel"], facts["num_layers"], facts["precision"]) == (int(layout[-1]), 2, "fp32")
+    assert [block["iteration"] for block in job.blocks] == ["4", "8", "12"]
+
+
+def test_several_passes_before_a_step_are_one_iteration(loop):
+    summary = loop(1, "1:1", 2).done().ledger.summary
+
+    assert (summary.iterations, summary.samples) == (12, SAMPLES)
+
+
+def test_the_losses_are_those_of_a_run_without_effllm(loop):
+    attached, alone = loop(2, "1:1").done(), loop(2, "1:1", attach=0).done()
+
+    for rank in range(2):
+        losses = attached.told(f"losses-{rank}.json")
+        assert len(losses) == 12 * 2  # micro-batches
+        assert losses == alone.told(f"losses-{rank}.json")
+
+
+def test_explicit_calls_win(launch, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        "model: {hidden_size: 32, num_layers: 2}\n"
+        "data: {sequence_length: 16, micro_batch_size: 2, global_batch_size: 8}\n"
+        "training: {iterations: 12, evaluation_interval: 6}\n"
+    )
+
+    job = launch.torchrun([*ALONE, "1"], INTEGRATION / "train.py", "--config", config, attach=1, log_interval=4).done()
+
+    assert job.ledger.summary.iterations == 12
+    assert job.ledger.summary.samples == SAMPLES
+    assert job.ledger.facts["framework"].startswith("megatron-core ")  # its own word
+    assert "flops_convention" in job.ledger.facts
+
+
+def test_schedules_of_another_kind_are_said_and_left_alone(launch, tmp_path):
+    package = tmp_path / "tree" / "megatron" / "core" / "pipeline_parallel"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "schedules.py").write_text("def run_everything(model): ...\n")
+    code = "import torch\nfrom megatron.core.pipeline_parallel import schedules\nprint(schedules.run_everything)\n"
+
+    job = launch.code(code, environ={"PYTHONPATH": str(tmp_path / "tree")}, attach=1).done()
+
+    (line,) = job.our_errors
+    assert "megatron.core.pipeline_parallel.schedules is not understood" in line
+    assert "no forward_backward_ function" in line
+    assert job.runs() == []
