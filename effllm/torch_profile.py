@@ -39,6 +39,7 @@ class Profiled(NamedTuple):
     """What the profiler gave of one iteration, and what it took."""
 
     split: Split
+    is_of_device: bool  # its times are those of a device, not those of the host's stamps
     cost_ns: int  # of starting, stopping and reading it: none of it lies inside of the iteration
 
 
@@ -80,12 +81,17 @@ class TorchProfile:
         except Exception as error:  # noqa: BLE001 - whatever torch raises must not end a training step
             self._give_up(f"{type(error).__name__}: {error}")
 
-    def end(self) -> Profiled | None:
-        """Stop profiling, and return the split; ``None`` where nothing was profiled. Called after the end's stamp."""
+    def end(self, ended_ns: int) -> Profiled | None:
+        """Stop profiling, and return the split; ``None`` where nothing was profiled. Called after the end's stamp.
+
+        Args:
+            ended_ns: when the iteration ended, by the monotonic clock: a hook may learn of it later.
+        """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return None
-        end_ns, began_ns = time.time_ns(), time.monotonic_ns()
+        began_ns = time.monotonic_ns()
+        end_ns = time.time_ns() - max(began_ns - ended_ns, 0)
         try:
             with self._as_ourselves():
                 profiler.stop()
@@ -93,7 +99,7 @@ class TorchProfile:
             _let_go(profiler)
             if found is not None:
                 self._failures = 0
-                return Profiled(found, self._cost_ns + time.monotonic_ns() - began_ns)
+                return Profiled(found, self._on_device, self._cost_ns + time.monotonic_ns() - began_ns)
             self._failures += 1
             if self._failures >= MOST_FAILURES:
                 what = "no kernel" if self._on_device else "no operator"

@@ -77,8 +77,9 @@ class WatchedRecorder(Recorder):
                 self._without_device(error)
             if (self.ordinal + 1 + self._offset) % self._log_interval == 0:
                 self._put_device(self.ordinal + 1)  # before the record that ends the window
+        step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
-        self._put_profile()
+        self._put_profile(self._step_ns - step_ns)
 
     def finish(self, status: str = "completed") -> None:
         """Record how the loop ended, and look no more."""
@@ -87,13 +88,14 @@ class WatchedRecorder(Recorder):
             self._put_device(self.ordinal)
         super().finish(status)
 
-    def _put_profile(self) -> None:
-        found = self._profile.end()
+    def _put_profile(self, step_ns: int) -> None:
+        found = self._profile.end(self._end_ns)
         if found is None:
             return
-        split = found.split
-        # The host's stamps say when it was, the profiler how long: on a device that is another time.
-        begin_ns, end_ns = self._end_ns - split.duration_ns, self._end_ns
+        split, duration_ns = found.split, found.split.duration_ns
+        if not found.is_of_device:  # AL leaves out phases and waits for data that lie inside of the iteration
+            duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
+        begin_ns, end_ns = self._end_ns - duration_ns, self._end_ns
         for what, communication_ns, exposed_ns in (
             (ring.WHOLE, split.communication_ns, split.exposed_ns),
             *((KINDS.index(kind), *times) for kind, times in split.kinds.items()),

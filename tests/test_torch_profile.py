@@ -1,6 +1,7 @@
 """effllm/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
 
 import os
+import time
 import types
 
 import jobs
@@ -40,7 +41,7 @@ def test_every_second_iteration_is_profiled_and_its_parts_add_up(profile, warned
     for number in range(1, 6):
         profile.start(number)
         work()
-        found.append(profile.end())
+        found.append(profile.end(time.monotonic_ns()))
 
     assert [one is not None for one in found] == [False, True, False, True, False]
     assert warned == []
@@ -52,17 +53,17 @@ def test_every_second_iteration_is_profiled_and_its_parts_add_up(profile, warned
 
 
 def test_a_profiler_that_runs_already_is_left_alone(profile, warned):
-    profile.start(1), profile.end()
+    profile.start(1), profile.end(time.monotonic_ns())
     with torch.profiler.profile(activities=CPU) as theirs:
         for number in range(2, 6):
             profile.start(number)
             work()
-            assert profile.end() is None
+            assert profile.end(time.monotonic_ns()) is None
 
     assert "aten::mm" in names(theirs)
     profile.start(6)
     work()
-    assert profile.end() is not None, "afterwards there is room again"
+    assert profile.end(time.monotonic_ns()) is not None, "afterwards there is room again"
     assert warned == []
 
 
@@ -70,7 +71,7 @@ def test_a_profiler_that_ran_before_it_was_looked_for_is_left_alone(profile):
     with torch.profiler.profile(activities=CPU) as theirs:
         profile.start(2)
         work()
-        assert profile.end() is None
+        assert profile.end(time.monotonic_ns()) is None
 
     assert "aten::mm" in names(theirs)
 
@@ -80,7 +81,7 @@ def test_a_profiler_that_begins_inside_of_the_iteration_takes_over(profile, warn
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()
     work()
-    assert profile.end() is None
+    assert profile.end(time.monotonic_ns()) is None
     work()
     theirs.stop()
 
@@ -98,7 +99,7 @@ def test_a_profiler_that_is_warming_up_is_left_alone(profile):
         for number in range(1, 9):
             profile.start(number)
             work()
-            given.append(profile.end() is not None)
+            given.append(profile.end(time.monotonic_ns()) is not None)
             theirs.step()
 
     assert len(records) == 1 and "aten::mm" in records[0]
@@ -113,7 +114,7 @@ def test_where_another_tool_holds_cupti_nothing_is_profiled_and_that_is_said_onc
     for number in (1, 2):
         profile.start(number)
         work()
-        assert profile.end() is None
+        assert profile.end(time.monotonic_ns()) is None
     profile.close()
 
     (line,) = warned
@@ -136,10 +137,24 @@ def test_torch_is_as_it_was_when_the_metrics_end(warned):
 def test_an_iteration_that_never_ended_gives_nothing_and_the_next_is_its_own(profile):
     profile.start(2)
     profile.start(3)
-    assert profile.end() is None
+    assert profile.end(time.monotonic_ns()) is None
     profile.start(4)
     work()
-    assert profile.end() is not None
+    assert profile.end(time.monotonic_ns()) is not None
+
+
+def test_an_end_that_is_told_later_is_when_it_was(profile):
+    profile.start(2)
+    began_ns = time.monotonic_ns()
+    work()
+    ended_ns = time.monotonic_ns()
+    while time.monotonic_ns() < ended_ns + 50_000_000:
+        work()
+    split = profile.end(ended_ns).split
+
+    # The profiler's own clock and ours differ by microseconds.
+    assert split.duration_ns < ended_ns - began_ns + 5_000_000
+    assert split.computing_ns <= split.duration_ns
 
 
 def test_a_process_that_is_forked_inside_of_the_iteration_records_nothing(profile, warned):
@@ -148,11 +163,11 @@ def test_a_process_that_is_forked_inside_of_the_iteration_records_nothing(profil
     if not child:
         os._exit(torch.autograd._profiler_enabled())
     assert os.waitpid(child, 0)[1] == 0
-    assert profile.end() is None
+    assert profile.end(time.monotonic_ns()) is None
 
     profile.start(4)
     work()
-    assert profile.end() is not None
+    assert profile.end(time.monotonic_ns()) is not None
     assert warned == []
 
 
@@ -206,7 +221,7 @@ def test_a_profiler_that_fails_is_given_up_with_one_line(warned, failing):
     profile = TorchProfile(1, warned.append, stand_in(failing))
     for number in range(1, 5):
         profile.start(number)
-        assert profile.end() is None
+        assert profile.end(time.monotonic_ns()) is None
 
     (line,) = warned
     assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" in line
@@ -216,7 +231,7 @@ def test_a_profiler_that_sees_no_kernel_is_given_up(warned):
     profile = TorchProfile(1, warned.append, stand_in())
     for number in range(1, 5):
         profile.start(number)
-        assert profile.end() is None
+        assert profile.end(time.monotonic_ns()) is None
 
     (line,) = warned
     assert "no kernel" in line
@@ -228,7 +243,7 @@ def test_a_torch_that_is_not_understood_costs_one_line(warned):
     profile = TorchProfile(1, warned.append, old)
     profile.start(1), profile.start(2)
 
-    assert profile.end() is None
+    assert profile.end(time.monotonic_ns()) is None
     assert len(warned) == 1
 
 

@@ -133,14 +133,14 @@ class Given:
     """A profiler that gives what the test says, at the iterations it says."""
 
     def __init__(self, splits):
-        self.splits, self.number, self.closed = splits, 0, False
+        self.splits, self.number, self.closed, self.is_of_device = splits, 0, False, False
 
     def start(self, number):
         self.number = number
 
-    def end(self):
+    def end(self, ended_ns):
         split = self.splits.get(self.number)
-        return None if split is None else Profiled(split, 3 * MS)
+        return None if split is None else Profiled(split, self.is_of_device, 3 * MS)
 
     def close(self):
         self.closed = True
@@ -197,6 +197,18 @@ def test_profiled_iterations_are_sums_of_the_window_they_lie_in():
     }.items():  # fmt: skip
         assert getattr(first.profile, name) == approx(seconds)
         assert getattr(second.profile, name) == approx(2 * seconds)
+
+
+def test_what_al_leaves_out_of_an_iteration_is_not_idle_and_a_device_has_its_own_time():
+    with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
+        made.recorder.start(_now=lambda: 1)
+        made.recorder.waited(10 * MS)  # of 100 ms; 60 compute, 25 are exposed: 5 are idle
+        made.recorder.end(_now=lambda: 100 * MS + 1)
+        made.recorder._profile.is_of_device = True
+        iterate(made.recorder, 1)
+        first = rows(made.reader.read())[0].profile
+
+    assert first.time_s == approx(0.090 + 0.140)
 
 
 def test_what_the_profiler_tells_after_the_window_was_cut_is_of_the_next():
