@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Fine-tunes a tiny Llama with LLaMA-Factory, measured: run.sh [lora|full] [NUM_PROCESSES]
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+method="${1:-lora}" num_processes="${2:-1}"
+python="${PYTHON:-python3}"
+
+"$python" "$here/make_model.py" out/llama_factory
+
+# LLaMA-Factory imports torchaudio though no text needs it; where it is not installed, an empty one will do.
+if ! "$python" -c 'import torchaudio' 2>/dev/null; then
+  mkdir -p out/llama_factory/stand_in
+  : >out/llama_factory/stand_in/torchaudio.py
+  export PYTHONPATH="$PWD/out/llama_factory/stand_in${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+exec "$here/../../launch/train_with_efficientllm.sh" "$here/llama_${method}_sft.yaml" "$num_processes"

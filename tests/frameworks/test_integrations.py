@@ -1,0 +1,69 @@
+"""The folders of integration/ that stand on transformers, as their READMEs start them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+INTEGRATION = Path(__file__).parents[2] / "integration"
+needs_llama_factory = pytest.mark.skipif(
+    importlib.util.find_spec("llamafactory") is None, reason="llamafactory is not installed"
+)
+
+
+def run(launch, command, **settings):
+    """Return the job of a command when it is done."""
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    environ = launch.environ({"attach": "1", **settings}, PATH=path, HF_HUB_OFFLINE="1", PYTHON=sys.executable)
+    return launch._job().start(command, environ).done(within_s=110.0)
+
+
+def torchrun(script):
+    options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
+
+
+def test_transformers_sft(launch):
+    job = run(launch, torchrun(INTEGRATION / "transformers_sft" / "train.py"))
+
+    summary = job.ledger.summary
+    assert (summary.status, summary.iterations, summary.parameters) == ("completed", 40, 859_776)
+    assert [block["iteration"] for block in job.blocks] == ["10", "20", "30", "40"]
+    assert {"evaluation", "checkpoint"} <= set(summary.time_by_class)
+    assert not job.our_errors
+
+
+def test_trl_grpo(launch):
+    pytest.importorskip("trl", reason="needs TRL")
+
+    job = run(launch, torchrun(INTEGRATION / "trl_grpo" / "train.py"))
+
+    summary = job.ledger.summary
+    # 30 steps of 8 completions on each of 2 ranks
+    assert (summary.status, summary.iterations, summary.samples) == ("completed", 30, 480)
+    assert summary.time_by_class["generation"] > 0
+    assert "IT (Tokens/Sec)" in job.stdout
+
+
+@needs_llama_factory
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_llama_factory(launch, method, ranks):
+    """Its own command line starts its own torchrun; what is trained is what the YAML says, and nothing else."""
+    job = run(launch, [str(INTEGRATION / "llama_factory" / "run.sh"), method, str(ranks)])
+
+    summary = job.ledger.summary
+    accumulated = 4 if method == "lora" else 2
+    assert (summary.status, summary.iterations) == ("completed", 40)
+    # an epoch ends with fewer than it might hold
+    assert 0.95 * 40 * 2 * accumulated * ranks <= summary.samples <= 40 * 2 * accumulated * ranks
+    # an adapter of rank 8 on all seven matrices of a layer: 4 x 8 x (4 x 256 + 3 x 512)
+    assert summary.parameters == 931_200 + (4 * 8 * (4 * 256 + 3 * 512) if method == "lora" else 0)
+    assert job.ledger.facts["trainer"] == "CustomSeq2SeqTrainer"
+    events = b"".join(path.read_bytes() for path in job.folder.rglob("*_sft/**/events*"))
+    assert b"efficientllm/al_seconds" in events
