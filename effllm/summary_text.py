@@ -149,7 +149,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
 def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
     shown: set[str] = set()
     group = ""
-    yield f"  {'metric':<28}{'value':>13}  {'unit':<25}  over"
+    yield f"  {'metric':<29}{'value':>12}  {'unit':<25}  over"
     for entry in METRICS.values():
         # One line for each metric, on the first base that has a value; summary.json holds them all.
         base = next((base for base in entry.bases if entry.tag(base) in values), None)
@@ -174,7 +174,7 @@ def _row(name: str, value: Value, over: str) -> str:
         unit = f"{unit} {errors_text(timing, sensor, brief=True)}".rstrip()
     if value.coverage is not None and value.coverage < 0.995:
         unit += f", {100 * value.coverage:.0f} % covered"
-    return f"  {name:<28}{readable(value.value):>13}  {unit:<25}  {over}".rstrip()
+    return f"  {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:

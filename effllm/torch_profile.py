@@ -21,7 +21,7 @@ from effllm import switches
 from effllm.timeline import Interval, Split, device_kind, group_kind, host_kind, split
 
 #: In these environments Nsight or another tool holds CUPTI, which has room for one.
-HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NV_NSIGHT_INJECTION_PORT_BASE")
+HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
 #: Records of one iteration that are looked through at most: about two seconds of work.
 MOST_RECORDS = 1_000_000

@@ -14,7 +14,7 @@ from effllm import ring
 from effllm.device_time import DeviceTime
 from effllm.recorder import Recorder
 from effllm.timeline import KINDS
-from effllm.torch_profile import TorchProfile
+from effllm.torch_profile import Profiled, TorchProfile
 
 _NS = 1e-9
 
@@ -43,7 +43,7 @@ class WatchedRecorder(Recorder):
         torch: Any = None,
     ) -> None:
         super().__init__(writer, log_interval, offset, wake, warn)
-        self._profile = TorchProfile(profile_every, warn, torch)
+        self._profile = TorchProfile(profile_every, warn, torch) if profile_every else None
         cuda = getattr(torch, "cuda", None)
         self._device = DeviceTime(cuda) if hasattr(cuda, "Event") else None
 
@@ -51,7 +51,8 @@ class WatchedRecorder(Recorder):
         """Stamp the start of an iteration; what the looking costs lies before it."""
         if not self._on:
             return
-        self._profile.start(self.ordinal + 1 + self._offset)
+        if self._profile is not None:
+            self._profile.start(self.ordinal + 1 + self._offset)
         super().start(_now)
         if self._device is not None:
             try:
@@ -79,19 +80,18 @@ class WatchedRecorder(Recorder):
                 self._put_device(self.ordinal + 1)  # before the record that ends the window
         step_ns = self._step_ns
         super().end(tokens_processed, samples, tokens, tokens_loss, _now)
-        self._put_profile(self._step_ns - step_ns)
+        if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:
+            self._put_profile(found, self._step_ns - step_ns)
 
     def finish(self, status: str = "completed") -> None:
         """Record how the loop ended, and look no more."""
         if self._on:
-            self._profile.close()
+            if self._profile is not None:
+                self._profile.close()
             self._put_device(self.ordinal)
         super().finish(status)
 
-    def _put_profile(self, step_ns: int) -> None:
-        found = self._profile.end(self._end_ns)
-        if found is None:
-            return
+    def _put_profile(self, found: Profiled, step_ns: int) -> None:
         split, duration_ns = found.split, found.split.duration_ns
         if not found.is_of_device:  # AL leaves out phases and waits for data that lie inside of the iteration
             duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
