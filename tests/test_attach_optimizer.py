@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
 
 import jobs
 import pytest
 
-pytestmark = jobs.needs_torch
+pytestmark = [*jobs.needs_torch, pytest.mark.system("torchrun", how="ran")]
 
 MODEL = """
 import time, torch, effllm
@@ -20,6 +21,7 @@ def backward(model=model):
     loss.backward()
     return loss.item()
 """
+TORCHRUN = Path(__file__).parent.parent / "integration" / "torchrun" / "train.py"
 ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}
 
 
@@ -344,30 +346,13 @@ def test_a_world_left_in_the_environment_is_not_waited_for(launch):
     assert iterations(job) == 3
 
 
-def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(launch, tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        dedent(
-            """
-            import torch, torch.distributed as dist, effllm
-            dist.init_process_group("gloo")
-            torch.set_num_threads(1)
-            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(6):
-                optimizer.zero_grad()
-                model(torch.ones(2, 8)).mean().backward()
-                effllm.count(tokens=16)
-                optimizer.step()
-            dist.destroy_process_group()
-            """
-        )
-    )
+def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(launch):
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-    job = launch.torchrun(options, str(script), attach=1, sinks="runfolder").done(60)
+    job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="runfolder").done(60)
     summary = job.ledger.summary
-    assert summary.coverage.ranks_expected == 2
-    assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
+    assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
+    assert (summary.iterations, summary.parameters) == (99, 2 * 64 * 64 + 64)
+    assert (summary.tokens, summary.samples) == (2 * 99 * 8 * 32, 2 * 99 * 8)
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])

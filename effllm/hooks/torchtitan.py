@@ -1,0 +1,219 @@
+"""torchtitan: its Trainer's steps, and the tokens that its own metrics count.
+
+An iteration is a ``train_step`` less the times that torchtitan notes for loading its batches, which are the data
+wait.  The labels' positions are the tokens; padding is not known to it.  Peers in tensor, context and pipeline
+parallelism are handed the same batch, so the first of them counts it; a parameter, which a DTensor knows as a whole,
+is counted by the first rank of its pipeline stage.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from effllm import ownership
+from effllm.hooks import Unknown
+from effllm.hooks._parameters import parameters_of
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Call, Guard, around
+
+_STEPS = Steps(ownership.FRAMEWORK, "torchtitan", "Step")
+_GUARD = Guard("torchtitan")
+_LOGGING = Guard("torchtitan's logger")
+_COUNTING = Guard("the parameter count of torchtitan's model")
+
+
+def attach(module: ModuleType) -> None:
+    """Hook what torchtitan logs: of ``torchtitan.components.metrics``."""
+    processor = getattr(module, "MetricsProcessor", None)
+    if processor is None or not around(processor, "log", _GUARD, before=_before_log, after=_after_log):
+        raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
+    # As `-m torchtitan.train` the Trainer of older versions is in __main__, of whose import nobody hears; it is
+    # there when it makes its metrics.
+    around(processor, "__init__", _GUARD, after=_look_in_main)
+
+
+def _look_in_main(*_: Any) -> None:
+    _attach_if_there(sys.modules.get("__main__"))
+
+
+def attach_trainer(module: ModuleType) -> None:
+    """Hook the steps: of ``torchtitan.trainer``, or ``torchtitan.train`` in older versions."""
+    if not _attach_if_there(module):
+        raise Unknown(f"{module.__name__} has no Trainer with train and train_step")
+
+
+def _attach_if_there(module: Any) -> bool:
+    trainer = getattr(module, "Trainer", None)
+    return (
+        hasattr(trainer, "train")
+        and around(trainer, "train_step", _GUARD, before=_before_step, after=_after_step, failed=_failed_step)
+        and around(trainer, "train", _GUARD, after=lambda *_: _finish("completed"), failed=_failed)
+    )
+
+
+_training: Training | None = None
+
+
+def _before_step(call: Call) -> Any:
+    global _training
+    trainer = call.args[0]
+    if _training is None or _training.trainer is not trainer:
+        _training = Training(trainer)
+        _training.begin()
+    _training.start()
+    return _training
+
+
+def _after_step(training: Any, call: Call, result: Any) -> None:
+    if training is not None:
+        training.end()
+
+
+def _failed_step(training: Any) -> None:
+    # Out of data, which ends a training as it should; any other exception reaches `train`, or the interpreter's end.
+    if training is not None:
+        training.cancel()
+
+
+def _before_log(call: Call) -> Any:
+    if _training is not None and call.args[0] is _training.processor:
+        _training.take()
+        return _training
+    return None
+
+
+def _after_log(training: Any, call: Call, result: Any) -> None:
+    if training is not None:
+        training.forget()
+        values = _STEPS.loss(int(call.get("step")), _number(call.get("global_avg_loss")))
+        _LOGGING(training.log, int(call.get("step")), values)
+
+
+def _failed(_: Any) -> None:
+    _finish("killed" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
+
+
+def _finish(status: str) -> None:
+    global _training
+    _training = None
+    _STEPS.finish(status)
+
+
+class Training:
+    """One ``Trainer.train``.
+
+    Args:
+        trainer: of torchtitan.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.processor = trainer.metrics_processor
+        config = getattr(trainer, "config", None) or getattr(trainer, "job_config", None)
+        self._settings = getattr(config, "training", None)
+        self._length = getattr(self._settings, "seq_len", None)
+        self._speaks = _speaks_for_its_batch(trainer.parallel_dims)
+        self._tokens = self._tokens_seen = self._waits_seen = 0
+        self._wait_s = 0.0
+
+    def begin(self) -> None:
+        """Start the metrics of this rank, and hook what torchtitan does between its steps."""
+        trainer = self.trainer
+        flops = getattr(self.processor, "num_flops_per_token", -1)
+        _STEPS.begin(
+            parameter_share=_COUNTING(self._parameters),
+            first_iteration=max(int(trainer.step) - 1, 0),
+            total_iterations=getattr(self._settings, "steps", None),
+            flops_per_token=flops if flops > 0 else None,
+            facts={
+                "framework_version": getattr(sys.modules.get("torchtitan"), "__version__", None) or "unknown",
+                "sequence_length": self._length,
+                "token_source": "all positions, padding not known",
+                "flops_convention": "torchtitan's num_flops_per_token",
+            },
+        )
+        for name, method, phase in (("checkpointer", "save", "checkpoint"), ("validator", "validate", "evaluation")):
+            _mark_phase(type(getattr(trainer, name, None)), method, phase)
+        self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
+
+    def start(self) -> None:
+        """Stamp the start of a step."""
+        _STEPS.start()
+
+    def take(self) -> None:
+        """Take what torchtitan has counted since it was looked at; its log begins to count anew."""
+        tokens, waits = self.processor.ntokens_since_last_log, self._waits()
+        self._tokens += tokens - self._tokens_seen
+        self._wait_s += sum(waits[self._waits_seen :])
+        self._tokens_seen, self._waits_seen = tokens, len(waits)
+
+    def forget(self) -> None:
+        """Follow torchtitan, whose counts are 0 after its log."""
+        self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
+
+    def end(self) -> None:
+        """Stamp the end of a step."""
+        self.take()
+        _STEPS.waited(int(self._wait_s * 1e9))
+        tokens = self._tokens if self._speaks else 0
+        self._tokens, self._wait_s = 0, 0.0
+        _STEPS.end(tokens, tokens // self._length if self._length else 0)
+
+    def cancel(self) -> None:
+        """Leave out what was loaded for a step that did not come to its end."""
+        self.take()
+        self._tokens, self._wait_s = 0, 0.0
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Let torchtitan's loggers log what is measured."""
+        known = {name: value for name, value in values.items() if value == value}  # nan is what is not measured
+        if known:
+            self.processor.logger.log(known, step)
+
+    def _waits(self) -> list[float]:
+        return list(getattr(self.processor, "data_loading_times", ()))
+
+    def _parameters(self) -> dict[str, int]:
+        share = {"total": 0, "trainable": 0}
+        if not _is_first_of_its_stage(self.trainer.parallel_dims):
+            return share
+        for part in self.trainer.model_parts:
+            found = parameters_of(part)
+            share["total"] += found.total
+            share["trainable"] += found.trainable
+        return share
+
+
+def _mark_phase(kind: type, method: str, phase: str) -> None:
+    around(
+        kind,
+        method,
+        _GUARD,
+        before=lambda _call: _STEPS.phase_start(phase),
+        after=lambda *_: _STEPS.phase_end(),
+        failed=lambda _: _STEPS.phase_end(),
+    )
+
+
+def _speaks_for_its_batch(dims: Any) -> bool:
+    for name in ("pp", "cp", "tp"):
+        if getattr(dims, f"{name}_enabled", False):
+            mesh = dims.get_mesh(name) if hasattr(dims, "get_mesh") else dims.world_mesh[name]
+            if mesh.get_local_rank() != 0:
+                return False
+    return True
+
+
+def _is_first_of_its_stage(dims: Any) -> bool:
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is None or not distributed.is_initialized():
+        return True
+    # Pipeline stages are the outermost dimension of torchtitan's ranks.
+    size = distributed.get_world_size() // max(getattr(dims, "pp", 1), 1)
+    return bool(distributed.get_rank() % size == 0)
+
+
+def _number(loss: Any) -> float | None:
+    return float(loss) if isinstance(loss, int | float) else None

@@ -1,0 +1,147 @@
+"""torchtitan's hook, on a stand-in with its modules, names and signatures: the real one needs a GPU to train."""
+
+from __future__ import annotations
+
+import sys
+
+import jobs
+import pytest
+
+pytestmark = [*jobs.needs_torch, pytest.mark.system("torchtitan", how="stand-in")]
+
+METRICS = """
+class Logger(dict):
+    def log(self, metrics, step):
+        self.update(metrics)
+class MetricsProcessor:
+    def __init__(self, config, *, parallel_dims=None):
+        self.ntokens_since_last_log = 0
+        self.data_loading_times = []
+        self.num_flops_per_token = -1
+        self.logger = Logger()
+    def should_log(self, step):
+        return step % 3 == 0
+    def log(self, step, global_avg_loss, global_max_loss, grad_norm=None, extra_metrics=None):
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+"""
+TRAINER = """
+import sys, time
+from types import SimpleNamespace
+import torch
+from torchtitan.components.metrics import MetricsProcessor
+
+class Checkpointer:
+    def save(self, curr_step, last_step=False):
+        if last_step:
+            time.sleep(0.05)
+
+class Validator:
+    def validate(self, model_parts, step):
+        time.sleep(0.02)
+
+class Trainer:
+    def __init__(self):
+        self.config = SimpleNamespace(training=SimpleNamespace(seq_len=16, steps=8))
+        self.parallel_dims = SimpleNamespace(pp=1, pp_enabled=False, cp_enabled=False, tp_enabled=False)
+        self.metrics_processor = MetricsProcessor(None, parallel_dims=self.parallel_dims)
+        self.metrics_processor.num_flops_per_token = 216
+        self.model_parts = [torch.nn.Linear(8, 4)]
+        self.optimizer = torch.optim.SGD(self.model_parts[0].parameters(), lr=0.1)
+        self.checkpointer, self.validator = Checkpointer(), Validator()
+        self.step = 0
+    def batch_generator(self):
+        while True:
+            began = time.perf_counter()
+            time.sleep(0.02)
+            labels = torch.zeros(2, 16)
+            self.metrics_processor.ntokens_since_last_log += labels.numel()
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+            yield {}, labels
+    def train_step(self, data_iterator):
+        for _ in range(2):
+            next(data_iterator)
+        time.sleep(0.01)
+        if "fail" in sys.argv and self.step == 5:
+            raise RuntimeError("as ordered")
+        self.model_parts[0](torch.ones(2, 8)).mean().backward()
+        self.optimizer.step()
+        if self.metrics_processor.should_log(self.step):
+            self.metrics_processor.log(self.step, 0.5 * self.step, 1.0, 0.1)
+    def train(self):
+        data_iterator = self.batch_generator()
+        while self.step < self.config.training.steps:
+            self.step += 1
+            self.train_step(data_iterator)
+            self.checkpointer.save(self.step, last_step=self.step == 8)
+            if self.step % 4 == 0:
+                self.validator.validate(self.model_parts, self.step)
+"""
+MAIN = """
+if __name__ == "__main__":
+    trainer = Trainer()
+    trainer.train()
+    print("logged", sorted(trainer.metrics_processor.logger))
+"""
+
+
+@pytest.fixture
+def start(launch, tmp_path):
+    """Run `-m torchtitan.train` of an era: with the Trainer in a module of its own, or in what is run."""
+
+    def started(era, *arguments):
+        package = tmp_path / "titan" / "torchtitan"
+        (package / "components").mkdir(parents=True)
+        for name, text in {
+            "__init__.py": "__version__ = '0.0'\n",
+            "components/__init__.py": "",
+            "components/metrics.py": METRICS,
+            "train.py": TRAINER + MAIN if era == "0.2" else "from torchtitan.trainer import Trainer\n" + MAIN,
+            **({"trainer.py": TRAINER} if era == "0.3" else {}),
+        }.items():
+            (package / name).write_text(text)
+        environ = {"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(package.parent), "EFFICIENTLLM_SINKS": "runfolder"}
+        job = launch._job()
+        command = [sys.executable, "-m", "torchtitan.train", *arguments]
+        return job.start(command, launch.environ({"log_interval": 2}, **environ))
+
+    return started
+
+
+@pytest.mark.parametrize("era", ["0.2", "0.3"])
+def test_its_steps_tokens_waits_and_phases_are_measured(start, era):
+    job = start(era).done()
+    summary = job.ledger.summary
+    # 8 steps of 2 batches of 2 x 16 labels
+    assert (summary.iterations, summary.tokens, summary.samples, summary.parameters) == (8, 512, 32, 36)
+    assert summary.status == "completed"
+    assert summary.loss == 3.0  # of step 6
+    assert job.ledger.facts["framework"] == "torchtitan"
+    assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.008)
+    # Of each step 0.04 s are loading.
+    assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.75, abs=0.15)
+    assert summary.time_by_class["checkpoint"] == pytest.approx(0.05, abs=0.03)
+    assert summary.time_by_class["evaluation"] == pytest.approx(0.04, abs=0.03)
+    assert job.our_errors == []
+
+
+def test_its_loggers_log_what_is_measured(start):
+    assert "efficientllm/al_seconds" in start("0.3").done().stdout
+
+
+def test_a_training_that_fails_is_a_failed_run(start):
+    job = start("0.3", "fail").wait()
+    assert job.code == 1
+    assert not job.left(within_s=8.0)
+    assert (job.ledger.summary.iterations, job.ledger.summary.status) == (4, "failed")
+
+
+def test_a_version_without_a_trainer_costs_one_line(launch, tmp_path):
+    (tmp_path / "torchtitan" / "components").mkdir(parents=True)
+    (tmp_path / "torchtitan" / "__init__.py").write_text("")
+    (tmp_path / "torchtitan" / "train.py").write_text("def main(): pass\n")
+    code = "import torch, torchtitan.train\nprint('goes on')\n"
+    job = launch.code(code, environ={"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(tmp_path)}).done()
+    assert job.stdout == "goes on\n"
+    assert len(job.our_errors) == 1
+    assert "torchtitan.train is not understood" in job.our_errors[0]
