@@ -1,0 +1,85 @@
+"""What a batch holds, by hand: rows of 3 and 5 tokens, padded to 5."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from effllm.hooks._batch import read_batch  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+IDS = torch.tensor([[7, 8, 9, 0, 0], [1, 2, 3, 4, 5]])
+MASK = (IDS != 0).long()
+LABELS = torch.where(MASK == 1, IDS, -100)
+
+
+def held(inputs, **named):
+    batch = read_batch(inputs, **named)
+    return batch.tokens_processed, int(batch.samples), int(batch.tokens), int(batch.tokens_loss)
+
+
+def test_a_mask_tells_padding_and_labels_tell_what_is_learned():
+    assert held({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}) == (10, 2, 8, 8)
+
+
+def test_without_a_mask_padding_is_not_known_and_that_is_said():
+    batch = read_batch({"input_ids": IDS, "labels": LABELS})
+
+    assert int(batch.tokens) == 10
+    assert batch.source == "all positions, padding not known"
+
+
+def test_a_mask_that_numbers_the_sequences_of_a_row_is_not_added_up():
+    assert held({"input_ids": IDS, "attention_mask": MASK * 3})[2] == 8
+
+
+def test_a_mask_of_four_dimensions_is_told_by_its_diagonal():
+    """A position that is no padding sees itself; what is added to it is 0 there, and very low elsewhere."""
+    causal = torch.tril(torch.ones(5, 5, dtype=torch.bool)) & MASK[:, None, :].bool() & MASK[:, :, None].bool()
+    added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
+
+    assert held({"input_ids": IDS, "attention_mask": causal[:, None]})[2] == 8
+    assert held({"input_ids": IDS, "attention_mask": added[:, None]})[2] == 8
+
+
+def test_packed_sequences_have_no_padding_and_are_samples_each():
+    flat = torch.arange(8)[None]
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+
+    assert held({"input_ids": flat, "position_ids": places, "labels": flat}) == (8, 2, 8, 8)
+    assert held({"input_ids": flat, "cu_seq_lens_q": torch.tensor([0, 3, 8])}) == (8, 2, 8, 0)
+    assert read_batch({"input_ids": flat, "position_ids": places}).source == "packed, without padding"
+
+
+def test_the_prompt_of_a_pair_is_read_with_each_answer():
+    """As TRL's DPO names them to version 0.24: 2 x 10 positions of prompts, and 10 of each answer."""
+    pair = {"prompt": IDS, "chosen": IDS, "rejected": IDS}
+    batch = {f"{name}_input_ids": ids for name, ids in pair.items()}
+    batch |= {f"{name}_attention_mask": MASK for name in pair}
+
+    assert held(batch) == (40, 4, 32, 16)
+
+
+def test_the_labels_are_what_the_second_half_of_an_encoder_decoder_reads():
+    labels = torch.tensor([[3, 4, -100], [3, 4, 5]])
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
+
+    assert held(batch, is_encoder_decoder=True) == (16, 2, 13, 5)
+    assert held({**batch, "decoder_input_ids": labels.clamp(min=0)}, is_encoder_decoder=True) == (16, 2, 13, 5)
+
+
+def test_pictures_with_a_label_each_are_samples_without_tokens():
+    assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
+
+
+def test_a_class_for_a_row_is_no_label_of_a_position():
+    assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
+
+
+def test_embeddings_in_the_place_of_tokens_are_positions():
+    assert held({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}) == (10, 2, 8, 0)
+
+
+@pytest.mark.parametrize("inputs", [["a prompt"], {}, {"text": ["a"]}, None])
+def test_what_holds_no_tensors_says_nothing(inputs):
+    assert read_batch(inputs) is None

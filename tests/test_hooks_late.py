@@ -1,0 +1,128 @@
+"""Sums that a GPU has yet to compute: here with stand-ins for its events and for pinned memory, on the CPU."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from effllm.hooks._late import LateSums  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Event:
+    """Happens when the test says so."""
+
+    def __init__(self):
+        self.has_happened = False
+        self.was_waited_for = False
+
+    def query(self):
+        return self.has_happened
+
+    def synchronize(self):
+        self.has_happened = self.was_waited_for = True
+
+
+class Buffer:
+    """Memory into which a copy arrives with its event, as on a GPU, and may not be read before."""
+
+    def __init__(self, copied):
+        self.copied = copied
+        self.coming = self.event = None
+
+    def copy_(self, row, non_blocking):
+        assert non_blocking
+        self.coming = row.tolist()
+        self.copied.append(self)
+
+    def tolist(self):
+        assert self.event.has_happened, "read before the copy was done"
+        return self.coming
+
+
+@pytest.fixture
+def gpu():
+    """A LateSums whose tensors count as a GPU's, its events and its buffers."""
+    events, buffers, copied = [], [], []
+
+    def make_buffer(_num_values):
+        buffers.append(Buffer(copied))
+        return buffers[-1]
+
+    def make_event():
+        events.append(Event())
+        copied[-1].event = events[-1]
+        return events[-1]
+
+    return LateSums(2, make_buffer, make_event, devices=("meta_gpu",)), events, buffers
+
+
+class OnDevice:
+    """A tensor of one number that says it is elsewhere."""
+
+    def __init__(self, value):
+        self.value = torch.tensor(value)
+        self.device = type("device", (), {"type": "meta_gpu"})
+
+    def __int__(self):
+        raise AssertionError("this would wait for the GPU")
+
+
+@pytest.fixture(autouse=True)
+def stacking(monkeypatch):
+    """Let torch stack the stand-ins."""
+    real = torch.stack
+    monkeypatch.setattr(torch, "zeros_like", lambda _one: OnDevice(0))
+    monkeypatch.setattr(torch, "stack", lambda ones: real([one.value for one in ones]))
+
+
+def test_numbers_and_tensors_of_the_cpu_are_known_at_once(gpu):
+    sums, events, _ = gpu
+    sums.add((3, torch.tensor(4)))
+    sums.add((1, 1))
+
+    assert sums.take() == [4, 5]
+    assert sums.take() == [0, 0]
+    assert events == []
+
+
+def test_what_a_gpu_computes_is_read_when_its_event_has_happened_and_never_waited_for(gpu):
+    sums, events, _ = gpu
+    sums.add((2, OnDevice(10)))
+    assert sums.take() == [2, 0]
+
+    sums.add((2, OnDevice(20)))
+    events[0].has_happened = True
+
+    assert sums.take() == [2, 10]
+    assert not any(event.was_waited_for for event in events)
+
+
+def test_at_the_end_the_rest_is_read_and_totals_are_exact(gpu):
+    sums, events, _ = gpu
+    for value in (1, 2, 3):
+        sums.add((1, OnDevice(value)))
+    events[0].has_happened = True
+    known = sums.take()
+
+    rest = sums.take_rest()
+
+    assert [a + b for a, b in zip(known, rest, strict=True)] == [3, 6]
+    assert sums.take_rest() == [0, 0]
+
+
+def test_memory_is_used_again(gpu):
+    sums, events, buffers = gpu
+    for value in range(100):
+        sums.add((OnDevice(value), 0))
+        events[-1].has_happened = True
+        sums.take()
+
+    assert len(buffers) == 1
+
+
+def test_on_a_device_that_nobody_knows_it_says_that_it_does_not_count():
+    sums = LateSums(1)
+
+    assert not sums.add((OnDevice(1),))
+    assert sums.take() == [0]

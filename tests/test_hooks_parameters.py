@@ -1,0 +1,184 @@
+"""The parameters of a model by hand, however it is wrapped, sharded or stored."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from effllm.hooks._parameters import each_parameter, flops_per_token, parameters_of, unwrapped  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Tiny(torch.nn.Module):
+    """A table of 10 x 4, two layers of 4 x 4, a head of 4 x 10 that may be the table."""
+
+    def __init__(self, tied=False, **config):
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.head = torch.nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        usual = {"num_hidden_layers": 2, "hidden_size": 4, "tie_word_embeddings": tied}
+        self.config = SimpleNamespace(**usual, **config)
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def counted(model):
+    found = parameters_of(model)
+    return found.total, found.trainable
+
+
+def test_tied_embeddings_count_once_and_frozen_ones_are_not_trained():
+    model = Tiny(tied=True)
+    model.layers[0].requires_grad_(False)
+
+    assert counted(Tiny()) == (40 + 32 + 40, 112)
+    assert counted(model) == (40 + 32, 40 + 16)
+
+
+def test_a_compiled_model_and_one_inside_another_are_the_same_model():
+    model = Tiny()
+    compiled = torch.compile(model, backend="eager")
+    inside = torch.nn.Module()
+    inside.module = model
+
+    assert counted(compiled) == counted(inside) == (112, 112)
+    assert unwrapped(compiled) is model
+    assert unwrapped(inside) is model
+
+
+def test_an_empty_tensor_of_zero_3_stands_for_the_whole_one():
+    model = Tiny()
+    for parameter in model.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)
+
+    assert counted(model) == (112, 112)
+
+
+class Params4bit(torch.nn.Parameter):
+    """As bitsandbytes': two numbers in a byte, and the shape of the whole one beside."""
+
+    bnb_quantized = True
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("knows_shape", [True, False])
+def test_weights_in_four_bits_are_as_many_as_they_stand_for(storage, knows_shape):
+    """16 weights of 4 bits are 8 bytes, however these are stored."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+    packed = torch.zeros(8, dtype=torch.uint8).view(storage)[:, None]
+    layer.weight = Params4bit(packed, requires_grad=False)
+    layer.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 4])) if knows_shape else None
+
+    assert counted(layer) == (16, 0)
+
+
+def test_a_token_meets_the_experts_that_are_chosen_for_it():
+    """Four experts of 16, two of them chosen: 32 of 64."""
+    model = Tiny(num_local_experts=4, num_experts_per_tok=2)
+    model.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(4))
+    inside = torch.nn.Module()
+    inside.mlp, inside.config = model, model.config
+
+    found = parameters_of(inside)
+    assert (found.total, found.active) == (112 + 64, 112 + 32)
+    assert found.share(counts_them=False) == {"total": 0, "trainable": 0, "active": 0}
+
+
+def test_flops_of_a_token_leave_the_table_out_and_count_a_frozen_weight_less():
+    """6 x (32 + 40) weights, 12 x 2 layers x width 4 x length 8; 4 x where no gradient of the weight is computed."""
+    model = Tiny()
+    attention = 12 * 2 * 4 * 8
+    assert flops_per_token(model, parameters_of(model), 8) == (6 * 72 + attention, 2 * 72 + attention / 3)
+    assert flops_per_token(model, parameters_of(model), None) == (6 * 72, 2 * 72)
+
+    model.layers.requires_grad_(False)
+    assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * 40 + 4 * 32 + attention
+
+
+def test_a_tied_table_is_multiplied_once_as_the_head():
+    model = Tiny(tied=True)
+
+    assert flops_per_token(model, parameters_of(model), None)[0] == 6 * 72
+
+
+def test_flops_are_not_known_of_a_model_that_says_nothing_of_its_layers():
+    layer = torch.nn.Linear(4, 4)
+
+    assert flops_per_token(layer, parameters_of(layer), 8) is None
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from effllm.hooks._parameters import each_parameter, parameters_of, unwrapped
+
+dist.init_process_group("gloo")
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(2))
+        self.head = torch.nn.Linear(3, 11, bias=False)
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+# a table of 33, two layers of 9 + 3, a head of 33: nothing of it can be halved
+for how in ("1", "1 whole", "2"):
+    model = Tiny()
+    if how != "1 whole":
+        model.table.requires_grad_(False)
+    if how == "2":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), use_orig_params=how == "1",
+            device_id=torch.device("cpu"))
+    model(torch.zeros(2, 2, dtype=torch.long)).sum().backward()
+    found = parameters_of(model)
+    names = sorted(name.rsplit(".", 1)[-1] for name, *_ in each_parameter(model))
+    print(how, found.total, found.trainable, len(names), type(unwrapped(model)).__name__, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_every_rank_knows_the_whole_model_of_which_fsdp_left_it_a_shard(tmp_path):
+    """FSDP1 with its own parameters, FSDP1 with flat ones, FSDP2: each on two processes."""
+    script = tmp_path / "script.py"
+    script.write_text(SHARDED)
+    options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, "--redirects", "3", str(script)]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+    assert done.returncode == 0, "".join(path.read_text() for path in tmp_path.rglob("stderr.log"))
+    outputs = [path.read_text().splitlines() for path in tmp_path.rglob("stdout.log")]
+    assert len(outputs) == 2
+    for lines in outputs:
+        assert lines[0] == "1 90 57 6 Tiny"
+        assert lines[1] == "1 whole 90 90 6 Tiny"
+        assert lines[2].startswith("2 90 57 6")
+
+
+def test_each_parameter_is_named():
+    assert ("layers.0.weight", 16, True) in list(each_parameter(Tiny()))
