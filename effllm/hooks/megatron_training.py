@@ -125,7 +125,7 @@ class _Training:
         self._replicas, self._replica = 1, 0
         self._ended: tuple[int, int, int] | None = None  # when, and what was in it, of a step whose end is not told yet
         self._loss: LazyNumber | None = None
-        self._skipped = 0
+        self._skipped = self._first_iteration = 0
 
     # --- from the first step to the last ---
 
@@ -139,13 +139,14 @@ class _Training:
             return
         self._has_begun = True
         args = self._module.get_args()
+        self._first_iteration = getattr(args, "iteration", 0) or 0
         flops = self._flops(self._flops_per_token, args)
         facts = _facts(args)
         if flops:
             facts["flops_convention"] = "Megatron's num_floating_point_operations, forward and backward"
         if not self._steps.begin(
             parameter_share=self._parameters(parameter_share, _chunks(model)),
-            first_iteration=getattr(args, "iteration", 0) or 0,
+            first_iteration=self._first_iteration,
             total_iterations=_total_iterations(args),
             flops_per_token=flops,
             facts=facts,
@@ -235,7 +236,8 @@ class _Training:
         recorder, iteration = collector.recorder, call.get("iteration")
         if not self._reports_loss or call.get("skipped_iter") or recorder is None or iteration is None:
             return
-        if collector.should_log(int(iteration)):
+        # Where Megatron leaves iterations out, its number runs ahead of the count that windows go by.
+        if collector.should_log(self._first_iteration + recorder.ordinal):
             loss = _loss(call.get("loss_dict"))
             self._loss = LazyNumber(int(iteration), loss) if loss is not None else None
 
