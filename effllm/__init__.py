@@ -15,6 +15,8 @@ _HOMES = {
     "EfficientLLMCollector": "effllm.collector",
     "EfficientLLMMetrics": "effllm.collector",
     "MetricsCollector": "effllm.collector",
+    "PerformanceMonitor": "effllm.performance_monitor",
+    "PerformanceMonitorContext": "effllm.performance_monitor",
     "count": "effllm.collector",
     "finalize_efficientllm_metrics": "effllm.collector",
     "get_efficientllm_collector": "effllm.collector",

@@ -15,7 +15,8 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from effllm import __version__, node_power
 from effllm.aggregator_child import AggregatorChild
 from effllm.calibration import assumed, calibrate
 from effllm.config import Config, cache_folder
-from effllm.devices import Site, open_device
+from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.log import Log
 from effllm.ring import END as END_RECORD
 from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
@@ -83,6 +84,12 @@ class Agent:
         interval_s = self._config.collection_interval_s
         sampler = Sampler(self._open, interval_s, self._log.line, self._sampled, self._calibrate)
         self._tracks = [Track(sampler, interval_s)]
+        self._gpus = _shown(facts.get("gpus", []), facts.get("visible_devices"))
+        for index in self._gpus[1:]:
+            other = Sampler(
+                partial(self._open_other, index), interval_s, self._log.line, self._sampled, self._calibrate
+            )
+            self._tracks.append(Track(other, interval_s))
         self._outbox = Outbox(self._config.history_size)
         self._cutter: WindowCutter | None = None
         self._link: AgentLink | None = None
@@ -114,6 +121,7 @@ class Agent:
         for track in self._tracks:
             track.sampler.start()
         self._wait_for_device()
+        self._wait_for_others()
         self._start_node_sensors()
         self._start_cutting()
         os.eventfd_write(self._ready, 1)
@@ -124,13 +132,23 @@ class Agent:
 
     # --- start ---
 
-    def _open(self) -> Any:
+    def _open_other(self, index: int) -> Any:
+        reader = self._open(index)
+        if not reader.device.is_gpu:
+            reader.close()
+            raise DeviceUnavailable(f"there is no GPU {index} here")
+        return reader
+
+    def _open(self, index: int | None = None) -> Any:
+        """Open the GPU of this rank, or the one at ``index`` of those it sees; of several it told of, the first."""
+        if index is None and self._gpus:
+            index = self._gpus[0]
         site = Site(
-            local_rank=self._place["local_rank"],
+            local_rank=self._place["local_rank"] if index is None else index,
             trainer_pid=self._facts["trainer_pid"],
             host=self._facts["host"],
-            cuda_uuid=self._facts.get("cuda_uuid", ""),
-            cuda_pci_bus_id=self._facts.get("cuda_pci_bus_id", ""),
+            cuda_uuid=self._facts.get("cuda_uuid", "") if index is None else "",
+            cuda_pci_bus_id=self._facts.get("cuda_pci_bus_id", "") if index is None else "",
             visible_devices=self._facts.get("visible_devices"),
             hip_visible_devices=self._facts.get("hip_visible_devices"),
             rocr_visible_devices=self._facts.get("rocr_visible_devices"),
@@ -188,6 +206,15 @@ class Agent:
         poll.register(self._sampled, select.POLLIN)
         if poll.poll(timeout_s * 1000):
             os.eventfd_read(self._sampled)
+
+    def _wait_for_others(self) -> None:
+        """Wait for the first samples of the further GPUs: rows begin where all of them are known."""
+        until_s = self._started_s + DEVICE_WAIT_S
+        while len(self._tracks) > 1 and time.monotonic() < until_s:
+            self._take_samples()
+            if all(track.series or track.sampler.unavailable for track in self._tracks):
+                return
+            self._wait_for_device(0.05)
 
     def _start_node_sensors(self) -> None:
         """Read what the node draws beside its GPUs: once per node, and never beside a device that is simulated."""
@@ -500,6 +527,11 @@ class Agent:
             if all(track.is_settled(self._end_ns) for track in self._tracks):
                 return
             self._poller.poll(20)
+
+
+def _shown(gpus: Sequence[int], visible: str | None) -> list[int]:
+    """Return the GPUs that a process told of, without those that it cannot see."""
+    return [index for index in gpus if visible is None or index < len(visible.split(","))]
 
 
 def _say(text: str) -> None:

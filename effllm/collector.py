@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from effllm import ownership
@@ -108,9 +109,9 @@ class MetricsCollector:
             _say(f"no metrics, training goes on: {error}", self._place)
             self._abandon()
 
-    def start_for_requests(self, facts: Mapping[str, Any]) -> None:
+    def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
         """Start for a process that infers; whoever begins to train in it ends that, and has a run of their own."""
-        self._learn(run=facts)
+        self._learn(run=facts, gpus=list(gpus))
         self.start_collection()
         self._is_for_requests = self.is_collecting
 
@@ -129,8 +130,10 @@ class MetricsCollector:
         session = self._session
         if session is None:
             return
+        began_s = time.time()
         session.finish(status)
         self._look()
+        self._values = session.final_values(began_s) or self._values
         self._session = None
         session.close()
         self._counts = self._is_for_requests = False
@@ -449,6 +452,7 @@ def initialize_efficientllm_metrics(
     if collector._is_for_requests:
         collector.stop_collection()
         collector._facts["run"].pop("framework", None)
+        collector._facts["gpus"] = []
     if collection_interval is not None:
         collector._overrides["collection_interval_s"] = collection_interval
     if parameter_share is not None:

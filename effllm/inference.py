@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from effllm import ownership
 from effllm.collector import get_metrics_collector
@@ -19,6 +19,14 @@ from effllm.recorder import Recorder
 from effllm.switches import this_process
 
 _told_first = False
+
+
+class Process(NamedTuple):
+    """What a process that infers tells of itself when its metrics start."""
+
+    facts: Mapping[str, Any] = {}
+    parameters: int | None = None
+    gpus: Sequence[int] = ()  # on which its model lies, by their places in CUDA_VISIBLE_DEVICES; the first if empty
 
 
 class Requests:
@@ -37,16 +45,13 @@ class Requests:
         """Whether it is these requests that are the iterations."""
         return ownership.holds(self.level, self.name)
 
-    def ready(
-        self, facts: Mapping[str, Any] | None = None, parameters: Callable[[], int] | None = None
-    ) -> Recorder | None:
+    def ready(self, describe: Callable[[], Process] | None = None) -> Recorder | None:
         """Return the recorder, started for requests where nothing is collected yet; ``None`` where nothing can be.
 
         Of several ranks none starts by itself: that one of them generates does not say that all will.
 
         Args:
-            facts: what run.json should say, where this starts the metrics.
-            parameters: tells how many the model has, likewise.
+            describe: asked where this starts the metrics.
         """
         collector = get_metrics_collector()
         if collector.is_collecting:
@@ -54,22 +59,20 @@ class Requests:
                 ownership.claim(self.level, self.name)  # a hook leaves it to whoever started the metrics to train
             return collector.recorder
         try:
-            if self.level != ownership.EXPLICIT and read_place(this_process()).world_size > 1:
-                return None
+            is_alone = read_place(this_process()).world_size == 1
         except ConfigError:
             return None
-        if not ownership.claim(self.level, self.name):
+        if not (is_alone or self.level == ownership.EXPLICIT) or not ownership.claim(self.level, self.name):
             return None
-        if parameters is not None and not collector.has_parameters:
-            collector.set_model_parameters(parameters())
-        collector.start_for_requests({"framework": self.name, **(facts or {})})
+        process = describe() if describe is not None else Process()
+        if process.parameters is not None and not collector.has_parameters:
+            collector.set_model_parameters(process.parameters)
+        collector.start_for_requests({"framework": self.name, **process.facts}, process.gpus if is_alone else ())
         return collector.recorder
 
-    def begin(
-        self, facts: Mapping[str, Any] | None = None, parameters: Callable[[], int] | None = None
-    ) -> _Open | None:
+    def begin(self, describe: Callable[[], Process] | None = None) -> _Open | None:
         """Begin a request; one inside another belongs to the outer."""
-        recorder = self.ready(facts, parameters)
+        recorder = self.ready(describe)
         if recorder is None:
             return None
         is_iteration = self.is_owner and not recorder.is_generating
@@ -99,7 +102,8 @@ class _Open:
         self.recorder, self.is_iteration = recorder, is_iteration
 
 
-_explicit = Requests(ownership.EXPLICIT, "requests")
+#: Those that a program tells of by itself.
+TOLD = Requests(ownership.EXPLICIT, "requests")
 
 
 class Request:
@@ -123,14 +127,14 @@ class Request:
         self._prompt += tokens
 
     def __enter__(self) -> Request:  # noqa: PYI034 - Self is newer than Python 3.10
-        self._begun = _explicit.begin()
+        self._begun = TOLD.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         begun, self._begun = self._begun, None
-        _explicit.end(begun, self._generated, self._prompt, self._samples)
+        TOLD.end(begun, self._generated, self._prompt, self._samples)
 
 
 def request(samples: int = 1) -> Request:
@@ -167,7 +171,7 @@ def record_request(
         samples: how many requests it was, where it was a batch.
     """
     is_first = not get_metrics_collector().is_collecting
-    recorder = _explicit.ready()
+    recorder = TOLD.ready()
     if recorder is None:
         return
     if is_first:
@@ -177,7 +181,7 @@ def record_request(
     took_s = _took_s(time_s, computation_time_s, communication_time_s)
     free_ns = recorder.free_ns
     start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
-    if _explicit.is_owner:
+    if TOLD.is_owner:
         recorder.start(_now=lambda: start_ns)
         recorder.generated(generated_tokens, now_ns - start_ns, prompt_tokens)
         recorder.end(0, samples, _now=lambda: now_ns)

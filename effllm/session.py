@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import platform
 import re
@@ -195,6 +196,22 @@ class Session:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+
+    def final_values(self, since_s: float) -> dict[str, float]:
+        """Return the values of the run as its summary has them, on rank 0; nothing where none was written since then.
+
+        The last that the aggregator says over the wire may be lost when both ends are ending.
+        """
+        folder = self._facts.get("run_folder")
+        if not folder:
+            return {}
+        try:
+            summary = json.loads((Path(folder) / "summary.json").read_bytes())
+            if summary["status"] == "running" or summary["updated_time_s"] < since_s:
+                return {}  # of an earlier run: this one had to go elsewhere
+            return {tag: float(known["value"]) for tag, known in summary["metrics"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
 
     def close(self) -> None:
         """Give up what is left; an agent that still works goes on alone."""

@@ -47,6 +47,7 @@ FLOORS = """
 4.0  session
 4.1  collector
 4.1.1  inference
+4.1.2  performance_monitor
 4.2  profiling.record  profiling.torch_child
 4.3  profiling.estimates  profiling.load  profiling.nvml_facts
 4.4  profiling.watching  hooks._rounds

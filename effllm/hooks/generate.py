@@ -6,13 +6,14 @@ not counted; on a GPU, looking for them would be a synchronisation, so a batch c
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
 from effllm import ownership
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.inference import Requests
+from effllm.inference import Process, Requests
 
 _GUARD = Guard("generate of transformers")
 _REQUESTS = Requests(ownership.GENERATION, "generation")
@@ -28,8 +29,19 @@ def attach(module: ModuleType) -> None:
 
 def _begins(call: Call) -> Any:
     model = call.args[0] if call.args else None
-    return _REQUESTS.begin(
-        {"framework": "transformers", "model": type(model).__name__}, getattr(model, "num_parameters", None)
+    return _REQUESTS.begin(lambda: _describe(model))
+
+
+def _describe(model: Any) -> Process:
+    parameters = list(model.parameters()) if hasattr(model, "parameters") else []
+    gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
+    if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
+        gpus = set()  # CUDA itself says which that is
+    count = getattr(model, "num_parameters", None)  # which knows of quantised storage
+    return Process(
+        {"framework": "transformers", "model": type(model).__name__},
+        count() if count is not None else sum(one.numel() for one in parameters) or None,
+        sorted(gpus),
     )
 
 
