@@ -8,6 +8,7 @@ one, always: a second profiler takes the session of the first, and both would ha
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import sys
@@ -94,7 +95,7 @@ class TorchProfile:
         end_ns = time.time_ns() - max(began_ns - ended_ns, 0)
         try:
             with self._as_ourselves():
-                profiler.stop()
+                profiler.__exit__(None, None, None)
             found = self._read(profiler, end_ns)
             _let_go(profiler)
             if found is not None:
@@ -114,7 +115,7 @@ class TorchProfile:
         if profiler is not None:
             try:
                 with self._as_ourselves():
-                    profiler.stop()
+                    profiler.__exit__(None, None, None)
                 _let_go(profiler)
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(f"{type(error).__name__}: {error}")
@@ -140,9 +141,6 @@ class TorchProfile:
         if holder is not None:
             self._give_up(f"{holder} is set, so another profiler holds CUPTI")
             return False
-        if not hasattr(getattr(torch, "profiler", None), "profile"):
-            self._give_up(f"torch {getattr(torch, '__version__', '')} has no torch.profiler")
-            return False
         self._neighbours = Neighbours(torch.autograd.profiler, self.abandon)
         return True
 
@@ -156,14 +154,21 @@ class TorchProfile:
         )
 
     def _open(self) -> None:
-        activity = self._torch.profiler.ProfilerActivity
         cuda = getattr(self._torch, "cuda", None)
         self._on_device = bool(cuda is not None and cuda.is_initialized())
-        profiler = self._torch.profiler.profile(activities=[activity.CUDA if self._on_device else activity.CPU])
+        if self._on_device and _has_compiled_graphs():
+            raise RuntimeError("CUDA graphs of torch.compile are on, beside which CUPTI is known to crash")
+        # Not torch.profiler's class of this name, which stands on this one: its start imports the compiler.
+        profile = self._torch.autograd.profiler.profile
+        named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
+        if self._on_device:
+            is_newer = "use_device" in inspect.signature(profile).parameters
+            named |= {"use_device": "cuda"} if is_newer else {"use_cuda": True}  # from PyTorch 2.1 on
+        profiler = profile(**named)
         self._profiler, self._thread = profiler, threading.get_ident()
         _profiling.add(self)
         with self._as_ourselves():
-            profiler.start()
+            profiler.__enter__()
         self._start_ns = time.time_ns()  # the profiler's clock
 
     @contextlib.contextmanager
@@ -173,7 +178,7 @@ class TorchProfile:
             yield
 
     def _read(self, profiler: Any, end_ns: int) -> Split | None:
-        results = getattr(profiler.profiler, "kineto_results", None)
+        results = getattr(profiler, "kineto_results", None)
         if results is None:
             raise RuntimeError("this version keeps its records elsewhere")
         events = results.events()
@@ -186,15 +191,18 @@ class TorchProfile:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:  # it failed half way through its start
             with contextlib.suppress(Exception), self._as_ourselves():
-                profiler.stop()
+                profiler.__exit__(None, None, None)
         self._warn(f"computation and communication are not told apart, torch.profiler cannot be used: {why}")
 
 
 def _let_go(profiler: Any) -> None:
     """Free the records, 10 MB for 8,000 of them: they hang in a circle that only the garbage collector would break."""
-    if getattr(profiler.profiler, "kineto_results", None) is not None:
-        profiler.profiler.kineto_results = None
-    profiler.profiler = None
+    profiler.kineto_results = None
+
+
+def _has_compiled_graphs() -> bool:
+    config = sys.modules.get("torch._inductor.config")
+    return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
 
 
 class Neighbours:

@@ -71,6 +71,7 @@ IN_TRAINING = [
     "effllm.collector",
     "effllm.inference",
     "effllm.recorder",
+    "effllm.watched_recorder",
     "effllm.ring",
     "effllm.config",
     "effllm.discovery",

@@ -1,6 +1,8 @@
 """effllm/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
 
 import os
+import subprocess
+import sys
 import time
 import types
 
@@ -192,25 +194,24 @@ def stand_in(failing="", **more):
     """Return a module like torch whose profiler fails in one of its calls."""
 
     class Profiler:
-        def __init__(self, activities):
+        kineto_results = types.SimpleNamespace(events=list)
+
+        def __init__(self, use_kineto, use_cpu, use_device=None):
+            assert (use_kineto, use_cpu, use_device) == (True, False, "cuda")
             if failing == "make":
                 raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
-            self.profiler = types.SimpleNamespace(kineto_results=types.SimpleNamespace(events=list))
 
-        def start(self):
+        def __enter__(self):
             if failing == "start":
                 raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
 
-        def stop(self):
+        def __exit__(self, *_):
             if failing == "stop":
                 raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
 
     functions = {f"_{verb}_profiler": lambda: None for verb in ("prepare", "enable", "disable")}
     return types.SimpleNamespace(
-        profiler=types.SimpleNamespace(
-            profile=Profiler, ProfilerActivity=types.SimpleNamespace(CUDA="CUDA", CPU="CPU")
-        ),
-        autograd=types.SimpleNamespace(profiler=types.SimpleNamespace(**functions)),
+        autograd=types.SimpleNamespace(profiler=types.SimpleNamespace(profile=Profiler, **functions)),
         cuda=types.SimpleNamespace(is_initialized=lambda: True),
         **more,
     )
@@ -225,6 +226,30 @@ def test_a_profiler_that_fails_is_given_up_with_one_line(warned, failing):
 
     (line,) = warned
     assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" in line
+
+
+def test_beside_graphs_of_the_compiler_nothing_is_profiled(monkeypatch, warned):
+    config = types.SimpleNamespace(triton=types.SimpleNamespace(cudagraphs=True))
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
+    profile = TorchProfile(1, warned.append, stand_in())
+    profile.start(1), profile.start(2)
+
+    (line,) = warned
+    assert "CUDA graphs" in line
+
+
+def test_the_compiler_is_not_imported_for_it():
+    program = """
+import sys, time, torch
+from effllm.torch_profile import TorchProfile
+had, profile = set(sys.modules), TorchProfile(1, print)
+profile.start(1)
+torch.ones(2) + 1
+assert profile.end(time.monotonic_ns()) is not None
+print(*[name for name in sys.modules if name not in had and name.startswith("torch")])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == ([], "")
 
 
 def test_a_profiler_that_sees_no_kernel_is_given_up(warned):
