@@ -355,6 +355,35 @@ def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(
     assert (summary.tokens, summary.samples) == (2 * 99 * 8 * 32, 2 * 99 * 8)
 
 
+SHARDED = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 3))
+if sys.argv[1] == "2":
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+else:
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=sys.argv[1] == "original")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["2", "flat", "original"])
+def test_parameters_of_fsdp_are_the_whole_models(launch, tmp_path, how):
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
+    summary = launch.torchrun(options, str(script), how, attach=1, sinks="runfolder").done(60).ledger.summary
+    assert (summary.iterations, summary.parameters) == (4, 8 * 4 + 4 + 4 * 3 + 3)
+
+
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
     script = tmp_path / "loader.py"

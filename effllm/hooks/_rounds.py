@@ -21,6 +21,7 @@ from typing import Any
 from effllm import ownership
 from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
 from effllm.config import read_place
+from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, place
 from effllm.switches import this_process
 
@@ -107,7 +108,7 @@ class Rounds:
         for parameter in _parameters(optimizer):
             if id(parameter) not in self._seen:
                 self._seen.add(id(parameter))
-                self._share["total"] += parameter.numel() if rank == 0 or _is_shard(parameter) else 0
+                self._share["total"] += _size(parameter) if rank == 0 or _is_shard(parameter) else 0
         self._share["trainable"] = self._share["total"]
         if self._says_parameters:
             initialize_efficientllm_metrics(parameter_share=self._share)
@@ -128,9 +129,15 @@ def _trains_a_model(optimizer: Any) -> bool:
     return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
 
 
+def _size(parameter: Any) -> int:
+    """Return how many numbers a parameter stands for; a flat one of FSDP1 knows the shapes of what it is made of."""
+    shapes = getattr(parameter, "_shapes", None) if getattr(parameter, "_is_flat_param", False) else None
+    return sum(shape.numel() for shape in shapes) if shapes else size_of(parameter)
+
+
 def _is_shard(parameter: Any) -> bool:
-    """Whether a rank holds a piece of its own: FSDP1 does; a DTensor knows the whole, and DDP has all on each rank."""
-    return bool(getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False))
+    """Whether a rank holds a piece of its own: what FSDP1 left of an original; others know the whole or have it."""
+    return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))
 
 
 def _rank() -> int:
