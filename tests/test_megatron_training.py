@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.system("megatron-lm", how="stand-in")]
 
 ERAS = Path(__file__).parent / "megatron_eras"
 NAMES = ["0_8", "0_12", "0_14", "0_16", "0_19"]
@@ -29,7 +29,7 @@ def train(launch, tmp_path):
     """Start a stand-in of an era as a script of the user's does."""
 
     def start(era, *, module="megatron.training", edit=lambda text: text, script=FIRST_LINES, attach=1, **arguments):
-        settings = {name: arguments.pop(name) for name in ("log_interval",) if name in arguments}
+        settings = {name: arguments.pop(name) for name in ("log_interval", "peak_tflops") if name in arguments}
         package = tmp_path / "tree" / module.replace(".", "/")
         package.mkdir(parents=True)
         code = edit((ERAS / f"era_{era}.py").read_text())
@@ -136,6 +136,14 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(train):
     assert sum(row.wait_s for row in rows) >= 11 * (0.04 + 0.005)  # before the first there is no wait, but a start
 
 
+def test_mfu_comes_of_megatrons_own_count_of_operations(train):
+    # 6 operations for each of 144 parameters and each token, over a peak of 1e12 a second
+    values = train("0_16", peak_tflops=1).done().ledger.summary.metrics
+
+    tokens_per_s = values["tt_tokens_per_param_per_sec"].value * MODEL
+    assert values["throughput/mfu_ratio"].value == pytest.approx(6 * MODEL * tokens_per_s / 1e12)
+
+
 def test_our_event_file_stands_below_megatrons_own(train, tmp_path):
     folder = tmp_path / "tensorboard"
 
@@ -190,6 +198,7 @@ def test_without_the_functions_around_it_the_steps_are_counted_all_the_same(trai
     assert job.ledger.summary.parameters == MODEL
 
 
+@pytest.mark.system("pai-megatron", how="stand-in")
 def test_the_loop_of_the_patch_is_counted_too(train):
     job = train(OLD, module="megatron_patch.training").done()
 
@@ -244,7 +253,7 @@ def alone(monkeypatch):
     """Let this process stand first in every group; megatron-core itself is slow to import, and warns."""
     groups, layers = ModuleType("parallel_state"), ModuleType("layers")
     for name in ("data_parallel", "expert_data_parallel", "expert_tensor_parallel", "tensor_model_parallel"):
-        setattr(groups, f"get_{name}_rank", lambda **_: 0)
+        setattr(groups, f"get_{name}_rank", lambda: 0)
     layers.param_is_not_tensor_parallel_duplicate = lambda _: True
     core = ModuleType("megatron.core")
     core.parallel_state = groups

@@ -45,7 +45,7 @@ def reports_data() -> bool:
 
     return bool(
         groups.get_tensor_model_parallel_rank() == 0
-        and groups.get_context_parallel_rank() == 0
+        and _context_parallel_rank(groups) == 0
         and groups.get_pipeline_model_parallel_rank() == groups.get_pipeline_model_parallel_world_size() - 1
     )
 
@@ -104,7 +104,7 @@ def _is_counted_here(name: str, parameter: Any) -> bool:
     if getattr(parameter, "shared", False):
         return False
     if not _is_expert(name, parameter):
-        is_first_replica = groups.get_data_parallel_rank(with_context_parallel=True) == 0
+        is_first_replica = groups.get_data_parallel_rank() == 0 and _context_parallel_rank(groups) == 0
         return is_first_replica and bool(param_is_not_tensor_parallel_duplicate(parameter))
     is_split = getattr(parameter, "tensor_model_parallel", False)
     return _expert_replica(groups) == 0 and (is_split or _expert_tensor_rank(groups) == 0)
@@ -114,6 +114,12 @@ def _is_expert(name: str, parameter: Any) -> bool:
     # Without expert parallelism Megatron does not mark experts, yet they may be split over fewer ranks
     # than the dense layers (expert_tensor_parallel_size), so their name is asked too.
     return not getattr(parameter, "allreduce", True) or ".experts." in name
+
+
+def _context_parallel_rank(groups: Any) -> int:
+    # Megatron before 0.5, on which the old examples of Pai-Megatron-Patch stand, knows no context parallelism.
+    rank: Callable[[], int] = getattr(groups, "get_context_parallel_rank", None) or int
+    return rank()
 
 
 def _expert_replica(groups: Any) -> int:
