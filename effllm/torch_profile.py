@@ -114,9 +114,7 @@ class TorchProfile:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             try:
-                with self._as_ourselves():
-                    profiler.__exit__(None, None, None)
-                _let_go(profiler)
+                self._drop()
             except Exception as error:  # noqa: BLE001 - as above
                 self._give_up(f"{type(error).__name__}: {error}")
 
@@ -125,8 +123,14 @@ class TorchProfile:
         if threading.get_ident() == self._thread:
             self.abandon()
 
-    def close(self) -> None:
-        """Profile nothing from now on, and leave torch as it was."""
+    def close(self, failed: bool = False) -> None:
+        """Profile nothing from now on, and leave torch as it was.
+
+        Args:
+            failed: the training did, perhaps with communication under way that never ends: a device is not asked.
+        """
+        if failed and self._on_device:
+            self._profiler = None
         self.abandon()
         self._is_off = True
         if self._neighbours is not None:
@@ -177,6 +181,13 @@ class TorchProfile:
         with self._neighbours.away():
             yield
 
+    def _drop(self) -> None:
+        # The way out of torch's profiler waits for the device first, and there is nothing to wait for.
+        module = self._torch.autograd.profiler
+        with self._as_ourselves():
+            module._disable_profiler()
+            getattr(module, "_run_on_profiler_stop", lambda: None)()
+
     def _read(self, profiler: Any, end_ns: int) -> Split | None:
         results = getattr(profiler, "kineto_results", None)
         if results is None:
@@ -190,8 +201,8 @@ class TorchProfile:
         self._is_off = True
         profiler, self._profiler = self._profiler, None
         if profiler is not None:  # it failed half way through its start
-            with contextlib.suppress(Exception), self._as_ourselves():
-                profiler.__exit__(None, None, None)
+            with contextlib.suppress(Exception):
+                self._drop()
         self._warn(f"computation and communication are not told apart, torch.profiler cannot be used: {why}")
 
 

@@ -87,7 +87,7 @@ class WatchedRecorder(Recorder):
         """Record how the loop ended, and look no more."""
         if self._on:
             if self._profile is not None:
-                self._profile.close()
+                self._profile.close(failed=status != "completed")
             self._put_device(self.ordinal)
         super().finish(status)
 

@@ -217,6 +217,18 @@ def stand_in(failing="", **more):
     )
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_end_of_training_inside_of_an_iteration_waits_for_no_device(warned, failed):
+    torch_like = stand_in("stop")  # which is where the real one waits for the device
+    dropped = []
+    torch_like.autograd.profiler._disable_profiler = lambda: dropped.append(True)
+    profile = TorchProfile(1, warned.append, torch_like)
+    profile.start(1)
+    profile.close(failed)
+
+    assert (warned, dropped) == ([], [] if failed else [True])
+
+
 @pytest.mark.parametrize("failing", ["make", "start", "stop"])
 def test_a_profiler_that_fails_is_given_up_with_one_line(warned, failing):
     profile = TorchProfile(1, warned.append, stand_in(failing))

@@ -142,7 +142,7 @@ class Given:
         split = self.splits.get(self.number)
         return None if split is None else Profiled(split, self.is_of_device, 3 * MS)
 
-    def close(self):
+    def close(self, failed):
         self.closed = True
 
 
