@@ -62,9 +62,9 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
         batch.tokens = batch.tokens + _sum(labels["labels"] != _IGNORED)
     batch.tokens_loss = _tokens_loss(tensors, labels)
     batch.samples = _samples(tensors, inputs, names)
-    rows = [_IDS] if _IDS in tensors else [name for name in names if name.startswith(("prompt_", "completion_"))]
-    if batch.source != PACKED and rows and all(tensors[name].dim() > 1 for name in rows) and not is_pair:
-        batch.width = sum(int(tensors[name].shape[-1]) for name in rows)
+    ids = [_IDS] if _IDS in tensors else [name for name in names if name.startswith(("prompt_", "completion_"))]
+    if batch.source != PACKED and ids and all(tensors[name].dim() > 1 for name in ids) and not is_pair:
+        batch.width = sum(int(tensors[name].shape[-1]) for name in ids)
     return batch
 
 

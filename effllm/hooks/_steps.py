@@ -53,6 +53,9 @@ class Steps:
         collector = get_metrics_collector()
         if collector.has_parameters and collector._facts["parameters"] is not self._parameters:
             parameters = parameter_share = None
+        if not collector.is_collecting:  # an earlier training in this process may have left its own
+            collector._facts.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
+            collector._facts["first_iteration"] = 0
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,

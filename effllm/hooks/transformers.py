@@ -17,7 +17,7 @@ from effllm import ownership
 from effllm.hooks import Unknown
 from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
-from effllm.hooks._parameters import CONVENTION, Parameters, config_of, flops_per_token, parameters_of
+from effllm.hooks._parameters import CONVENTION, Parameters, config_of, flops_per_token, parameters_of, unwrapped
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around
 
@@ -233,6 +233,10 @@ class Training:
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
             "parallel_layout": kind,
+            "device_mesh": " ".join(
+                f"{name}={size}" for mesh in _meshes(self.trainer)[:1] for name, size in _sizes(mesh)
+            )
+            or None,
             "tensor_parallel": _tensor_parallel(self.trainer),
             "context_parallel": getattr(sizes, "cp_size", None),
             "sequence_parallel": getattr(sizes, "sp_size", None),
@@ -243,22 +247,33 @@ class Training:
 def speaks_for_its_batch(trainer: Any) -> tuple[bool, bool]:
     """Say whether this rank counts the positions of its batch, and whether its samples.
 
-    Tensor and context parallel peers are handed the same batch, so the first of them counts.  Of DeepSpeed's
-    sequence parallel ones each is handed its own stretch of the same sequences.
+    Tensor, context and pipeline parallel peers are handed the same batch, so the first of them counts.  Of
+    DeepSpeed's sequence parallel ones each is handed its own stretch of the same sequences.
     """
-    accelerator = getattr(trainer, "accelerator", None)
-    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
-    sizes = getattr(accelerator, "parallelism_config", None)
-    own = True
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    for name in names:
-        if name in ("tp", "cp"):
-            own = own and mesh.get_local_rank(name) == 0
+    sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
+    own, named = True, set()
+    for mesh in _meshes(trainer):
+        for name in mesh.mesh_dim_names:
+            named.add(name)
+            own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
     size = _tensor_parallel(trainer)
-    if "tp" not in names and size > 1:
+    if "tp" not in named and size > 1:
         own = own and _rank() % size == 0  # the ranks of such a group follow one another
     split = getattr(sizes, "sp_size", 1) or 1
     return own, own and (split <= 1 or _rank() % split == 0)
+
+
+def _meshes(trainer: Any) -> list[Any]:
+    """Return how ranks are laid out: by accelerate, and by transformers where it sharded the model as it loaded it."""
+    found = (
+        getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
+        getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
+    )
+    return [mesh for mesh in found if getattr(mesh, "mesh_dim_names", None)]
+
+
+def _sizes(mesh: Any) -> list[tuple[str, int]]:
+    return [(name, int(mesh.size(place))) for place, name in enumerate(mesh.mesh_dim_names)]
 
 
 def _tensor_parallel(trainer: Any) -> int:

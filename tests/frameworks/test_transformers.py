@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -319,8 +321,6 @@ trainer.train()
 
 
 def test_accelerate_launch_is_a_launcher_as_any_other(frameworks):
-    import sys
-
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
@@ -337,3 +337,73 @@ def test_a_resumed_training_goes_on_with_the_number_of_its_step(frameworks, laun
     resumed = json.loads((job.runs()[-1] / "summary.json").read_text())
     assert resumed["iterations"] == 2
     assert "Step 4:" in job.stdout
+
+
+def test_accelerate_launch_starts_as_many_processes_as_its_file_says(frameworks, tmp_path):
+    settings = ["compute_environment: LOCAL_MACHINE", "distributed_type: FSDP", "use_cpu: true", "num_processes: 2"]
+    settings += ["num_machines: 1", "mixed_precision: 'no'", "fsdp_config: {fsdp_version: 2}"]
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("\n".join(settings))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+
+    job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"), launcher=launcher)
+
+    assert job.ledger.summary.samples == 24
+    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
+
+
+def test_a_model_that_is_sharded_over_two_processes_is_counted_whole(frameworks):
+    """Sharded as it is loaded, by FSDP2: each parameter is a DTensor of which a rank holds half."""
+    code = """
+from transformers import LlamaForCausalLM, Trainer
+from transformers.distributed import DistributedConfig
+import os, tiny, torch
+
+torch.distributed.init_process_group("gloo")
+if os.environ["RANK"] == "0":
+    tiny.llama().save_pretrained("model")
+torch.distributed.barrier()
+model = LlamaForCausalLM.from_pretrained("model", distributed_config=DistributedConfig(fsdp_size=2))
+assert sum(p.to_local().numel() for p in model.parameters()) < 4656
+trainer = Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate)
+trainer._get_train_sampler = lambda *_: range(48)
+trainer.train()
+tiny.end()
+"""
+    job = frameworks.run(code, ranks=2)
+
+    assert job.ledger.summary.parameters == 4656
+    assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
+    assert job.ledger.facts["device_mesh"] == "pp=1 fsdp=2 tp=1"
+
+
+class Mesh:
+    """Ranks in rows: of a name, how many, and which this one is."""
+
+    def __init__(self, **places):
+        self.mesh_dim_names = tuple(places)
+        self._places = places
+
+    def get_local_rank(self, name):
+        return self._places[name]
+
+
+@pytest.mark.parametrize(
+    ("places", "speaks"),
+    [
+        ({"dp_shard": 1, "tp": 0}, True),
+        ({"dp_shard": 0, "tp": 1}, False),
+        ({"dp_replicate": 3, "cp": 0}, True),
+        ({"dp_replicate": 0, "cp": 1}, False),
+        ({"pp": 1, "fsdp": 0, "tp": 0}, False),
+    ],
+)
+def test_of_the_ranks_that_are_handed_the_same_batch_the_first_counts_it(places, speaks):
+    """Tensor and context parallelism are not run on a CPU by accelerate; here it is asked who would count."""
+    from effllm.hooks.transformers import speaks_for_its_batch
+
+    by_accelerate = SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=Mesh(**places)), model=None)
+    by_transformers = SimpleNamespace(accelerator=None, model=SimpleNamespace(_device_mesh=Mesh(**places), config=1))
+
+    assert speaks_for_its_batch(by_accelerate) == (speaks, speaks)
+    assert speaks_for_its_batch(by_transformers) == (speaks, speaks)
