@@ -443,6 +443,35 @@ for cell in {cells!r}:
     assert iterations(job) == 7
 
 
+def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
+    job = train(
+        launch,
+        """
+        import sys, types
+        class Events(dict):
+            def register(self, name, function):
+                self[name] = function
+        class Shell:
+            events = Events()
+        sys.modules["IPython"] = types.SimpleNamespace(get_ipython=Shell)
+        for cell in range(3):
+            for name in ["pre_run_cell"] if Shell.events else []:
+                Shell.events[name]("what IPython tells of the cell")
+            for _ in range(4):
+                backward()
+                time.sleep(0.01)
+                optimizer.step()
+            Shell.events["post_run_cell"]("its result")
+            time.sleep(0.2)
+        """,
+    )
+    summary = job.ledger.summary
+    assert summary.iterations == 11
+    assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.006)
+    assert summary.time_by_class["other"] >= 0.39
+    assert job.ledger.told("warning") == []
+
+
 def test_a_script_from_standard_input_is_counted(launch, tmp_path):
     script = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(

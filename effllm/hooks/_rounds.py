@@ -46,6 +46,8 @@ class Rounds:
         self._seen: set[int] = set()  # parameters, by id: those of two optimizers may be the same
         self._share = {"total": 0, "trainable": 0}
         self._says_parameters = False
+        self._watches_cells = False
+        self._between_cells: Any = None  # the recorder to which a cell's end was told
         _all.append(self)
 
     def claim(self, optimizer: Any) -> bool:
@@ -71,7 +73,26 @@ class Rounds:
             **({"parameters_from": "optimizer"} if self._says_parameters else {}),
         }
         # An earlier call of the loop's has said the first iteration, if any has.
-        self._steps.begin(first_iteration=0 if collector.is_collecting else 1, facts=facts)
+        if self._steps.begin(first_iteration=0 if collector.is_collecting else 1, facts=facts):
+            self._watch_cells()
+
+    def _watch_cells(self) -> None:
+        """Keep the time between the cells of a notebook out of the iteration that the next cell goes on with."""
+        find = getattr(sys.modules.get("IPython"), "get_ipython", None)
+        shell = find() if find is not None else None
+        if shell is not None and not self._watches_cells:
+            self._watches_cells = True
+            shell.events.register("post_run_cell", self._cell_ended)
+            shell.events.register("pre_run_cell", self._cell_begins)
+
+    def _cell_ended(self, *_: Any) -> None:
+        self._between_cells = get_metrics_collector().recorder
+        self._steps.phase_start("other")
+
+    def _cell_begins(self, *_: Any) -> None:
+        recorder, self._between_cells = self._between_cells, None
+        if recorder is not None and recorder is get_metrics_collector().recorder:
+            self._steps.phase_end()
 
     def stepped(self, optimizer: Any) -> None:
         """Take note that an optimizer has stepped: end the iteration where it leads."""
