@@ -52,6 +52,8 @@ def experts(tensor, pipeline, expert, expert_tensor):
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
         num_moe_experts=2,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,  # which Megatron asks for with one expert
         add_bias_linear=False,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,

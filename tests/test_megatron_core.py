@@ -89,6 +89,13 @@ def test_the_shares_of_all_ranks_add_up_to_the_model(layout):
     assert total == (DENSE_MODEL if name.startswith("dense") else EXPERTS_MODEL)
 
 
+def test_of_two_experts_one_is_active(layout):
+    name, ranks = layout
+    idle = 0 if name.startswith("dense") else LAYERS * MLP
+
+    assert sum(rank["share"]["total"] - rank["share"]["active"] for rank in ranks) == idle
+
+
 def test_what_is_frozen_is_not_trainable_and_still_a_parameter(layout):
     name, ranks = layout
     frozen = 0 if name.startswith("dense") else VOCABULARY * HIDDEN

@@ -25,10 +25,12 @@ FIRST_LINES = "from {module} import pretrain\npretrain({arguments})\n"
 
 
 @pytest.fixture
-def train(launch, tmp_path):
+def train(launch, tmp_path, monkeypatch):
     """Start a stand-in of an era as a script of the user's does."""
 
-    def start(era, *, module="megatron.training", edit=lambda text: text, script=FIRST_LINES, attach=1, **arguments):
+    def start(
+        era, *, module="megatron.training", edit=lambda text: text, script=FIRST_LINES, ranks=1, attach=1, **arguments
+    ):
         settings = {name: arguments.pop(name) for name in ("log_interval", "peak_tflops") if name in arguments}
         package = tmp_path / "tree" / module.replace(".", "/")
         package.mkdir(parents=True)
@@ -44,6 +46,10 @@ def train(launch, tmp_path):
         job = tmp_path / "pretrain.py"
         job.write_text(script.format(module=module, arguments=given))
         environ = {"PYTHONPATH": f"{package.parents[len(module.split('.')) - 1]}:{ERAS}"}
+        if ranks > 1:
+            torchrun = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks)]
+            monkeypatch.setenv("PYTHONPATH", environ["PYTHONPATH"])
+            return launch.torchrun(torchrun, job, json.dumps(arguments), attach=attach, log_interval=4)
         return launch.python(
             job, json.dumps(arguments), environ=environ, attach=attach, **{"log_interval": 4, **settings}
         )
@@ -83,6 +89,15 @@ def test_the_losses_are_those_of_a_run_without_effllm(train, tmp_path, era):
 
     assert len(without) == 12
     assert with_it == without
+
+
+def test_two_replicas_share_the_batch_and_have_one_model(train):
+    job = train("0_16", ranks=2).done()
+
+    summary = job.ledger.summary
+    assert (summary.parameters, summary.samples, summary.tokens) == (MODEL, 12 * 8, 12 * 8 * LENGTH)
+    assert [sum(row.samples for row in job.ledger.ranks if row.rank == rank) for rank in (0, 1)] == [48, 48]
+    assert [block["loss"] is not None for block in job.blocks] == [True] * 3
 
 
 def test_a_ramp_up_of_the_batch_is_counted_step_by_step(train):

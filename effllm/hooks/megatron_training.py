@@ -193,7 +193,8 @@ class _Training:
 
     def step_starts(self, call: Call) -> None:
         """Stamp the start of a step; where nobody set a model up, this is where it is seen first."""
-        self._begin(call.get("model"))
+        if not self._has_begun:
+            self._begin(call.get("model"))
         if self._steps.is_owner:
             self._tell_end()
             self._tell_loss()
