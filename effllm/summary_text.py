@@ -113,7 +113,7 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _profiled(profile: Profile) -> str:
     moving, exposed = (100 * part_s / profile.time_s for part_s in (profile.communication_s, profile.exposed_s))
-    return f"{profile.iterations:,} iterations: communication {moving:.0f} % of their time, exposed {exposed:.0f} %"
+    return f"{profile.iterations:,} over all ranks: communication {moving:.0f} % of the time, exposed {exposed:.0f} %"
 
 
 def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -359,7 +359,7 @@ def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_h
     summary = summary_text(make_summary(profile=profile), None, None)
     last = msgspec.structs.replace(make_report().last, profile=profile)
 
-    assert fact(summary, "profiled") == "8 iterations: communication 50 % of their time, exposed 25 %"
+    assert fact(summary, "profiled") == "8 over all ranks: communication 50 % of the time, exposed 25 %"
     assert "  profiled" not in summary_text(make_summary(), None, None)
     assert "exposed comm 25 %" in list(console.watched(make_report(last=last)))
     assert not any("exposed" in part for part in console.watched(make_report()))
