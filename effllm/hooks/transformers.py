@@ -80,7 +80,7 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
     """
 
     def __init__(self) -> None:
-        _GUARD(_wrap, sys.modules.get("transformers.trainer") or _import_trainer())
+        _GUARD(lambda: _wrap(_import_trainer()))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start the metrics with what the Trainer knows by now."""

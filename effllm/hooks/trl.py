@@ -49,9 +49,14 @@ def _generates(call: Call) -> Any:
 
 
 def _generated(recorder: Any, call: Call, result: Any) -> None:
-    if recorder is not None:
+    if recorder is None:
+        return
+    prompts = call.get("prompt_ids")
+    if prompts is None:  # to TRL 0.24 it was given texts, and returned their tokens first
+        prompts, completions = result[:2]
+    else:
         completions = result[0] if isinstance(result, tuple) else result
-        recorder.generation_end(_length(completions), _length(call.get("prompt_ids", ())))
+    recorder.generation_end(_length(completions), _length(prompts))
 
 
 def _generation_failed(recorder: Any) -> None:
