@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from systems import RAN
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -28,6 +29,7 @@ def torchrun(script):
     return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
 
 
+@pytest.mark.system("transformers", how=RAN)
 def test_transformers_sft(launch):
     job = run(launch, torchrun(INTEGRATION / "transformers_sft" / "train.py"))
 
@@ -38,6 +40,7 @@ def test_transformers_sft(launch):
     assert not job.our_errors
 
 
+@pytest.mark.system("trl", how=RAN)
 def test_trl_grpo(launch):
     pytest.importorskip("trl", reason="needs TRL")
 
@@ -51,6 +54,7 @@ def test_trl_grpo(launch):
 
 
 @needs_llama_factory
+@pytest.mark.system("llama-factory", how=RAN)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_llama_factory(launch, method, ranks):

@@ -7,10 +7,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from systems import RAN
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+pytestmark = pytest.mark.system("transformers", how=RAN)
 
 PLAIN = """
 from transformers import Trainer
@@ -407,3 +410,19 @@ def test_of_the_ranks_that_are_handed_the_same_batch_the_first_counts_it(places,
 
     assert speaks_for_its_batch(by_accelerate) == (speaks, speaks)
     assert speaks_for_its_batch(by_transformers) == (speaks, speaks)
+
+
+def test_a_token_meets_the_experts_that_mixtral_chooses_for_it(frameworks):
+    """Two of four experts, each of three matrices of 16 x 32: half of 6,144 numbers are not met."""
+    code = """
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+import json, tiny
+
+model = MixtralForCausalLM(MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2))
+open("truth.json", "w").write(json.dumps(sum(p.numel() for p in model.parameters())))
+Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_collator=tiny.collate).train()
+"""
+    job = frameworks.run(code, parameters="active")
+
+    assert job.ledger.summary.parameters == job.told() - 6144 // 2

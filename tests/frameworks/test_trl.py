@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from systems import RAN
 
 pytest.importorskip("trl", reason="needs TRL")
 pytest.importorskip("peft", reason="needs peft")
 pytest.importorskip("datasets", reason="needs datasets")
+
+pytestmark = pytest.mark.system("trl", how=RAN)
 
 
 def counts(job):
