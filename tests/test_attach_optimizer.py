@@ -272,6 +272,35 @@ def test_calls_of_the_loop_itself_take_over_from_the_optimizer(launch):
     assert (summary.iterations, summary.tokens) == (2 + 5, 500)
 
 
+def test_the_parameters_that_the_script_says_stand_and_a_nearer_hook_replaces_the_optimizers(launch):
+    job = train(
+        launch,
+        """
+        from effllm import ownership
+        from effllm.hooks._steps import Steps
+        from effllm.collector import get_metrics_collector
+        for _ in range(3):
+            backward()
+            optimizer.step()
+        framework = Steps(ownership.FRAMEWORK, "a framework")
+        framework.begin(parameter_share={"total": 100, "trainable": 36})
+        for _ in range(5):
+            framework.start()
+            backward()
+            optimizer.step()
+            framework.end(10, 1)
+        framework.finish()
+        effllm.initialize_efficientllm_metrics(1000)
+        for _ in range(4):
+            backward()
+            optimizer.step()
+        """,
+    )
+    first, second = sorted((jobs.Ledger(one) for one in job.runs()), key=lambda one: -one.summary.iterations)
+    assert (first.summary.iterations, first.summary.parameters, first.summary.tokens) == (2 + 5, 100, 50)
+    assert (second.summary.iterations, second.summary.parameters) == (3, 1000)
+
+
 def test_what_is_counted_apart_is_taken_where_the_call_that_ends_an_iteration_gives_none(launch):
     job = train(
         launch,

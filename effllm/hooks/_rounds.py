@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from effllm import ownership
-from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
+from effllm.collector import get_metrics_collector
 from effllm.config import read_place
 from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, place
@@ -45,7 +45,6 @@ class Rounds:
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: set[int] = set()  # parameters, by id: those of two optimizers may be the same
         self._share = {"total": 0, "trainable": 0}
-        self._says_parameters = False
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder to which a cell's end was told
         _all.append(self)
@@ -64,13 +63,13 @@ class Rounds:
 
     def _begin(self) -> None:
         collector = get_metrics_collector()
-        self._says_parameters = not collector.has_parameters
+        says_parameters = self._steps.may_say_parameters
         self._leader, self._seen, self._joined = None, set(), weakref.WeakSet()
         self._share = {"total": 0, "trainable": 0}
         facts = {
             "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
             "iterations_not_measured": 1,
-            **({"parameters_from": "optimizer"} if self._says_parameters else {}),
+            **({"parameters_from": "optimizer"} if says_parameters else {}),
         }
         # An earlier call of the loop's has said the first iteration, if any has.
         if self._steps.begin(first_iteration=0 if collector.is_collecting else 1, facts=facts):
@@ -131,8 +130,7 @@ class Rounds:
                 self._seen.add(id(parameter))
                 self._share["total"] += _size(parameter) if rank == 0 or _is_shard(parameter) else 0
         self._share["trainable"] = self._share["total"]
-        if self._says_parameters:
-            initialize_efficientllm_metrics(parameter_share=self._share)
+        self._steps.say_parameters(self._share)
 
     def waited(self, spent_ns: int) -> None:
         """Take a stretch out of the running iteration, in which the loop waited for data."""

@@ -24,14 +24,28 @@ class Steps:
         style: ``Step`` where its people speak of steps.
     """
 
+    _parameters: Any = None  # what a hook said last, of an earlier training perhaps, and a hook may replace
+
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
-        self._parameters: Any = None  # what this said of an earlier training, which the next may replace
 
     @property
     def is_owner(self) -> bool:
         """Whether it is this framework's steps that count."""
         return ownership.holds(self.level, self.name)
+
+    @property
+    def may_say_parameters(self) -> bool:
+        """Whether the training script has not said how many parameters the model has."""
+        collector = get_metrics_collector()
+        return not collector.has_parameters or collector._facts["parameters"] is Steps._parameters
+
+    def say_parameters(self, share: Mapping[str, int]) -> None:
+        """Say them, where they became known when training had begun."""
+        collector = get_metrics_collector()
+        if self.is_owner and collector.is_collecting and self.may_say_parameters:
+            initialize_efficientllm_metrics(parameter_share=share)
+            Steps._parameters = collector._facts["parameters"]
 
     def begin(
         self,
@@ -51,7 +65,7 @@ class Steps:
         if not ownership.claim(self.level, self.name):
             return False
         collector = get_metrics_collector()
-        if collector.has_parameters and collector._facts["parameters"] is not self._parameters:
+        if not self.may_say_parameters:
             parameters = parameter_share = None
         if not collector.is_collecting:  # an earlier training in this process may have left its own
             collector._facts.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
@@ -67,7 +81,7 @@ class Steps:
             place=place(),
         )
         if parameters is not None or parameter_share is not None:
-            self._parameters = collector._facts["parameters"]
+            Steps._parameters = collector._facts["parameters"]
         return collector.is_collecting
 
     def start(self) -> None:
