@@ -198,6 +198,12 @@ def joules_per_sample(totals: ClusterTotals) -> float | None:
     return _measured_ratio(totals.energy_j, totals.energy_samples)
 
 
+@metric("J/token", group="energy", bases=("job",), chart=False)
+def joules_per_generated_token(totals: ClusterTotals) -> float | None:
+    """Energy of the whole run over the tokens that it generated; no value where a part of it was not measured."""
+    return _measured_ratio(total_joules(totals), totals.generated_tokens)
+
+
 @metric("Wh", group="energy", bases=("job",), chart=False)
 def total_wh(totals: ClusterTotals) -> float | None:
     """Energy of the run so far in watt-hours; no value where a part of it was not measured."""

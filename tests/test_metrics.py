@@ -86,6 +86,7 @@ BY_HAND = {
     "joules_per_token": 0.125,  # 60,000 / 480,000
     "joules_per_iteration": 750.0,  # 60,000 / 80
     "joules_per_sample": 250.0,  # 60,000 / 240
+    "joules_per_generated_token": None,  # a part is missing
     "total_wh": None,  # a part is missing
     "joules_per_10k_tokens": 1250.0,
     "tokens_per_joule": 8.0,  # 480,000 / 60,000
@@ -274,6 +275,7 @@ def test_without_gpus_the_share_is_that_of_a_rank():
 
 def test_watt_hours_are_those_of_a_total_alone():
     assert metrics.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
+    assert metrics.joules_per_generated_token(COMPLETE) == pytest.approx(60_000 / 900)
 
 
 def test_emissions_are_kwh_times_pue_times_the_intensity_that_was_given():
@@ -303,6 +305,7 @@ def test_what_no_chart_shows_has_a_chart_in_another_unit():
     hidden = {entry.name for entry in METRICS.values() if not entry.chart}
 
     assert hidden == {
+        "joules_per_generated_token",
         "total_wh", "joules_per_10k_tokens", "tokens_per_joule", "median_watts_per_gpu", "peak_watts_per_gpu",
         "electricity_cost", "gpu_cost", "joules_per_sample", "exposed_seconds", "computation_seconds",
         "communication_seconds", "device_step_seconds", "profiling_seconds",
