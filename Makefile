@@ -14,7 +14,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PI
 .PHONY: help demo test test-long test-frameworks check bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and watch its efficiency; a minute
 	@PYTHON=$(BIN)/python; export PYTHON; . launch/efficientllm_config.sh && \
