@@ -207,6 +207,7 @@ llm = LLM()
 """
 
 
+@pytest.mark.system("vllm", how="stand-in")
 def test_vllm_in_a_process_that_only_infers_is_requests_and_a_chat_is_counted_once(tmp_path):
     _, (run_,) = run(tmp_path, ENGINE + "llm.generate(['a', 'b'])\nllm.chat(['c'])\nllm.chat(['d'])\n")
 
@@ -223,6 +224,7 @@ def test_a_request_around_an_engine_is_one_and_has_its_tokens(tmp_path):
     assert (run_.summary["iterations"], run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (2, 48, 12)
 
 
+@pytest.mark.system("vllm", how="stand-in")
 def test_what_generates_while_a_framework_trains_adds_to_it_and_is_in_no_step(tmp_path):
     _, (run_,) = run(
         tmp_path,

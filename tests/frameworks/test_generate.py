@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from systems import RAN
 
 pytest.importorskip("transformers", reason="needs transformers")
+
+pytestmark = pytest.mark.system("generate", how=RAN)
 
 SCRIPT = Path(__file__).parents[2] / "integration" / "generate" / "generate.py"
 
