@@ -29,7 +29,7 @@ test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real
 	@$(BIN)/python -m pytest -m long && echo 'Long tests passed.'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
-	@$(FRAMEWORKS)/bin/python -m pytest -m "" tests/frameworks && echo 'Tests with frameworks passed.'
+	@$(FRAMEWORKS)/bin/python -m pytest -m "" --timeout 300 tests/frameworks && echo 'Tests with frameworks passed.'
 
 check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
