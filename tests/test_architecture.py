@@ -52,7 +52,7 @@ FLOORS = """
 4.3  profiling.estimates  profiling.load  profiling.nvml_facts
 4.4  profiling.watching  hooks._rounds
 4.5  profiling.*
-4.2  hooks._imports  hooks._wrap  hooks._batch  hooks._late  hooks._parameters
+4.2  hooks._imports  hooks._wrap  hooks._batch  hooks._late  hooks._parameters  hooks.megatron
 4.3  hooks._steps  hooks
 5    hooks.*  analysis  analysis.*  survey  profiling  serving
 5.1  hooks.trl
