@@ -63,7 +63,7 @@ class Recorder:
         self._phase_ns = [0, 0, 0, 0]
         self._tokens = self._tokens_processed = self._tokens_loss = self._samples = 0
         self._generated = self._generation_ns = self._prompt = 0
-        self._generation = bytes(32)  # the same and the phase, as the ring has them
+        self._generation = ring.pack_generation(0, 0, 0, 0)  # the phase and the same, as the ring has them
         self._generations: list[tuple[int, int]] = []  # of each open one: tokens and prompts counted inside of it
         self._generation_start_ns = 0
         self._generation_is_phase = False

@@ -67,10 +67,11 @@ class Slot(NamedTuple):
 
 
 _FIELDS = struct.Struct("<Qhhqqqqdqqqqqqqqqqqqq")
-# The last four seldom change, so they are written as the bytes that they last were.
-_WRITTEN = struct.Struct("<Qhhqqqqdqqqqqqqqq32s")
-pack_generation = struct.Struct("<qqqq").pack
-_SEALED = struct.Struct(f"<{_FIELDS.size}sI")
+# The last four seldom change: they are written as the bytes that they last were, whose checksum is where that of the
+# others begins, so that it holds all of them together and is computed over the others alone.
+_OFTEN = struct.Struct("<Qhhqqqqdqqqqqqqqq")
+_SELDOM = struct.Struct("<qqqq")
+_SEALED = struct.Struct(f"<{_OFTEN.size}s{_SELDOM.size}sI")
 if _SEALED.size > _SLOT_BYTES:  # pragma: no cover - a mistake in this file
     raise AssertionError(_SEALED.size)
 
@@ -104,6 +105,15 @@ def ring_bytes(slots: int) -> int:
     return _SLOTS_AT + slots * _SLOT_BYTES
 
 
+def pack_generation(*totals: int) -> tuple[bytes, int]:
+    """Return the four totals of generation as `RingWriter.put` takes them."""
+    packed = _SELDOM.pack(*totals)
+    return packed, zlib.crc32(packed)
+
+
+_NOTHING = pack_generation(0, 0, 0, 0)
+
+
 class RingWriter:
     """The training process's end of the ring: `put` is the hot path."""
 
@@ -126,17 +136,18 @@ class RingWriter:
         end_ns: int,
         value: float,
         totals: tuple[int, ...],
-        generation: bytes = bytes(32),
+        generation: tuple[bytes, int] = _NOTHING,
         # bound here because a global or attribute look-up costs as much as the checksum
-        _pack: Any = _WRITTEN.pack,
+        _pack: Any = _OFTEN.pack,
         _seal: Any = _SEALED.pack_into,
         _publish: Any = _NEWEST.pack_into,
         _crc: Any = zlib.crc32,
     ) -> None:
         """Write one record with the nine running totals and, packed, the four of generation; about half a us."""
         sequence = self._sequence = self._sequence + 1
-        body = _pack(sequence, kind, what, ordinal, number, start_ns, end_ns, value, *totals, generation)
-        _seal(self._map, _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES, body, _crc(body))
+        body = _pack(sequence, kind, what, ordinal, number, start_ns, end_ns, value, *totals)
+        packed, seed = generation
+        _seal(self._map, _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES, body, packed, _crc(body, seed))
         _publish(self._map, _NEWEST_AT, sequence)
 
     def state(self, state: int, ordinal: int, since_ns: int, what: int = 0, _pack: Any = _STATUS.pack_into) -> None:
@@ -203,8 +214,11 @@ class RingReader:
             self._next += 1
 
     def _slot(self, sequence: int) -> Slot | None:
-        body, checksum = _SEALED.unpack_from(self._map, _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES)
-        return Slot._make(_FIELDS.unpack(body)) if zlib.crc32(body) == checksum else None
+        at = _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES
+        often, seldom, checksum = _SEALED.unpack_from(self._map, at)
+        if zlib.crc32(often, zlib.crc32(seldom)) != checksum:
+            return None
+        return Slot._make(_FIELDS.unpack(often + seldom))
 
     def state(self) -> tuple[int, int, int, int]:
         """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four."""
