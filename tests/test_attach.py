@@ -71,15 +71,16 @@ def test_importing_torch_starts_no_process_and_makes_no_file(tmp_path):
     assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
 
 
+GONE = "raise ModuleNotFoundError('gone')"  # a file that is not there, an editable install would find elsewhere
 BROKEN = {
     "a hook file that is no Python": ("hooks/optimizer.py", "this is not Python"),
     "hooks that are no Python": ("hooks/__init__.py", "def ("),
     "hooks that raise": ("hooks/__init__.py", "raise SystemError('broken')"),
     "hooks without what is called": ("hooks/__init__.py", ""),
     "a configuration that raises": ("config.py", "raise OSError(28, 'No space left on device')"),
-    "a configuration that is gone": ("config.py", None),
-    "the watch of imports that is gone": ("hooks/_imports.py", None),
-    "a collector that is gone": ("collector.py", None),
+    "a configuration that is gone": ("config.py", GONE),
+    "the watch of imports that is gone": ("hooks/_imports.py", GONE),
+    "a collector that is gone": ("collector.py", GONE),
     "a ring that is no Python": ("ring.py", "x = ="),
 }
 
@@ -88,10 +89,7 @@ BROKEN = {
 def test_torch_can_be_imported_and_trains_whatever_is_broken_in_us(what, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
     file, text = BROKEN[what]
-    if text is None:
-        (tmp_path / "effllm" / file).unlink()
-    else:
-        (tmp_path / "effllm" / file).write_text(text)
+    (tmp_path / "effllm" / file).write_text(text)
     program = """
         import torch, effllm
         print(effllm.__file__)
@@ -110,7 +108,7 @@ def test_torch_can_be_imported_and_trains_whatever_is_broken_in_us(what, tmp_pat
     assert where.startswith(str(tmp_path))
     assert weight == "[-0.5, -0.5]"
     said = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
-    assert len(said) == 1, errors
+    assert 1 <= len(said) <= 2, errors  # one for each module that cannot be hooked
     assert "Traceback" not in errors
 
 

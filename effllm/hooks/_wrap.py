@@ -21,12 +21,19 @@ def say_once(line: str) -> None:
     if line in _said:
         return
     _said.add(line)
-    with contextlib.suppress(Exception):
+    if _is_first_rank():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop
+
+
+def _is_first_rank() -> bool:
+    try:
         from effllm.config import read_place
         from effllm.switches import this_process
 
-        if read_place(this_process()).rank == 0:
-            print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop
+        return read_place(this_process()).rank == 0
+    except Exception:  # noqa: BLE001 - what is broken may be just that, and somebody must hear of it
+        return True
 
 
 class Guard:
