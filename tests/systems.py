@@ -30,6 +30,7 @@ class System:
     attached_by: str
     tokens_from: str
     not_tested: str = ""
+    by_hand: str = ""  # what was run outside the tests
 
 
 SYSTEMS = {
@@ -38,7 +39,8 @@ SYSTEMS = {
         ("megatron-core",),
         "import hook on `megatron.training.training`",
         "micro-batch calculator × sequence length; real ones of packed sequences from 0.18",
-        "a GPU",
+        "a GPU, context parallelism",
+        "by hand: `pretrain_gpt.py` of 0.8.0, 0.12.0rc3, 0.14.0rc7, 0.16.1 and 0.19.0 on CPUs, CUDA calls shimmed",
     ),
     "pai-megatron": System(
         "Pai-Megatron-Patch",
@@ -62,7 +64,12 @@ SYSTEMS = {
         "FSDP, ZeRO-3 and quantised weights on a GPU",
     ),
     "trl": System(
-        "TRL", ("trl", "transformers"), "the Trainer's callback", "as the Trainer; GRPO its completions", "vLLM"
+        "TRL",
+        ("trl", "transformers"),
+        "the Trainer's callback",
+        "as the Trainer; GRPO its completions",
+        "vLLM inside GRPO",
+        "by hand: GRPO and RLOO of 0.24",
     ),
     "llama-factory": System(
         "LLaMA-Factory", ("llamafactory",), "the Trainer's callback", "as the Trainer", "more than CPU"
@@ -151,6 +158,7 @@ def _row(system: System, told: dict[str, Any]) -> str:
         shown.append(f"ran: {packages} ({told[RAN]['tests']} tests)")
     if STAND_IN in told:
         shown.append(f"stand-in ({told[STAND_IN]['tests']} tests)")
+    shown += [system.by_hand] if system.by_hand else []
     tested = "; ".join(shown) or "not tested"
     return f"| {system.title} | {system.attached_by} | {system.tokens_from} | {tested} | {system.not_tested} |"
 
