@@ -8,7 +8,7 @@ from textwrap import dedent
 import jobs
 import pytest
 
-pytestmark = [*jobs.needs_torch, pytest.mark.system("torchrun", how="ran")]
+pytestmark = [*jobs.needs_torch, pytest.mark.long, pytest.mark.system("torchrun", how="ran")]
 
 MODEL = """
 import time, torch, effllm
@@ -119,7 +119,6 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
     assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
 
 
-@pytest.mark.long
 def test_a_batch_fetched_in_the_middle_of_an_iteration_is_no_less_waiting(launch):
     job = train(
         launch,
@@ -404,7 +403,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["2", "flat", "original"])
 def test_parameters_of_fsdp_are_the_whole_models(launch, tmp_path, how):
     script = tmp_path / "sharded.py"
@@ -502,7 +500,6 @@ def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
     assert job.ledger.told("warning") == []
 
 
-@pytest.mark.long
 def test_a_script_from_standard_input_is_counted(launch, tmp_path):
     script = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(

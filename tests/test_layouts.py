@@ -8,7 +8,7 @@ import pytest
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 TESTS = Path(__file__).parent
 INTEGRATION = TESTS.parent / "integration" / "megatron_core"
@@ -41,8 +41,8 @@ def check(job, num_ranks, parameters):
         pytest.param(2, "1:1", id="DP2"),
         pytest.param(2, "2:1", id="TP2"),
         pytest.param(2, "1:2", id="PP2"),
-        pytest.param(4, "2:2", id="TP2xPP2", marks=pytest.mark.long),
-        pytest.param(4, "2:1", id="TP2xDP2", marks=pytest.mark.long),
+        pytest.param(4, "2:2", id="TP2xPP2"),
+        pytest.param(4, "2:1", id="TP2xDP2"),
     ],
 )
 def test_megatron_core_gives_the_same_ledger_in_every_layout(launch, monkeypatch, num_ranks, layout):

@@ -8,7 +8,7 @@ import pytest
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.torch, pytest.mark.system("megatron-core", how="ran")]
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.system("megatron-core", how="ran")]
 
 TESTS = Path(__file__).parent
 INTEGRATION = TESTS.parent / "integration" / "megatron_core"

@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.torch, pytest.mark.system("megatron-lm", how="stand-in")]
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.system("megatron-lm", how="stand-in")]
 
 ERAS = Path(__file__).parent / "megatron_eras"
 NAMES = ["0_8", "0_12", "0_14", "0_16", "0_19"]

@@ -4,7 +4,7 @@ import jobs
 import pytest
 from pytest import approx
 
-pytestmark = [*jobs.needs_torch, pytest.mark.timeout(180)]
+pytestmark = [*jobs.needs_torch, pytest.mark.long, pytest.mark.timeout(180)]
 
 ITERATIONS, EVERY, WORLD = 20, 5, 2
 OPTIONS = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", str(WORLD)]

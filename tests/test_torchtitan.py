@@ -7,7 +7,7 @@ import sys
 import jobs
 import pytest
 
-pytestmark = [*jobs.needs_torch, pytest.mark.system("torchtitan", how="stand-in")]
+pytestmark = [*jobs.needs_torch, pytest.mark.long, pytest.mark.system("torchtitan", how="stand-in")]
 
 METRICS = """
 class Logger(dict):
