@@ -103,7 +103,7 @@ def _verdict(row: dict[str, Any], places: Sequence[int], gpus: Sequence[Gpu]) ->
         random = HALF_WIDTHS_95 * math.sqrt(sum(row["random_j2"][place] for place in places)) / truth
         # The gains of different boards have nothing to do with each other.
         sensors = math.hypot(*(row["gain_error"][place] * row["joules"][place] for place in places)) / truth
-        whole = math.hypot(random, sensors)
+        whole = random + sensors  # a gain is a bound and no draw: where it is at that bound, random errors come on top
     least = max(lowest - measured, measured - highest, 0.0) / truth
     return Verdict((measured - truth) / truth, least, random, whole)
 
