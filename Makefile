@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
 FRAMEWORKS := .venv-frameworks
+LLAMA_FACTORY := .venv-llama-factory
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -11,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-frameworks check bench bench-energy bench-gpu clean
+.PHONY: help demo test test-long test-frameworks test-llama-factory check bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +32,9 @@ test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
 	@$(FRAMEWORKS)/bin/python -m pytest -m "" --timeout 300 tests/frameworks && echo 'Tests with frameworks passed.'
 
+test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older versions
+	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'
+
 check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
 
@@ -46,7 +50,7 @@ bench-gpu: $(VENV)/.ready ## Measure all of it on a machine with a GPU
 	@$(BIN)/python -m benchmarks.gpu $(ARGUMENTS)
 
 clean: ## Remove what these targets made; run folders are kept
-	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(FRAMEWORKS) $(LLAMA_FACTORY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A process for each GPU, at most two.  torch, slow to start, is only asked where there is a GPU.
@@ -76,6 +80,14 @@ $(FRAMEWORKS)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/framewo
 	@test -x $(FRAMEWORKS)/bin/python || '$(PYTHON)' -m venv --clear $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
 		-e '.[test]' torch -r tests/frameworks/requirements.txt
+	@touch $@
+
+$(LLAMA_FACTORY)/.ready: $(VENV)/.made pyproject.toml constraints.txt tests/frameworks/llama_factory.txt
+	@echo 'Installing effllm, torch and LLaMA-Factory into $(LLAMA_FACTORY): a few minutes, once'
+	@test -x $(LLAMA_FACTORY)/bin/python || '$(PYTHON)' -m venv --clear $(LLAMA_FACTORY)
+	@$(LLAMA_FACTORY)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-e '.[test]' torch -r tests/frameworks/llama_factory.txt
+	@$(LLAMA_FACTORY)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llamafactory==0.9.5
 	@touch $@
 
 $(VENV)/.made:
