@@ -1,0 +1,44 @@
+"""Scripts may begin with any of the frameworks: torch, and with it effllm, is then loaded in the middle of an import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+LOOK = """
+import sys, torch
+from effllm.hooks import TARGETS, _imports
+print(sorted(name for name in TARGETS if name in sys.modules and name in _imports._waiting))
+print("effllm.hooks.optimizer" in sys.modules, len(torch.optim.optimizer._global_optimizer_post_hooks))
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch",
+        "from transformers import Trainer",
+        "import trl; from trl import GRPOTrainer",
+        "from accelerate import Accelerator",
+        "from lightning.pytorch import Trainer",
+        "import pytorch_lightning",
+    ],
+)
+def test_whatever_is_imported_first_all_that_is_there_is_hooked(line):
+    for package in line.replace(";", " ").split():
+        if package in ("transformers", "trl", "accelerate", "pytorch_lightning") or package.startswith("lightning"):
+            pytest.importorskip(package.split(".")[0], reason=f"needs {package}")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", line + LOOK],
+        env=environ | {"EFFICIENTLLM_ATTACH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["[]", "True 1"]
+    assert "[EfficientLLM]" not in done.stderr
