@@ -1,4 +1,4 @@
-"""Scripts may begin with any of the frameworks: torch, and with it effllm, is then loaded in the middle of an import."""
+"""Scripts may begin with any framework: torch, and with it effllm, is then loaded in the middle of an import."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ LOOK = """
 import sys, torch
 from effllm.hooks import TARGETS, _imports
 print(sorted(name for name in TARGETS if name in sys.modules and name in _imports._waiting))
-print("effllm.hooks.optimizer" in sys.modules, len(torch.optim.optimizer._global_optimizer_post_hooks))
+print("effllm.hooks.optimizer" in sys.modules, len(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks))
 """
 
 
