@@ -18,8 +18,7 @@ from effllm.config import Config, ConfigError, Place, read_config, read_place
 from effllm.discovery import DiscoveryError
 from effllm.facts import count as positive_count
 from effllm.facts import plain, positive, text
-from effllm.recorder import Recorder
-from effllm.recorder import _count as whole_number
+from effllm.recorder import Recorder, whole_number
 from effllm.ring import RingError
 from effllm.session import Session
 from effllm.switches import is_enabled, this_process

@@ -118,8 +118,8 @@ class Recorder:
             tokens = tokens_processed
         try:
             if not (type(tokens) is type(tokens_processed) is type(tokens_loss) is type(samples) is int):
-                tokens, tokens_processed = _count(tokens), _count(tokens_processed)
-                tokens_loss, samples = _count(tokens_loss), _count(samples)
+                tokens, tokens_processed = whole_number(tokens), whole_number(tokens_processed)
+                tokens_loss, samples = whole_number(tokens_loss), whole_number(samples)
             if min(tokens, tokens_processed, tokens_loss, samples) < 0:
                 raise ValueError  # noqa: TRY301 - handled as the wrong types are
             tokens += self._tokens
@@ -213,7 +213,11 @@ class Recorder:
             return
         try:
             if not (type(tokens) is type(time_ns) is type(prompt_tokens) is int):
-                tokens, time_ns, prompt_tokens = _count(tokens), _count(time_ns), _count(prompt_tokens)
+                tokens, time_ns, prompt_tokens = (
+                    whole_number(tokens),
+                    whole_number(time_ns),
+                    whole_number(prompt_tokens),
+                )
             if min(tokens, time_ns, prompt_tokens) < 0:
                 raise ValueError  # noqa: TRY301 - handled as the wrong types are
             tokens += self._generated
@@ -273,7 +277,7 @@ class Recorder:
         if self._generations:
             try:
                 outer = self._generations[-1]
-                self._generations[-1] = (outer[0] + _count(tokens), outer[1] + _count(prompt_tokens))
+                self._generations[-1] = (outer[0] + whole_number(tokens), outer[1] + whole_number(prompt_tokens))
             except Exception:  # noqa: BLE001 - as in generated
                 self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
             return
@@ -343,7 +347,12 @@ class Recorder:
             self._warn(line)
 
 
-def _count(value: Any) -> int:
+def whole_number(value: Any) -> int:
+    """Return a count as an ``int``; a string is none, and a tensor on a GPU is not read.
+
+    Raises:
+        TypeError: it is one of those, or no number; `ValueError` or whatever else its own conversion raises.
+    """
     if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
         raise TypeError  # reading a tensor on a GPU would be a synchronisation
     return int(value)
