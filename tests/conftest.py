@@ -9,7 +9,7 @@ import jobs
 import nvml_library
 import pytest
 
-pytest_plugins = ["systems"]
+pytest_plugins = ["hosts", "reliability", "systems"]
 
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

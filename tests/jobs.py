@@ -18,8 +18,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -30,6 +31,9 @@ from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.schema import ClusterReport, Event, Summary
 from effllm.server import Orders
 from effllm.spawn import spawn
+
+if TYPE_CHECKING:
+    from hosts import Host
 
 SESSION, JOB = "TESTS_OF_SESSION", "TESTS_OF_JOB"
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -170,10 +174,11 @@ def _whole(rows: Any) -> list[Any]:
 class Job:
     """Processes that carry one token, the first of them ours to wait for."""
 
-    def __init__(self, folder: Path, runs: Path) -> None:
+    def __init__(self, folder: Path, runs: Path, prefix: Sequence[str] = ()) -> None:
         self.folder = folder  # where stdout.txt, stderr.txt and what the script wrote are
         self.token = f"{JOB}={uuid.uuid4().hex}"
         self._runs = runs
+        self._prefix = prefix
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environ: dict[str, str]) -> Job:
@@ -181,7 +186,12 @@ class Job:
         name, _, value = self.token.partition("=")
         with (self.folder / "stdout.txt").open("wb") as out, (self.folder / "stderr.txt").open("wb") as err:
             self.process = subprocess.Popen(
-                command, env={**environ, name: value}, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                [*self._prefix, *command],
+                env={**environ, name: value},
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
             )
         return self
 
@@ -268,6 +278,13 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._jobs: list[Job] = []
+        self._prefix: list[str] = []
+
+    def on(self, host: Host) -> Launcher:
+        """Return a launcher into the same folder whose commands run on one of the fixture ``hosts``."""
+        other = copy(self)
+        other._prefix = host.prefix
+        return other
 
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
         """Return an environment with these settings over quick and simulated ones."""
@@ -278,7 +295,7 @@ class Launcher:
     def _job(self) -> Job:
         folder = self._folder / f"job{len(self._jobs)}"
         folder.mkdir()
-        job = Job(folder, self._folder / "runs")
+        job = Job(folder, self._folder / "runs", self._prefix)
         self._jobs.append(job)
         return job
 

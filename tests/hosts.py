@@ -1,0 +1,185 @@
+"""Hosts of their own: network namespaces on one wire, each with its addresses, its name and its loopback.
+
+The fixture ``hosts`` makes as many as a test asks for and takes them away after it, with whatever still runs on
+them.  The file system is shared, as a cluster's home is::
+
+    def test_two_hosts(hosts, launch):
+        one, two = hosts(2)                       # 10.77.0.1 and fd77::1, 10.77.0.2 and fd77::2
+        job = launch.on(two).python("loop.py")    # a Launcher whose commands run there
+        assert one.run("ping", "-c1", two.address).returncode == 0
+        two.cut()                                 # a black hole: the link stays up, nothing comes through
+        two.heal()
+        two.impair(delay_s=0.05, loss=0.01)       # each way; needs no sch_netem, see _slow_wire below
+        two.heal()
+
+Everything lies in namespaces, so that nothing on the machine that runs the tests can collide with it or be left over.
+Needs root and Debian's iproute2; without, the tests that ask for it are skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLOW_WIRE = Path(__file__).parent / "slow_wire.py"
+
+
+class Host:
+    """One host: commands run on it as on a machine of its own, but for the file system."""
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self._wire, self._number = wire, number
+        self.namespace = f"{wire.namespace}-{number}"
+        self.name = f"host{number}"
+        self.address, self.address6 = f"10.77.0.{number}", f"fd77::{number}"
+        self.interface = "eth0"
+        self._slow: subprocess.Popen[bytes] | None = None
+
+    @property
+    def prefix(self) -> list[str]:
+        """What stands before a command that is to run here; it becomes the command, under the same pid."""
+        named = f'hostname {self.name}; exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh"]
+
+    def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command here to its end, and return what it said."""
+        options = {"capture_output": True, "text": True, "timeout": 60, **options}
+        return subprocess.run([*self.prefix, *command], check=False, **options)
+
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
+        """Start a command here; the caller ends it."""
+        return subprocess.Popen([*self.prefix, *command], **options)
+
+    def cut(self) -> None:
+        """Let nothing through any more, neither way; the link stays up, so nobody is told."""
+        self._take_slow_wire_away()
+        self._wire.ip("link", "set", self._port, "nomaster")
+
+    def heal(self) -> None:
+        """Undo `cut` and `impair`."""
+        self._take_slow_wire_away()
+        self._wire.ip("link", "set", self._port, "master", "br0")
+
+    def impair(self, delay_s: float = 0.0, loss: float = 0.0) -> None:
+        """Delay every frame by so long and lose this share of them, each way."""
+        self.cut()
+        near, far = f"slow{self._number}", f"fast{self._number}"
+        self._wire.ip("link", "add", near, "type", "veth", "peer", "name", far)
+        self._wire.ip("link", "set", near, "up")
+        self._wire.ip("link", "set", far, "up", "master", "br0")
+        command = ["ip", "netns", "exec", self._wire.namespace, sys.executable, str(SLOW_WIRE)]
+        self._slow = subprocess.Popen(
+            [*command, self._port, near, str(delay_s), str(loss)], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+        assert self._slow.stdout and self._slow.stdout.readline() == b"ready\n"
+
+    def resolve(self, name: str, *addresses: str) -> None:
+        """Let a name mean these addresses on this host, as a line of its /etc/hosts does."""
+        folder = Path("/etc/netns") / self.namespace  # which `ip netns exec` lays over /etc
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "hosts").open("a") as file:
+            file.writelines(f"{address} {name}\n" for address in addresses)
+
+    def _take_slow_wire_away(self) -> None:
+        if self._slow is not None:
+            self._slow.terminate()
+            self._slow.communicate(timeout=10)
+            self._slow = None
+            self._wire.ip("link", "del", f"slow{self._number}")
+
+    @property
+    def _port(self) -> str:
+        return f"port{self._number}"
+
+    def open(self) -> None:
+        """Make the host."""
+        wire, own = self._wire, self.namespace
+        _ip("netns", "add", own)
+        wire.ip("link", "add", self._port, "type", "veth", "peer", "name", self.interface, "netns", own)
+        wire.ip("link", "set", self._port, "up", "master", "br0")
+        for arguments in (
+            ("link", "set", "lo", "up"),
+            ("link", "set", self.interface, "up"),
+            ("address", "add", f"{self.address}/24", "dev", self.interface),
+            ("address", "add", f"{self.address6}/64", "dev", self.interface, "nodad"),
+        ):
+            _ip("-n", own, *arguments)
+
+    def close(self) -> None:
+        """End what runs here, and take the host away."""
+        with suppress(OSError, subprocess.SubprocessError):
+            self._take_slow_wire_away()
+        for pid in _ip("netns", "pids", self.namespace, check=False).stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        _ip("netns", "del", self.namespace, check=False)
+        shutil.rmtree(Path("/etc/netns") / self.namespace, ignore_errors=True)
+
+
+class Wire:
+    """The switch between the hosts, in a namespace of its own."""
+
+    def __init__(self) -> None:
+        self.namespace = f"effllm-{uuid.uuid4().hex[:8]}"
+        self._hosts: list[Host] = []
+        self._is_open = False
+
+    def __call__(self, count: int) -> list[Host]:
+        """Return so many further hosts."""
+        if not self._is_open:
+            self._open()
+        new = [Host(self, len(self._hosts) + 1 + i) for i in range(count)]
+        self._hosts += new
+        for host in new:
+            host.open()
+        return new
+
+    def ip(self, *arguments: str) -> None:
+        """Configure the switch."""
+        _ip("-n", self.namespace, *arguments)
+
+    def _open(self) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("network namespaces need root")
+        if not (shutil.which("ip") and shutil.which("unshare")):
+            pytest.skip("there is no `ip` (iproute2), by which hosts of their own are made")
+        try:
+            _ip("netns", "add", self.namespace)
+            self._is_open = True
+            self.ip("link", "add", "br0", "type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
+            self.ip("link", "set", "br0", "up")
+        except subprocess.CalledProcessError as error:
+            self.close()
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+
+    def close(self) -> None:
+        """Take all away."""
+        for host in self._hosts:
+            host.close()
+        if self._is_open:
+            _ip("netns", "del", self.namespace, check=False)
+            self._is_open = False
+
+
+def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Wire]:
+    """Make hosts of their own: ``one, two = hosts(2)``; see the module."""
+    wire = Wire()
+    try:
+        yield wire
+    finally:
+        wire.close()

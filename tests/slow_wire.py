@@ -1,0 +1,49 @@
+"""Moves frames between two interfaces, each later by a delay, some never: what sch_netem does where a kernel has it.
+
+``slow_wire.py NEAR FAR DELAY_S LOSS``; prints "ready" when it works and runs until it is ended.
+"""
+
+import random
+import select
+import socket
+import sys
+import time
+from collections import deque
+
+SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
+MOST_BYTES = 70_000  # frames are as large as segmentation offload leaves them: 64 kB
+
+near, far, delay_s, loss = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
+
+
+def opened(interface):
+    """Return a socket of all frames of an interface; their checksums may be left to hardware that is not there."""
+    frames = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003))
+    frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # says so, as our own sending of them must
+    frames.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    frames.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 * 1024 * 1024)
+    frames.bind((interface, 0))
+    frames.setblocking(False)
+    return frames
+
+
+ends = opened(near), opened(far)
+others = dict(zip(ends, reversed(ends), strict=True))
+waiting = deque()  # (when, where to, frame), in order, as the delay is one
+print("ready", flush=True)
+while True:
+    timeout_s = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else None
+    for end in select.select(ends, [], [], timeout_s)[0]:
+        while True:
+            try:
+                frame = end.recv(MOST_BYTES)
+            except BlockingIOError:
+                break
+            if random.random() >= loss:
+                waiting.append((time.monotonic() + delay_s, others[end], frame))
+    while waiting and waiting[0][0] <= time.monotonic():
+        _, end, frame = waiting.popleft()
+        try:
+            end.send(frame)
+        except OSError:  # no room, as on any wire, or the interface is going away
+            continue
