@@ -230,6 +230,7 @@ def late_job(**settings):
     return job, report
 
 
+@pytest.mark.fault("duplicates")
 def test_a_late_report_enters_the_totals_with_a_correction_and_leaves_its_window_alone():
     job, report = late_job()
     shown = msgspec.json.encode(report)
@@ -325,6 +326,7 @@ def test_a_report_so_late_that_its_window_is_forgotten_still_counts_its_tokens()
     assert correction.coverage.gpus_measured == 2, "it says nothing new about the coverage"
 
 
+@pytest.mark.fault("duplicates")
 def test_a_report_that_comes_twice_is_counted_once():
     job = Job().join()
     job.send(row(0), row(0))
@@ -367,6 +369,7 @@ def test_whoever_does_not_belong_is_refused_and_told_why():
     assert job.refused(1, offset=30) == "", "boundaries agree"
 
 
+@pytest.mark.fault("duplicates")
 def test_a_row_of_whoever_did_not_introduce_itself_is_not_counted():
     job = Job().join(0)
     job.send(row(1), row(0, agent="another"))
@@ -462,6 +465,7 @@ def test_notes_of_agents_are_told_once_each():
     assert [event.text for event in job.events("agent")] == ["rank 0: no sensor", "rank 0: another"]
 
 
+@pytest.mark.fault("hostile-frames")
 def test_garbage_is_counted_and_told_a_thousand_times_at_most():
     job = Job()
     for i in range(2000):
@@ -755,6 +759,7 @@ STEPS = st.lists(st.sampled_from(["send"] * 6 + ["write", "write", "bye", "crash
 
 @settings(deadline=None, max_examples=200)
 @given(jobs(), STEPS, st.data(), st.sampled_from([0.4, 1.0]))
+@pytest.mark.fault("duplicates")
 def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
     steady, crashing = CrashingJob(rows, min_coverage), CrashingJob(rows, min_coverage)
     for step in steps:
@@ -775,6 +780,7 @@ def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
 
 @settings(deadline=None, max_examples=50)
 @given(jobs(), STEPS, st.data())
+@pytest.mark.fault("duplicates")
 def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps, data):
     crashing = CrashingJob(rows, 1.0)
     for step in steps:
@@ -839,6 +845,7 @@ def test_a_thousand_missing_ranks_are_named_by_eight():
     assert event.text == "window 1 closed without rank 1, 2, 3, 4, 5, 6, 7, 8, ..."
 
 
+@pytest.mark.fault("duplicates")
 def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
     job = Job(1).join()
     for _ in range(3):

@@ -21,6 +21,7 @@ def longest_step_s(truth):
 # --- who is killed ---
 
 
+@pytest.mark.fault("aggregator-sigkill")
 def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_token(launch):
     job = launch.python(LOOP, "--iterations", 400, "--tokens", 7)
     killed, ports = [], []
@@ -54,6 +55,7 @@ def without_agent(launch):
     return aggregator, ranks
 
 
+@pytest.mark.fault("agent-killed")
 def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_agent):
     aggregator, ranks = without_agent
     for rank in ranks:
@@ -71,6 +73,7 @@ def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_age
     assert sum(row.tokens for row in rows) == 70_000
 
 
+@pytest.mark.fault("exits")
 def test_the_last_iteration_of_a_killed_trainer_is_in_the_ledger(launch):
     job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill").wait()
 
@@ -82,6 +85,7 @@ def test_the_last_iteration_of_a_killed_trainer_is_in_the_ledger(launch):
     assert job.blocks[-1]["iteration"] == "57"
 
 
+@pytest.mark.fault("exits")
 def test_a_trainer_that_is_killed_before_its_first_iteration_leaves_a_summary(launch):
     job = launch.code(
         "import os, signal, effllm\neffllm.initialize_efficientllm_metrics(5)\nos.kill(os.getpid(), signal.SIGKILL)\n"
@@ -122,6 +126,7 @@ def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch)
         ("leave", 4, "killed"),
     ],
 )
+@pytest.mark.fault("exits")
 def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, end, code, status):
     job = launch.python(LOOP, "--at", 15, "--end", end).wait()
 
@@ -132,6 +137,7 @@ def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, e
     assert f"[EfficientLLM] Run {status}" in job.stdout
 
 
+@pytest.mark.fault("exits")
 def test_one_failed_rank_makes_a_failed_job(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
@@ -144,6 +150,7 @@ def test_one_failed_rank_makes_a_failed_job(launch):
     assert aggregator.ledger.summary.tokens == 3000
 
 
+@pytest.mark.fault("exits")
 def test_the_end_of_a_normal_job_waits_for_the_summary_and_for_nothing_else(launch):
     job = launch.python(LOOP).wait()
 
@@ -237,6 +244,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
+@pytest.mark.fault("forked-worker")
 def test_forked_children_record_nothing_hold_no_port_and_end_nothing(launch):
     job = launch.code(FORKS, log_interval=5).done()
     summary = job.ledger.summary
@@ -246,6 +254,7 @@ def test_forked_children_record_nothing_hold_no_port_and_end_nothing(launch):
     assert [row.iteration_last for row in job.ledger.ranks] == [5, 10, 15, 20, 20]
 
 
+@pytest.mark.fault("exits")
 def test_a_pipe_that_reads_a_killed_job_ends_within_five_seconds(launch, tmp_path):
     environ = launch.environ({})
     command = [sys.executable, str(jobs.SCRIPTS / LOOP), "--at", "15", "--end", "kill"]

@@ -88,6 +88,7 @@ def decoded_or_refused(decode, frame):
 
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200), st.sampled_from([b"", MAGIC]))
+@pytest.mark.fault("hostile-frames")
 def test_whatever_bytes_come_nothing_but_our_error_is_raised(body, magic):
     decoded_or_refused(decode_from_agent, magic + body)
     decoded_or_refused(decode_from_aggregator, magic + body)
@@ -95,6 +96,7 @@ def test_whatever_bytes_come_nothing_but_our_error_is_raised(body, magic):
 
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(FROM_AGENT), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
+@pytest.mark.fault("hostile-frames")
 def test_a_frame_that_was_damaged_is_refused_or_still_possible(message, damages):
     frame = bytearray(encode(message))
     for where, byte in damages:
@@ -209,6 +211,7 @@ def test_plain_rows_go_by_as_many_as_a_frame_takes_and_one_that_is_too_large_goe
 # --- the outbox ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("network-cut")
 def test_a_full_outbox_lets_the_oldest_go_and_counts_it():
     outbox = Outbox(2)
     for sequence in (1, 2, 3):
@@ -218,6 +221,7 @@ def test_a_full_outbox_lets_the_oldest_go_and_counts_it():
     assert (outbox.lost, len(outbox)) == (1, 2)
 
 
+@pytest.mark.fault("duplicates")
 def test_what_is_under_way_is_sent_again_on_a_new_connection_only():
     outbox = Outbox(10)
     for sequence in (1, 2, 3):
@@ -360,6 +364,7 @@ def test_a_message_of_other_parts_is_an_empty_frame(context, server):
     stranger.close(0)
 
 
+@pytest.mark.fault("hostile-frames")
 def test_a_message_beyond_the_limit_never_arrives(context, server):
     stranger, link = context.socket(zmq.DEALER), AgentLink(context, server.address)
     stranger.connect(server.address)

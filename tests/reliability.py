@@ -1,0 +1,326 @@
+"""The table of faults in docs/reliability.md: what is promised of each, and what the tests marked ``fault`` have shown.
+
+    python -m pytest -m fault --reliability   # writes it, with what has passed, failed and been skipped
+    python -m tests.reliability               # writes the page anew from what is known
+
+A test says ``@pytest.mark.fault("aggregator-sigkill")``, with several names where it breaks several things.
+What a run does not reach keeps the result that it had.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import platform
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+KNOWN = Path(__file__).with_suffix(".json")
+PAGE = HERE.parent / "docs" / "reliability.md"
+RESULTS = ("passed", "failed", "skipped")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that breaks, and what is promised then."""
+
+    title: str
+    promise: str
+    untested: str = ""  # why no test has it
+
+
+UNWRITTEN = "its test is not written yet"
+
+FAULTS = {
+    # TELEMETRY (g), in its order
+    "aggregator-sigkill": Fault(
+        "the aggregator is killed, again and again",
+        "training does not notice; agents keep their windows; another one resumes on the same port; no token is lost",
+    ),
+    "agent-killed": Fault(
+        "an agent is killed (SIGKILL, out of memory)",
+        "training does not notice; the rank is named missing after three beats; the others are reported",
+    ),
+    "trainer-stopped": Fault(
+        "a trainer stands still (SIGSTOP, a collective that hangs)",
+        "its agent still says where it stands, for how long, utilization and power; the aggregator says who is where",
+        UNWRITTEN,
+    ),
+    "network-cut": Fault(
+        "the network swallows everything, then heals",
+        "bounded memory; what was kept arrives, what was not is counted",
+    ),
+    "slow-disk": Fault(
+        "the disk or the network file system of the run folder stalls",
+        "the receiving loop and the other sinks go on; training does not notice; windows are written when it goes on",
+        UNWRITTEN,
+    ),
+    "descriptors": Fault(
+        "the aggregator runs out of file descriptors",
+        "the soft limit is raised at start; what is still too low is said once, with the number needed; no spinning",
+        UNWRITTEN,
+    ),
+    "hostile-frames": Fault(
+        "garbage and hostile frames arrive",
+        "rejected, counted, never fatal; memory stays bounded",
+    ),
+    "duplicates": Fault(
+        "reports arrive twice, late or from an earlier start",
+        "each window is counted once; late ones enter the totals with a correction",
+    ),
+    "wall-clock": Fault(
+        "the wall clock steps by an hour during a run",
+        "durations, energies and totals do not change",
+        UNWRITTEN,
+    ),
+    "elastic-restart": Fault(
+        "the job restarts with fewer or more ranks",
+        "one run folder, a new attempt; redone iterations are counted as redone",
+        UNWRITTEN,
+    ),
+    "forked-worker": Fault(
+        "the trainer forks (DataLoader workers)",
+        "children record nothing, hold no port and end nothing",
+    ),
+    "exits": Fault(
+        "a trainer ends: normally, by sys.exit, an exception, SIGTERM, SIGINT, os._exit, SIGKILL",
+        "its last iteration is in the ledger and its status in the summary; nothing stays behind; at most 5 s pass",
+    ),
+    "device-lost": Fault(
+        "a GPU falls off the bus, or its driver hangs",
+        "not measured and why, instead of zeros; read again when it is back; nothing is counted twice",
+    ),
+    "ten-thousand": Fault(
+        "ten thousand ranks report to one aggregator",
+        "below 20 % of a core and 400 MB; all heard; windows at most 1 s after their last report",
+        UNWRITTEN,
+    ),
+    # of the same kind
+    "disk-full": Fault(
+        "the disk of the run folder is full",
+        "said once; no torn line, no half summary; agents keep their windows; written when there is room, else counted",
+        UNWRITTEN,
+    ),
+    "read-only": Fault(
+        "the file system of the run folder becomes read-only, and writable again",
+        "as a full disk",
+        UNWRITTEN,
+    ),
+    "folder-removed": Fault(
+        "somebody removes the run folder under a running job",
+        "said once; it is made again and what follows is written; nothing dies",
+        UNWRITTEN,
+    ),
+    "aggregator-by-hand": Fault(
+        "the aggregator is started anew by hand on the same run",
+        "it takes over the folder; totals go on; agents reconnect",
+        UNWRITTEN,
+    ),
+    "agent-cannot-start": Fault(
+        "an agent cannot be started",
+        "one line that says why; training goes on without metrics of that rank",
+        UNWRITTEN,
+    ),
+    "worker-killed": Fault(
+        "torchrun --max-restarts, with a worker killed",
+        "attempt 2 continues the same folder; lost iterations are counted as redone work",
+        UNWRITTEN,
+    ),
+    "rank-0-moves": Fault(
+        "rank 0 starts again on another host",
+        "the agents find it, the folder is continued",
+        UNWRITTEN,
+    ),
+    "two-jobs": Fault(
+        "two jobs on one node",
+        "two aggregators, two folders; neither sees the other's ranks",
+        UNWRITTEN,
+    ),
+    "clock-off": Fault(
+        "the clock of one node is an hour off",
+        "windows, durations and verdicts do not change",
+        UNWRITTEN,
+    ),
+    "scheduler-stop": Fault(
+        "the scheduler stops the job: SIGTERM to all, SIGKILL after 5 s",
+        "the folder is complete up to the last iteration; status killed",
+        UNWRITTEN,
+    ),
+    "everything-killed": Fault(
+        "everything is killed at once, agents and aggregator too",
+        "what was written can be read and is no older than a window; the next start continues it",
+        UNWRITTEN,
+    ),
+    "tmpfs-full": Fault(
+        "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
+        "metrics work without them, or are off with one line; training does not notice",
+        UNWRITTEN,
+    ),
+    "stopped-terminal": Fault(
+        "the terminal is stopped (Ctrl-S), or nobody reads it",
+        "the console waits, nothing else does; what it left out is counted; the job's end is not held up",
+        UNWRITTEN,
+    ),
+    "one-core": Fault(
+        "agents share one core with their trainer",
+        "they inherit its CPU mask and lower their own priority; samples still come",
+        UNWRITTEN,
+    ),
+    "slurm": Fault(
+        "plain srun, and scancel",
+        "one job, one run folder, all ranks; a cancelled job is told as killed",
+        UNWRITTEN,
+    ),
+    "slow-network": Fault(
+        "latency and loss on the network",
+        "totals are exact, no iteration waits",
+        UNWRITTEN,
+    ),
+    "host-lost": Fault(
+        "a host vanishes for good",
+        "its ranks are named missing; the others are reported; the end comes",
+        UNWRITTEN,
+    ),
+    "strangers": Fault(
+        "strangers connect: without the key, with another job's, in a flood",
+        "refused, counted, named; no window is delayed by more than a second",
+        UNWRITTEN,
+    ),
+}
+
+
+@cache
+def marked() -> dict[str, list[str]]:
+    """Return for each fault the tests that carry its mark, as ``file.py::function``, read from their sources."""
+    found: dict[str, list[str]] = {name: [] for name in FAULTS}
+    for path in sorted(HERE.rglob("test_*.py")):
+        body = ast.parse(path.read_text()).body
+        of_module = [name for node in body if isinstance(node, ast.Assign) for name in _marks(node)]
+        for test in body:
+            if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+                of_test = [name for decorator in test.decorator_list for name in _marks(decorator)]
+                for name in dict.fromkeys([*of_module, *of_test]):
+                    found.setdefault(name, []).append(f"{path.relative_to(HERE)}::{test.name}")
+    return found
+
+
+def _marks(node: ast.AST) -> list[str]:
+    return [
+        str(argument.value)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "fault"
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    ]
+
+
+def known() -> dict[str, Any]:
+    """Return what earlier runs have shown."""
+    return json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
+
+
+def note(results: Mapping[str, Mapping[str, dict[str, int]]]) -> None:
+    """Keep what has passed, failed and been skipped: by fault and test, the number of each."""
+    told = known()
+    ran_on = {"python": ".".join(platform.python_version_tuple()[:2]), "kernel": _kernel()}
+    for fault, tests in results.items():
+        for test, counts in tests.items():
+            told.setdefault(fault, {})[test] = {**counts, **ran_on}
+    there = marked()
+    kept = {
+        fault: {test: told[fault][test] for test in sorted(told[fault]) if test in there[fault]}
+        for fault in FAULTS
+        if fault in told
+    }
+    KNOWN.write_text(json.dumps(kept, indent=2) + "\n")
+    PAGE.write_text(page())
+
+
+def _kernel() -> str:
+    return f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
+
+
+def page() -> str:
+    """Return the page."""
+    told = known()
+    lines = [
+        "# Reliability",
+        "",
+        "What may break, what is promised then, and which tests break it: real processes, signals, disks and networks;",
+        "simulated devices, whose truth is known. The tests write this table:",
+        "`python -m pytest -m fault --reliability`.",
+        "",
+        "After every fault: what was measured and could be kept is in the run folder; what was lost is counted in",
+        "`summary.json`; training's step time is what it was; no process and no file is left.",
+        "",
+        "| fault | promise | tests | last result |",
+        "|---|---|---|---|",
+    ]
+    lines += [_row(fault, told.get(name, {})) for name, fault in FAULTS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(fault: Fault, told: Mapping[str, Mapping[str, Any]]) -> str:
+    tests = "<br>".join(_sentence(test) for test in told) or f"none: {fault.untested or 'not run yet'}"
+    return f"| {fault.title} | {fault.promise} | {tests} | {_result(told.values())} |"
+
+
+def _sentence(test: str) -> str:
+    file, _, function = test.partition("::")
+    return f"[{function.removeprefix('test_').replace('_', ' ')}](../tests/{file})"
+
+
+def _result(told: Collection[Mapping[str, Any]]) -> str:
+    if not told:
+        return ""
+    counts = {result: sum(one.get(result, 0) for one in told) for result in RESULTS}
+    shown = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
+    ran_on = sorted({f"Python {one['python']}, {one['kernel']}" for one in told})
+    return f"{shown} ({'; '.join(ran_on)})"
+
+
+# --- the plugin of pytest, which conftest.py names ---
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Declare the switch."""
+    parser.addoption("--reliability", action="store_true", help="write docs/reliability.md with what passes")
+
+
+def pytest_configure(config: Any) -> None:
+    """Count where it is asked for."""
+    if config.getoption("--reliability"):
+        config.pluginmanager.register(_Counter(), "reliability-counter")
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self._faults: dict[str, list[str]] = {}  # of a test with its parameters
+        self._results: dict[str, dict[str, dict[str, int]]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        for item in items:
+            faults = [name for mark in item.iter_markers("fault") for name in mark.args]
+            if faults:
+                self._faults[item.nodeid] = faults
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        told = report.when == "call" or report.outcome != "passed"  # of set-up and tear-down only what is wrong
+        if not told or report.nodeid not in self._faults:
+            return
+        file, _, function = report.nodeid.partition("[")[0].partition("::")
+        test = f"{Path(file).relative_to('tests')}::{function}"
+        for fault in self._faults[report.nodeid]:
+            counts = self._results.setdefault(fault, {}).setdefault(test, {})
+            counts[report.outcome] = counts.get(report.outcome, 0) + 1
+
+    def pytest_sessionfinish(self) -> None:
+        note(self._results)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
