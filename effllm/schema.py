@@ -9,7 +9,24 @@ may only be appended, never moved.
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+# What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
+# nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Place = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
+Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
+Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]  # what is never summed
+Word = Annotated[str, Meta(max_length=255)]  # a name, of a host, a device, a phase
+Sentence = Annotated[str, Meta(max_length=8000)]
+Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
+Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
+Fact = str | int | float | bool | list[str] | None
+MOST_ROWS = 64  # rows in one frame: about 40 kB of plain ones
+MOST_DEVICES = 64  # of one rank: its GPUs, and the sensors of its node
 
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
@@ -69,16 +86,16 @@ NORMAL_95 = 1.96
 class Sensor(Struct, frozen=True, array_like=True):
     """How the energy sensor of a device behaves, and from where that is known."""
 
-    tick_s: float = 0.0  # between two moves of the counter; 0: it moves all the time
-    tick_error_s: float = 0.0  # half-width of what is open about it
-    lag_s: float = 0.0  # what is read now is the energy up to so long ago
-    lag_error_s: float = 0.0
-    duty: float = 1.0  # share of each tick in which power is really measured
+    tick_s: Amount = 0.0  # between two moves of the counter; 0: it moves all the time
+    tick_error_s: Amount = 0.0  # half-width of what is open about it
+    lag_s: Amount = 0.0  # what is read now is the energy up to so long ago
+    lag_error_s: Amount = 0.0
+    duty: Amount = 1.0  # share of each tick in which power is really measured
     is_held: bool = False  # the power reading, too, changes at ticks only
-    average_s: float = 1.0  # over which the averaged power is a mean
-    gain_error: float = UNCALIBRATED_GAIN_ERROR  # half-width, 95 %, of one factor common to all readings
-    call_s: float = 0.0  # what one reading takes
-    source: str = "assumed"  # or "measured ...", "cached ...", "table ..."
+    average_s: Amount = 1.0  # over which the averaged power is a mean
+    gain_error: Amount = UNCALIBRATED_GAIN_ERROR  # half-width, 95 %, of one factor common to all readings
+    call_s: Amount = 0.0  # what one reading takes
+    source: Sentence = "assumed"  # or "measured ...", "cached ...", "table ..."
 
 
 class Device(Struct, frozen=True):
@@ -90,23 +107,23 @@ class Device(Struct, frozen=True):
     its share of its GPU's.
     """
 
-    key: str  # UUID, never an index: what "the same device" means
-    kind: str  # the file in effllm/devices/ that reads it
-    name: str = ""
+    key: Word  # UUID, never an index: what "the same device" means
+    kind: Word  # the file in effllm/devices/ that reads it
+    name: Word = ""
     is_gpu: bool = True
     shared: bool = False
     simulated: bool = False
-    memory_total_bytes: int | None = None
-    power_limit_w: float | None = None
-    energy_method: str | None = None  # one of METHODS, or None: not measured
-    power_scope: str | None = None  # GPU, MODULE, CPU or NODE_PSU
-    not_measured: tuple[str, ...] = ()  # one sentence per quantity that this device cannot give
-    energy_key: str = ""  # whose energy it is, where several devices show the same (a module's); else its own
-    energy_note: str = ""  # how the energy was come by, where that is not plain: "3/7 of its GPU's, ..."
+    memory_total_bytes: Count | None = None
+    power_limit_w: Amount | None = None
+    energy_method: Word | None = None  # one of METHODS, or None: not measured
+    power_scope: Word | None = None  # GPU, MODULE, CPU or NODE_PSU
+    not_measured: Sentences = ()  # one per quantity that this device cannot give
+    energy_key: Word = ""  # whose energy it is, where several devices show the same (a module's); else its own
+    energy_note: Sentence = ""  # how the energy was come by, where that is not plain: "3/7 of its GPU's, ..."
     sensor: Sensor = Sensor()
-    driver: str = ""  # name and version of what it is read through
+    driver: Word = ""  # name and version of what it is read through
     only_power: bool = False  # it computes nothing: a sensor of the node
-    baseline_w: float | None = None  # its mean power before the first iteration, where that was asked for
+    baseline_w: Amount | None = None  # its mean power before the first iteration, where that was asked for
 
 
 class Sample(Struct, frozen=True, gc=False):
@@ -149,43 +166,44 @@ class Integrals(Struct, frozen=True, array_like=True):
     A quantity that was never measured in the stretch is ``None`` with zero seconds.
     """
 
-    energy_j: float | None = None
-    energy_covered_s: float = 0.0
-    memory_byte_seconds: float | None = None
-    memory_covered_s: float = 0.0
-    utilization_seconds: float | None = None
-    utilization_covered_s: float = 0.0
+    energy_j: Amount | None = None
+    energy_covered_s: Amount = 0.0
+    memory_byte_seconds: Amount | None = None
+    memory_covered_s: Amount = 0.0
+    utilization_seconds: Amount | None = None
+    utilization_covered_s: Amount = 0.0
     # Variances of the random error of energy_j, apart, because neighbouring stretches share an edge: what
     # one gains there the other loses, and over both of them it cancels.
-    energy_start_j2: float = 0.0
-    energy_end_j2: float = 0.0
-    energy_inside_j2: float = 0.0
-    energy_estimated_j: float = 0.0  # the part of energy_j that fills a gap of the counter from power
+    energy_start_j2: Amount = 0.0
+    energy_end_j2: Amount = 0.0
+    energy_inside_j2: Amount = 0.0
+    energy_estimated_j: Amount = 0.0  # the part of energy_j that fills a gap of the counter from power
 
 
 class Gauge(Struct, frozen=True, array_like=True):
     """A gauge over a stretch: its time integral, the seconds that this covers, and its extremes."""
 
-    value_seconds: float
-    covered_s: float
-    least: float
-    most: float
+    value_seconds: Number
+    covered_s: Amount
+    least: Number
+    most: Number
 
 
 class DeviceWindow(Struct, frozen=True, array_like=True):
     """What one device did while one rank went through one window."""
 
-    device: str
+    device: Word
     wall: Integrals  # over the whole row
-    phases: dict[str, Integrals] = {}  # the parts of it that are not iterations
-    memory_peak_bytes: float | None = None
-    power_peak_w: float | None = None
-    energy_method: str | None = None  # that was used here: one of METHODS
-    gauges: dict[str, Gauge] = {}
-    throttled_s: dict[str, float] = {}  # by reason; reasons may hold together; "any" is their union
-    throttle_covered_s: float = 0.0
-    power_histogram_s: dict[int, float] = {}  # seconds by power, in steps of POWER_STEP_W
-    energy_gain_error: float | None = None  # of its sensor: a ratio, half-width, 95 %
+    phases: Annotated[dict[Word, Integrals], Meta(max_length=32)] = {}  # the parts of it that are not iterations
+    memory_peak_bytes: Amount | None = None
+    power_peak_w: Amount | None = None
+    energy_method: Word | None = None  # that was used here: one of METHODS
+    gauges: Annotated[dict[Word, Gauge], Meta(max_length=64)] = {}
+    throttled_s: Amounts = {}  # by reason; reasons may hold together; "any" is their union
+    throttle_covered_s: Amount = 0.0
+    # Seconds by power, in steps of POWER_STEP_W.
+    power_histogram_s: Annotated[dict[Count, Amount], Meta(max_length=1000)] = {}
+    energy_gain_error: Amount | None = None  # of its sensor: a ratio, half-width, 95 %
 
 
 #: Width of a bar of the histogram of power, from which percentiles are taken.
@@ -198,13 +216,14 @@ class Profile(Struct, frozen=True):
     ``time_s == exposed_s + computing_s + idle time``; kinds of communication may overlap.
     """
 
-    iterations: int = 0
-    time_s: float = 0.0  # of these iterations
-    communication_s: float = 0.0  # in which some communication ran ...
-    exposed_s: float = 0.0  # ... and no computation did
-    computing_s: float = 0.0  # in which some computation ran
-    cost_s: float = 0.0  # of profiling, between the iterations
-    kinds: dict[str, tuple[float, float]] = {}  # communication and exposed, by timeline.KINDS
+    iterations: Count = 0
+    time_s: Amount = 0.0  # of these iterations
+    communication_s: Amount = 0.0  # in which some communication ran ...
+    exposed_s: Amount = 0.0  # ... and no computation did
+    computing_s: Amount = 0.0  # in which some computation ran
+    cost_s: Amount = 0.0  # of profiling, between the iterations
+    # Communication and exposed, by timeline.KINDS.
+    kinds: Annotated[dict[Word, tuple[Amount, Amount]], Meta(max_length=32)] = {}
 
 
 class RankReport(Struct, frozen=True, array_like=True):
@@ -213,34 +232,34 @@ class RankReport(Struct, frozen=True, array_like=True):
     ``wall_s == busy_s + wait_s + sum(phases_s.values())``; iteration time is ``busy_s + wait_s``.
     """
 
-    agent: str  # random id of the sending agent; (agent, sequence) names a report for ever
-    sequence: int
-    rank: int
-    window: int  # equal on all ranks: ceil((ordinal + offset known at start) / LOG_INTERVAL)
-    iteration_first: int  # ordinals; first > last in a row that holds no iteration
-    iteration_last: int
-    iteration_shown: int  # the number that people know the last iteration by
-    start_time_s: float  # unix
-    end_time_s: float
-    wall_s: float
-    busy_s: float  # the steps: start to end
-    wait_s: float  # between the steps, less the phases
-    phases_s: dict[str, float]
-    tokens: int
-    tokens_processed: int
-    tokens_loss: int
-    samples: int
-    loss: float | None = None
-    devices: tuple[DeviceWindow, ...] = ()
+    agent: Word  # random id of the sending agent; (agent, sequence) names a report for ever
+    sequence: Count
+    rank: Count
+    window: Count  # equal on all ranks: ceil((ordinal + offset known at start) / LOG_INTERVAL)
+    iteration_first: Count  # ordinals; first > last in a row that holds no iteration
+    iteration_last: Count
+    iteration_shown: Place  # the number that people know the last iteration by
+    start_time_s: Number  # unix
+    end_time_s: Number
+    wall_s: Amount
+    busy_s: Amount  # the steps: start to end
+    wait_s: Amount  # between the steps, less the phases
+    phases_s: Amounts
+    tokens: Count
+    tokens_processed: Count
+    tokens_loss: Count
+    samples: Count
+    loss: Finite | None = None
+    devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MOST_DEVICES)] = ()
     final: bool = False  # the rank's last row
     reset: bool = False  # the run-to-date values start anew after this window
-    iterations_overrun: int = 0  # iterations whose detail the ring lost; their totals are in here
-    generated_tokens: int = 0
-    generation_s: float = 0.0  # wherever it lay: in steps, in phases
-    prompt_tokens: int = 0  # of what was generated
+    iterations_overrun: Count = 0  # iterations whose detail the ring lost; their totals are in here
+    generated_tokens: Count = 0
+    generation_s: Amount = 0.0  # wherever it lay: in steps, in phases
+    prompt_tokens: Count = 0  # of what was generated
     profile: Profile | None = None  # of its profiled iterations
-    device_steps: int = 0  # iterations that were timed on the device ...
-    device_step_s: float = 0.0  # ... and how long they took there
+    device_steps: Count = 0  # iterations that were timed on the device ...
+    device_step_s: Amount = 0.0  # ... and how long they took there
 
     @property
     def iterations(self) -> int:
@@ -442,9 +461,9 @@ class Summary(Struct, frozen=True):
 class Parameters(Struct, frozen=True, array_like=True):
     """A parameter count: of the whole model, or (``is_share``) of what this rank alone contributes."""
 
-    total: int | None = None
-    trainable: int | None = None
-    active: int | None = None
+    total: Count | None = None
+    trainable: Count | None = None
+    active: Count | None = None
     is_share: bool = False
 
 
@@ -454,63 +473,63 @@ class Parameters(Struct, frozen=True, array_like=True):
 class Hello(Struct, frozen=True, array_like=True, tag=1):
     """An agent introduces its rank; sent again whenever a fact changes or the connection is new."""
 
-    job: str
-    agent: str
-    rank: int
-    local_rank: int
-    world_size: int
-    host: str
-    role: str
-    devices: tuple[Device, ...]
+    job: Word
+    agent: Word
+    rank: Count
+    local_rank: Count
+    world_size: Count
+    host: Word
+    role: Word
+    devices: Annotated[tuple[Device, ...], Meta(max_length=MOST_DEVICES)]
     parameters: Parameters
-    log_interval: int
-    trainer_pid: int = 0
-    offset: int = 0  # iteration number shown = ordinal + offset
-    total_iterations: int | None = None
-    flops_per_token: float | None = None
-    facts: dict[str, str | int | float | bool | list[str] | None] = {}
-    version: str = ""
-    hardware_flops_per_token: float | None = None
+    log_interval: Count
+    trainer_pid: Count = 0
+    offset: Place = 0  # iteration number shown = ordinal + offset
+    total_iterations: Count | None = None
+    flops_per_token: Amount | None = None
+    facts: Annotated[dict[Word, Fact], Meta(max_length=500)] = {}
+    version: Word = ""
+    hardware_flops_per_token: Amount | None = None
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2):
     """Windows of one rank, oldest first."""
 
-    rows: tuple[RankReport, ...]
-    lost: int = 0  # reports that the agent's full buffer dropped so far
-    agent_cpu_s: float = 0.0
+    rows: Annotated[tuple[RankReport, ...], Meta(max_length=MOST_ROWS)]
+    lost: Count = 0  # reports that the agent's full buffer dropped so far
+    agent_cpu_s: Amount = 0.0
 
 
 class Beat(Struct, frozen=True, array_like=True, tag=3):
     """A sign of life between windows, and where the rank stands."""
 
-    agent: str
-    rank: int
-    ordinal: int
-    state: str
-    since_s: float
-    lost: int = 0
+    agent: Word
+    rank: Count
+    ordinal: Count
+    state: Word
+    since_s: Amount
+    lost: Count = 0
 
 
 class Note(Struct, frozen=True, array_like=True, tag=4):
     """A line of an agent's log that the whole job should see."""
 
-    agent: str
-    rank: int
-    kind: str
-    text: str
-    time_s: float
+    agent: Word
+    rank: Count
+    kind: Word
+    text: Sentence
+    time_s: Number
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=5):
     """The rank is over; every report it could send has been acknowledged or given up."""
 
-    agent: str
-    rank: int
-    status: str  # completed, failed, killed
-    last_ordinal: int
-    lost: int = 0
-    agent_cpu_s: float = 0.0
+    agent: Word
+    rank: Count
+    status: Word  # completed, failed, killed
+    last_ordinal: Count
+    lost: Count = 0
+    agent_cpu_s: Amount = 0.0
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):

@@ -5,7 +5,6 @@ Frames are typed, versioned and bounded; nothing is ever unpickled.  ``Outbox`` 
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -15,25 +14,13 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from effllm.schema import (
-    Beat,
-    Bye,
-    Device,
-    DeviceWindow,
-    FromAgent,
-    FromAggregator,
-    Hello,
-    Integrals,
-    Profile,
-    RankReport,
-    Reports,
-)
+from effllm.schema import MOST_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
 from effllm.timeline import KINDS
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024
-MOST_ROWS = 64  # rows in one frame: about 40 kB of plain ones ...
-MOST_ROWS_BYTES = MOST_BYTES // 2  # ... and a row with all gauges, phases and a wide histogram has 10 kB
+MOST_ROWS_BYTES = MOST_BYTES // 2  # a row with all gauges, phases and a wide histogram has 10 kB
+KINDS_KNOWN = frozenset(KINDS)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
@@ -55,21 +42,17 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
-        FrameError: it is no such frame, or a number in it is negative, infinite or not a number.
+        FrameError: it is no such frame, or something in it cannot be: a negative count, infinite seconds, ...
     """
-    message = _decode(_from_agent, frame)
+    message = _decode(_from_agent, frame)  # which knows the bounds of every field, by effllm/schema.py
     if isinstance(message, Reports):
-        _check_numbers(message.lost, message.agent_cpu_s)
         for row in message.rows:
-            _check_row(row)
-    elif isinstance(message, Hello):
-        parameters = message.parameters
-        _check_numbers(parameters.total, parameters.trainable, parameters.active)
-        _check_numbers(message.total_iterations, message.flops_per_token, message.hardware_flops_per_token)
-        for device in message.devices:
-            _check_sensor(device)
-    elif isinstance(message, (Beat, Bye)):
-        _check_numbers(message.lost, message.since_s if isinstance(message, Beat) else message.agent_cpu_s)
+            if row.iterations < -1:
+                raise FrameError("a count is negative: of iterations in a row")
+            if row.profile is not None and not KINDS_KNOWN.issuperset(row.profile.kinds):
+                raise FrameError("a kind of communication is not known")
+    elif isinstance(message, Hello) and not _is_plain(message):
+        raise FrameError("a name in it has control characters")
     return message
 
 
@@ -91,67 +74,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
         raise FrameError(str(error)[:200]) from error
 
 
-def _check_numbers(*numbers: float | None) -> None:
-    if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
-        raise FrameError("a number is negative or not finite")
-
-
-def _check_row(row: RankReport) -> None:
-    counts = (
-        row.tokens,
-        row.tokens_processed,
-        row.tokens_loss,
-        row.samples,
-        row.generated_tokens,
-        row.prompt_tokens,
-        row.sequence,
-        row.iterations + 1,
-        row.window,
-    )
-    times = (row.wall_s, row.busy_s, row.wait_s, row.generation_s, *row.phases_s.values())
-    if min(counts) < 0 or max(counts) >= 2**62:
-        raise FrameError("a count is negative or beyond reason")
-    if not all(math.isfinite(value) for value in (*times, row.start_time_s, row.end_time_s)):
-        raise FrameError("a time is not a finite number")
-    if min(times) < 0:
-        raise FrameError("a time is negative")
-    if row.loss is not None and not math.isfinite(row.loss):
-        raise FrameError("the loss is not a finite number")
-    if row.profile is not None:
-        _check_profile(row.profile)
-    _check_numbers(row.device_steps, row.device_step_s)
-    for device in row.devices:
-        _check_device(device)
-
-
-def _check_profile(profile: Profile) -> None:
-    times = (profile.time_s, profile.communication_s, profile.exposed_s, profile.computing_s, profile.cost_s)
-    _check_numbers(profile.iterations, *times, *(seconds for pair in profile.kinds.values() for seconds in pair))
-    if not set(KINDS).issuperset(profile.kinds):
-        raise FrameError("a kind of communication is not known")
-
-
-def _check_device(device: DeviceWindow) -> None:
-    numbers = [device.memory_peak_bytes, device.power_peak_w, device.energy_gain_error]
-    for integrals in (device.wall, *device.phases.values()):
-        numbers += _numbers(integrals)
-    for gauge in device.gauges.values():
-        numbers += [gauge.covered_s]
-        if not all(math.isfinite(value) for value in (gauge.value_seconds, gauge.least, gauge.most)):
-            raise FrameError("a gauge is not a finite number")
-    numbers += [device.throttle_covered_s, *device.throttled_s.values(), *device.power_histogram_s.values()]
-    if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
-        raise FrameError("a device's integral is negative or not a finite number")
-
-
-def _check_sensor(device: Device) -> None:
-    numbers = (device.memory_total_bytes, device.power_limit_w, device.baseline_w, device.sensor.gain_error)
-    if not all(number is None or (math.isfinite(number) and number >= 0) for number in numbers):
-        raise FrameError("a device's size, limit or error is negative or not a finite number")
-
-
-def _numbers(integrals: Integrals) -> list[float | None]:
-    return [getattr(integrals, name) for name in integrals.__struct_fields__]
+def _is_plain(message: Hello) -> bool:
+    """Whether names that are shown, and that others are found by, are what they look like."""
+    devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
+    return "".join((message.job, message.agent, message.host, message.role, message.version, *devices)).isprintable()
 
 
 class Outbox:
@@ -223,8 +149,8 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
         socket.set(option, value)
 
 
-class AgentLink:
-    """An agent's end of the connection: it never waits, and tells when a connection is new."""
+class Link:
+    """An agent's end of the connection: it never waits."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -235,11 +161,7 @@ class AgentLink:
         self.socket.set(zmq.RCVHWM, 32)
         self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads a storm, hides nothing
         self.socket.set(zmq.RECONNECT_IVL_MAX, 5000)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
         self._endpoint = endpoint
-        self.connected = False
 
     def connect(self) -> None:
         """Begin to connect, for as long as it takes."""
@@ -264,6 +186,21 @@ class AgentLink:
             except FrameError:
                 continue
 
+    def close(self) -> None:
+        """Close the socket; what is unsent gets half a second."""
+        self.socket.close()
+
+
+class AgentLink(Link):
+    """A link that tells when its connection is new."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        super().__init__(context, endpoint)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self.connected = False
+
     def is_new(self) -> bool:
         """Whether a connection has come into being since the last call."""
         new = False
@@ -277,7 +214,7 @@ class AgentLink:
         """Close the sockets; what is unsent gets half a second."""
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close()
+        super().close()
 
 
 class ServerSocket:

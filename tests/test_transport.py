@@ -115,7 +115,7 @@ NAN, INFINITE = float("nan"), float("inf")
 @pytest.mark.parametrize("bad", [-1, 2**62])
 @pytest.mark.parametrize("field", ["tokens", "tokens_processed", "tokens_loss", "samples", "sequence", "window"])
 def test_a_row_with_an_impossible_count_is_refused(field, bad):
-    with pytest.raises(FrameError, match="count"):
+    with pytest.raises(FrameError, match="Expected `int`"):
         decode_from_agent(encode(reports(row(), msgspec.structs.replace(row(), **{field: bad}))))
 
 
@@ -138,7 +138,7 @@ def test_a_device_with_an_impossible_integral_is_refused(field, bad):
     broken = msgspec.structs.replace(full(1.0), **{field: bad})
 
     for device in (device_window(wall=broken), device_window(phases={"evaluation": broken})):
-        with pytest.raises(FrameError, match="integral"):
+        with pytest.raises(FrameError, match="Expected `float`"):
             decode_from_agent(encode(reports(row(devices=(device,)))))
 
 
@@ -170,7 +170,7 @@ def test_an_introduction_that_cannot_be_is_refused(changes):
     ],
 )
 def test_a_device_with_an_impossible_gauge_or_error_is_refused(changes):
-    with pytest.raises(FrameError, match=r"gauge|integral"):
+    with pytest.raises(FrameError, match="Expected `float`"):
         decode_from_agent(encode(reports(row(devices=(device_window(**changes),)))))
 
 
