@@ -16,12 +16,13 @@ from msgspec import Meta, Struct
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
-Place = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
+Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]  # what is never summed
 Word = Annotated[str, Meta(max_length=255)]  # a name, of a host, a device, a phase
-Sentence = Annotated[str, Meta(max_length=8000)]
+MOST_TEXT = 8000
+Sentence = Annotated[str, Meta(max_length=MOST_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
 Fact = str | int | float | bool | list[str] | None
@@ -238,7 +239,7 @@ class RankReport(Struct, frozen=True, array_like=True):
     window: Count  # equal on all ranks: ceil((ordinal + offset known at start) / LOG_INTERVAL)
     iteration_first: Count  # ordinals; first > last in a row that holds no iteration
     iteration_last: Count
-    iteration_shown: Place  # the number that people know the last iteration by
+    iteration_shown: Position  # the number that people know the last iteration by
     start_time_s: Number  # unix
     end_time_s: Number
     wall_s: Amount
@@ -260,6 +261,13 @@ class RankReport(Struct, frozen=True, array_like=True):
     profile: Profile | None = None  # of its profiled iterations
     device_steps: Count = 0  # iterations that were timed on the device ...
     device_step_s: Amount = 0.0  # ... and how long they took there
+    # Own time: of an iteration, from its start to where this rank first waits for others (`effllm.sync_point`).
+    own_steps: Count = 0  # iterations of which it is known ...
+    own_step_s: Amount = 0.0  # ... their sum ...
+    own_median_s: Amount | None = None  # ... and median
+    arrival_ns: Count = 0  # when the rank came there in the window's last iteration; 0: not known
+    device_own_steps: Count = 0  # the same on the device
+    device_own_step_s: Amount = 0.0
 
     @property
     def iterations(self) -> int:
@@ -333,14 +341,53 @@ class ClusterTotals(Struct, frozen=True):
     pue: float = 1.0
     price_per_kwh: float | None = None
     price_per_gpu_hour: float | None = None
+    clock_error_s: float | None = None  # of the rank whose clock's offset is known worst, half-width, a bound
+    straggling_s: float | None = None  # that all ranks waited for stragglers; None where no rank's own time is known
+    straggling_gpu_s: float = 0.0  # the same, summed over the ranks that waited ...
+    straggling_j: float | None = None  # ... and what their devices drew then
+    stragglers: int = 0  # ranks that are named at the end of the window
+    elapsed_s: float = 0.0  # of the whole job, over its attempts: effllm/goodput.py
+    class_s: dict[str, float] = {}  # where it went
+    class_j: dict[str, float | None] = {}
+    rank_seconds: float = 0.0  # elapsed, summed over ranks
+    overhead: Overhead | None = None
 
 
 class Straggler(Struct, frozen=True):
-    """The rank with the longest steps of a window, against the median rank."""
+    """The slowest rank of a window, against the median rank of its peers.
+
+    By the time that is its own, where ranks tell that.  Else by its iterations, which in synchronous training all
+    take equally long, for the others wait: then nobody is slower than anybody.
+    """
 
     rank: int
-    busy_s: float
-    median_busy_s: float
+    time_s: float
+    median_s: float
+    is_own: bool = False
+
+
+#: What a verdict stands on, from the best to the weakest.
+OWN_TIME = "own time"  # from an iteration's start to the sync point
+PROFILE = "profile"  # computation in profiled iterations
+DATA_WAIT = "data wait"  # waiting for data, while the others wait for the rank
+ARRIVAL = "arrival"  # the order of arrival at the sync point, by aligned clocks
+EVIDENCE = (OWN_TIME, PROFILE, DATA_WAIT, ARRIVAL)
+
+
+class Verdict(Struct, frozen=True):
+    """A rank that holds the others up, window after window, and what that has cost so far."""
+
+    ranks: tuple[int, ...]  # one; of ranks that wait for each other before the sync point, all of them
+    host: str
+    device: str
+    since_iteration: int  # the number shown
+    slowdown: float  # its time over the median of its peers, less one
+    z: float  # the same in robust standard deviations
+    peers: int  # that it is compared with
+    evidence: str  # one of EVIDENCE
+    why: str = "unknown"
+    gpu_seconds: float = 0.0  # that others waited for it
+    joules: float | None = None  # that their devices drew then
 
 
 class Coverage(Struct, frozen=True):
@@ -385,6 +432,7 @@ class ClusterReport(Struct, frozen=True):
     energy_by_class: dict[str, float | None] = {}
     time_by_class: dict[str, float] = {}
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
+    stragglers: tuple[Verdict, ...] = ()  # those that are named now, the costliest first, at most 16
 
 
 class Event(Struct, frozen=True):
@@ -427,9 +475,39 @@ class EnergySummary(Struct, frozen=True):
 class Overhead(Struct, frozen=True):
     """What the measurement itself cost, in CPU seconds over all its processes of a kind."""
 
-    recorder_cpu_s: float | None = None
+    recorder_cpu_s: float | None = None  # an estimate: what a call took at the start, times the calls
     agents_cpu_s: float | None = None
-    aggregator_cpu_s: float | None = None
+    aggregator_cpu_s: float | None = None  # of all that served the run, one after another
+    sent_bytes: int | None = None  # by agents, as they say
+    received_bytes: int | None = None  # by aggregators
+
+
+class AttemptSummary(Struct, frozen=True):
+    """One start of a job, as summary.json has it."""
+
+    attempt: int
+    status: str
+    start_time_s: float  # unix
+    end_time_s: float
+    elapsed_s: float
+    gap_before_s: float  # since the attempt before had ended
+    world_size: int
+    iterations: int
+    first: int | None = None  # by the numbers that people know them by
+    last: int | None = None
+    redone_iterations: int = 0  # that a later attempt did again
+
+
+class GoodputSummary(Struct, frozen=True):
+    """Where the elapsed time of a job went, over all attempts: the classes add up to it."""
+
+    elapsed_s: float
+    ratio: float | None  # kept and generation over elapsed
+    seconds: dict[str, float]  # by class, mean over the ranks of each attempt
+    rank_seconds: dict[str, float]  # summed over them
+    joules: dict[str, float | None]  # measured
+    redone_iterations: int | None = None  # None where a restart did not tell at which iteration it began
+    attempts: tuple[AttemptSummary, ...] = ()
 
 
 class Summary(Struct, frozen=True):
@@ -456,6 +534,9 @@ class Summary(Struct, frozen=True):
     events: dict[str, int] = {}  # how many of each kind
     peak: str = ""  # of a device, that MFU is measured against, and from where it is known
     profile: Profile | None = None  # run to date, of all ranks
+    left_out: dict[str, int] = {}  # windows that a sink has not written, by sink: it was too slow, or its disk full
+    stragglers: tuple[Verdict, ...] = ()  # that were ever named, each with all it cost, the costliest first
+    goodput: GoodputSummary | None = None
 
 
 class Parameters(Struct, frozen=True, array_like=True):
@@ -484,12 +565,15 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     parameters: Parameters
     log_interval: Count
     trainer_pid: Count = 0
-    offset: Place = 0  # iteration number shown = ordinal + offset
+    offset: Position = 0  # iteration number shown = ordinal + offset
     total_iterations: Count | None = None
     flops_per_token: Amount | None = None
     facts: Annotated[dict[Word, Fact], Meta(max_length=500)] = {}
     version: Word = ""
     hardware_flops_per_token: Amount | None = None
+    peer_group: Word = ""  # ranks of one role and group do equal work: those of a pipeline stage
+    replica: Word = ""  # ranks of one replica wait for each other inside of an iteration: it is the model's
+    is_numbered: bool = False  # the loop or a hook has said at which number the iterations began
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2):
@@ -498,6 +582,8 @@ class Reports(Struct, frozen=True, array_like=True, tag=2):
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MOST_ROWS)]
     lost: Count = 0  # reports that the agent's full buffer dropped so far
     agent_cpu_s: Amount = 0.0
+    sent_bytes: Count = 0  # so far, as are these
+    recorder_cpu_s: Amount | None = None
 
 
 class Beat(Struct, frozen=True, array_like=True, tag=3):
@@ -509,6 +595,9 @@ class Beat(Struct, frozen=True, array_like=True, tag=3):
     state: Word
     since_s: Amount
     lost: Count = 0
+    sent_ns: Count = 0  # when, by the agent's clock, if the aggregator is to answer with its own; else 0
+    offset_s: Number | None = None  # the aggregator's clock less the agent's, as the agent has it by now ...
+    offset_error_s: Amount | None = None  # ... and a bound of the error of that
 
 
 class Note(Struct, frozen=True, array_like=True, tag=4):
@@ -516,7 +605,7 @@ class Note(Struct, frozen=True, array_like=True, tag=4):
 
     agent: Word
     rank: Count
-    kind: Word
+    kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
     text: Sentence
     time_s: Number
 
@@ -530,6 +619,8 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     last_ordinal: Count
     lost: Count = 0
     agent_cpu_s: Amount = 0.0
+    sent_bytes: Count = 0
+    recorder_cpu_s: Amount | None = None
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):
@@ -537,6 +628,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=6):
 
     attempt: int
     run_folder: str = ""
+    again: bool = False  # something was dropped: introduce yourself, and send what nobody has confirmed
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):
@@ -560,5 +652,20 @@ class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
     rank: int
 
 
-FromAgent = Hello | Reports | Beat | Note | Bye
-FromAggregator = Welcome | Ack | Refused | ByeSeen
+class Clock(Struct, frozen=True, array_like=True, tag=10):
+    """The aggregator's answer to a beat that asks for it: by whose clock each stamp is, stands in effllm/clock.py."""
+
+    sent_ns: Count  # of the beat
+    received_ns: Count
+    answered_ns: Count
+
+
+class Supersede(Struct, frozen=True, array_like=True, tag=12):
+    """An aggregator of the next attempt asks the one that holds the run folder to write its summary and let go."""
+
+    run: Word  # what both know the job by: of the lock file
+    job: Word  # of the one that asks
+
+
+FromAgent = Hello | Reports | Beat | Note | Bye | Supersede
+FromAggregator = Welcome | Ack | Refused | ByeSeen | Clock
