@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from effllm import __version__, node_power
 from effllm.aggregator_child import AggregatorChild
 from effllm.calibration import assumed, calibrate
+from effllm.clock import Exchanges
 from effllm.config import Config, cache_folder
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.log import Log
@@ -34,11 +35,13 @@ from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingRe
 from effllm.sampler import Sampler
 from effllm.schema import (
     MARKED_PHASES,
+    MOST_TEXT,
     Ack,
     Beat,
     Bye,
     ByeSeen,
     Device,
+    FromAggregator,
     Hello,
     Note,
     Parameters,
@@ -106,6 +109,8 @@ class Agent:
         self._aggregator: AggregatorChild | None = None
         self._watched_child = -1
         self._next_beat_s = 0.0
+        self._clock = Exchanges(self._place["world_size"], self._rank)  # with the aggregator's
+        self._heard: list[tuple[int, FromAggregator]] = []  # when, and what, since the last look
         self._busy_trainer = False
         self._has_baseline = False
         self._connected_s = 0.0  # when the link was last seen connected, at the end
@@ -261,6 +266,7 @@ class Agent:
     def _step(self) -> None:
         events = dict(self._poller.poll(self._timeout_ms()))
         began_s = time.monotonic()
+        self._listen()  # first of all, for a clock's answer ages
         self._look(self._trainer in events or self._is_orphan())
         if self._wake in events:
             # Whoever iterates faster than this is read in batches.
@@ -280,7 +286,9 @@ class Agent:
 
     def _timeout_ms(self) -> int:
         now_s = time.monotonic()
-        until_s = self._next_beat_s if self._trainer >= 0 else min(self._next_beat_s, now_s + 1.0)
+        until_s = min(self._next_beat_s, self._clock.due_s(now_s)) if self._welcome else now_s + 1.0
+        if self._trainer < 0:
+            until_s = min(until_s, now_s + 1.0)
         ended = self._cutter.ended if self._cutter else None
         if ended is not None:
             for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
@@ -378,32 +386,56 @@ class Agent:
             self._welcome = None
             self._outbox.send_again()
             self._bye_sent = self._bye_seen = False
+            self._clock.forget()
             self._say_hello(now_s)
         elif link.connected and not self._welcome and not self._refused and now_s - self._hello_s > HELLO_AGAIN_S:
             self._say_hello(now_s)
-        for message in link.receive():
-            self._hear(message)
+        self._listen()
+        heard, self._heard = self._heard, []
+        for heard_ns, message in heard:
+            self._hear(message, heard_ns)
         if self._welcome is None:
             self._complain(now_s)
             return
-        self._send_reports(link)
+        self._send_reports(link, now_s)
         while self._log.unsent:
             kind, text, time_s = self._log.unsent[0]
-            if not link.send(Note(self._id, self._rank, kind, text, time_s)):
+            if not link.send(Note(self._id, self._rank, kind, text[:MOST_TEXT], time_s)):
                 break
             self._log.unsent.popleft()
-        if now_s >= self._next_beat_s:
+        if now_s >= min(self._next_beat_s, self._clock.due_s(now_s)):
             self._next_beat_s = now_s + BEAT_S
-            state, ordinal, since_ns, what = self._ring.state()
-            name = MARKED_PHASES[what] if state == PHASE_STATE else STATE_NAMES[state]
-            beat = Beat(self._id, self._rank, ordinal, name, max(now_s - since_ns * 1e-9, 0.0), self._outbox.lost)
-            link.send(beat)
+            link.send(self._beat(now_s))
 
-    def _send_reports(self, link: AgentLink) -> None:
+    def _beat(self, now_s: float) -> Beat:
+        state, ordinal, since_ns, what = self._ring.state()
+        name = MARKED_PHASES[what] if state == PHASE_STATE else STATE_NAMES[state]
+        offset = self._clock.offset(time.monotonic_ns())
+        return Beat(
+            agent=self._id,
+            rank=self._rank,
+            ordinal=ordinal,
+            state=name,
+            since_s=max(now_s - since_ns * 1e-9, 0.0),
+            lost=self._outbox.lost,
+            offset_s=offset.offset_s if offset else None,
+            offset_error_s=offset.error_s if offset else None,
+            # The last thing before it goes.
+            sent_ns=self._clock.ask(time.monotonic_ns()) if now_s >= self._clock.due_s(now_s) else 0,
+        )
+
+    def _listen(self) -> None:
+        """Take what has come, and stamp when."""
+        if self._link is not None and (messages := self._link.receive()):
+            heard_ns = time.monotonic_ns()
+            self._heard += [(heard_ns, message) for message in messages]
+
+    def _send_reports(self, link: AgentLink, now_s: float) -> None:
         while rows := self._outbox.unsent():
             if not link.send(Reports(tuple(rows), self._outbox.lost, time.process_time())):
                 return
             self._outbox.sent(len(rows))
+            self._next_beat_s = now_s + BEAT_S  # a sign of life as well
 
     def _say_hello(self, now_s: float) -> None:
         self._hello_s = now_s
@@ -432,9 +464,13 @@ class Agent:
         if self._link:
             self._link.send(hello)
 
-    def _hear(self, message: Welcome | Ack | Refused | ByeSeen) -> None:
+    def _hear(self, message: FromAggregator, heard_ns: int) -> None:
         if isinstance(message, Welcome):
             self._welcome = message
+            if message.again:
+                self._outbox.send_again()
+                self._bye_sent = False
+                self._say_hello(time.monotonic())
             if message.run_folder and Path(message.run_folder).is_dir():
                 self._log.attach(Path(message.run_folder) / "logs")
             _silence_stderr()
@@ -448,8 +484,10 @@ class Agent:
                 self._refused = message.reason
                 self._log.line(f"refused: {message.reason}")
                 _say(f"rank {self._rank} is left out of the metrics: {message.reason}")
-        else:
+        elif isinstance(message, ByeSeen):
             self._bye_seen = True
+        else:
+            self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, heard_ns)
 
     def _complain(self, now_s: float) -> None:
         if self._told_silence or now_s - self._started_s < NOBODY_ANSWERS_S or self._refused:

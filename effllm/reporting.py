@@ -216,12 +216,14 @@ def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tu
 
 
 def straggler_of(rows: Sequence[RankReport]) -> Straggler | None:
-    """Return the rank with the longest steps, where there are ranks to compare."""
+    """Return the slowest rank, where there are ranks to compare: by their own times, where they tell them."""
     worked = [row for row in rows if row.iterations > 0]
     if len(worked) < 2:
         return None
-    slowest = max(worked, key=lambda row: row.busy_s)
-    return Straggler(slowest.rank, slowest.busy_s, statistics.median(row.busy_s for row in worked))
+    is_own = all(row.own_steps for row in worked)
+    times = [row.own_step_s / row.own_steps * row.iterations if is_own else row.time_s for row in worked]
+    slowest_s = max(times)
+    return Straggler(worked[times.index(slowest_s)].rank, slowest_s, statistics.median(times), is_own)
 
 
 def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:

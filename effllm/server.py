@@ -24,8 +24,9 @@ from msgspec import Struct
 from effllm.aggregator import Aggregator, Closed
 from effllm.config import Config
 from effllm.ledger import Ledger, restore
+from effllm.peers import Peers
 from effllm.provenance import gather
-from effllm.schema import Ack, Beat, Bye, ByeSeen, Event, Hello, Note, Refused, Reports, Summary, Welcome
+from effllm.schema import Ack, Beat, Bye, ByeSeen, Clock, Event, Hello, Note, Refused, Reports, Summary, Welcome
 from effllm.sink_thread import SinkThread
 from effllm.sinks import Keeper, Run, Sink
 from effllm.transport import FrameError, ServerSocket, decode_from_agent, make_context
@@ -36,7 +37,9 @@ SINKS_STOP_S = 3.0
 ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
 LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
 STATE = "state.json"
+KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else
+MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
 
 
 class Orders(Struct, frozen=True):
@@ -63,7 +66,7 @@ class Server:
         self.address = ""  # known once `run` has bound it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
-        self._peers: dict[int, bytes] = {}
+        self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
         self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
@@ -125,7 +128,7 @@ class Server:
             self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot
         )
         event_files = _event_files(self._config, folder, self._facts)
-        run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts)
+        run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts, self._warn)
         for name in self._config.sinks:
             sink = SinkThread(name, run, self._warn)
             sink.start()
@@ -175,24 +178,33 @@ class Server:
             if received is None:
                 return
             peer, frame = received
+            if not self._peers.admits(peer, len(frame), time.monotonic()):
+                continue  # not even decoded
             try:
                 self._take(peer, decode_from_agent(frame))
             except FrameError as error:
-                self._aggregator.reject(time.time(), str(error))
+                self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
 
     def _take(self, peer: bytes, message: Hello | Reports | Beat | Note | Bye) -> None:
         now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
+        reason = self._peers.objection(peer, message)
         if isinstance(message, Hello):
-            reason = aggregator.hello(message, now_s, time_s)
+            reason = reason or aggregator.hello(message, now_s, time_s)
             if reason:
                 self._socket.send(peer, Refused(reason))
                 return
-            self._peers[message.rank] = peer
+            self._peers.introduce(peer, message, now_s)
             self._learn(message)
             self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or "")))
+        elif reason:
+            if self._peers.is_to_send_again(peer, now_s):
+                self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), again=True))
         elif isinstance(message, Reports):
             aggregator.reports(message, now_s, time_s)
         elif isinstance(message, Beat):
+            if message.sent_ns:
+                now_ns = time.monotonic_ns()  # it is answered as it is received
+                self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
             aggregator.beat(message, now_s, time_s)
         elif isinstance(message, Note):
             aggregator.note(message, now_s, time_s)
@@ -206,12 +218,14 @@ class Server:
             "role": hello.role,
             "devices": [msgspec.to_builtins(device) for device in hello.devices],
         }
-        for name, value in hello.facts.items():
+        for name, value in hello.facts.items() if len(self._facts) < MOST_FACTS else ():
             self._facts.setdefault(name, value)
         self._facts["world_size"] = hello.world_size
         self._facts_changed = True
 
     def _tick(self, now_s: float) -> None:
+        for refusal in self._peers.take_refusals():
+            self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
         self._aggregator.tick(now_s, time.time())
         self._tell_facts()
 
@@ -252,8 +266,8 @@ class Server:
             for report, rows, _ in closed:
                 sink.write(report, rows)
 
-        if self._folder is None or "runfolder" not in self._config.sinks:
-            self._to_sinks(write)
+        if self._folder is None or KEEPER not in self._config.sinks:
+            self._to_sinks(write, len(closed))
             self._acknowledge(safe)
             return
         self._unsafe.append((now_s, safe))
@@ -261,12 +275,11 @@ class Server:
 
         def keep(sink: Sink) -> None:
             write(sink)
-            if isinstance(sink, Keeper):  # not reached where the write failed: then the agents keep their copies
-                sink.keep(state)
+            if isinstance(sink, Keeper) and sink.keep(state):  # else the agents keep their copies
                 self._inbox.put(safe)
                 os.eventfd_write(self._wake, 1)
 
-        self._to_sinks(keep)
+        self._to_sinks(keep, len(closed))
 
     def _acknowledge(self, safe: dict[int, int]) -> None:
         self._unsafe = [one for one in self._unsafe if one[1] is not safe]
@@ -274,13 +287,13 @@ class Server:
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration = report.iteration if report else 0
         for rank, sequence in safe.items():
-            if rank in self._peers:
-                ack = Ack(sequence, iteration, values, self._aggregator.report_count)
-                self._socket.send(self._peers[rank], ack)
+            peer = self._peers.of_rank(rank)
+            if peer is not None:
+                self._socket.send(peer, Ack(sequence, iteration, values, self._aggregator.report_count))
 
-    def _to_sinks(self, work: Callable[[Sink], None]) -> None:
+    def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
         for sink in self._sinks:
-            sink.put(work)
+            sink.put(work, windows)
 
     def _warn(self, text: str) -> None:
         """Make an event of trouble of our own; called from any thread."""
@@ -290,21 +303,33 @@ class Server:
     # --- the end ---
 
     def _summary(self, ended: bool) -> Summary:
-        return self._aggregator.summary(time.time(), ended, aggregator_cpu_s=time.process_time())
+        summary = self._aggregator.summary(time.time(), ended, aggregator_cpu_s=time.process_time())
+        left_out = {sink.name: sink.left_out + (sink.unfinished if ended else 0) for sink in self._sinks}
+        return msgspec.structs.replace(summary, left_out={name: count for name, count in left_out.items() if count})
 
     def _finish(self) -> str:
         self._aggregator.close_all()
         self._tick(time.monotonic())
         self._hand_out(time.monotonic())
-        summary = self._summary(ended=True)
         deadline_s = time.monotonic() + SINKS_STOP_S
-        for sink in self._sinks:
-            sink.stop(lambda sink: sink.summarize(summary), max(deadline_s - time.monotonic(), 0.0))
+        # The run folder last: its summary counts what the others have not written by then.
+        others = [sink for sink in self._sinks if sink.name != KEEPER]
+        self._stop(others, deadline_s - SINKS_STOP_S / 2)
+        summary = self._stop([sink for sink in self._sinks if sink.name == KEEPER], deadline_s)
         self._hand_out(time.monotonic())
         if summary.status == "completed" and self._folder is not None:
             with contextlib.suppress(OSError):  # what is over is not gone on with
                 (self._folder / STATE).unlink(missing_ok=True)
         return summary.status
+
+    def _stop(self, sinks: Sequence[SinkThread], deadline_s: float) -> Summary:
+        """Give sinks the summary and let them end until then, all at once: one that stalls takes no other's time."""
+        summary = self._summary(ended=True)
+        for sink in sinks:
+            sink.stop(lambda sink: sink.summarize(summary))
+        for sink in sinks:
+            sink.join(deadline_s - time.monotonic())
+        return summary
 
 
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:

@@ -126,7 +126,7 @@ def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
         job=job,
         values=metrics.evaluate(run, last, job),
         coverage=Coverage(8, 8, 8, 8, 0, 0, energy=1.0, memory=1.0, utilization=1.0),
-        straggler=Straggler(rank=17, busy_s=4.2, median_busy_s=4.04),
+        straggler=Straggler(rank=17, time_s=4.2, median_s=4.04),
         total_iterations=5000,
         remaining_s=2019.0,
         power_scope="gpu",

@@ -12,7 +12,7 @@ from effllm.aggregator import RECENT, Aggregator
 from effllm.config import Config
 from effllm.ledger import restore
 from effllm.roster import ABSENT_AFTER_S, SILENT_AFTER_S
-from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters
+from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters, Straggler
 
 
 class Job:
@@ -534,8 +534,25 @@ def test_the_slowest_rank_is_named_beside_the_median():
     for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
         job.send(row(rank, busy_s=busy_s))
 
+    assert job.closed()[0].straggler == Straggler(1, 13.0, 11.0)  # with the second that each waits for data
+
+
+def test_a_rank_that_others_wait_for_is_the_slowest_by_its_own_time():
+    job = Job(3).join()
+    for rank, own_step_s in enumerate((5.0, 5.0, 6.0)):  # of steps of 9 s: the rest is waiting for each other
+        job.send(row(rank, own_steps=10, own_step_s=own_step_s))
+
+    assert job.closed()[0].straggler == Straggler(2, 6.0, 5.0, is_own=True)
+
+
+def test_of_ranks_that_wait_for_each_other_none_is_slower_for_its_long_steps():
+    job = Job(3).join()
+    job.send(row(0, busy_s=9.0, wait_s=1.0))
+    job.send(row(1, busy_s=6.0, wait_s=4.0))  # its data are slow: the others' steps contain the waiting for it
+    job.send(row(2, busy_s=9.0, wait_s=1.0))
+
     straggler = job.closed()[0].straggler
-    assert (straggler.rank, straggler.busy_s, straggler.median_busy_s) == (1, 12.0, 10.0)
+    assert straggler.time_s == straggler.median_s == 10.0
 
 
 def test_what_is_simulated_or_speaks_of_steps_says_so():

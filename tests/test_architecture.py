@@ -22,14 +22,14 @@ MODULES = {
 FLOORS = """
 0    schema
 0.5  timeline
-1.0  switches  ownership  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+1.0  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0.1 config  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
-1.0.2 node_power.https  node_power.rapl_counters
+1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
 1.0.4 power_spread
 1.0.5 tick_energy  cross_check
-1.1  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
+1.1  peers  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
 1.2  window  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices
 1.2.2 devices.*

@@ -129,8 +129,8 @@ def watched(report: ClusterReport) -> Iterator[str]:
             text = template.format(to_text(value), **words)
             yield f"{text} {errors}" if errors and formula is told_by else text
     slowest = report.straggler
-    if slowest is not None and slowest.median_busy_s > 0:
-        slower = slowest.busy_s / slowest.median_busy_s - 1
+    if slowest is not None and slowest.median_s > 0:
+        slower = slowest.time_s / slowest.median_s - 1
         if slower >= _SLOWER:
             yield f"slowest rank {slowest.rank} +{100 * slower:.0f} %"
     if report.remaining_s is not None:

@@ -37,8 +37,11 @@ BESIDE: dict[str, tuple[str, str]] = {
     "health/reports_late": ("reports", "Reports so far that came after their window was closed."),
     "health/energy_coverage_ratio": ("ratio", "Measured device-seconds of energy over expected ones, in the window."),
     "health/simulated": ("1 if so", "The devices are simulated: no number here was measured."),
-    "straggler/worst_rank": ("rank", "The rank with the longest steps of the window."),
-    "straggler/worst_rank_slowdown_ratio": ("ratio", "Step time of the slowest rank over that of the median rank."),
+    "straggler/worst_rank": ("rank", "The slowest rank of the window, named as a straggler or not."),
+    "straggler/worst_rank_slowdown_ratio": (
+        "ratio",
+        "Own time of the slowest rank over the median rank's, or iteration time.",
+    ),
 }
 
 _BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
@@ -155,9 +158,9 @@ def _beside(report: ClusterReport) -> dict[str, float]:
         "health/energy_coverage_ratio": coverage.energy,
         "health/simulated": 1.0 if report.simulated else None,
     }
-    if slowest is not None and slowest.median_busy_s > 0:
+    if slowest is not None and slowest.median_s > 0:
         values["straggler/worst_rank"] = slowest.rank
-        values["straggler/worst_rank_slowdown_ratio"] = slowest.busy_s / slowest.median_busy_s
+        values["straggler/worst_rank_slowdown_ratio"] = slowest.time_s / slowest.median_s
     return {tag: value for tag, value in values.items() if value is not None}
 
 
