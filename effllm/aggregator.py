@@ -139,6 +139,10 @@ class Aggregator:
         self.garbage += 1
         self._tell("garbage", f"a frame was rejected: {reason}", time_s)
 
+    def refuse(self, time_s: float, reason: str, rank: int | None) -> None:
+        """Tell of a peer whose messages are not taken; they are counted where they are refused."""
+        self._tell("refused", reason, time_s, rank)
+
     def tick(self, now_s: float, time_s: float) -> None:
         """Let time pass: name ranks that fell silent, close windows whose deadline has passed."""
         for rank, seconds in self._roster.fall_silent(now_s).items():
