@@ -72,7 +72,8 @@ def run_through(name, *iterations):
     thread.start()
     for iteration in iterations:
         thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration), ()))
-    thread.stop(lambda sink: None, timeout_s=10.0)
+    thread.stop(lambda sink: None)
+    assert thread.join(10.0)
     return told
 
 

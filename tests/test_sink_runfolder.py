@@ -6,7 +6,9 @@ import json
 import math
 import os
 import resource
+import shutil
 import stat
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -206,24 +208,105 @@ def test_a_line_torn_by_a_kill_is_counted_and_the_next_one_is_whole(folder):
     assert (windows.skipped, ranks.skipped) == (1, 1)
 
 
-def test_a_full_disk_is_told_and_spoils_no_line_after_it(folder):
-    sink = RunFolder(folder, {})
-    sink.write(make_report(100), ())
+@contextmanager
+def largest_file(size):
+    """Let no file grow beyond so many bytes; with 0, writing fails as on a disk that is full."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "windows-0001.jsonl").stat().st_size + 100, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            sink.write(make_report(110), ())
-        with pytest.raises(OSError, match="File too large"):
-            sink.summarize(make_summary(not_measured=("x" * 10_000,)))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    sink.write(make_report(120), ())
+
+
+@pytest.mark.fault("disk-full")
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_told_once(folder):
+    told = []
+    sink = RunFolder(folder, {}, tell=told.append)
+    sink.write(make_report(100), [make_row()])
+    sink.summarize(make_summary("running"))
+    with largest_file(0):
+        for iteration in (110, 120):
+            sink.write(make_report(iteration), [make_row(iteration=iteration)])
+        sink.event(Event(1.0, "lost", "rank 3 is gone"))
+        sink.summarize(make_summary("completed"))
+        assert not sink.keep(b"state")
+    assert [report.iteration for report in read_windows(folder)] == [100]
+    assert json.loads((folder / "summary.json").read_bytes())["status"] == "running"
+    sink.write(make_report(130), [make_row(iteration=130)])
+    assert sink.keep(b"state")
 
     windows = read_windows(folder)
-    assert [report.iteration for report in windows] == [100, 120]
-    assert windows.skipped == 1
-    assert not list(folder.glob("*summary*")) + list(folder.glob(".*"))
+    assert [report.iteration for report in windows] == [100, 110, 120, 130]
+    assert [row.iteration_last for row in read_ranks(folder)] == [100, 110, 120, 130]
+    assert [event.text for event in read_events(folder)] == ["rank 3 is gone"]
+    assert windows.skipped == 0
+    assert not list(folder.glob(".*"))
+    assert [line.partition(":")[0] for line in told] == [
+        f"run folder {folder} cannot be written",
+        f"run folder {folder} is written again",
+    ]
+
+
+@pytest.mark.fault("disk-full")
+def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
+    sink = RunFolder(folder, {})
+    sink.event(Event(1.0, "joined", "rank 0"))
+    whole = (folder / "events.jsonl").read_bytes()
+    with largest_file(len(whole) + 10):
+        sink.event(Event(2.0, "left", "rank 0"))
+        assert (folder / "events.jsonl").read_bytes() == whole
+    sink.event(Event(3.0, "joined", "rank 0"))
+
+    assert [event.time_s for event in read_events(folder)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.fault("disk-full")
+def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_the_summary(folder):
+    told, line = [], len(msgspec.json.encode(make_report(100)))
+    sink = RunFolder(folder, {}, most_waiting_bytes=int(2.5 * line), tell=told.append)
+    with largest_file(0):
+        for iteration in range(110, 160, 10):
+            sink.write(make_report(iteration), ())
+    sink.summarize(make_summary(left_out={"console": 3}))
+
+    assert [report.iteration for report in read_windows(folder)] == [140, 150]
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    assert summary.left_out == {"console": 3, "runfolder": 3}
+    assert "3 did not fit into memory and are left out" in told[-1]
+
+
+@pytest.mark.fault("disk-full")
+def test_a_limit_on_the_size_of_files_begins_a_new_segment(folder):
+    sink = RunFolder(folder, {})
+    sink.write(make_report(100), ())
+    with largest_file((folder / "windows-0001.jsonl").stat().st_size + 100):
+        sink.write(make_report(110), ())
+
+    assert sorted(path.name for path in folder.glob("windows-*")) == ["windows-0001.jsonl", "windows-0002.jsonl"]
+    windows = read_windows(folder)
+    assert [report.iteration for report in windows] == [100, 110]
+    assert windows.skipped == 0
+
+
+@pytest.mark.fault("folder-removed")
+def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(folder):
+    told = []
+    sink = RunFolder(folder, {"model": "7B"}, tell=told.append)
+    sink.write(make_report(100), ())
+    shutil.rmtree(folder.parent)
+    sink.write(make_report(110), [make_row(iteration=110)])
+    sink.event(Event(1.0, "lost", "rank 3 is gone"))
+    assert sink.keep(b"state")
+    sink.summarize(make_summary())
+
+    assert [report.iteration for report in read_windows(folder)] == [110]
+    assert [row.iteration_last for row in read_ranks(folder)] == [110]
+    assert len(list(read_events(folder))) == 1
+    assert json.loads((folder / "run.json").read_text()) == {"model": "7B"}
+    assert {path.name for path in folder.glob("s*.json")} == {"state.json", "summary.json"}
+    assert (mode(folder), len(told)) == (0o700, 1)
+    assert "was removed" in told[0]
 
 
 def test_values_that_are_not_finite_do_not_cost_the_line(folder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
@@ -32,6 +32,7 @@ class Run:
     tensorboard_dir: Path | None  # where event files go
     stdout: TextIO
     facts: dict[str, Any] = field(default_factory=dict)  # what run.json holds
+    tell: Callable[[str], None] = lambda _: None  # makes an event of one line about the sink itself
 
 
 class Sink(Protocol):
@@ -57,8 +58,8 @@ class Sink(Protocol):
 class Keeper(Protocol):
     """A sink that can also keep the aggregator's state, so that a killed one is replaced without loss."""
 
-    def keep(self, state: bytes) -> None:
-        """Replace the kept state; what has been written before this returns is safe."""
+    def keep(self, state: bytes) -> bool:
+        """Replace the kept state; return whether that and all that was written before is safe."""
 
 
 def sink_names() -> list[str]:

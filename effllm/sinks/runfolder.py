@@ -1,4 +1,7 @@
-"""The run folder: plain JSON Lines, one write per file and window, so that a kill tears one line at most."""
+"""The run folder: plain JSON Lines, one write per file and window, so that a kill tears one line at most.
+
+A disk that is full or a folder that is removed costs nothing but time, as long as memory can hold what waits.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,25 @@ import errno
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from effllm.runfolder import RankRow, rank_row, segments
+from effllm.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
+from effllm.runfolder import RankRow, rank_row
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
-SEGMENT_BYTES = 64 * 2**20
 #: Worlds up to this size are kept whole; of larger ones at most so many rows a window, the strangest.
 MOST_ROWS = 256
 #: Robust z-score (Iglewicz and Hoaglin, 1993) from which on a rank's step time is an outlier.
 OUTLIER_Z = 3.5
 #: Coverage below this is a gap; above it lies what the edges of a window cost.
 GAP_BELOW = 0.999
+#: So often it is said that the folder cannot be written, and that it can again.
+MOST_TROUBLES = 10
 
 
 def open_sink(run: Run) -> RunFolder:
@@ -34,7 +39,7 @@ def open_sink(run: Run) -> RunFolder:
     if run.folder is None:
         raise SinkUnavailable("there is no run folder; set EFFICIENTLLM_RUN_DIR to a folder that can be written")
     try:
-        return RunFolder(run.folder, run.facts)
+        return RunFolder(run.folder, run.facts, tell=run.tell)
     except OSError as error:
         raise SinkUnavailable(
             f"run folder {run.folder} cannot be written: {error.strerror or error}; "
@@ -43,56 +48,124 @@ def open_sink(run: Run) -> RunFolder:
 
 
 class RunFolder:
-    """Keeps every window, the rows of its ranks, the events, the facts and the summary of a run."""
+    """Keeps every window, the rows of its ranks, the events, the facts and the summary of a run.
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    While the folder cannot be written, what is for it waits in memory, in bounds, and is written when it can be.
+
+    Raises:
+        OSError: the folder or a file in it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         _make_folder(folder)
         self._folder = folder
-        self._windows = _Segments(folder, "windows", segment_bytes)
-        self._ranks = _Segments(folder, "ranks", segment_bytes)
-        self._events = _Lines(folder / "events.jsonl")
-        self._facts: dict[str, Any] | None = None
+        self._tell = tell
+        self._windows, self._ranks, self._events = self._journals = (
+            Journal(folder, "windows", segment_bytes, most_waiting_bytes),
+            Journal(folder, "ranks", segment_bytes, most_waiting_bytes),
+            Journal(folder, "events", None, most_waiting_bytes),
+        )
         self._hosts: dict[int, str] = {}
+        self._facts: dict[str, Any] = {}
+        self._written_facts: dict[str, Any] | None = None
+        self._waited = 0  # lines, since the folder could not be written
+        self._is_in_trouble = False
+        self._troubles = 0
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
 
     def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
         """Append one window and the rows of its ranks; of worlds above 256 only the rows that stand out."""
         # JSON has no nan: one in here would make the line unreadable as a whole.
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
-        self._windows.append([msgspec.structs.replace(report, values=finite)])
+        self._windows.put([msgspec.structs.replace(report, values=finite)])
         flat = [self._flat(row, report) for row in rows]
         if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
             flat = outliers(flat)
-        self._ranks.append(flat)
+        self._ranks.put(flat)
+        self._flush()
 
     def event(self, event: Event) -> None:
         """Append an event."""
-        self._events.append([event])
+        self._events.put([event])
+        self._flush()
 
     def summarize(self, summary: Summary) -> None:
         """Replace summary.json."""
+        self._flush()
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
-        _replace(self._folder / "summary.json", _pretty(msgspec.structs.replace(summary, metrics=finite)))
+        left_out = {**summary.left_out, "runfolder": self._windows.left_out} if self._windows.left_out else {}
+        summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out or summary.left_out)
+        self._do(lambda: _replace(self._folder / "summary.json", _pretty(summary)))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts to run.json, the new over the old."""
-        merged = {**(self._facts or {}), **facts}
-        if merged != self._facts:
-            _replace(self._folder / "run.json", _pretty(merged))
-            self._facts = merged
-            self._hosts = _hosts(merged)
+        self._facts = {**self._facts, **facts}
+        self._hosts = _hosts(self._facts)
+        self._flush()
 
-    def keep(self, state: bytes) -> None:
-        """Replace state.json, from which a killed aggregator is replaced."""
-        _replace(self._folder / "state.json", state, durable=False)
+    def keep(self, state: bytes) -> bool:
+        """Replace state.json, from which a killed aggregator is replaced, once all before it is written."""
+        return not any(self._journals) and self._do(lambda: _replace(self._folder / "state.json", state, durable=False))
 
     def close(self) -> None:
         """Close the files."""
-        for lines in (self._windows, self._ranks, self._events):
-            lines.close()
+        for journal in self._journals:
+            journal.close()
 
     def _flat(self, row: RankReport, report: ClusterReport) -> RankRow:
         return rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
+
+    def _flush(self) -> None:
+        """Write what waits; one file that cannot be written holds up no other."""
+        done = [self._do(work) for work in (self._write_facts, *(journal.flush for journal in self._journals))]
+        if all(done):
+            self._recover()
+
+    def _write_facts(self) -> None:
+        path = self._folder / "run.json"
+        if self._written_facts is not None and not path.exists():
+            self._written_facts = None
+            self._tell(f"run folder {self._folder} was removed while the job runs: made again, with what follows")
+        if self._facts != self._written_facts:
+            _make_folder(self._folder)
+            _replace(path, _pretty(self._facts))
+            self._written_facts = self._facts
+
+    def _do(self, work: Callable[[], None]) -> bool:
+        """Do what may fail, and say so the first time; return whether it did not."""
+        try:
+            work()
+        except OSError as error:
+            if not self._is_in_trouble and self._troubles < MOST_TROUBLES:
+                reason = error.strerror or error
+                self._tell(
+                    f"run folder {self._folder} cannot be written: {reason}; what is for it waits until it can, "
+                    "training and the other sinks go on"
+                )
+            self._troubles += not self._is_in_trouble
+            self._is_in_trouble = True
+            self._waited = max(self._waited, len(self._windows))
+            return False
+        return True
+
+    def _recover(self) -> None:
+        if not self._is_in_trouble:
+            return
+        left_out = self._windows.left_out
+        if self._troubles <= MOST_TROUBLES:
+            self._tell(
+                f"run folder {self._folder} is written again: {self._waited} windows had waited"
+                + (f", {left_out} did not fit into memory and are left out" if left_out else "")
+            )
+        self._is_in_trouble, self._waited = False, 0
 
 
 def outliers(rows: Sequence[RankRow]) -> list[RankRow]:
@@ -113,56 +186,6 @@ def outliers(rows: Sequence[RankRow]) -> list[RankRow]:
     strange = sorted((row for row in rows if strangeness(row) > OUTLIER_Z), key=strangeness, reverse=True)
     kept = {id(row) for row in strange[:MOST_ROWS]}
     return [row for row in rows if id(row) in kept]
-
-
-class _Lines:
-    """A JSON Lines file that is only ever appended to, by whole lines."""
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
-    def append(self, rows: Iterable[Any]) -> None:
-        text = b"".join(_encoder.encode(row) + b"\n" for row in rows)
-        if not text:
-            return
-        size = self.size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            text = b"\n" + text  # a writer before was killed in a line, or its disk was full
-        while text:
-            text = text[os.write(self._descriptor, text) :]
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-class _Segments:
-    """Lines in numbered files, a new one where the last has grown large."""
-
-    def __init__(self, folder: Path, stem: str, most_bytes: int) -> None:
-        self._folder, self._stem, self._most_bytes = folder, stem, most_bytes
-        there = segments(folder, stem)
-        self._number = int(there[-1].stem.rpartition("-")[2]) if there else 1
-        self._lines = self._open(self._number)
-
-    def append(self, rows: Sequence[Any]) -> None:
-        if self._lines.size >= self._most_bytes:
-            full, self._lines = self._lines, self._open(self._number + 1)
-            self._number += 1
-            full.close()
-        self._lines.append(rows)
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def _open(self, number: int) -> _Lines:
-        return _Lines(self._folder / f"{self._stem}-{number:04d}.jsonl")
 
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the like
