@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from effllm.schema import FromAgent, Hello, Reports
+from effllm.schema import FromAgent, Hello, Reports, Supersede
 
 # An honest agent sends a frame in 50 ms at most, and after an outage all that it kept, in frames of up to 128 kB.
 FRAMES_PER_S = 50.0
@@ -88,6 +88,8 @@ class Peers:
             if one is None or not one.agent or (one.rank == message.rank and one.agent == message.agent):
                 return ""
             return self._refuse(one, IMPOSTOR, f"introduced itself as rank {message.rank} on {message.host} too")
+        if isinstance(message, Supersede):  # from another aggregator, which is no rank
+            return ""
         if one is None or not one.agent:
             return self._refuse(one, STRANGER, "sent something else first")
         if one.is_held:

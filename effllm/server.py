@@ -304,7 +304,6 @@ class Server:
 
     def _summary(self, ended: bool) -> Summary:
         summary = self._aggregator.summary(time.time(), ended, aggregator_cpu_s=time.process_time())
-        summary.events.update(self._peers.refused)  # of messages, by kind
         left_out = {sink.name: sink.left_out + (sink.unfinished if ended else 0) for sink in self._sinks}
         return msgspec.structs.replace(
             summary,
