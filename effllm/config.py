@@ -55,6 +55,11 @@ class Config:
     price_per_gpu_hour: float | None = None
     endpoint: str = ""
     profile_every: int = 0
+    security: str = "auto"
+    secret_file: str = ""
+    interface: str = ""
+    ports: str = ""
+    stall_seconds: float = 30.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the agent and the run folder keep them."""
@@ -128,6 +133,19 @@ def _endpoint(text: str) -> str:
     return f"tcp://{match[1]}:{match[2]}"
 
 
+def _ports(text: str) -> str:
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if not match or not 0 < int(match[1]) <= int(match[2]) < 65536:
+        raise ValueError
+    return text
+
+
+def _interface(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.:@%-]{1,64}", text):
+        raise ValueError
+    return text
+
+
 def _node_power(text: str) -> str:
     if text not in ("auto", "none", "ipmi") and not re.fullmatch(r"https?://[^\s@]+", text):
         raise ValueError  # credentials belong into a file, never into an address
@@ -185,6 +203,11 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "money per GPU and hour, at least 0", "of rented GPUs, electricity included"),
     Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
     Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number, at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
+    Variable("SECURITY", "security", _one_of("auto", "curve", "none"), "auto, curve or none", "whether reports are encrypted and strangers kept out; auto is curve off loopback, none on it"),
+    Variable("SECRET_FILE", "secret_file", str, "a file of mode 0600", "the user's secret, from which the keys are made; else efficientllm/secret in the user's config folder"),
+    Variable("INTERFACE", "interface", _interface, "the name of an interface, such as ib0, or an address of rank 0's host", "where rank 0 listens; else on the interface that reaches MASTER_ADDR"),
+    Variable("PORTS", "ports", _ports, "two ports, such as 29700-29799", "rank 0 listens on the first of them that is free; else on any free port"),
+    Variable("STALL_SECONDS", "stall_seconds", _number(1.0, 86400.0), "seconds, 1 to 86400", "a loop that stands for so long, and for three iterations, is told, and who is where"),
 )  # fmt: skip
 
 #: Read by the launch scripts and by the entry point, not settings of a run.
@@ -300,6 +323,14 @@ def _run_id(environ: Mapping[str, str]) -> str:
     if torchrun and torchrun != "none":  # what torchrun says without --rdzv_id
         return torchrun
     return environ.get("SLURM_JOB_ID", "").strip()
+
+
+def secret_path(config: Config) -> Path:
+    """Return where the user's secret is."""
+    if config.secret_file:
+        return Path(config.secret_file).expanduser().absolute()
+    base = this_process().get("XDG_CONFIG_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".config") / "efficientllm" / "secret"
 
 
 def cache_folder() -> Path:

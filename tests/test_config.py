@@ -31,6 +31,11 @@ GOOD = {
     "PRICE_PER_GPU_HOUR": ("2.5", 2.5),
     "ENDPOINT": ("127.0.0.1:4000", "tcp://127.0.0.1:4000"),
     "PROFILE_EVERY": ("200", 200),
+    "SECURITY": ("curve", "curve"),
+    "SECRET_FILE": ("/home/me/secret", "/home/me/secret"),
+    "INTERFACE": ("ib0", "ib0"),
+    "PORTS": ("29700-29799", "29700-29799"),
+    "STALL_SECONDS": ("120", 120.0),
 }
 BAD = {
     "COLLECTION_INTERVAL": ["0", "-1", "0.009", "3601", "nan", "inf", "fast"],
@@ -54,8 +59,12 @@ BAD = {
     "PRICE_PER_GPU_HOUR": ["free"],
     "ENDPOINT": ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "udp://127.0.0.1:1", "host:port", "a b:1"],
     "PROFILE_EVERY": ["-1", "0.5", "often"],
+    "SECURITY": ["None", "tls", "0"],
+    "INTERFACE": ["eth0 eth1", "a/b", "x" * 65],
+    "PORTS": ["29700", "29799-29700", "0-10", "60000-70000", "a-b"],
+    "STALL_SECONDS": ["0", "0.9", "-30", "inf", "soon"],
 }
-ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS"}
+ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS", "SECRET_FILE"}
 
 
 def test_every_variable_is_tried_here():
