@@ -21,6 +21,7 @@ STRANGER_FRAMES = 32  # before a connection has introduced itself, which takes o
 STRANGER_BYTES = 2**20
 MOST_STRANGERS = 4096  # connections that are remembered though they never introduced themselves
 AGAIN_EVERY_S = 1.0
+AGAIN_FRAMES = 64  # are free again before a peer that sent too much is told to begin anew
 TOLD_FROM = 3  # a reconnecting agent may say something before its HELLO, and says it again after it
 
 STRANGER, IMPOSTOR, THROTTLED, GARBAGE = "stranger", "impostor", "throttled", "garbage"
@@ -128,6 +129,8 @@ class Peers:
         """Whether to tell a peer, whose frames were dropped, that it may begin anew; once a second at most."""
         one = self._peers.get(peer)
         if one is None or not one.is_held or now_s - one.again_s < AGAIN_EVERY_S:
+            return False
+        if one.frames + (now_s - one.since_s) * FRAMES_PER_S < AGAIN_FRAMES:
             return False
         one.again_s = now_s
         return True

@@ -1,0 +1,271 @@
+"""effllm/peers.py: a connection speaks for the rank and agent of its HELLO, and for no more than its share."""
+
+import time
+
+import jobs
+import pytest
+import zmq
+from builders import hello, reports, row
+
+from effllm.peers import (
+    AGAIN_EVERY_S,
+    BURST_BYTES,
+    BURST_FRAMES,
+    FRAMES_PER_S,
+    IMPOSTOR,
+    MOST_STRANGERS,
+    ROW_BYTES,
+    STRANGER,
+    STRANGER_FRAMES,
+    THROTTLED,
+    Peers,
+)
+from effllm.schema import Beat, Bye, Note, Supersede
+from effllm.transport import MAGIC, MOST_BYTES, MOST_ROWS, decode_from_aggregator, encode
+
+HISTORY = 1000
+BURST = BURST_FRAMES + HISTORY
+
+
+@pytest.fixture
+def peers():
+    """Return the connections a and b, of ranks 0 and 1."""
+    peers = Peers(HISTORY)
+    for rank, peer in enumerate((b"a", b"b")):
+        assert peers.admits(peer, 300, 0.0)
+        peers.introduce(peer, hello(rank, host=f"node-{rank}"), 0.0)
+    return peers
+
+
+def of_rank(rank, agent=None):
+    agent = agent or f"agent-{rank}"
+    return [
+        reports(row(rank, agent=agent)),
+        Beat(agent, rank, 1, "in an iteration", 0.0),
+        Note(agent, rank, "agent", "text", 0.0),
+        Bye(agent, rank, "completed", 10),
+    ]
+
+
+@pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
+def test_a_connection_speaks_for_the_rank_of_its_hello(peers, message):
+    assert peers.objection(b"a", message) == ""
+    assert peers.take_refusals() == []
+    assert peers.refused == {}
+
+
+@pytest.mark.parametrize("message", [*of_rank(1), *of_rank(0, "agent-1")], ids=lambda message: type(message).__name__)
+def test_a_connection_that_speaks_for_another_rank_or_agent_is_refused_counted_and_named(peers, message):
+    assert peers.objection(b"a", message).startswith("rank 0 on node-0 spoke for ")
+    assert peers.objection(b"a", message)
+
+    ((kind, text, rank),) = peers.take_refusals()
+    assert (kind, rank) == (IMPOSTOR, 0)
+    assert "node-0" in text
+    assert peers.refused == {IMPOSTOR: 2}
+
+
+def test_one_row_of_another_rank_is_enough_to_refuse_a_frame(peers):
+    assert "spoke for rank 1" in peers.objection(b"a", reports(row(0), row(1)))
+
+
+def test_a_connection_cannot_introduce_itself_as_two_ranks_or_agents(peers):
+    assert peers.objection(b"a", hello(0)) == ""
+    assert "introduced itself as rank 1" in peers.objection(b"a", hello(1))
+    assert peers.objection(b"a", hello(0, agent="other"))
+
+
+@pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
+def test_what_comes_before_a_hello_is_refused_though_it_names_a_rank_that_is_there(peers, message):
+    peers.admits(b"stranger", 10, 1.0)
+
+    refused = [peers.objection(b"stranger", message) for _ in range(5)]
+
+    assert all(refused)
+    assert peers.refused == {STRANGER: 5}
+    ((kind, text, rank),) = peers.take_refusals()
+    assert (kind, rank) == (STRANGER, None)
+    assert text == "a connection without a HELLO sent something else first"
+
+
+def test_an_aggregator_of_the_next_attempt_is_no_rank_and_needs_no_hello(peers):
+    peers.admits(b"next", 10, 1.0)
+
+    assert peers.objection(b"next", Supersede("run", "job")) == ""
+
+
+def test_an_agent_that_connects_again_takes_the_place_of_its_old_connection(peers):
+    peers.admits(b"new", 300, 5.0)
+    assert peers.objection(b"new", hello(0)) == ""
+    peers.introduce(b"new", hello(0), 5.0)
+
+    assert peers.of_rank(0) == b"new"
+    assert peers.objection(b"new", of_rank(0)[0]) == ""
+    assert peers.objection(b"a", of_rank(0)[0]), "the old connection is nobody's any more"
+    assert len(peers) == 2
+
+
+def test_connections_that_never_introduce_themselves_are_forgotten(peers):
+    for number in range(30_000):
+        assert peers.admits(b"x%d" % number, 10, 1.0)
+
+    assert len(peers) <= MOST_STRANGERS + 2
+    assert peers.objection(b"a", of_rank(0)[0]) == "", "ranks are not forgotten for strangers"
+
+
+# --- rates ---
+
+
+def test_what_an_agent_has_kept_through_an_outage_passes_at_once(peers):
+    frames, in_a_frame = -(-HISTORY // MOST_ROWS), 250 * MOST_ROWS
+
+    assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
+    # ... and so do rows of 16 kB each, of which a frame takes few.
+    assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
+
+
+def test_a_rate_is_kept_for_ever_by_whoever_does_not_exceed_it(peers):
+    assert all(peers.admits(b"a", 300, number / FRAMES_PER_S) for number in range(20_000))
+
+
+def test_more_frames_than_that_are_dropped_counted_and_told_once(peers):
+    passed = sum(peers.admits(b"a", 10, 0.0) for _ in range(BURST + 500))
+
+    assert passed == BURST
+    assert peers.refused == {THROTTLED: 500}
+    ((kind, text, rank),) = peers.take_refusals()
+    assert (kind, rank, text) == (THROTTLED, 0, "rank 0 on node-0 sends too much, and is not heard for a while")
+
+
+def test_more_bytes_than_that_are_dropped(peers):
+    room = BURST_BYTES + HISTORY * ROW_BYTES
+    passed = sum(peers.admits(b"a", MOST_BYTES, 0.0) for _ in range(300))
+
+    assert passed == room // MOST_BYTES
+
+
+def test_a_stranger_may_say_little(peers):
+    assert sum(peers.admits(b"stranger", 10, 0.0) for _ in range(1000)) == STRANGER_FRAMES
+    assert not peers.admits(b"loud", MOST_BYTES * 8, 0.0)
+
+
+def test_one_peer_that_sends_too_much_takes_nothing_from_another(peers):
+    for _ in range(10 * BURST):
+        peers.admits(b"a", 1000, 0.0)
+
+    assert all(peers.admits(b"b", 300, 0.0) for _ in range(BURST))
+
+
+def test_after_a_frame_was_dropped_nothing_is_heard_until_all_is_sent_again(peers):
+    while peers.admits(b"a", 10, 0.0):
+        pass
+    late = of_rank(0)[0]
+    assert peers.admits(b"a", 10, 1.0), "50 more may pass"
+    assert "sent again" in peers.objection(b"a", late)
+    assert not peers.is_to_send_again(b"a", 1.0), "what it has to send again would be too much again"
+    assert peers.is_to_send_again(b"a", 3.0)
+    assert not peers.is_to_send_again(b"a", 3.0 + AGAIN_EVERY_S / 2), "told once a second at most"
+
+    assert peers.objection(b"a", hello(0)) == ""
+    peers.introduce(b"a", hello(0), 4.0)
+
+    assert peers.objection(b"a", late) == ""
+    assert not peers.is_to_send_again(b"a", 9.0)
+
+
+# --- a real aggregator ---
+
+
+class Voice:
+    """An agent by hand on a real aggregator."""
+
+    def __init__(self, context, port):
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def say(self, *messages):
+        for message in messages:
+            self.socket.send(message if isinstance(message, bytes) else encode(message))
+
+    def hear(self, kind, within_s=10.0):
+        """Return the next message of a kind."""
+        deadline_s = time.monotonic() + within_s
+        while time.monotonic() < deadline_s:
+            if self.socket.poll(50):
+                message = decode_from_aggregator(self.socket.recv())
+                if type(message).__name__ == kind:
+                    return message
+        raise AssertionError(f"no {kind} came")
+
+
+@pytest.fixture
+def voice():
+    context, voices = zmq.Context(), []
+
+    def speak(port):
+        voices.append(Voice(context, port))
+        return voices[-1]
+
+    yield speak
+    for one in voices:
+        one.socket.close()
+    context.term()
+
+
+def introduction(rank, world_size=2):
+    return hello(rank, world_size=world_size, devices=(), agent=f"secret-{rank}")
+
+
+@pytest.mark.faults
+def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(launch, voice):
+    aggregator = launch.aggregator()
+    zero, one = voice(aggregator.port), voice(aggregator.port)
+    for rank, agent in enumerate((zero, one)):
+        agent.say(introduction(rank))
+        agent.hear("Welcome")
+
+    # It knows the other's id, which nobody should, and is a member of the job.
+    stolen = row(1, agent="secret-1", tokens=10**9, devices=())
+    zero.say(reports(stolen), Bye("secret-1", 1, "failed", 10))
+    zero.say(reports(row(0, agent="secret-0", devices=())))
+    one.say(reports(row(1, agent="secret-1", devices=())))
+    one.hear("Ack")
+    for rank, agent in enumerate((zero, one)):
+        agent.say(Bye(f"secret-{rank}", rank, "completed", 10))
+        agent.hear("ByeSeen")
+    assert not aggregator.job.left(within_s=8.0)
+
+    summary = aggregator.ledger.summary
+    assert (summary.status, summary.tokens) == ("completed", 2000)
+    assert summary.events[IMPOSTOR] == 2
+    assert any("spoke for rank 1" in text for text in aggregator.ledger.told("refused"))
+
+
+@pytest.mark.faults
+def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_missing(launch, voice):
+    aggregator = launch.aggregator(history_size=16, log_interval=10)
+    agent = voice(aggregator.port)
+    agent.say(introduction(0, 1))
+    agent.hear("Welcome")
+    rows = [row(0, number, agent="secret-0", devices=()) for number in range(1, 21)]
+    agent.say(reports(*rows[:10]))
+    agent.hear("Ack")
+
+    agent.say(*[MAGIC + b"\xc1"] * 3000)  # far beyond its burst of 528
+    agent.say(reports(*rows[10:]))
+
+    def is_told_to_send_again():
+        agent.say(Beat("secret-0", 0, 1, "x", 0.0))
+        return agent.socket.poll(100)
+
+    jobs.until(is_told_to_send_again)
+    assert agent.hear("Welcome").again
+    agent.say(introduction(0, 1), reports(*rows), Bye("secret-0", 0, "completed", 200))
+    agent.hear("ByeSeen")
+    assert not aggregator.job.left(within_s=8.0)
+
+    summary = aggregator.ledger.summary
+    assert summary.events[THROTTLED] >= 1000
+    assert summary.tokens == 20_000
+    assert [window.window for window in aggregator.ledger.windows] == list(range(1, 21))
