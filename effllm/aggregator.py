@@ -16,13 +16,15 @@ from msgspec import Struct
 from effllm.account import merge_devices, window_energy
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
+from effllm.plain_text import one_line
 from effllm.reporting import Window, doubts, report_of, summary_of
 from effllm.roster import ABSENT_AFTER_S, Roster
 from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Summary
 
 LEAST_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
-MOST_TOLD = 1000
+MOST_TOLD = 1000  # of a kind
+MOST_NOTES = 200  # of a rank: as many as its agent keeps
 MOST = 0.5
 
 
@@ -59,7 +61,8 @@ class Aggregator:
         self._spans_s: list[float] = []  # of the last windows, for the deadline
         self._closed: list[Closed] = []
         self._events: list[Event] = []
-        self._told: set[str] = set()
+        self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
+        self._notes: dict[int, int] = {}  # of each rank
         self._last_report: ClusterReport | None = None
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
@@ -117,6 +120,9 @@ class Aggregator:
         """Take a line of an agent's log."""
         if self._roster.rank_of(message.rank, message.agent) is not None:
             self._hear(message.rank, now_s, time_s)
+            self._notes[message.rank] = count = self._notes.get(message.rank, 0) + 1
+            if count > MOST_NOTES:
+                return
             self._tell(message.kind, f"rank {message.rank}: {message.text}", time_s, message.rank)
 
     def bye(self, message: Bye, now_s: float, time_s: float) -> bool:
@@ -323,10 +329,11 @@ class Aggregator:
 
     def _event(self, kind: str, text: str, time_s: float, rank: int | None = None) -> None:
         self._ledger.events[kind] = self._ledger.events.get(kind, 0) + 1
-        self._events.append(Event(time_s, kind, text, rank, self._ledger.attempt))
+        self._events.append(Event(time_s, kind, one_line(text), rank, self._ledger.attempt))
 
     def _tell(self, kind: str, text: str, time_s: float, rank: int | None = None, once: str = "") -> None:
         """Make an event of a line the first time it is heard, and at most so many of them."""
-        if (once or text) not in self._told and len(self._told) < MOST_TOLD:
-            self._told.add(once or text)
+        told = self._told.setdefault(kind, set())
+        if (once or text) not in told and len(told) < MOST_TOLD:
+            told.add(once or text)
             self._event(kind, text, time_s, rank)

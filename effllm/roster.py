@@ -9,8 +9,9 @@ from typing import NamedTuple
 from effllm import hardware
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
+from effllm.plain_text import one_line
 from effllm.power_scope import AUTO, Node, Scope, choose, keep, scopes
-from effllm.schema import METHODS, Device, Hello
+from effllm.schema import METHODS, MOST_DEVICES, Device, Hello
 
 SILENT_AFTER_S = 15.0  # three beats: a rank that says nothing for so long is waited for no more
 ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
@@ -38,6 +39,7 @@ class Roster:
         self.hellos: dict[int, Hello] = {}
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks that sit on each device
+        self._num_devices: dict[int, int] = {}  # of each rank
         self._scope: Scope | None = None  # None: something new is known since it was chosen
 
     # --- who comes, is heard, and goes ---
@@ -58,6 +60,9 @@ class Roster:
         first = next(iter(self.hellos.values()), message)
         if message.offset % message.log_interval != first.offset % first.log_interval:
             return f"its first iteration is {message.offset}, rank {first.rank}'s is {first.offset}"
+        devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
+        if self._num_devices.get(message.rank, 0) + len(devices) > MOST_DEVICES:
+            return f"it has told of more than {MOST_DEVICES} devices"
         known = state.ranks.get(message.rank)
         heard_s = self._heard_s.get(message.rank)
         if known and known.agent != message.agent and not known.bye and heard_s is not None:
@@ -80,7 +85,10 @@ class Roster:
             # On a host only one rank reads the power sensor, and only its agent knows that there is one.
             if old is None or old.energy_method is None or device.energy_method is not None:
                 self.devices[device.key] = device
-            self.members.setdefault(device.key, set()).add(message.rank)
+            members = self.members.setdefault(device.key, set())
+            if message.rank not in members:
+                members.add(message.rank)
+                self._num_devices[message.rank] = self._num_devices.get(message.rank, 0) + 1
         self._scope = None
         return is_new
 
@@ -310,7 +318,7 @@ class Roster:
     @property
     def not_measured(self) -> tuple[str, ...]:
         """A sentence per quantity that some device cannot give."""
-        sentences = {text for device in self.devices.values() for text in device.not_measured}
+        sentences = {one_line(text) for device in self.devices.values() for text in device.not_measured}
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
 

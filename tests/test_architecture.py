@@ -22,7 +22,7 @@ MODULES = {
 FLOORS = """
 0    schema
 0.5  timeline
-1.0  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+1.0  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
 1.0.1 config  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources

@@ -5,8 +5,10 @@ import time
 import jobs
 import pytest
 import zmq
-from builders import hello, reports, row
+from builders import gpu, hello, reports, row
 
+from effllm.aggregator import MOST_NOTES, Aggregator
+from effllm.config import Config
 from effllm.peers import (
     AGAIN_EVERY_S,
     BURST_BYTES,
@@ -20,7 +22,7 @@ from effllm.peers import (
     THROTTLED,
     Peers,
 )
-from effllm.schema import Beat, Bye, Note, Supersede
+from effllm.schema import MOST_DEVICES, Beat, Bye, Note, Supersede
 from effllm.transport import MAGIC, MOST_BYTES, MOST_ROWS, decode_from_aggregator, encode
 
 HISTORY = 1000
@@ -171,6 +173,44 @@ def test_after_a_frame_was_dropped_nothing_is_heard_until_all_is_sent_again(peer
 
     assert peers.objection(b"a", late) == ""
     assert not peers.is_to_send_again(b"a", 9.0)
+
+
+# --- what a member of the job may say, and what it costs the others ---
+
+
+def aggregator_of(*hellos):
+    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    for one in hellos:
+        assert aggregator.hello(one, 0.0, 1000.0) == ""
+    return aggregator
+
+
+def test_a_line_from_a_rank_is_told_as_one_line_without_escape_sequences():
+    aggregator = aggregator_of(hello(0))
+    aggregator.note(Note("agent-0", 0, "warning", "\x1b[2J\r\n[EfficientLLM] Run completed", 1.0), 1.0, 1001.0)
+
+    assert aggregator.take_events()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
+
+
+def test_a_rank_that_talks_without_end_is_cut_short_and_silences_nobody():
+    aggregator = aggregator_of(hello(0), hello(1))
+    for number in range(5000):
+        aggregator.note(Note("agent-0", 0, "agent", f"line {number}", 1.0), 1.0, 1001.0)
+    aggregator.note(Note("agent-1", 1, "warning", "the loss is nan", 1.0), 1.0, 1001.0)
+    aggregator.reject(1001.0, "no frame")
+
+    told = [event.text for event in aggregator.take_events()]
+    assert sum(text.startswith("rank 0: ") for text in told) == MOST_NOTES
+    assert told[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
+
+
+def test_a_rank_that_tells_of_ever_more_devices_is_refused():
+    aggregator = aggregator_of(hello(0))
+    told = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MOST_DEVICES)]
+
+    assert told[: MOST_DEVICES - 1] == [""] * (MOST_DEVICES - 1)
+    assert told[-1] == f"it has told of more than {MOST_DEVICES} devices"
+    assert aggregator.hello(hello(0), 0.0, 1000.0) == "", "what it told before is told again and again"
 
 
 # --- a real aggregator ---

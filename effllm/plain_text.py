@@ -1,0 +1,18 @@
+"""Text from elsewhere as one line that only says something: it moves no cursor and forges no line."""
+
+from __future__ import annotations
+
+MOST_SHOWN = 2000
+
+
+def one_line(text: str, most: int = MOST_SHOWN) -> str:
+    r"""Return a text without control characters, escape sequences, line breaks and marks of direction.
+
+    >>> one_line("node\x1b[2J7\n[EfficientLLM] all is well")
+    'node [2J7 [EfficientLLM] all is well'
+    """
+    if len(text) > most:
+        text = text[: most - 1] + "…"
+    if text.isprintable():
+        return text
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,0 +1,32 @@
+"""effllm/plain_text.py: what strangers write moves no cursor, forges no line and fills no screen."""
+
+import pytest
+
+from effllm.plain_text import MOST_SHOWN, one_line
+
+HOSTILE = [
+    "node\x1b[2J\x1b[1;1H7",
+    "node\r\n[EfficientLLM] Run completed",
+    "a\x00b\x07c\x08\x08\x08",
+    "\x9b31mred",
+    "\x1b]0;title\x07",
+    "safe\u202etxt.exe",
+    "a\u2028b\u2029c\u0085d",
+    "\ud800 lone",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_what_is_left_is_printable_and_one_line(text):
+    assert one_line(text).isprintable()
+    assert len(one_line(text).splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["rank 3 joined from node-7", "größer als ±5 % · 中文", ""])
+def test_plain_text_stays_as_it_is(text):
+    assert one_line(text) == text
+
+
+def test_long_text_is_cut():
+    assert len(one_line("x" * 10**6)) == MOST_SHOWN
+    assert one_line("x" * 10**6).endswith("x…")
