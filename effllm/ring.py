@@ -8,7 +8,9 @@ fences) and looks again later.  Standard library alone, because the training pro
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import mmap
 import os
 import struct
@@ -20,9 +22,22 @@ ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME = 1, 2, 3, 4, 5, 6, 7
 
 #: What a PROFILE tells of, where it is not an index into timeline.KINDS.
 WHOLE, COMPUTING = -1, -2
+_KINDS = 12  # of timeline.KINDS
 
 STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
+
+_PHASES = 4  # of schema.MARKED_PHASES: a record has a total of each
+#: What a record may tell of, by its kind: from the first number to below the second.
+_WHAT = {
+    ITERATION: (0, 1),
+    PHASE: (0, _PHASES),
+    LOSS: (0, 1),
+    RESET: (0, 1),
+    END: (0, 3),
+    PROFILE: (COMPUTING, _KINDS),
+    DEVICE_TIME: (0, 1),
+}
 
 _HEADER = struct.Struct("<8sIII")
 _STATUS = struct.Struct("<qqqq")  # state, ordinal, since_ns, what (index of the phase)
@@ -89,11 +104,13 @@ def make_memory(name: str, size: int) -> int:
         RingError: there is no memory for it.
     """
     try:
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (OSError, AttributeError) as error:
         raise RingError(f"no shared memory for metrics: {error}") from error
     try:
         os.posix_fallocate(descriptor, 0, size)
+        # From now on nobody can shrink it, which would be a SIGBUS at the next store of whoever maps it.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(descriptor)
         raise RingError(f"no room for {size} bytes of shared memory: {error}") from error
@@ -174,15 +191,18 @@ class RingReader:
     """The agent's end of the ring."""
 
     def __init__(self, descriptor: int) -> None:
-        if os.fstat(descriptor).st_size < _SLOTS_AT:
+        self._room = os.fstat(descriptor).st_size - _SLOTS_AT
+        if self._room < 0:
             raise RingError("this is not a ring of effllm: it is too short")
         self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         magic, self._slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
-        if magic != MAGIC or slot_bytes != _SLOT_BYTES:
+        if magic != MAGIC or slot_bytes != _SLOT_BYTES or not 0 < ring_bytes(self._slots) - _SLOTS_AT <= self._room:
+            self._map.close()
             raise RingError("this is not a ring of this version of effllm")
         self._next = 1
         self._facts_version = self._address_version = 0
-        self.overrun = 0  # records that were overwritten before they were read
+        self._look: tuple[int, int, int, int] = (STARTUP, 0, 0, 0)
+        self.overrun = 0  # records that were overwritten before they were read, or say what cannot be
 
     def read(self) -> list[Slot]:
         """Return the records since the last call, oldest first.
@@ -199,7 +219,7 @@ class RingReader:
             slot = self._slot(self._next)
             if slot is None or slot.sequence < self._next:
                 break  # not whole yet: next time
-            if slot.sequence > self._next:  # overtaken while reading
+            if slot.sequence > self._next or not _is_possible(slot):  # overtaken while reading, or no record of ours
                 self.overrun += 1
             else:
                 records.append(slot)
@@ -221,14 +241,17 @@ class RingReader:
         return Slot._make(_FIELDS.unpack(often + seldom))
 
     def state(self) -> tuple[int, int, int, int]:
-        """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four."""
+        """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four that can be."""
         look: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
         for _ in range(3):
             again: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
             if again == look:
                 break
             look = again
-        return look
+        state, ordinal, since_ns, what = look
+        if 0 <= state < len(STATE_NAMES) and 0 <= what < _PHASES and ordinal >= 0 and since_ns >= 0:
+            self._look = look
+        return self._look
 
     def facts(self) -> dict[str, Any] | None:
         """Return the facts if they changed since the last call and are whole, else ``None``."""
@@ -254,6 +277,8 @@ class Board:
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = make_memory("effllm-board", _BOARD_BYTES) if descriptor is None else descriptor
+        if os.fstat(self.descriptor).st_size < _BOARD_BYTES:
+            raise RingError("this is not a board of effllm: it is too short")
         self._map = mmap.mmap(self.descriptor, _BOARD_BYTES)
         self._version = 0
         self._document: dict[str, Any] = {}
@@ -288,6 +313,16 @@ def _write_document(memory: mmap.mmap, at: int, room: int, document: dict[str, A
     return True
 
 
+def _is_possible(slot: Slot) -> bool:
+    """Whether a record is one that a recorder writes: its kind, its indices, and counts that are not negative."""
+    least, end = _WHAT.get(slot.kind, (0, 0))
+    if not least <= slot.what < end or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
+        return False
+    if slot.kind in (PROFILE, DEVICE_TIME) and not (slot.number >= 0 and 0 <= slot.value < math.inf):
+        return False
+    return min(slot[3], *slot[8:]) >= 0
+
+
 def _read_document(memory: mmap.mmap, at: int, room: int, seen: int) -> tuple[int, dict[str, Any] | None]:
     version, length, checksum = _DOCUMENT.unpack_from(memory, at)
     if version == seen or length > room - _DOCUMENT.size:
@@ -295,8 +330,11 @@ def _read_document(memory: mmap.mmap, at: int, room: int, seen: int) -> tuple[in
     payload = memory[at + _DOCUMENT.size : at + _DOCUMENT.size + length]
     if _checksum(version, payload) != checksum:
         return seen, None  # being written at this moment: the caller looks again
-    document: dict[str, Any] = json.loads(payload)
-    return version, document
+    try:
+        document = json.loads(payload)
+    except (ValueError, RecursionError):
+        return seen, None
+    return (version, document) if isinstance(document, dict) else (seen, None)
 
 
 def _checksum(version: int, payload: bytes) -> int:

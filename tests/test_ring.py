@@ -1,6 +1,7 @@
 """effllm/ring.py: what one process writes the other reads whole, or not at all."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from effllm import ring
 from effllm.ring import Board, RingError, RingReader, RingWriter
+from effllm.schema import MARKED_PHASES
+from effllm.timeline import KINDS
 
 ZEROS = (0,) * 9
 
@@ -48,9 +51,9 @@ def test_records_come_back_in_order_and_once(writer, reader):
 
 
 def test_every_field_of_a_record_comes_back(writer, reader):
-    writer.put(ring.LOSS, 2, 7, -9, 11, 12, 3.25, (*range(1, 9), 2**62), ring.pack_generation(9, 10, 11, 12))
+    writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, (*range(1, 9), 2**62), ring.pack_generation(9, 10, 11, 12))
 
-    assert reader.read() == [(1, ring.LOSS, 2, 7, -9, 11, 12, 3.25, *range(1, 9), 2**62, 9, 10, 11, 12)]
+    assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, *range(1, 9), 2**62, 9, 10, 11, 12)]
 
 
 @settings(deadline=None, max_examples=50)
@@ -273,3 +276,78 @@ def test_a_limit_on_file_sizes_is_an_error_of_ours():
 def test_the_pages_of_a_ring_are_reserved_from_the_start(writer):
     # A page that is not there yet is a SIGBUS in the training loop when memory has run out.
     assert os.fstat(writer.descriptor).st_blocks * 512 >= ring.ring_bytes(16)
+
+
+# --- what no recorder writes ---
+
+
+def test_the_indices_that_a_record_may_have_are_those_of_the_tables():
+    assert len(KINDS) == ring._KINDS
+    assert len(MARKED_PHASES) == ring._PHASES
+
+
+@pytest.mark.parametrize("slots", [0, 17, 2**32 - 1])
+def test_a_header_that_promises_what_the_memory_does_not_hold_is_refused(writer, slots):
+    ring._HEADER.pack_into(writer._map, 0, ring.MAGIC, slots, ring._SLOT_BYTES, ring._FACTS_BYTES)
+
+    with pytest.raises(RingError, match="not a ring"):
+        RingReader(writer.descriptor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "ordinal", "number", "start_ns", "end_ns", "value", "tokens"),
+    [
+        (99, 0, 1, 0, 1, 2, 0.0, 0),
+        (ring.PHASE, 4, 1, 0, 1, 2, 0.0, 0),
+        (ring.END, -1, 1, 0, 1, 2, 0.0, 0),
+        (ring.PROFILE, 12, 1, 0, 1, 2, 0.0, 0),
+        (ring.PROFILE, 0, 1, 0, 1, 2, float("nan"), 0),
+        (ring.DEVICE_TIME, 0, 1, -1, 1, 2, 0.0, 0),
+        (ring.ITERATION, 0, -1, 0, 1, 2, 0.0, 0),
+        (ring.ITERATION, 0, 1, 0, 2, 1, 0.0, 0),
+        (ring.ITERATION, 0, 1, 0, 1, 2, 0.0, -1),
+    ],
+)
+def test_a_record_that_says_what_cannot_be_is_passed_over_and_counted(
+    writer, reader, kind, what, ordinal, number, start_ns, end_ns, value, tokens
+):
+    writer.put(kind, what, ordinal, number, start_ns, end_ns, value, (0, 0, 0, 0, 0, tokens, 0, 0, 0))
+    put(writer, 2, 20)
+
+    assert [slot.ordinal for slot in reader.read()] == [2]
+    assert reader.overrun == 1
+
+
+@pytest.mark.parametrize("look", [(5, 1, 1, 0), (-1, 1, 1, 0), (ring.PHASE_STATE, 1, 1, 4), (2, -1, 1, 0)])
+def test_a_state_that_cannot_be_leaves_the_last_one(writer, reader, look):
+    writer.state(ring.STEP, 7, 11)
+    assert reader.state() == (ring.STEP, 7, 11, 0)
+    ring._STATUS.pack_into(writer._map, ring._STATUS_AT, *look)
+
+    assert reader.state() == (ring.STEP, 7, 11, 0)
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":' * 5000])
+def test_a_document_that_is_no_object_of_json_is_as_if_it_were_not_there(writer, reader, payload):
+    at = ring._FACTS_AT
+    writer._map[at + ring._DOCUMENT.size : at + ring._DOCUMENT.size + len(payload)] = payload
+    ring._DOCUMENT.pack_into(writer._map, at, 1, len(payload), ring._checksum(1, payload))
+
+    assert reader.facts() is None
+
+
+@pytest.mark.parametrize("resize", [0, ring.ring_bytes(16) - 1, ring.ring_bytes(16) + 4096])
+def test_nobody_can_resize_the_memory_under_whoever_maps_it(writer, resize):
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.descriptor, resize)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(writer.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_memory_that_is_too_short_for_a_board_is_refused():
+    descriptor = ring.make_memory("short", 100)
+    try:
+        with pytest.raises(RingError, match="not a board"):
+            Board(descriptor)
+    finally:
+        os.close(descriptor)
