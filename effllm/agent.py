@@ -32,6 +32,7 @@ from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.log import Log
 from effllm.ring import END as END_RECORD
 from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
+from effllm.run_lock import name_of_run
 from effllm.sampler import Sampler
 from effllm.schema import (
     MARKED_PHASES,
@@ -184,6 +185,7 @@ class Agent:
             stdout_descriptor=self._facts["stdout_descriptor"],
             trainer_descriptor=self._trainer,
             facts=self._facts.get("run", {}),
+            run=name_of_run(self._place, self._facts["host"]),
         )
         self._aggregator = AggregatorChild(orders, self._log)
         self._aggregator.start()

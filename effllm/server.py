@@ -6,8 +6,8 @@ Started by rank 0's agent on a socket that already listens, or on its own by ``e
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import platform
 import queue
 import select
 import signal
@@ -21,21 +21,38 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from effllm import run_lock
 from effllm.aggregator import Aggregator, Closed
 from effllm.config import Config
 from effllm.ledger import Ledger, restore
 from effllm.peers import Peers
 from effllm.provenance import gather
-from effllm.schema import Ack, Beat, Bye, ByeSeen, Clock, Event, Hello, Note, Refused, Reports, Summary, Welcome
+from effllm.roster import SILENT_AFTER_S
+from effllm.schema import (
+    Ack,
+    Beat,
+    ByeSeen,
+    Clock,
+    Event,
+    FromAgent,
+    Hello,
+    Inspect,
+    Note,
+    Refused,
+    Reports,
+    Stack,
+    Summary,
+    Supersede,
+    Welcome,
+)
 from effllm.sink_thread import SinkThread
-from effllm.sinks import Keeper, Run, Sink
-from effllm.transport import FrameError, ServerSocket, decode_from_agent, make_context
+from effllm.sinks import Keeper, Run, Shelf, Sink
+from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
 SINKS_STOP_S = 3.0
 ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
-LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
 STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else
@@ -53,6 +70,7 @@ class Orders(Struct, frozen=True):
     stdout_descriptor: int = 1
     trainer_descriptor: int = -1  # pidfd of rank 0's trainer
     facts: dict[str, Any] = {}
+    run: str = ""  # what all attempts of the job have in common, by effllm/run_lock.py
 
 
 class Server:
@@ -71,6 +89,8 @@ class Server:
         self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
         self._facts_changed = False
+        self._predecessor: AgentLink | None = None
+        self._trainer_ended_s: float | None = None
 
     def run(self) -> str:
         """Serve until the job is over; return its status.
@@ -78,7 +98,7 @@ class Server:
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.
         """
-        context = make_context()
+        self._context = context = make_context()
         self._socket = ServerSocket(context)
         descriptor = self._orders.listen_descriptor
         self.address = self._socket.listen(self._orders.endpoint, descriptor if descriptor >= 0 else None)
@@ -102,24 +122,43 @@ class Server:
         if not self._orders.folder:
             yield None
             return
-        folder = _unfinished(Path(self._orders.folder))
+        orders, host = self._orders, platform.node()
+        own = run_lock.Holder(orders.run, orders.job, self.address, host, os.getpid())
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _lock(folder / "lock", LOCK_WAIT_S)
+            lock = run_lock.take(Path(orders.folder), own, self._ask_to_end)
         except OSError as error:
             reason = error.strerror or str(error)
-            self._warn(f"no run folder: {folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
+            self._warn(f"no run folder: {orders.folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
             yield None
             return
-        if lock is None:
-            self._warn(f"no run folder: another run is writing to {folder}; set EFFICIENTLLM_RUN_NAME")
-            yield None
-            return
-        try:
-            yield folder
-            (folder / "lock").unlink(missing_ok=True)
         finally:
-            os.close(lock)
+            if self._predecessor is not None:
+                self._predecessor.close()
+        if lock.instead_of is not None:
+            self._warn(
+                f"another run is writing to {lock.instead_of}: this one goes to {lock.folder}; "
+                "set EFFICIENTLLM_RUN_NAME to choose"
+            )
+        is_over = False
+        try:
+            yield lock.folder
+            is_over = True
+        finally:
+            lock.release(is_over)
+
+    def _ask_to_end(self, holder: run_lock.Holder) -> None:
+        """Ask the aggregator of an earlier attempt, which waits for ranks that are gone, to let go of the folder."""
+        if self._predecessor is None:
+            self._predecessor = AgentLink(self._context, holder.endpoint)
+            self._predecessor.connect()
+        self._predecessor.send(Supersede(self._orders.run, self._orders.job))
+
+    def _make_room(self, message: Supersede) -> None:
+        """End for the next attempt of our job, if our own trainer is gone: who is alive is ended by nobody."""
+        orders = self._orders
+        is_ours = bool(orders.run) and message.run == orders.run and message.job != orders.job
+        if is_ours and (orders.trainer_descriptor < 0 or _has_ended(orders.trainer_descriptor)):
+            self._stop_asked = True
 
     def _start(self, folder: Path | None) -> None:
         self._folder = folder
@@ -185,7 +224,10 @@ class Server:
             except FrameError as error:
                 self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
 
-    def _take(self, peer: bytes, message: Hello | Reports | Beat | Note | Bye) -> None:
+    def _take(self, peer: bytes, message: FromAgent) -> None:
+        if isinstance(message, Supersede):
+            self._make_room(message)
+            return
         now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
         reason = self._peers.objection(peer, message)
         if isinstance(message, Hello):
@@ -208,6 +250,8 @@ class Server:
             aggregator.beat(message, now_s, time_s)
         elif isinstance(message, Note):
             aggregator.note(message, now_s, time_s)
+        elif isinstance(message, Stack):
+            aggregator.stack(message, now_s, time_s)
         elif aggregator.bye(message, now_s, time_s):
             self._socket.send(peer, ByeSeen(message.rank))
 
@@ -237,14 +281,22 @@ class Server:
             self._to_sinks(lambda sink: sink.update_facts(facts))
 
     def _over(self, now_s: float) -> bool:
-        """Whether rank 0's trainer is gone and nobody has been heard for long, so that no farewell will come."""
-        return _has_ended(self._orders.trainer_descriptor) and self._aggregator.all_silent(now_s)
+        """Whether rank 0's trainer is long gone and nobody has been heard for long, so that no farewell will come.
+
+        On a busy machine a trainer may have been killed before its agent, which has all it did, is heard at all.
+        """
+        if self._trainer_ended_s is None:
+            if _has_ended(self._orders.trainer_descriptor):
+                self._trainer_ended_s = now_s
+            return False
+        return now_s - self._trainer_ended_s > SILENT_AFTER_S and self._aggregator.all_silent(now_s)
 
     def _hand_out(self, now_s: float) -> None:
         if closed := self._aggregator.take_closed():
             self._write(closed, now_s)
         for event in self._aggregator.take_events():
             self._to_sinks(lambda sink, event=event: sink.event(event))  # type: ignore[misc]
+        self._inspect()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         with contextlib.suppress(queue.Empty):
@@ -256,6 +308,20 @@ class Server:
                     self._acknowledge(item)
         while self._unsafe and now_s - self._unsafe[0][0] > ACK_ANYWAY_S:
             self._acknowledge(self._unsafe[0][1])
+
+    def _inspect(self) -> None:
+        """Ask agents what their trainers are doing, and keep what they answer."""
+        for rank in self._aggregator.take_asked():
+            if (peer := self._peers.of_rank(rank)) is not None:
+                self._socket.send(peer, Inspect("the job has stalled"))
+        if files := self._aggregator.take_stacks():
+
+            def store(sink: Sink) -> None:
+                if isinstance(sink, Shelf):
+                    for file in files:
+                        sink.store(f"stacks/{file.name}", file.text)
+
+            self._to_sinks(store)
 
     def _write(self, closed: Sequence[Closed], now_s: float) -> None:
         # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
@@ -348,46 +414,6 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
     if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
         return Path(framework_folder) / "efficientllm"
     return folder / "tensorboard" if folder else None
-
-
-def _unfinished(folder: Path) -> Path:
-    """Return the folder, or the first of NAME-2, NAME-3, ... that holds no completed run: those are not continued."""
-    candidate, number = folder, 1
-    while _status(candidate) == "completed":
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate
-
-
-def _status(folder: Path) -> str:
-    try:
-        return str(msgspec.json.decode((folder / "summary.json").read_bytes()).get("status", ""))
-    except (OSError, msgspec.MsgspecError, AttributeError):
-        return ""
-
-
-def _lock(path: Path, timeout_s: float) -> int | None:
-    """Return a descriptor that holds the lock, or ``None`` where somebody else holds it for so long."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):
-                return descriptor
-        except BlockingIOError:
-            time.sleep(0.05)
-        os.close(descriptor)
-        if time.monotonic() > deadline_s:
-            return None
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    # Who held the lock before us removes the file before letting go; what we locked is then nobody's any more.
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _has_ended(pidfd: int) -> bool:

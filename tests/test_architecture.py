@@ -22,22 +22,24 @@ MODULES = {
 FLOORS = """
 0    schema
 0.5  timeline
-1.0  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
+0.6  secret  strangers
+0.7  curve  connections
+1.0  goodput  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
 1.0.1 config  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
 1.0.4 power_spread
 1.0.5 tick_energy  cross_check
-1.1  peers  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
-1.2  window  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
+1.1  peers  hang  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
+1.2  window  stall_text  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices
 1.2.2 devices.*
 1.2.3 energy_account  power_scope
 1.3  account
 1.4  ledger
 1.5  roster
-1.6  reporting
+1.6  reporting  stalls
 2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks
 2.2  gpu_energy
 2.1  watched_recorder  sinks.*  sink_thread  preflight  track
@@ -74,6 +76,7 @@ IN_TRAINING = [
     "effllm.watched_recorder",
     "effllm.ring",
     "effllm.config",
+    "effllm.secret",
     "effllm.discovery",
     "effllm.attach",
     "effllm.hooks",
