@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from effllm.account import Account, MergedDevice
-from effllm.energy_account import EnergySums, WindowEnergy
+from effllm.account import Account, Merged, Rows
+from effllm.columns import from_json, to_json
+from effllm.energy_account import DeviceEnergies, WindowEnergy
 from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
@@ -38,7 +39,7 @@ class Ledger(Struct):
     ranks: dict[int, RankState] = {}
     run: Account = msgspec.field(default_factory=Account)
     whole: Account = msgspec.field(default_factory=lambda: Account(wall=True))
-    devices: dict[str, EnergySums] = {}
+    devices: DeviceEnergies = msgspec.field(default_factory=DeviceEnergies)
     classes_j: dict[str, float] = {}
     classes_s: dict[str, float] = {}
     late: int = 0
@@ -51,13 +52,14 @@ class Ledger(Struct):
     warm_until: int = 0  # ... because of the warm-up of this attempt
     warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
     scope: str = ""  # whose energy the sums are of, once there are any
+    hang_s: float = 0.0  # for which the job has stood: stalls that are over, and one that is not, so far
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s = {}, 0.0
-        for sums in (self.run.energy, self.whole.energy, *self.devices.values()):
+        for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.close()
         return self
 
@@ -67,8 +69,9 @@ class Ledger(Struct):
 
     def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
         """Say whether a window lies in the warm-up, and leave it out of the run-to-date values if so."""
-        warming = min(row.iteration_first for row in rows) <= iterations or self.warmed_s < seconds
-        self.warmed_s += max(row.time_s for row in rows)
+        numbers = Rows.of(rows).numbers
+        warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
+        self.warmed_s += float(numbers["time_s"].max())
         if warming:
             self.run_after = self.warm_until = window
         return warming
@@ -79,17 +82,17 @@ class Ledger(Struct):
 
     def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
         """Enter the times and counts of rows, each of which may be entered once."""
+        rows = Rows.of(rows)
         for account in self.accounts(window):
             account.add_rows(rows)
-        for row in rows:
-            for name, seconds in {"iterations": row.time_s, **row.phases_s}.items():
-                self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
+        for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
+            self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
 
     def count_devices(
         self,
         window: int,
         rows: Sequence[RankReport],
-        merged: Mapping[str, MergedDevice],
+        merged: Merged,
         energy: WindowEnergy,
         least_coverage: float,
         sign: int = 1,
@@ -98,8 +101,7 @@ class Ledger(Struct):
         for account in self.accounts(window):
             account.add_devices(merged, sign)
             account.add_energy(window, energy, rows, least_coverage, sign)
-        for key, stretch in energy.by_device.items():
-            self.devices.setdefault(key, EnergySums()).add(window, stretch, sign)
+        self.devices.add(window, energy.stretches, sign)
         if window <= self.warm_until:
             self.warmup_j += sign * energy.iterations_j
         for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
@@ -109,7 +111,7 @@ class Ledger(Struct):
         """Note where the rows of a closed window have brought the job."""
         losses = [row.loss for row in rows if row.loss is not None]
         self.loss = losses[0] if losses else self.loss
-        self.iteration_last = max(self.iteration_last, *(row.iteration_last for row in rows))
+        self.iteration_last = max(self.iteration_last, int(Rows.of(rows).numbers["iteration_last"].max()))
         self.iteration_shown = max(row.iteration_shown for row in rows)
 
     def time_by_class(self) -> dict[str, float]:
@@ -145,7 +147,7 @@ class Ledger(Struct):
             else replace(known, last_sequence=safe[rank], last_window=self.closed, bye="")
             for rank, known in self.ranks.items()
         }
-        return msgspec.json.encode(replace(self, ranks=ranks))
+        return msgspec.json.encode(replace(self, ranks=ranks), enc_hook=to_json)
 
 
-restore: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger).decode
+restore: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_json).decode

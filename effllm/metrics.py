@@ -414,6 +414,12 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
     return totals.dram_activity
 
 
+@metric("s", group="health", bases=("job",))
+def stalled_s(totals: ClusterTotals) -> float | None:
+    """Time for which the whole job stood, no rank's loop moving: it is told of while it lasts."""
+    return totals.stalled_s
+
+
 # --- for single requests and for sets of runs: not in any report ---------------------------------
 
 

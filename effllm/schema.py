@@ -345,6 +345,7 @@ class ClusterTotals(Struct, frozen=True):
     straggling_s: float | None = None  # that all ranks waited for stragglers; None where no rank's own time is known
     straggling_gpu_s: float = 0.0  # the same, summed over the ranks that waited ...
     straggling_j: float | None = None  # ... and what their devices drew then
+    stalled_s: float | None = None  # for which the job has stood, no rank moving, of its whole run
     stragglers: int = 0  # ranks that are named at the end of the window
     elapsed_s: float = 0.0  # of the whole job, over its attempts: effllm/goodput.py
     class_s: dict[str, float] = {}  # where it went
@@ -537,6 +538,7 @@ class Summary(Struct, frozen=True):
     left_out: dict[str, int] = {}  # windows that a sink has not written, by sink: it was too slow, or its disk full
     stragglers: tuple[Verdict, ...] = ()  # that were ever named, each with all it cost, the costliest first
     goodput: GoodputSummary | None = None
+    is_over: bool = True  # False: the run goes on, or stands, and this will be rewritten
 
 
 class Parameters(Struct, frozen=True, array_like=True):
@@ -598,6 +600,9 @@ class Beat(Struct, frozen=True, array_like=True, tag=3):
     sent_ns: Count = 0  # when, by the agent's clock, if the aggregator is to answer with its own; else 0
     offset_s: Number | None = None  # the aggregator's clock less the agent's, as the agent has it by now ...
     offset_error_s: Amount | None = None  # ... and a bound of the error of that
+    utilization: Amount | None = None  # the newest of the rank's first device
+    power_w: Amount | None = None
+    process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process, as /proc has it: R, S, D, T, ...
 
 
 class Note(Struct, frozen=True, array_like=True, tag=4):
@@ -667,5 +672,25 @@ class Supersede(Struct, frozen=True, array_like=True, tag=12):
     job: Word  # of the one that asks
 
 
-FromAgent = Hello | Reports | Beat | Note | Bye | Supersede
-FromAggregator = Welcome | Ack | Refused | ByeSeen | Clock
+class Inspect(Struct, frozen=True, array_like=True, tag=11):
+    """The aggregator wants to know what an agent's own trainer is doing; the answer is a `Stack`."""
+
+    reason: str
+
+
+#: Of the text of a `Stack`, in letters: with what MessagePack adds it fits into a frame.
+MOST_STACK = 64 * 1024
+
+
+class Stack(Struct, frozen=True, array_like=True, tag=13):
+    """What a trainer that stands was doing: its state, the stacks of its threads, or why they cannot be had."""
+
+    agent: Word
+    rank: Count
+    ordinal: Count
+    text: Annotated[str, Meta(max_length=MOST_STACK)]
+    top: Sentence = ""  # where its main thread stands, in a few words
+
+
+FromAgent = Hello | Reports | Beat | Note | Bye | Supersede | Stack
+FromAggregator = Welcome | Ack | Refused | ByeSeen | Clock | Inspect

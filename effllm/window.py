@@ -58,6 +58,11 @@ class Series:
         return self._newest_ns
 
     @property
+    def newest(self) -> Sample | None:
+        """The newest sample that says more than energy."""
+        return self._samples[-1] if self._samples else None
+
+    @property
     def oldest_ns(self) -> int:
         """Time of the oldest sample that is kept, 0 before the first."""
         return self._samples[0].time_ns if self._samples else 0

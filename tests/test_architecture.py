@@ -25,7 +25,7 @@ FLOORS = """
 0.6  secret  strangers
 0.7  curve  connections
 1.0  goodput  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
-1.0.1 config  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
+1.0.1 config  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
@@ -43,6 +43,8 @@ FLOORS = """
 2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks
 2.2  gpu_energy
 2.1  watched_recorder  sinks.*  sink_thread  preflight  track
+2.3  inspection
+2.4  inspection_child
 3.0  server
 3.1  aggregator_child
 3.2  agent

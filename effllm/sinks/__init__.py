@@ -62,6 +62,14 @@ class Keeper(Protocol):
         """Replace the kept state; return whether that and all that was written before is safe."""
 
 
+@runtime_checkable
+class Shelf(Protocol):
+    """A sink that can also keep files that are told of in an event: the stacks of trainers that stand."""
+
+    def store(self, name: str, text: str) -> None:
+        """Keep a file; its name may have a folder in it."""
+
+
 def sink_names() -> list[str]:
     """Return the names of all sink files, without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))

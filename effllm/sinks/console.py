@@ -15,11 +15,13 @@ from effllm.switches import this_process
 
 #: Kinds of events that a person should see while the job runs; the others are in events.jsonl alone.
 NOTABLE = frozenset({
-    "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stalled", "restarted",
+    "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stack", "restarted",
     "garbage", "sink", "aggregator", "agent", "energy_doubtful", "energy_counter", "energy_disagreement",
     "energy_aliasing", "stale", "xid", "ecc",
 })  # fmt: skip
 MOST_EVENTS = 20
+#: ... and these as often as they come: they are seldom, and somebody should do something.
+LOUD = frozenset({"stalled", "resumed"})
 MOST_NAMED = 8
 
 #: A rank is named as slowest from this much above the median on.
@@ -78,6 +80,9 @@ class Console:
     def event(self, event: Event) -> None:
         """Print a notable event once; after twenty of them only say where the others are."""
         text = " ".join("".join(c if c.isprintable() else " " for c in event.text).split())
+        if event.kind in LOUD:
+            self._put([f"[EfficientLLM] {text}"], self._progress)
+            return
         if event.kind not in NOTABLE or text in self._told or len(self._told) > MOST_EVENTS:
             return
         self._told.add(text)
@@ -87,7 +92,7 @@ class Console:
 
     def summarize(self, summary: Summary) -> None:
         """Print the final table when the run is over."""
-        if summary.status in ("running", self._summarized):
+        if not summary.is_over or summary.status in ("running", self._summarized):
             return
         self._summarized = summary.status
         charts = self._run.tensorboard_dir if "tensorboard" in self._run.config.sinks else None

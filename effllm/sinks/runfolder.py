@@ -115,6 +115,16 @@ class RunFolder:
         """Replace state.json, from which a killed aggregator is replaced, once all before it is written."""
         return not any(self._journals) and self._do(lambda: _replace(self._folder / "state.json", state, durable=False))
 
+    def store(self, name: str, text: str) -> None:
+        """Write a file below the folder; an older one of its name is replaced."""
+        path = self._folder / name
+
+        def write() -> None:
+            _make_folder(path.parent)
+            _replace(path, text.encode(), durable=False)
+
+        self._do(write)
+
     def close(self) -> None:
         """Close the files."""
         for journal in self._journals:

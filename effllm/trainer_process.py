@@ -1,0 +1,52 @@
+"""What the kernel says about the process of a trainer, and by which door: /proc."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in the kernel, not to be woken",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "dead",
+}
+MOST_THREADS = 2000
+
+
+def state(pid: int) -> str:
+    """Return the letter of the state of a process, empty where there is none."""
+    with suppress(OSError, IndexError):
+        # The name, in brackets, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
+def description(pid: int) -> str:
+    """Return lines about a process: its state, where in the kernel it waits, and the same of its threads, counted."""
+    task = Path(f"/proc/{pid}")
+    letter = state(pid)
+    lines = [f"state: {letter} ({STATES.get(letter, 'unknown')}){_waits(task)}"]
+    if kernel := _read(task / "stack"):  # root alone may look
+        lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
+    threads: Counter[str] = Counter()
+    with suppress(OSError):
+        for thread in sorted((task / "task").iterdir())[:MOST_THREADS]:
+            number = int(thread.name)
+            threads[f"{_read(thread / 'comm')}: {state(number)}{_waits(thread)}"] += 1
+    lines += ["threads:", *(f"  {count} x {text}" for text, count in threads.most_common())]
+    return "\n".join(lines)
+
+
+def _waits(task: Path) -> str:
+    where = _read(task / "wchan")
+    return f", waits in {where}" if where not in ("", "0") else ""
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""

@@ -1,0 +1,340 @@
+"""effllm/hang.py: whether a job stands, who is where, that nobody is accused who has moved; the clock is the test's."""
+
+from typing import Any
+
+import pytest
+from builders import row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
+from effllm.schema import Beat
+from effllm.stall_text import Names, resumed_text, stall_text
+
+
+class Job:
+    """Ranks whose beats the test writes, looked at as the aggregator does."""
+
+    def __init__(self, ranks: int = 4, stall_s: float = 30.0, at_s: float = 0.0, **changes: Any) -> None:
+        self.hang = Hang(stall_s)
+        self.silent: set[int] = set()
+        for rank in range(ranks):
+            self.hang.join(
+                rank, **{"role": "trainer", "last_iteration": None, "is_new": True, "now_s": at_s, **changes}
+            )
+
+    def beat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
+        self.hang.beat(Beat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
+
+    def all_beat(self, ordinal: int, state: str, since_s: float, now_s: float, ranks=range(4), **changes: Any) -> None:
+        for rank in ranks:
+            self.beat(rank, ordinal, state, since_s, now_s, **changes)
+
+    def run(self, until_s: float, second_per_iteration: float = 1.0) -> None:
+        """Let all ranks iterate from the start to a moment, with a beat every five seconds."""
+        for now_s in range(5, int(until_s) + 1, 5):
+            ordinal = int(now_s / second_per_iteration) + 1
+            self.all_beat(ordinal, STEP, now_s % second_per_iteration, now_s, ranks=self.hang.ranks)
+            assert self.look(now_s) == []
+
+    def look(self, now_s: float):
+        return self.hang.look(now_s, self.silent)
+
+    def told(self, from_s: float, until_s: float, stand: dict[int, tuple[int, str, float]]) -> list[tuple[float, Any]]:
+        """Let ranks stand where they are said to, since then, beating every five seconds; return what is told when."""
+        found = []
+        now_s = from_s
+        while now_s <= until_s:
+            if now_s % 5 == 0:
+                for rank, (ordinal, state, since_s) in stand.items():
+                    if rank not in self.silent:
+                        self.beat(rank, ordinal, state, now_s - since_s, now_s)
+            found += [(now_s, one) for one in self.look(now_s)]
+            now_s += 0.5
+        return found
+
+
+def ranks_of(stall: Stall) -> list[list[int]]:
+    return [list(group) for _, group in stall.groups]
+
+
+def test_a_job_that_moves_is_not_told_of():
+    Job().run(600)
+
+
+def test_a_job_that_stands_is_told_once_with_the_rank_behind_first():
+    job = Job()
+    job.run(100)
+    told = job.told(105, 300, {0: (101, STEP, 100), 1: (101, STEP, 100), 2: (100, BETWEEN, 102), 3: (101, STEP, 100)})
+
+    ((when_s, stall),) = told
+    assert 132 <= when_s <= 142  # 30 s, the beat that says so, and the look after it
+    assert ranks_of(stall) == [[2], [0, 1, 3]]
+    assert stall.stood_s == pytest.approx(when_s - 102)  # since the last of them moved
+
+
+def test_three_median_iterations_are_waited_for_where_they_take_longer_than_thirty_seconds():
+    job = Job(at_s=0)
+    for window in (1, 2, 3):
+        for rank in range(4):
+            job.hang.row(row(rank, window, busy_s=190.0, wait_s=10.0), 200.0 * window)  # 20 s an iteration
+    told = job.told(605, 720, dict.fromkeys(range(4), (31, STEP, 600)))
+
+    assert [660 <= when_s <= 670 for when_s, _ in told] == [True]
+
+
+def test_iterations_that_no_window_has_told_of_yet_are_known_by_beats():
+    job = Job()
+    for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # of 20 s each: three of them are a minute
+        job.all_beat(ordinal, STEP, 0.0, now_s)
+        job.look(now_s)
+    told = job.told(85, 200, dict.fromkeys(range(4), (4, STEP, 80)))
+
+    assert [140 <= when_s <= 150 for when_s, _ in told] == [True]
+
+
+def test_it_is_told_again_after_five_minutes_half_an_hour_and_every_two_hours():
+    job = Job(ranks=1)
+    job.run(100)
+    told = [when_s for when_s, _ in job.told(105, 100 + 6 * 3600, {0: (101, STEP, 100)})]
+
+    assert [round(when_s - 100, -2) for when_s in told[1:]] == [300, 1800, 7200, 14400, 21600]
+
+
+def test_when_it_goes_on_that_is_told_with_how_long_it_stood():
+    job = Job()
+    job.run(100)
+    job.told(105, 510, dict.fromkeys(range(4), (101, STEP, 100)))
+    job.beat(1, 102, STEP, 1.0, 513)
+
+    assert job.look(513) == [Resumed(412.0)]
+    assert resumed_text(Resumed(412.0)) == "resumed after 412 s"
+    assert job.hang.total_s(600) == 412.0
+    assert job.hang.since_s is None
+
+
+def test_the_seconds_of_a_running_stall_are_counted():
+    job = Job()
+    job.run(100)
+    job.told(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
+
+    assert job.hang.total_s(200) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("name", "longest_s", "allowed_s"), [("checkpoint", 0, 600), ("evaluation", 120, 1200)])
+def test_a_marked_phase_may_take_ten_minutes_or_ten_times_the_longest(name, longest_s, allowed_s):
+    job = Job()
+    for rank in range(4):
+        job.hang.row(row(rank, 1, phases_s={name: longest_s}), 90)
+    job.run(100)
+    # Rank 0 is in its phase, the others wait for it.
+    stand = {0: (101, name, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 100))
+    told = job.told(105, 100 + allowed_s + 30, stand)
+
+    assert [allowed_s <= when_s - 100 <= allowed_s + 10 for when_s, _ in told] == [True]
+    assert ranks_of(told[0][1])[0] == [0]
+
+
+def test_a_process_that_is_stopped_in_a_phase_is_not_waited_for():
+    job = Job()
+    job.run(100)
+    for now_s in range(105, 145, 5):
+        job.all_beat(101, "checkpoint", now_s - 100, now_s, process="T")
+    ((stall),) = job.look(141)
+
+    assert ranks_of(stall) == [[0, 1, 2, 3]]
+
+
+def test_start_up_may_take_half_an_hour():
+    job = Job()
+    told = job.told(0, 1850, dict.fromkeys(range(3), (0, STARTUP, 0)) | {3: (1, STEP, 20)})
+
+    assert [1800 <= when_s <= 1830 for when_s, _ in told] == [True]
+
+
+def test_what_comes_after_the_last_iteration_is_no_stall():
+    job = Job(last_iteration=101)
+    job.run(100)
+
+    assert job.told(105, 690, dict.fromkeys(range(4), (101, BETWEEN, 100))) == []
+
+
+def test_finished_ranks_are_not_judged_and_their_end_is_no_resumption():
+    job = Job()
+    job.run(100)
+    told = job.told(105, 200, {0: (101, FINISHED, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 101)))
+
+    assert [ranks_of(stall) for _, stall in told] == [[[1, 2, 3]]]
+
+
+def test_killed_ranks_do_not_end_a_stall_and_those_that_complete_do():
+    job = Job()
+    job.run(100)
+    job.told(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
+    job.hang.leave(0, completed=False, now_s=201)
+    assert job.look(202) == []
+    assert job.hang.since_s is not None
+
+    job.hang.leave(1, completed=True, now_s=203)
+    assert job.look(203) == [Resumed(103.0)]
+
+
+def test_of_a_silent_agent_nothing_is_said_but_that():
+    job = Job()
+    job.run(100)
+    job.silent = {3}
+    told = job.told(105, 200, dict.fromkeys((0, 1, 2), (101, STEP, 100)))
+
+    assert [ranks_of(stall) for _, stall in told] == [[[0, 1, 2]]]
+
+
+def test_a_rank_that_stands_while_others_go_on_is_told_alone():
+    job = Job()
+    job.run(100)
+    told = []
+    for now_s in range(105, 300, 5):
+        job.all_beat(now_s + 1, STEP, 0.5, now_s, ranks=(0, 1, 2))
+        job.beat(3, 101, STEP, now_s - 100, now_s)
+        told += job.look(now_s)
+    job.beat(3, 102, STEP, 0.0, 300)
+    told += job.look(300)
+
+    stall, resumed = told
+    assert stall.is_partial
+    assert ranks_of(stall) == [[3], [0, 1, 2]]
+    assert resumed == Resumed(200.0, 3)
+    assert job.hang.total_s(300) == 0.0  # the job did not stand
+
+
+def test_ranks_that_wait_for_one_in_a_phase_are_not_told_though_it_is_one_iteration_behind():
+    job = Job()
+    job.run(100)
+    stand = dict.fromkeys((1, 2, 3), (102, STEP, 101)) | {0: (101, "checkpoint", 100)}
+
+    assert job.told(105, 400, stand) == []
+
+
+def test_a_process_that_waits_for_requests_may_do_so_for_ever():
+    job = Job(ranks=1)
+    job.run(100)
+
+    assert job.told(105, 20_000, {0: (101, WAITING, 100)}) == []
+
+
+def test_a_beat_that_came_late_says_nothing_about_the_time_since_it_was_sent():
+    job = Job(ranks=1)
+    job.run(100)
+    job.beat(0, 101, STEP, 1.0, 105)
+    # The aggregator slept for a minute; the beats of it come at once.
+    for since_s in (6.0, 11.0, 16.0, 21.0):
+        job.beat(0, 101, STEP, since_s, 165)
+    assert job.look(165.0) == [] or job.hang.ranks[0].stood_s >= 30  # it stood since 104, by its first beat
+
+
+# --- the line ---
+
+
+def line(job: Job, stall: Stall, now_s: float, silent_s=None, left=None, missing=0) -> str:
+    names = Names(lambda rank: f"node {'ab'[rank % 2]}, GPU-{rank}", 1000)
+    return stall_text(stall, job.hang.ranks, names, now_s, silent_s or {}, left or {}, missing)
+
+
+def test_the_line_says_who_is_where_for_how_long_and_what_its_device_does():
+    job = Job()
+    job.run(100)
+    for now_s in range(105, 135, 5):
+        job.all_beat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2), utilization=1.0, power_w=400.0)
+        job.beat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
+    for now_s in (135, 140):
+        job.beat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
+        job.all_beat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2))
+    (stall,) = job.look(140)
+
+    assert line(job, stall, 140) == (
+        "stalled: rank 3 (node b, GPU-3) at iteration 1234 for 40 s, utilization 100 %, 210 W; 3 others at 1235"
+    )
+
+
+def test_the_line_names_what_is_stopped_where_all_are_at_one_iteration():
+    job = Job()
+    job.run(100)
+    for now_s in range(105, 140, 5):
+        job.all_beat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), process="S")
+        job.beat(1, 101, STEP, now_s - 100, now_s, process="T")
+    (stall,) = job.look(140)
+
+    assert line(job, stall, 140) == (
+        "stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, stopped by a signal; 3 others at 1101"
+    )
+
+
+def test_the_line_names_the_idle_ones_where_all_are_at_one_iteration_and_the_others_are_busy():
+    job = Job()
+    job.run(100)
+    for now_s in range(105, 140, 5):
+        job.all_beat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), utilization=1.0)
+        job.beat(1, 101, STEP, now_s - 100, now_s, utilization=0.0, power_w=80.0)
+    (stall,) = job.look(140)
+
+    assert line(job, stall, 140).startswith(
+        "stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, utilization 0 %, 80 W; 3 others at 1101"
+    )
+
+
+def test_the_line_is_short_however_many_ranks_there_are():
+    job = Job(ranks=8192)
+    job.run(20)
+    for now_s in (25, 55):
+        job.all_beat(21, STEP, now_s - 20, now_s, ranks=range(8192), utilization=1.0, power_w=200.0)
+    (stall,) = job.look(56)
+    told = line(job, stall, 56, silent_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
+
+    assert told.startswith("stalled: all 8192 ranks at iteration 1021 for 36 s, utilization 100 %, 200 W; ")
+    assert told.endswith("12 more agents say nothing; gone: rank 5 (failed); 2 never came")
+    assert len(told) < 1000
+
+
+def test_more_than_eight_behind_are_counted():
+    job = Job(ranks=30)
+    job.run(20)
+    for now_s in (25, 55):
+        job.all_beat(20, BETWEEN, now_s - 20, now_s, ranks=range(10))
+        job.all_beat(21, STEP, now_s - 20, now_s, ranks=range(10, 30))
+    (stall,) = job.look(56)
+
+    assert line(job, stall, 56) == (
+        "stalled: 10 ranks (0, 1, 2, 3, 4, 5, 6, 7, ...) at iteration 1020 (after it) for 36 s; 20 others at 1021"
+    )
+
+
+# --- nobody is accused who has moved ---
+
+MOVES = st.lists(
+    st.tuples(st.integers(0, 2), st.floats(0.1, 80.0), st.sampled_from([STEP, BETWEEN, "checkpoint"])),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(MOVES, st.floats(0.0, 8.0))
+@settings(max_examples=150, deadline=None)
+def test_no_rank_is_told_of_that_has_moved_within_the_time(moves, late_s):
+    job = Job(ranks=3)
+    moved_s, place = [0.0, 0.0, 0.0], [(0, STARTUP)] * 3
+    now_s, next_beat_s = 0.0, 0.0
+    for rank, after_s, state in moves:
+        until_s = now_s + after_s
+        while next_beat_s < until_s:
+            now_s = next_beat_s
+            for one in range(3):
+                job.beat(one, *place[one], now_s - moved_s[one], now_s + (late_s if one == 1 else 0.0))
+            for stall in job.look(now_s + late_s):
+                if isinstance(stall, Stall):
+                    accused = {one for _, group in stall.groups for one in group}
+                    if stall.is_partial:
+                        accused = set(stall.groups[0][1])
+                    for one in accused:
+                        assert now_s - moved_s[one] >= 30.0
+            next_beat_s += 5.0
+        now_s = until_s
+        moved_s[rank], place[rank] = now_s, (place[rank][0] + 1, state)
