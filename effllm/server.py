@@ -52,6 +52,7 @@ from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_ag
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
 SINKS_STOP_S = 3.0
+DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for us then
 ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
 STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
@@ -370,7 +371,11 @@ class Server:
 
     def _summary(self, ended: bool) -> Summary:
         summary = self._aggregator.summary(time.time(), ended, aggregator_cpu_s=time.process_time())
-        left_out = {sink.name: sink.left_out + (sink.unfinished if ended else 0) for sink in self._sinks}
+        left_out = {
+            # What the run folder has not written yet stands before the summary in its queue.
+            sink.name: sink.left_out + (sink.unfinished if ended and sink.name != KEEPER else 0)
+            for sink in self._sinks
+        }
         return msgspec.structs.replace(
             summary,
             events={**summary.events, **self._peers.refused},
@@ -385,7 +390,13 @@ class Server:
         # The run folder last: its summary counts what the others have not written by then.
         others = [sink for sink in self._sinks if sink.name != KEEPER]
         self._stop(others, deadline_s - SINKS_STOP_S / 2)
-        summary = self._stop([sink for sink in self._sinks if sink.name == KEEPER], deadline_s)
+        self._hand_out(time.monotonic())
+        keepers = [sink for sink in self._sinks if sink.name == KEEPER]
+        summary = self._stop(keepers, deadline_s)
+        if not all(sink.join(0.0) for sink in keepers):
+            self._let_go()
+            for sink in keepers:
+                sink.join(DISK_WAIT_S)
         self._hand_out(time.monotonic())
         if summary.status == "completed" and self._folder is not None:
             with contextlib.suppress(OSError):  # what is over is not gone on with
@@ -400,6 +411,14 @@ class Server:
         for sink in sinks:
             sink.join(deadline_s - time.monotonic())
         return summary
+
+    def _let_go(self) -> None:
+        """Let whoever reads the job's output see its end, while a disk that stands still is waited for."""
+        if self._orders.trainer_descriptor >= 0:
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            for descriptor in (self._orders.stdout_descriptor, 2):
+                os.dup2(null, descriptor)
+            os.close(null)
 
 
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
