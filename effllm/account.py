@@ -5,20 +5,82 @@ A device is known by its key alone, so one that several ranks sit on enters once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
+from operator import attrgetter
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from effllm.energy_account import EnergySums, Stretch, WindowEnergy, stretch_of, sum_of
+from effllm.columns import Array, Positions, Table, fields_of
+from effllm.energy_account import EnergySums, Stretch, Stretches, WindowEnergy
 from effllm.power_scope import Scope
 from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, Profile, RankReport
 from effllm.window import add_profiles, iterations_only
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
 ROUNDING = 1e-6
+
+
+class Rows(list[RankReport]):
+    """The rows of a window, with what they come to."""
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """Whose they are."""
+        return [row.rank for row in self]
+
+    @cached_property
+    def numbers(self) -> dict[str, Array]:
+        """Their times and iterations, a column for each."""
+        names = (*_PLACED, "wall_s", "busy_s", "wait_s", *_SUMMED)
+        columns = dict(zip(names, fields_of(self, names).T, strict=True))
+        columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
+        columns["time_s"] = columns["busy_s"] + columns["wait_s"]
+        return columns
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Their counts, each over all rows: whole numbers, exactly."""
+        return {name: sum(map(attrgetter(name), self)) for name in _COUNTED}
+
+    @cached_property
+    def iterations(self) -> int:
+        """How many iterations the longest of them has."""
+        return int(self.numbers["iterations"].max(initial=0.0))
+
+    @cached_property
+    def loss(self) -> float | None:
+        """The loss, of the first that has it."""
+        return next((loss for loss in map(attrgetter("loss"), self) if loss is not None), None)
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """Their profiled iterations."""
+        return reduce(add_profiles, filter(None, map(attrgetter("profile"), self)), None)
+
+    @cached_property
+    def phases_s(self) -> dict[str, float]:
+        """Their phases, over all rows."""
+        sums: dict[str, float] = {}
+        for phases_s in filter(None, map(attrgetter("phases_s"), self)):
+            for name, seconds in phases_s.items():
+                sums[name] = sums.get(name, 0.0) + seconds
+        return sums
+
+    @classmethod
+    def of(cls, rows: Iterable[RankReport]) -> Rows:
+        """Return rows as such, those that are already as they are."""
+        return rows if isinstance(rows, Rows) else cls(rows)
+
+
+_PLACED = ("iteration_first", "iteration_last", "iteration_shown", "end_time_s")
+_SUMMED = ("generation_s", "device_steps", "device_step_s")
+_COUNTED = ("tokens", "tokens_processed", "tokens_loss", "samples", "generated_tokens", "prompt_tokens")
 
 
 class MergedDevice(Struct, frozen=True):
@@ -43,9 +105,189 @@ class MergedDevice(Struct, frozen=True):
         return min(self.wall.energy_covered_s / self.span_s, 1.0) if self.span_s > 0 else 0.0
 
 
-def merge_devices(
-    rows: Sequence[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]
-) -> dict[str, MergedDevice]:
+#: Columns of an array of integrals.
+_FIELDS = Integrals.__struct_fields__
+_ENERGY, _ENERGY_S, _MEMORY, _MEMORY_S, _BUSY, _BUSY_S = range(6)
+_ESTIMATED = _FIELDS.index("energy_estimated_j")
+_ERRORS = [_FIELDS.index(name) for name in ("energy_start_j2", "energy_end_j2", "energy_inside_j2")]
+#: Less than this is the rounding of a difference, and no stretch of time.
+_LEAST_S = 1e-6
+
+
+class GaugeSums(Struct):
+    """The running sums of a gauge, over all GPUs that have it."""
+
+    value_seconds: float = 0.0
+    covered_s: float = 0.0
+    most: float | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over time and devices."""
+        return self.value_seconds / self.covered_s if self.covered_s > 0 else None
+
+
+class GpuReadings(Struct):
+    """What was read of the GPUs of a window beside energy, memory and utilization."""
+
+    gauges: dict[str, GaugeSums] = {}
+    throttled_s: float = 0.0
+    throttle_covered_s: float = 0.0
+    power_histogram_s: dict[int, float] = {}
+    power_peak_w: float | None = None
+
+    def add(self, window: DeviceWindow) -> None:
+        """Add those of one GPU."""
+        for name, gauge in window.gauges.items():
+            if name not in GAUGES:
+                continue
+            sums = self.gauges.get(name)
+            if sums is None:
+                self.gauges[name] = GaugeSums(gauge.value_seconds, gauge.covered_s, gauge.most)
+                continue
+            sums.value_seconds += gauge.value_seconds
+            sums.covered_s += gauge.covered_s
+            if sums.most is None or gauge.most > sums.most:
+                sums.most = gauge.most
+        if window.throttled_s:
+            self.throttled_s += window.throttled_s.get("any", 0.0)
+        self.throttle_covered_s += window.throttle_covered_s
+        for step, seconds in window.power_histogram_s.items():
+            self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + seconds
+        peak_w = window.power_peak_w
+        if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
+            self.power_peak_w = peak_w
+
+
+class Merged(Mapping[str, MergedDevice]):
+    """The devices of a window, each once: as objects by their keys, and side by side as columns."""
+
+    def __init__(
+        self, rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]
+    ) -> None:
+        first: dict[str, tuple[RankReport, DeviceWindow]] = {}
+        several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
+        for row in rows:
+            for one in row.devices:
+                if one.device not in first:
+                    first[one.device] = (row, one)
+                else:
+                    several.setdefault(one.device, [first[one.device]]).append((row, one))
+        known = {key: pair for key, pair in first.items() if key in devices}
+        self.devices = list(map(devices.__getitem__, known))
+        self._special = {
+            key: _merge(several.get(key) or [known[key]], device, members.get(key, set()))
+            for key, device in zip(known, self.devices, strict=True)
+            if key in several or device.shared
+        }
+        self._positions = {key: i for i, key in enumerate(known)}
+        self._windows: list[DeviceWindow] = [one for _, one in known.values()]
+        spans_s = [row.wall_s for row, _ in known.values()]
+        for key, special in self._special.items():
+            self._windows[self._positions[key]] = special.window
+            spans_s[self._positions[key]] = special.span_s
+        self.span_s = np.array(spans_s)
+        self.wall = fields_of([one.wall for one in self._windows], _FIELDS)
+        self.peaks = fields_of(self._windows, ("memory_peak_bytes",))[:, 0]
+        self.phases_j: dict[int, dict[str, float | None]] = {}  # by position, of those that have any
+        self.iterations = self._iterations()
+        for key, special in self._special.items():
+            at = self._positions[key]
+            both = [tuple(getattr(one, name) for name in _FIELDS) for one in (special.wall, special.iterations)]
+            self.wall[at], self.iterations[at] = np.array(both, np.float64)
+            self.peaks[at] = np.nan if special.memory_peak_bytes is None else special.memory_peak_bytes
+        self.gpus = GpuReadings()
+        for device, window in zip(self.devices, self._windows, strict=True):
+            if device.is_gpu:
+                self.gpus.add(window)
+
+    def _iterations(self) -> Array:
+        """Return what the devices did less the phases; see `iterations_only`."""
+        left = self.wall.copy()
+        for value, covered in ((_ENERGY, _ENERGY_S), (_MEMORY, _MEMORY_S), (_BUSY, _BUSY_S)):
+            nothing = ~(left[:, covered] > _LEAST_S)
+            left[nothing, value], left[nothing, covered] = np.nan, 0.0
+        left[np.isnan(left[:, _ENERGY]), 6:] = 0.0
+        for at, window in enumerate(self._windows):
+            if window.phases:
+                only = iterations_only(window)
+                left[at] = np.array([getattr(only, name) for name in _FIELDS], np.float64)
+                self.phases_j[at] = {name: part.energy_j for name, part in window.phases.items()}
+        return left
+
+    def __getitem__(self, key: str) -> MergedDevice:
+        """Return one device."""
+        at = self._positions[key]
+        if key in self._special:
+            return self._special[key]
+        window = self._windows[at]
+        return MergedDevice(
+            device=self.devices[at],
+            wall=window.wall,
+            iterations=iterations_only(window),
+            phases_j=self.phases_j.get(at, {}),
+            span_s=float(self.span_s[at]),
+            memory_peak_bytes=window.memory_peak_bytes,
+            window=window,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._positions
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The keys, in the order of the columns."""
+        return list(self._positions)
+
+    @cached_property
+    def energy_coverage(self) -> Array:
+        """Share of its span in which each device's energy was measured."""
+        covered = np.zeros(len(self))
+        np.divide(self.wall[:, _ENERGY_S], self.span_s, out=covered, where=self.span_s > 0)
+        return np.minimum(covered, 1.0)
+
+    @cached_property
+    def stretches(self) -> tuple[Array, Array]:
+        """Energies over the wall time and over the iterations, in the order of Stretch's fields."""
+        gain = np.array([device.sensor.gain_error for device in self.devices])
+        return _stretches(self.wall, gain), _stretches(self.iterations, gain)
+
+    @cached_property
+    def is_measured(self) -> NDArray[np.bool_]:
+        """Whether anything of each device was measured."""
+        measured: NDArray[np.bool_] = self.wall[:, [_ENERGY_S, _MEMORY_S, _BUSY_S]].sum(axis=1) > 0
+        return measured
+
+    def covered_s(self) -> tuple[float, float, float]:
+        """Return the spans of devices that compute, and the seconds in which memory and utilization were measured."""
+        computing = ~np.array([device.only_power for device in self.devices], bool)
+        memory_s, busy_s = self.wall[computing, _MEMORY_S].sum(), self.wall[computing, _BUSY_S].sum()
+        return float(self.span_s[computing].sum()), float(memory_s), float(busy_s)
+
+    def count_measured(self, expected: Expected) -> int:
+        """Return of how many of the expected GPUs anything was measured."""
+        there = self.positions(expected.order)[expected.is_gpu]
+        return int(self.is_measured[there[there >= 0]].sum())
+
+    def positions(self, keys: Sequence[str]) -> Positions:
+        """Return the rows of keys, -1 for those that are not here."""
+        if keys == self.names:
+            return np.arange(len(self))
+        return np.fromiter((self._positions.get(key, -1) for key in keys), np.intp, len(keys))
+
+
+def _stretches(integrals: Array, gain_error: Array) -> Array:
+    joules = np.nan_to_num(integrals[:, _ENERGY])
+    return np.column_stack((joules, integrals[:, _ERRORS], gain_error * joules, integrals[:, _ESTIMATED]))
+
+
+def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
     """Return each device of a window once.
 
     Whole-device readings are taken from the rank that covers most of its row, of equals from the first: one
@@ -57,11 +299,7 @@ def merge_devices(
         devices: every known device by its key.
         members: the ranks that sit on each device.
     """
-    seen: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
-    for row in rows:
-        for one in row.devices:
-            seen.setdefault(one.device, []).append((row, one))
-    return {key: _merge(pairs, devices[key], members.get(key, set())) for key, pairs in seen.items() if key in devices}
+    return Merged(rows, devices, members)
 
 
 def _merge(pairs: list[tuple[RankReport, DeviceWindow]], device: Device, members: set[int]) -> MergedDevice:
@@ -113,8 +351,52 @@ def _sum_of_means(shares: Sequence[tuple[float | None, float]]) -> tuple[float |
     return sum((value or 0.0) / seconds for value, seconds in shares) * covered_s, covered_s
 
 
+class Expected(dict[str, Device]):
+    """The devices that a window should hold, with what is asked of them window for window."""
+
+    @classmethod
+    def of(cls, devices: Mapping[str, Device]) -> Expected:
+        """Return devices as such, those that are already as they are."""
+        return devices if isinstance(devices, Expected) else cls(devices)
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The keys, sorted."""
+        return sorted(self)
+
+    @cached_property
+    def owners(self) -> list[str]:
+        """Whose energy each shows, in the order of the keys."""
+        return [self[key].energy_key or key for key in self.order]
+
+    @cached_property
+    def is_gpu(self) -> NDArray[np.bool_]:
+        """Which are GPUs, in the order of the keys."""
+        return np.array([self[key].is_gpu for key in self.order], bool)
+
+    @cached_property
+    def is_measurable(self) -> bool:
+        """Whether any has a sensor of energy or power."""
+        return any(device.energy_method for device in self.values())
+
+    @cached_property
+    def _masks(self) -> list[tuple[Scope, NDArray[np.bool_]]]:
+        return []
+
+    def within(self, scope: Scope | None) -> NDArray[np.bool_]:
+        """Return which are in a scope, in the order of the keys."""
+        if scope is None:
+            return np.ones(len(self), bool)
+        for known, mask in self._masks:
+            if known is scope:
+                return mask
+        mask = np.array([key in scope.keys for key in self.order], bool)
+        self._masks[:] = [*self._masks[-2:], (scope, mask)]
+        return mask
+
+
 def window_energy(
-    merged: Mapping[str, MergedDevice],
+    merged: Merged,
     devices: Mapping[str, Device],
     absent: int,
     blind: int = 0,
@@ -129,50 +411,62 @@ def window_energy(
         blind: ranks without a device, though they are there.
         scope: whose energy is the job's; ``None`` for that of all devices.
     """
-    in_scope = [key for key in devices if scope is None or key in scope.keys]
+    expected = Expected.of(devices)
     lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
-    is_measurable = any(device.energy_method for device in devices.values()) if scope is None else bool(scope.label)
-    shown = _shown(merged, devices, in_scope)
-    measured = {owner: one for owner, one in shown.items() if one is not None and one.wall.energy_j is not None}
-    wall = {owner: stretch_of(one.device, one.wall) for owner, one in measured.items()}
-    iterations = {owner: stretch_of(one.device, one.iterations) for owner, one in measured.items()}
+    is_measurable = expected.is_measurable if scope is None else bool(scope.label)
+    rows = merged.positions(expected.order)
+    owners, shown = _shown(merged, expected, rows, expected.within(scope))
+    gpu_owners, gpus = _shown(merged, expected, rows, expected.is_gpu)
+    wall, iterations = merged.stretches
+    there = shown >= 0
+    there[there] = ~np.isnan(merged.wall[shown[there], _ENERGY])
+    measured = shown[there]
     phases_j: dict[str, float] = {}
-    for one in measured.values():
-        for name, joules in one.phases_j.items():
+    for at in set(merged.phases_j).intersection(measured.tolist()) if merged.phases_j else ():
+        for name, joules in merged.phases_j[at].items():
             phases_j[name] = phases_j.get(name, 0.0) + (joules or 0.0)
-    gpus = _shown(merged, devices, [key for key, device in devices.items() if device.is_gpu])
+    names = owners if there.all() else [owner for owner, is_there in zip(owners, there, strict=True) if is_there]
+    by_owner = Stretches(names, wall[measured])
+    present = gpus[gpus >= 0]
     return WindowEnergy(
         coverage=_coverage(shown, merged, lacking) if is_measurable else None,
-        wall=sum_of(wall),
-        iterations=sum_of(iterations),
+        wall=by_owner.total(),
+        iterations=Stretches(names, iterations[measured]).total(),
         phases_j=phases_j,
-        by_device=wall,
-        gpus_coverage=_coverage(gpus, merged, absent + blind) if gpus else None,
-        gpus_wall_j=sum(one.wall.energy_j or 0.0 for one in gpus.values() if one),
-        gpus_iterations_j=sum(one.iterations.energy_j or 0.0 for one in gpus.values() if one),
+        stretches=by_owner,
+        gpus_coverage=_coverage(gpus, merged, absent + blind) if gpu_owners else None,
+        gpus_wall_j=float(wall[present, 0].sum()),
+        gpus_iterations_j=float(iterations[present, 0].sum()),
     )
 
 
 def _shown(
-    merged: Mapping[str, MergedDevice], devices: Mapping[str, Device], keys: Iterable[str]
-) -> dict[str, MergedDevice | None]:
-    """Return whose energy is to be measured, each once, and the device that shows it best in this window."""
-    shown: dict[str, MergedDevice | None] = {}
-    for key in sorted(keys):
-        owner, one = devices[key].energy_key or key, merged.get(key)
-        best = shown.setdefault(owner, one)
-        if one is not None and (best is None or one.energy_coverage > best.energy_coverage + ROUNDING):
-            shown[owner] = one
-    return shown
+    merged: Merged, expected: Expected, rows: Positions, chosen: NDArray[np.bool_]
+) -> tuple[list[str], Positions]:
+    """Return whose energy is to be measured, each once, and the row that shows it best in this window, or -1."""
+    if chosen.all():
+        owners, found = expected.owners, rows
+    else:
+        owners, found = [expected.owners[i] for i in np.flatnonzero(chosen)], rows[chosen]
+    if len(set(owners)) == len(owners):
+        return owners, found.copy()
+    best: dict[str, int] = {}
+    coverage = merged.energy_coverage
+    for owner, at in zip(owners, found.tolist(), strict=True):
+        known = best.setdefault(owner, at)
+        if at >= 0 and (known < 0 or coverage[at] > coverage[known] + ROUNDING):
+            best[owner] = at
+    return list(best), np.array(list(best.values()), np.intp)
 
 
-def _coverage(shown: Mapping[str, MergedDevice | None], merged: Mapping[str, MergedDevice], lacking: int) -> float:
+def _coverage(shown: Positions, merged: Merged, lacking: int) -> float:
     """Return measured over expected device-seconds."""
-    if not merged:
+    if not len(merged):
         return 0.0
-    span_s = max(one.span_s for one in merged.values())
-    expected_s = sum(one.span_s if one else span_s for one in shown.values()) + lacking * span_s
-    covered_s = sum(one.energy_coverage * one.span_s for one in shown.values() if one)
+    span_s = float(merged.span_s.max())
+    there = shown[shown >= 0]
+    expected_s = float(merged.span_s[there].sum()) + (len(shown) - len(there) + lacking) * span_s
+    covered_s = float((merged.energy_coverage[there] * merged.span_s[there]).sum())
     return covered_s / expected_s if expected_s > 0 else float(span_s <= 0)  # of no time nothing is missing
 
 
@@ -181,40 +475,32 @@ def is_covered(coverage: float | None, least: float) -> bool:
     return coverage is not None and coverage >= least - ROUNDING
 
 
-class RankSums(Struct):
-    """The running sums of one rank."""
+class RankSums(Table):
+    """The running sums of each rank."""
 
-    iterations: int = 0
-    time_s: float = 0.0
-    busy_s: float = 0.0
-    wait_s: float = 0.0
-    energy_time_s: float = 0.0  # of the windows whose energy is in the sum
-    generation_s: float = 0.0
-    device_steps: int = 0
-    device_step_s: float = 0.0
-
-
-class DeviceSums(Struct):
-    """The running sums of one device."""
-
-    memory_byte_seconds: float = 0.0
-    memory_covered_s: float = 0.0
-    memory_peak_bytes: float | None = None
-    utilization_seconds: float = 0.0
-    utilization_covered_s: float = 0.0
+    NAMES = (
+        "iterations",
+        "time_s",
+        "busy_s",
+        "wait_s",
+        "energy_time_s",  # of the windows whose energy is in the sum
+        "generation_s",
+        "device_steps",
+        "device_step_s",
+    )
 
 
-class GaugeSums(Struct):
-    """The running sums of a gauge, over all GPUs that have it."""
+class DeviceSums(Table):
+    """The running sums of each device."""
 
-    value_seconds: float = 0.0
-    covered_s: float = 0.0
-    most: float | None = None
-
-    @property
-    def mean(self) -> float | None:
-        """Mean over time and devices."""
-        return self.value_seconds / self.covered_s if self.covered_s > 0 else None
+    NAMES = (
+        "memory_byte_seconds",
+        "memory_covered_s",
+        "utilization_seconds",
+        "utilization_covered_s",
+        "memory_peak_bytes",  # the largest; nan where none was measured
+    )
+    EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
 
 
 class Account(Struct):
@@ -224,8 +510,8 @@ class Account(Struct):
     """
 
     wall: bool = False
-    ranks: dict[int, RankSums] = {}
-    devices: dict[str, DeviceSums] = {}
+    ranks: RankSums = msgspec.field(default_factory=RankSums)
+    devices: DeviceSums = msgspec.field(default_factory=DeviceSums)
     tokens: int = 0
     tokens_processed: int = 0
     tokens_loss: int = 0
@@ -250,53 +536,41 @@ class Account(Struct):
 
     def add_rows(self, rows: Iterable[RankReport]) -> None:
         """Add the times and counts of rows, each of which may be added once."""
-        for row in rows:
-            sums = self.ranks.setdefault(row.rank, RankSums())
-            sums.iterations += row.iterations
-            sums.time_s += row.wall_s if self.wall else row.time_s
-            sums.busy_s += row.busy_s
-            sums.wait_s += row.wait_s
-            self.tokens += row.tokens
-            self.tokens_processed += row.tokens_processed
-            self.tokens_loss += row.tokens_loss
-            self.samples += row.samples
-            sums.generation_s += row.generation_s
-            self.generated_tokens += row.generated_tokens
-            self.prompt_tokens += row.prompt_tokens
-            self.profile = add_profiles(self.profile, row.profile)
-            sums.device_steps += row.device_steps
-            sums.device_step_s += row.device_step_s
+        rows = Rows.of(rows)
+        numbers, counts = rows.numbers, rows.counts
+        columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *_SUMMED]
+        added = np.stack([numbers[name] for name in columns], axis=1)
+        at = self.ranks.find(rows.ranks)
+        self.ranks.values[at[:, None], _OF_ROWS] += added
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+        self.profile = add_profiles(self.profile, rows.profile)
 
-    def add_devices(self, merged: Mapping[str, MergedDevice], sign: int = 1) -> None:
+    def add_devices(self, merged: Merged, sign: int = 1) -> None:
         """Add the memory and utilization of a window's devices; with a sign of -1 take them back."""
-        for key, one in merged.items():
-            integrals = one.wall if self.wall else one.iterations
-            sums = self.devices.setdefault(key, DeviceSums())
-            sums.memory_byte_seconds += sign * (integrals.memory_byte_seconds or 0.0)
-            sums.memory_covered_s += sign * integrals.memory_covered_s
-            sums.utilization_seconds += sign * (integrals.utilization_seconds or 0.0)
-            sums.utilization_covered_s += sign * integrals.utilization_covered_s
-            if one.memory_peak_bytes is not None:
-                sums.memory_peak_bytes = max(one.memory_peak_bytes, sums.memory_peak_bytes or 0.0)
-            if one.device.is_gpu:
-                self._add_gauges(one.window, sign)
+        integrals = merged.wall if self.wall else merged.iterations
+        at = self.devices.find(merged.names)
+        values = self.devices.values
+        values[at, :4] += sign * np.nan_to_num(integrals[:, [_MEMORY, _MEMORY_S, _BUSY, _BUSY_S]])
+        values[at, 4] = np.fmax(values[at, 4], merged.peaks)
+        self._add_readings(merged.gpus, sign)
 
-    def _add_gauges(self, window: DeviceWindow, sign: int) -> None:
-        for name in GAUGES.keys() & window.gauges.keys():
-            gauge = window.gauges[name]
+    def _add_readings(self, readings: GpuReadings, sign: int) -> None:
+        for name, gauge in readings.gauges.items():
             sums = self.gauges.setdefault(name, GaugeSums())
             sums.value_seconds += sign * gauge.value_seconds
             sums.covered_s += sign * gauge.covered_s
-            sums.most = gauge.most if sums.most is None else max(sums.most, gauge.most)
-        self.throttled_s += sign * window.throttled_s.get("any", 0.0)
-        self.throttle_covered_s += sign * window.throttle_covered_s
-        for step, seconds in window.power_histogram_s.items():
+            if gauge.most is not None:
+                sums.most = gauge.most if sums.most is None else max(sums.most, gauge.most)
+        self.throttled_s += sign * readings.throttled_s
+        self.throttle_covered_s += sign * readings.throttle_covered_s
+        for step, seconds in readings.power_histogram_s.items():
             self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + sign * seconds
-        if window.power_peak_w is not None:
-            self.power_peak_w = max(window.power_peak_w, self.power_peak_w or 0.0)
+        if readings.power_peak_w is not None:
+            self.power_peak_w = max(readings.power_peak_w, self.power_peak_w or 0.0)
 
     def add_energy(
-        self, window: int, energy: WindowEnergy, rows: Sequence[RankReport], least_coverage: float, sign: int = 1
+        self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], least_coverage: float, sign: int = 1
     ) -> None:
         """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured.
 
@@ -311,12 +585,12 @@ class Account(Struct):
         self.energy.add(window, stretch, sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, least_coverage))
-        self.energy_iterations += sign * max((row.iterations for row in rows), default=0)
-        for row in rows:
-            sums = self.ranks.setdefault(row.rank, RankSums())
-            sums.energy_time_s += sign * (row.wall_s if self.wall else row.time_s)
-            self.energy_tokens += sign * row.tokens
-            self.energy_samples += sign * row.samples
+        rows = Rows.of(rows)
+        self.energy_iterations += sign * rows.iterations
+        at = self.ranks.find(rows.ranks)
+        self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
+        self.energy_tokens += sign * rows.counts["tokens"]
+        self.energy_samples += sign * rows.counts["samples"]
 
     def totals(self, **known: Any) -> ClusterTotals:
         """Return what every metric is computed from: sums per rank first, the maximum over ranks last.
@@ -324,47 +598,43 @@ class Account(Struct):
         Args:
             known: fields of the totals that are not sums: parameters, number of GPUs, peak, prices.
         """
-        memory = [d.memory_byte_seconds / d.memory_covered_s for d in self.devices.values() if d.memory_covered_s > 0]
-        busy = [
-            d.utilization_seconds / d.utilization_covered_s
-            for d in self.devices.values()
-            if d.utilization_covered_s > 0
-        ]
-        peaks = [d.memory_peak_bytes for d in self.devices.values() if d.memory_peak_bytes is not None]
-        longest = max(self.ranks.values(), key=lambda sums: sums.time_s, default=RankSums())
-        worked = [sums for sums in self.ranks.values() if sums.iterations]
-        slowest = max(worked, key=lambda sums: sums.busy_s / sums.iterations, default=RankSums())
-        timed = [sums for sums in self.ranks.values() if sums.device_steps]
-        slowest_device = max(timed, key=lambda sums: sums.device_step_s / sums.device_steps, default=RankSums())
+        memory = _means(self.devices.column("memory_byte_seconds"), self.devices.column("memory_covered_s"))
+        busy = _means(self.devices.column("utilization_seconds"), self.devices.column("utilization_covered_s"))
+        peaks = self.devices.column("memory_peak_bytes")
+        peaks = peaks[~np.isnan(peaks)]
+        ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
+        longest = int(ranks["time_s"].argmax()) if len(self.ranks) else -1
+        slowest = _slowest(ranks["busy_s"], ranks["iterations"])
+        slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
-            iterations=max((sums.iterations for sums in self.ranks.values()), default=0),
-            time_s=longest.time_s,
-            slowest_step_s=slowest.busy_s,
-            slowest_iterations=slowest.iterations,
-            wait_s=longest.wait_s,
+            iterations=int(_largest(ranks["iterations"])),
+            time_s=_at(ranks["time_s"], longest),
+            slowest_step_s=_at(ranks["busy_s"], slowest),
+            slowest_iterations=int(_at(ranks["iterations"], slowest)),
+            wait_s=_at(ranks["wait_s"], longest),
             tokens=self.tokens,
             tokens_processed=self.tokens_processed,
             tokens_loss=self.tokens_loss,
             samples=self.samples,
             generated_tokens=self.generated_tokens,
-            generation_s=max((sums.generation_s for sums in self.ranks.values()), default=0.0),
+            generation_s=_largest(ranks["generation_s"]),
             prompt_tokens=self.prompt_tokens,
             profile=self.profile,
-            device_steps=slowest_device.device_steps,
-            device_step_s=slowest_device.device_step_s,
-            memory_mean_bytes=sum(memory) / len(memory) if memory else None,
-            memory_min_bytes=min(memory, default=None),
-            memory_max_bytes=max(memory, default=None),
-            memory_peak_bytes=max(peaks, default=None),
-            utilization_mean=sum(busy) / len(busy) if busy else None,
-            utilization_min=min(busy, default=None),
-            utilization_max=max(busy, default=None),
+            device_steps=int(_at(ranks["device_steps"], slowest_device)),
+            device_step_s=_at(ranks["device_step_s"], slowest_device),
+            memory_mean_bytes=float(memory.mean()) if len(memory) else None,
+            memory_min_bytes=float(memory.min()) if len(memory) else None,
+            memory_max_bytes=float(memory.max()) if len(memory) else None,
+            memory_peak_bytes=float(peaks.max()) if len(peaks) else None,
+            utilization_mean=float(busy.mean()) if len(busy) else None,
+            utilization_min=float(busy.min()) if len(busy) else None,
+            utilization_max=float(busy.max()) if len(busy) else None,
             energy_j=self.energy.joules if self.energy_windows else None,
             energy_gpus_j=self.gpus_j if self.energy_windows and not self.gpus_holes else None,
             energy_error_j=self.energy.error_j if self.energy_windows else None,
             energy_gain_error_j=self.energy.gain_j if self.energy_windows else None,
             energy_estimated_j=self.energy.estimated_j if self.energy_windows else None,
-            energy_time_s=max((sums.energy_time_s for sums in self.ranks.values()), default=0.0),
+            energy_time_s=_largest(ranks["energy_time_s"]),
             energy_tokens=self.energy_tokens,
             energy_samples=self.energy_samples,
             energy_iterations=self.energy_iterations,
@@ -384,3 +654,30 @@ class Account(Struct):
 
     def _gauge(self, name: str) -> GaugeSums:
         return self.gauges.get(name) or GaugeSums()
+
+
+#: Columns of a rank's sums that are of all windows, in the order of the columns of rows that enter them.
+_OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *_SUMMED)]
+
+
+def _means(sums: Array, covered_s: Array) -> Array:
+    there = covered_s > 0
+    means: Array = sums[there] / covered_s[there]
+    return means
+
+
+def _largest(column: Array) -> float:
+    return float(column.max(initial=0.0))
+
+
+def _slowest(seconds: Array, steps: Array) -> int:
+    """Return the row with the largest mean step, or -1 where there are no steps."""
+    if not (steps > 0).any():
+        return -1
+    means = np.full(len(steps), -1.0)
+    np.divide(seconds, steps, out=means, where=steps > 0)
+    return int(means.argmax())
+
+
+def _at(column: Array, row: int) -> float:
+    return float(column[row]) if row >= 0 else 0.0

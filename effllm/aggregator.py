@@ -19,7 +19,8 @@ from effllm.ledger import Ledger, RankState
 from effllm.plain_text import one_line
 from effllm.reporting import Window, doubts, report_of, summary_of
 from effllm.roster import ABSENT_AFTER_S, Roster
-from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Summary
+from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Stack, Summary
+from effllm.stalls import StackFile, Stalls
 
 LEAST_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
@@ -64,6 +65,7 @@ class Aggregator:
         self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
         self._notes: dict[int, int] = {}  # of each rank
         self._last_report: ClusterReport | None = None
+        self._stalls = Stalls(config, self._roster, self._ledger, self._event)
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
 
@@ -75,8 +77,10 @@ class Aggregator:
         if reason:
             self._tell("refused", f"rank {message.rank} on {message.host} was refused: {reason}", time_s, message.rank)
             return reason
-        if self._roster.admit(message, now_s):
+        is_new = self._roster.admit(message, now_s)
+        if is_new:
             self._event("joined", f"rank {message.rank} joined from {message.host}", time_s, message.rank)
+        self._stalls.hello(message, is_new, now_s)
         self._hear(message.rank, now_s, time_s)
         for device in message.devices:
             for sentence in device.not_measured:
@@ -102,6 +106,7 @@ class Aggregator:
             rank.last_sequence = row.sequence
             rank.last_window = max(rank.last_window, row.window)
             rank.iteration = row.iteration_last
+            self._stalls.row(row, now_s)
             if row.window <= self._ledger.closed:
                 self._take_late(row, time_s)
             else:
@@ -115,6 +120,15 @@ class Aggregator:
         if rank is not None:
             self._hear(message.rank, now_s, time_s)
             self._lose(message.rank, rank, message.lost, time_s)
+            self._stalls.beat(message, now_s)
+
+    def stack(self, message: Stack, now_s: float, time_s: float) -> None:
+        """Take what a trainer that stands was doing; what nobody has asked for is counted as garbage."""
+        rank = self._roster.rank_of(message.rank, message.agent)
+        if rank is None or not self._stalls.stack(message, time_s):
+            self.garbage += 1
+        else:
+            self._hear(message.rank, now_s, time_s)
 
     def note(self, message: Note, now_s: float, time_s: float) -> None:
         """Take a line of an agent's log."""
@@ -136,6 +150,7 @@ class Aggregator:
         rank.agent_cpu_s = max(rank.agent_cpu_s, message.agent_cpu_s)
         if self._roster.leave(rank, message.status, now_s):
             self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
+            self._stalls.bye(message.rank, rank.bye, now_s)
         if self._may_close():
             self._close_ready(now_s)
         return True
@@ -153,6 +168,8 @@ class Aggregator:
         """Let time pass: name ranks that fell silent, close windows whose deadline has passed."""
         for rank, seconds in self._roster.fall_silent(now_s).items():
             self._event("silent", f"rank {rank} has said nothing for {seconds:.0f} s", time_s, rank)
+        self._stalls.tick(now_s, time_s)
+        self._ledger.hang_s += self._stalls.take_s(now_s)
         self._close_ready(now_s)
 
     # --- what goes out ---
@@ -166,6 +183,14 @@ class Aggregator:
         """Return the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
+
+    def take_asked(self) -> list[int]:
+        """Return the ranks whose stacks are wanted, since the last call."""
+        return self._stalls.take_asked()
+
+    def take_stacks(self) -> list[StackFile]:
+        """Return the stacks that have come since the last call."""
+        return self._stalls.take_files()
 
     def snapshot(self) -> bytes:
         """Return the state as JSON, for a replacement."""
@@ -218,7 +243,8 @@ class Aggregator:
         summary = summary_of(self._ledger, self._roster, kind, self._last_report, time_s, ended, aggregator_cpu_s)
         counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # told once, counted each time
         events = summary.events | {kind: count for kind, count in counts.items() if count}
-        return msgspec.structs.replace(summary, events=events)
+        status = "stalled" if self._stalls.is_status and summary.status != "completed" else summary.status
+        return msgspec.structs.replace(summary, events=events, status=status)
 
     # --- windows ---
 
@@ -263,11 +289,10 @@ class Aggregator:
 
     def _weigh(self, number: int, rows: dict[int, RankReport]) -> Window:
         roster = self._roster
-        window = Window(number, rows, {}, None)
-        members = roster.sitting(rows)
-        devices = {key: roster.devices[key] for key in members}
-        window.merged = merge_devices(window.ordered, devices, members)
-        unknown, blind = roster.absent(rows) - set(roster.hellos), roster.blind(rows)
+        window = Window(number, rows, None, None)
+        devices = roster.expected(rows)
+        window.merged = merge_devices(window.ordered, devices, roster.sitting(rows))
+        unknown, blind = roster.absent(rows) - roster.hellos.keys(), roster.blind(rows)
         # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
         weighed = [
             (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope)) for scope in roster.scopes
@@ -277,7 +302,7 @@ class Aggregator:
         return window
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:
-        if window.energy is not None:
+        if window.merged is not None and window.energy is not None:
             least = self._config.min_coverage
             self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, least, sign)
 
@@ -286,7 +311,7 @@ class Aggregator:
         self._ledger.late += 1
         self._event("late", f"rank {row.rank} reported window {row.window} after it had closed", time_s, row.rank)
         self._ledger.count_rows(row.window, [row])
-        window = Window(row.window, {row.rank: row}, {}, None)
+        window = Window(row.window, {row.rank: row}, None, None)
         recent = self._recent.get(row.window)
         if recent:
             self._count_devices(recent, sign=-1)

@@ -9,10 +9,13 @@ it adds up linearly and never averages out (arXiv 2312.02741, section 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+import numpy as np
 from msgspec import Struct
 
+from effllm.columns import Array, Positions, Table, array_of
 from effllm.schema import NORMAL_95, Device, Integrals
 
 #: Windows that a late report can still change; the edges of older ones are final.
@@ -37,6 +40,23 @@ class Stretch(Struct, frozen=True):
         return NORMAL_95 * math.sqrt(self.start_j2 + self.end_j2 + self.inside_j2)
 
 
+class Stretches:
+    """The energies of many devices in one window, side by side."""
+
+    def __init__(self, owners: Sequence[str], values: Array) -> None:
+        self.owners = owners  # whose energy it is
+        self.values = values  # a row for each, in the order of Stretch's fields
+
+    def total(self) -> Stretch:
+        """Return the energy of all: their random errors know nothing of each other."""
+        return Stretch(*(float(one) for one in self.values.sum(axis=0)))
+
+    def by_owner(self) -> dict[str, Stretch]:
+        """Return the energy of each."""
+        rows = self.values.tolist()
+        return {owner: Stretch(*row) for owner, row in zip(self.owners, rows, strict=True)}
+
+
 class WindowEnergy(Struct, frozen=True):
     """The energy of one window of the cluster."""
 
@@ -44,7 +64,7 @@ class WindowEnergy(Struct, frozen=True):
     wall: Stretch
     iterations: Stretch
     phases_j: dict[str, float]
-    by_device: dict[str, Stretch]  # by whose energy it is
+    stretches: Stretches  # of the devices that were measured, over the wall time
     gpus_coverage: float | None = None  # of the GPUs, whatever the scope
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
@@ -58,6 +78,11 @@ class WindowEnergy(Struct, frozen=True):
     def iterations_j(self) -> float:
         """Joules in iterations; a sum only where the coverage suffices."""
         return self.iterations.joules
+
+    @property
+    def by_device(self) -> dict[str, Stretch]:
+        """The energy of each device that was measured, by whose it is."""
+        return self.stretches.by_owner()
 
     @property
     def by_device_j(self) -> dict[str, float]:
@@ -149,6 +174,96 @@ class EnergySums(Struct):
         setattr(edge, side, variance_j2 if sign > 0 else None)
         if edge.is_bare:
             del self.edges[boundary]
+
+
+class DeviceEnergies(Table):
+    """`EnergySums` of many devices, side by side; windows are numbered alike for all of them."""
+
+    NAMES = ("joules", "inside_j2", "gain_j", "estimated_j", "closed_j2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._edges: dict[int, Array] = {}  # by boundary: before and after of each device, nan where no window meets it
+        self._newest = 0
+
+    def add(self, window: int, stretches: Stretches, sign: int = 1) -> None:
+        """Add a window, by its number; with a sign of -1 take it back."""
+        rows = self.find(stretches.owners)
+        joules, start_j2, end_j2, inside_j2, gain_j, estimated_j = stretches.values.T
+        self._values[rows, :4] += sign * np.stack((joules, inside_j2, gain_j, estimated_j), axis=1)
+        self._touch(window - 1, 1, rows, start_j2, sign)
+        self._touch(window, 0, rows, end_j2, sign)
+        self._newest = max(self._newest, window)
+        for boundary in [one for one in self._edges if one < self._oldest]:
+            self._end(self._edges.pop(boundary))
+
+    def close(self) -> None:
+        """End an attempt of the job: the next one's windows are numbered anew and meet none of these."""
+        for edge in self._edges.values():
+            self._end(edge)
+        self._edges, self._newest = {}, 0
+
+    def joules(self) -> dict[str, float]:
+        """Return the energy of each device."""
+        return self._by_key(self.column("joules"))
+
+    def errors_j(self) -> dict[str, float]:
+        """Return the half-width, 95 %, of the random error of each."""
+        variance_j2 = self.column("inside_j2") + self.column("closed_j2")
+        for edge in self._edges.values():
+            variance_j2[: len(edge)] += _open_j2(edge)
+        return self._by_key(NORMAL_95 * np.sqrt(np.maximum(variance_j2, 0.0)))
+
+    def packed(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold."""
+        edges = {str(boundary): edge.astype("<f8").tobytes() for boundary, edge in self._edges.items()}
+        return {**super().packed(), "edges": edges, "newest": self._newest}
+
+    @classmethod
+    def unpacked(cls, stored: Mapping[str, Any]) -> DeviceEnergies:
+        """Undo `packed`, after JSON has made text of bytes.
+
+        Raises:
+            ValueError: these are no such values.
+        """
+        table = cast("DeviceEnergies", super().unpacked(stored))
+        try:
+            table._edges = {int(key): array_of(text).reshape(-1, 2) for key, text in stored["edges"].items()}
+            table._newest = int(stored["newest"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no table of energies: {error}") from error
+        return table
+
+    @property
+    def _oldest(self) -> int:
+        return self._newest - OPEN_WINDOWS
+
+    def _by_key(self, values: Array) -> dict[str, float]:
+        return dict(zip(cast("list[str]", list(self.keys)), values.tolist(), strict=True))
+
+    def _end(self, edge: Array) -> None:
+        self.column("closed_j2")[: len(edge)] += _open_j2(edge)
+
+    def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
+        if boundary < self._oldest:  # nobody remembers who met there
+            self._values[rows, self.NAMES.index("closed_j2")] += sign * variance_j2
+            return
+        edge = self._edges.get(boundary)
+        if edge is None or len(edge) < len(self):
+            wider = np.full((len(self), 2), np.nan)
+            if edge is not None:
+                wider[: len(edge)] = edge
+            edge = self._edges[boundary] = wider
+        edge[rows, side] = variance_j2 if sign > 0 else np.nan
+        if sign < 0 and np.isnan(edge).all():
+            del self._edges[boundary]
+
+
+def _open_j2(edge: Array) -> Array:
+    """Return what a boundary adds to the error of each device's sum: nothing where two windows meet."""
+    met = ~np.isnan(edge).any(axis=1)
+    opened: Array = np.where(met, 0.0, np.nan_to_num(edge).sum(axis=1))
+    return opened
 
 
 def times_longer(stretch: Stretch, share: float = MOST_RANDOM_ERROR) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
 
 from effllm import metrics
-from effllm.account import ROUNDING, Account, MergedDevice
+from effllm.account import ROUNDING, Account, Expected, Merged, Rows
 from effllm.energy_account import MOST_RANDOM_ERROR, WindowEnergy, times_longer
 from effllm.ledger import Ledger
 from effllm.roster import Roster
@@ -32,14 +33,17 @@ class Window(Struct):
 
     number: int
     rows: dict[int, RankReport]
-    merged: dict[str, MergedDevice]
-    energy: WindowEnergy | None  # None where the other rows of the window are forgotten
+    merged: Merged | None  # None before it is known, and where the other rows of the window are forgotten
+    energy: WindowEnergy | None  # as of `merged`
     warming: bool = False
+    by_rank: Rows | None = None
 
     @property
-    def ordered(self) -> list[RankReport]:
+    def ordered(self) -> Rows:
         """The rows by rank."""
-        return [self.rows[rank] for rank in sorted(self.rows)]
+        if self.by_rank is None:
+            self.by_rank = Rows(self.rows[rank] for rank in sorted(self.rows))
+        return self.by_rank
 
 
 def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
@@ -57,6 +61,7 @@ def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
         pue=roster.config.pue,
         price_per_kwh=roster.config.price_per_kwh,
         price_per_gpu_hour=roster.config.price_per_gpu_hour,
+        stalled_s=ledger.hang_s,
     )
 
 
@@ -72,24 +77,25 @@ def report_of(
     rows = window.ordered
     account = Account()
     account.add_rows(rows)
-    account.add_devices(window.merged)
+    if window.merged is not None:
+        account.add_devices(window.merged)
     if window.energy:
         account.add_energy(window.number, window.energy, rows, least_coverage)
     run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
     shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
-    losses = [row.loss for row in rows if row.loss is not None]
+    numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
     if window.energy is None and last:  # a row so late that nobody remembers the others of its window
         coverage = msgspec.structs.replace(last.coverage, reports_late=ledger.late)
-    shown = max(row.iteration_shown for row in rows)
+    shown = int(numbers["iteration_shown"].max())
     return ClusterReport(
         attempt=ledger.attempt,
         window=window.number,
         iteration=ledger.iteration_shown if correction else shown,
-        iteration_first=min(row.iteration_first for row in rows),
-        iteration_last=max(row.iteration_last for row in rows),
-        time_s=max(row.end_time_s for row in rows),
-        loss=losses[0] if losses else None,
+        iteration_first=int(numbers["iteration_first"].min()),
+        iteration_last=int(numbers["iteration_last"].max()),
+        time_s=float(numbers["end_time_s"].max()),
+        loss=rows.loss,
         run=run,
         last=own,
         job=whole,
@@ -102,7 +108,7 @@ def report_of(
         simulated=roster.is_simulated,
         power_scope=roster.scope.label if window.energy and window.energy.coverage is not None else None,
         warming_up=window.warming,
-        final=any(row.final for row in rows),
+        final=any(map(attrgetter("final"), rows)),
         correction=correction,
         energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
         time_by_class=ledger.time_by_class(),
@@ -113,19 +119,17 @@ def report_of(
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
     """Return how much of the job a window stands on."""
     rows: Collection[int] = window.rows if window else ()
-    merged: Mapping[str, MergedDevice] = window.merged if window else {}
+    merged = window.merged if window else None
     absent = roster.absent(rows) if window else set()
-    gpus = {key for key in (roster.sitting(rows) if window else roster.devices) if roster.devices[key].is_gpu}
-    unknown = len((absent - set(roster.hellos)) | roster.blind(rows)) if gpus else 0
-    computing = [one for one in merged.values() if not one.device.only_power]
-    span_s = sum(one.span_s for one in computing)
-    memory_s = sum(one.wall.memory_covered_s for one in computing)
-    busy_s = sum(one.wall.utilization_covered_s for one in computing)
+    expected = roster.expected(rows) if window else Expected(roster.devices)
+    gpus = int(expected.is_gpu.sum())
+    unknown = len((absent - roster.hellos.keys()) | roster.blind(rows)) if gpus else 0
+    span_s, memory_s, busy_s = merged.covered_s() if merged is not None else (0.0, 0.0, 0.0)
     return Coverage(
         ranks_expected=ledger.world_size,
         ranks_reporting=len(rows),
-        gpus_expected=len(gpus) + unknown,
-        gpus_measured=sum(key in gpus and one.is_measured for key, one in merged.items()),
+        gpus_expected=gpus + unknown,
+        gpus_measured=merged.count_measured(expected) if merged is not None else 0,
         reports_lost=sum(rank.lost for rank in ledger.ranks.values()),
         reports_late=ledger.late,
         missing_ranks=tuple(sorted(absent)),
@@ -150,6 +154,7 @@ def summary_of(
     values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
     return Summary(
         status=ledger.status() if ended else "running",
+        is_over=ended,
         iterations=whole.iterations,
         attempts=ledger.attempt,
         parameters=run.parameters,
@@ -165,8 +170,8 @@ def summary_of(
             scope=roster.scope.label,
             method=roster.energy_method,
             joules_per_token=values.get("energy/joules_per_token"),
-            by_device={key: sums.joules for key, sums in ledger.devices.items()},
-            error_by_device={key: sums.error_j for key, sums in ledger.devices.items()},
+            by_device=ledger.devices.joules(),
+            error_by_device=ledger.devices.errors_j(),
             error_joules=whole.energy_error_j if roster.measures_energy else None,
             gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
             warmup_joules=ledger.warmup_j if roster.measures_energy else None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar
 
 from effllm import hardware
+from effllm.account import Expected
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
 from effllm.plain_text import one_line
@@ -17,6 +18,22 @@ SILENT_AFTER_S = 15.0  # three beats: a rank that says nothing for so long is wa
 ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
 ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, nobody joins any more
 MOST_RANKS = 2**20
+
+
+Said = TypeVar("Said")
+
+
+def _remembered(ask: Callable[[Roster], Said]) -> Callable[[Roster], Said]:
+    """Ask all ranks or devices once for what each window needs; introductions make it forgotten."""
+
+    @wraps(ask)
+    def answer(self: Roster) -> Said:
+        if ask.__name__ not in self.memory:
+            self.memory[ask.__name__] = ask(self)
+        said: Said = self.memory[ask.__name__]
+        return said
+
+    return answer
 
 
 class Roster:
@@ -40,7 +57,9 @@ class Roster:
         self.devices: dict[str, Device] = {}
         self.members: dict[str, set[int]] = {}  # the ranks that sit on each device
         self._num_devices: dict[int, int] = {}  # of each rank
-        self._scope: Scope | None = None  # None: something new is known since it was chosen
+        self.memory: dict[str, Any] = {}  # what introductions come to
+        self._blind: set[int] = set()
+        self._expected: tuple[set[int], Expected] | None = None  # the ranks that are gone, and what is left
 
     # --- who comes, is heard, and goes ---
 
@@ -89,8 +108,15 @@ class Roster:
             if message.rank not in members:
                 members.add(message.rank)
                 self._num_devices[message.rank] = self._num_devices.get(message.rank, 0) + 1
-        self._scope = None
+        self._blind.discard(message.rank)
+        if all(device.only_power for device in message.devices):
+            self._blind.add(message.rank)
+        self._forget()
         return is_new
+
+    def _forget(self) -> None:
+        self.memory.clear()
+        self._expected = None
 
     def rank_of(self, rank: int, agent: str) -> RankState | None:
         """Return the state of a rank, if this is its agent."""
@@ -103,6 +129,16 @@ class Roster:
         was_silent = rank in self._silent
         self._silent.discard(rank)
         return was_silent
+
+    @property
+    def silent(self) -> Collection[int]:
+        """Ranks of whom nothing has been heard for long."""
+        return self._silent
+
+    @property
+    def heard_s(self) -> Mapping[int, float]:
+        """When each rank was last heard."""
+        return self._heard_s
 
     def leave(self, rank: RankState, status: str, now_s: float) -> bool:
         """Take a farewell; say whether it is the rank's first."""
@@ -148,30 +184,46 @@ class Roster:
             if rank not in ranks or (ranks[rank].last_window < window and not ranks[rank].bye)
         }
 
-    def absent(self, reporting: Iterable[int]) -> set[int]:
+    @property
+    def _gone(self) -> set[int]:
+        """The ranks that have left."""
+        return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self._left else set()
+
+    def absent(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks of the world that neither report nor have left."""
-        left = {rank for rank, known in self._ledger.ranks.items() if known.bye}
-        return set(range(self._ledger.world_size)) - set(reporting) - left
+        if len(reporting) == self._ledger.world_size:
+            return set()
+        return set(range(self._ledger.world_size)).difference(reporting) - self._gone
+
+    def expected(self, reporting: Collection[int]) -> Expected:
+        """Return the devices of a window; one that all its ranks have left is not among them."""
+        gone = self._gone.difference(reporting)
+        if self._expected is None or self._expected[0] != gone:
+            hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
+            there = (
+                key
+                for key, ranks in self.members.items()
+                if not gone or not ranks <= gone or self._is_of_a_node(key, hosts)
+            )
+            self._expected = gone, Expected((key, self.devices[key]) for key in there)
+        return self._expected[1]
 
     def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
-        """Return the ranks on each device of a window; a device that all its ranks have left is not in it."""
-        gone = {rank for rank, known in self._ledger.ranks.items() if known.bye} - set(reporting)
-        hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
-        stayed = {key: ranks - gone for key, ranks in self.members.items()}
-        return {key: ranks for key, ranks in stayed.items() if ranks or self._is_of_a_node(key, hosts)}
+        """Return the ranks on each device of a window."""
+        gone = self._gone.difference(reporting)
+        return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
 
     def _is_of_a_node(self, key: str, hosts: set[str]) -> bool:
         """Whether a device is a sensor of one of these nodes, which matters though the rank that read it has left."""
         return self.devices[key].only_power and self.hellos[min(self.members[key])].host in hosts
 
-    def blind(self, reporting: Iterable[int]) -> set[int]:
+    def blind(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks that have not left and that introduced no device that they compute on."""
-        there = self.hellos.keys() & (self.absent(reporting) | set(reporting))
-        return {rank for rank in there if all(device.only_power for device in self.hellos[rank].devices)}
+        return self._blind - self._gone.difference(reporting)
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether some have left, and nobody else is waited for."""
-        left = {rank for rank, known in self._ledger.ranks.items() if known.bye}
+        left = self._gone
         return bool(left) and not self.waited_for(now_s) - left
 
     def all_silent(self, now_s: float) -> bool:
@@ -196,6 +248,7 @@ class Roster:
             f": {first:,} and {total:,}; rank {rank}'s count is used"
         )
 
+    @_remembered
     def parameters(self) -> int | None:
         """Return P of the configured kind: the whole model's, or the sum of all ranks' shares once all have come."""
         kind = self.config.parameters
@@ -209,11 +262,13 @@ class Roster:
         return sum(shares) or None
 
     @property
+    @_remembered
     def num_gpus(self) -> int:
         """How many GPUs are known."""
         return sum(device.is_gpu for device in self.devices.values())
 
     @property
+    @_remembered
     def peak_flops_per_s(self) -> float | None:
         """Peak of the whole job: that of a device as configured, else from the hardware table if it knows all GPUs."""
         peak = self.config.peak_tflops
@@ -224,6 +279,7 @@ class Roster:
         return sum(known) if known and len(known) == len(peaks) else None
 
     @property
+    @_remembered
     def peak_source(self) -> str:
         """What the peak is that MFU is measured against, and from where; empty where there is none."""
         if self.peak_flops_per_s is None:
@@ -234,6 +290,7 @@ class Roster:
         return "; ".join(sorted(one.text for one in peaks if one))
 
     @property
+    @_remembered
     def power_limit_w(self) -> float | None:
         """Power limit of all GPUs together, where each has one, or the first die of its card has that of both."""
         owners: dict[str, float] = {}
@@ -244,6 +301,7 @@ class Roster:
         return sum(owners.values()) if owners and all(owners.values()) else None
 
     @property
+    @_remembered
     def baseline_w(self) -> float | None:
         """Idle power of all devices in scope, where it was measured on each."""
         owners: dict[str, float | None] = {}
@@ -253,43 +311,48 @@ class Roster:
         return sum(known) if known and len(known) == len(owners) else None
 
     @property
+    @_remembered
     def flops_per_token(self) -> float | None:
         """Model FLOPs of a token, where a rank said so."""
         return next((hello.flops_per_token for hello in self.hellos.values() if hello.flops_per_token), None)
 
     @property
+    @_remembered
     def hardware_flops_per_token(self) -> float | None:
         """FLOPs that the hardware does for a token, recomputation included, where a rank said so."""
         said = (hello.hardware_flops_per_token for hello in self.hellos.values())
         return next((flops for flops in said if flops), None)
 
     @property
+    @_remembered
     def total_iterations(self) -> int | None:
         """How long the job will be, where a rank said so."""
         return next((hello.total_iterations for hello in self.hellos.values() if hello.total_iterations), None)
 
     @property
+    @_remembered
     def style(self) -> str:
         """What an iteration is called in this job."""
         return "Step" if any(h.facts.get("style") == "Step" for h in self.hellos.values()) else "Iteration"
 
     @property
+    @_remembered
     def is_simulated(self) -> bool:
         """Whether any device is not real."""
         return any(device.simulated for device in self.devices.values())
 
     @property
+    @_remembered
     def measures_energy(self) -> bool:
         """Whether any device has an energy or power sensor."""
         return any(device.energy_method for device in self.devices.values())
 
     @property
+    @_remembered
     def scope(self) -> Scope:
         """Whose energy is the job's, and what it is called; once there are sums of it, it stays."""
-        if self._scope is None:
-            wanted, settled = self.config.power_scope, self._ledger.scope
-            self._scope = keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
-        return self._scope
+        wanted, settled = self.config.power_scope, self._ledger.scope
+        return keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
 
     @property
     def scopes(self) -> list[Scope]:
@@ -301,7 +364,8 @@ class Roster:
     def settle(self, scope: Scope) -> None:
         """Sum up the energy of this scope from now on, whatever sensors may come."""
         if scope.label and not self._ledger.scope:
-            self._ledger.scope, self._scope = scope.choice, None
+            self._ledger.scope = scope.choice
+            self._forget()
 
     def _nodes(self) -> list[Node]:
         nodes: dict[str, list[Device]] = {hello.host: [] for hello in self.hellos.values()}
@@ -310,12 +374,14 @@ class Roster:
         return list(nodes.values())
 
     @property
+    @_remembered
     def energy_method(self) -> str | None:
         """How the energy is measured."""
         methods = {self.devices[key].energy_method for key in self.scope.keys}
         return "+".join(method for method in METHODS if method in methods) or None
 
     @property
+    @_remembered
     def not_measured(self) -> tuple[str, ...]:
         """A sentence per quantity that some device cannot give."""
         sentences = {one_line(text) for device in self.devices.values() for text in device.not_measured}

@@ -35,6 +35,7 @@ FLOORS = """
 1.2  window  stall_text  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices
 1.2.2 devices.*
+1.2.2.5 columns
 1.2.3 energy_account  power_scope
 1.3  account
 1.4  ledger
