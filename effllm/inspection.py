@@ -99,9 +99,9 @@ def _stacks(pid: int) -> tuple[str, str]:
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[:500]
         return f"no stacks: py-spy failed: {said}", ""
-    # The line of the command may hold what is nobody's business.
-    lines = [line for line in done.stdout.decode(errors="replace").splitlines() if not line.startswith("Process ")]
-    stacks = "\n".join(lines).strip()
+    # Before the line of the version stands the command, which may hold what is nobody's business, line breaks too.
+    _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
+    stacks = (mark + stacks).strip()
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
 
 

@@ -1,0 +1,308 @@
+"""What an agent finds out about a trainer that stands: its stacks, its state, the dump of its NCCL flight recorder."""
+
+import ctypes
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jobs
+import pytest
+
+from effllm import flight_recorder, inspection, ptracer, trainer_process
+from effllm.inspection import Orders, bounded, inspect, top_of
+from effllm.inspection_child import InspectionChild
+from effllm.schema import MOST_STACK
+
+PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
+needs_py_spy = pytest.mark.skipif(not os.access(PY_SPY, os.X_OK), reason="py-spy is not installed")
+
+LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    while True: {}\nwait_for_data()\n"
+
+
+@contextmanager
+def trainer(body: str, *, stopped: bool = False, arguments=()):
+    """Run a process that stands in a function, and stop it if it is to be; yield its number and pidfd."""
+    with subprocess.Popen([sys.executable, "-c", LOOP.format(body), *arguments], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"in\n"
+        descriptor = os.pidfd_open(process.pid)
+        try:
+            if stopped:
+                os.kill(process.pid, signal.SIGSTOP)
+                jobs.until(lambda: trainer_process.state(process.pid) == "T")
+            else:
+                jobs.until(lambda: trainer_process.state(process.pid) == "S")
+            yield process.pid, descriptor
+        finally:
+            process.kill()
+            os.close(descriptor)
+
+
+def orders(pid: int, descriptor: int, folder: Path | str = "", rank: int = 17) -> Orders:
+    return Orders(pid, rank, descriptor, str(folder), f"rank-{rank}-iteration-1234")
+
+
+@pytest.fixture
+def no_recorder(monkeypatch, tmp_path):
+    """Take away what the caller's shell says of torch's flight recorder."""
+    for name in (flight_recorder.PIPE, *flight_recorder.PREFIXES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# --- stacks ---
+
+
+@needs_py_spy
+@pytest.mark.fault("trainer-stopped")
+@pytest.mark.parametrize(("body", "stopped"), [("time.sleep(0.01)", True), ("ctypes_sleep", False)])
+def test_the_stack_of_a_trainer_that_stands_is_found(no_recorder, body, stopped):
+    body = "__import__('ctypes').CDLL(None).sleep(100)" if body == "ctypes_sleep" else body
+    with trainer(body, stopped=stopped, arguments=["--token=secret"]) as (pid, descriptor):
+        found = inspect(orders(pid, descriptor))
+        state = trainer_process.state(pid)
+
+    assert found.top.startswith("wait_for_data (")
+    assert "wait_for_data" in found.text.partition("stacks, by py-spy:")[2]
+    assert f"state: {'T (stopped)' if stopped else 'S (sleeping)'}" in found.text
+    assert found.text.startswith(f"rank 17, process {pid}, ")
+    assert "secret" not in found.text
+    assert state == ("T" if stopped else "S"), "it was not let go"
+
+
+def test_without_py_spy_the_state_of_the_process_is_told_and_what_to_install(no_recorder, monkeypatch):
+    with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
+        monkeypatch.setattr(inspection.shutil, "which", lambda _: None)
+        monkeypatch.setattr(inspection.sys, "executable", "/nowhere/python")
+        found = inspect(orders(pid, descriptor))
+
+    assert "no stacks: py-spy is not installed (pip install 'effllm[forensics]')" in found.text
+    assert found.top.startswith("T (stopped)")
+
+
+def test_where_py_spy_may_not_look_that_is_said(no_recorder, monkeypatch, tmp_path):
+    refusing = tmp_path / "py-spy"
+    refusing.write_text("#!/bin/sh\necho 'Permission Denied: try as root' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(inspection.shutil, "which", lambda _: str(refusing))
+    with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
+        found = inspect(orders(pid, descriptor))
+
+    assert "no stacks: py-spy failed: Permission Denied: try as root" in found.text
+
+
+def test_of_a_trainer_that_has_ended_nothing_is_looked_at(no_recorder):
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        descriptor = os.pidfd_open(process.pid)
+    try:
+        assert inspect(orders(process.pid, descriptor)).top == "ended"
+    finally:
+        os.close(descriptor)
+
+
+def test_threads_are_told_by_where_they_wait():
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    text = trainer_process.description(os.getpid())
+    done.set()
+    for thread in threads:
+        thread.join()
+
+    assert text.startswith("state: R (running)")
+    counts = [int(line.split(" x ")[0]) for line in text.partition("threads:\n")[2].splitlines()]
+    assert sum(counts) >= 4
+
+
+def test_of_a_process_that_is_gone_there_is_no_state():
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+
+    assert trainer_process.state(process.pid) == ""
+
+
+STACKS = """Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 90 (idle): "Thread-1 (worker)"
+    wait (threading.py:324)
+    run (threading.py:982)
+Thread 77 (active): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2501)
+    train_step (train.py:88)
+"""
+
+
+def test_the_top_is_the_innermost_frame_of_the_main_thread():
+    assert top_of(STACKS, 77) == "all_reduce (torch/distributed/distributed_c10d.py:2501)"
+    assert top_of(STACKS.replace(': "MainThread"', ""), 77).startswith("all_reduce")
+    assert top_of(STACKS, 1).startswith("all_reduce")
+    assert top_of("nothing of the kind", 1) == ""
+
+
+def test_what_is_sent_is_bounded():
+    assert bounded("x" * MOST_STACK) == "x" * MOST_STACK
+    assert len(bounded("x" * (MOST_STACK + 1))) <= MOST_STACK
+    assert bounded("x" * (MOST_STACK + 1)).endswith("(cut off)\n")
+
+
+# --- as the agent keeps it ---
+
+
+@needs_py_spy
+def test_an_inspection_runs_beside_the_agent_and_one_at_a_time(no_recorder):
+    child = InspectionChild()
+    with trainer("time.sleep(0.01)", stopped=True) as (pid, descriptor):
+        assert child.start(orders(pid, descriptor), 0.0) == ""
+        first = child.descriptor
+        assert child.start(orders(pid, descriptor), 0.0) == ""
+        assert child.descriptor == first
+        found = jobs.until(lambda: child.look(1.0))
+
+    assert found.top.startswith("wait_for_data (")
+    assert child.descriptor == -1
+    assert child.due_s == float("inf")
+
+
+def test_an_inspection_that_takes_too_long_is_given_up(no_recorder, monkeypatch):
+    child = InspectionChild()
+    monkeypatch.setattr(
+        "effllm.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
+    )
+    child.start(orders(os.getpid(), -1), 0.0)
+    assert child.look(24.0) is None
+
+    assert child.look(25.5).top == "unknown: the inspection took more than 25 s"
+    assert child.look(26.0) is None
+
+
+def test_an_inspection_that_cannot_be_started_says_why(monkeypatch):
+    def refuse(*_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("effllm.inspection_child.spawn", refuse)
+
+    assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
+
+
+# --- the NCCL flight recorder: a pipe and a file as torch makes them, of no torch ---
+
+
+class Recorder:
+    """What torch does about its pipe: look at it now and then, and write a dump when there is something in it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.environ = {
+            flight_recorder.PIPE: f"{folder}/pipe_",
+            flight_recorder.PREFIXES[0]: f"{folder}/trace_rank_",
+        }
+        self.dump = folder / f"trace_rank_{rank}"
+        path = folder / f"pipe_{rank}.pipe"
+        os.mkfifo(path, 0o666)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+        os.close(self._descriptor)
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.05):
+            try:
+                asked = os.read(self._descriptor, 128)
+            except BlockingIOError:
+                continue
+            if asked:
+                with self.dump.open("wb") as file:
+                    for _ in range(3):
+                        file.write(b"\x80not to be opened")
+                        file.flush()
+                        time.sleep(0.1)
+
+
+def test_the_flight_recorder_is_asked_for_its_dump_which_is_copied_and_never_opened(monkeypatch, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with Recorder(tmp_path, 17) as recorder, trainer("time.sleep(1)") as (pid, descriptor):
+        for name, value in recorder.environ.items():
+            monkeypatch.setenv(name, value)
+        found = inspect(orders(pid, descriptor, run))
+
+    copied = run / "stacks" / "rank-17-iteration-1234.nccl"
+    assert f"dump of the NCCL flight recorder: {recorder.dump}, copied to stacks/{copied.name}" in found.text
+    assert copied.read_bytes() == 3 * b"\x80not to be opened"
+    assert stat.S_IMODE(copied.stat().st_mode) == 0o600
+
+
+def test_a_dump_that_torch_wrote_by_itself_is_named_and_one_of_an_earlier_process_is_not(monkeypatch, tmp_path):
+    monkeypatch.delenv(flight_recorder.PIPE, raising=False)
+    monkeypatch.setenv(flight_recorder.PREFIXES[1], f"{tmp_path}/old_name_")
+    monkeypatch.delenv(flight_recorder.PREFIXES[0], raising=False)
+    dump = tmp_path / "old_name_17"
+    dump.write_bytes(b"dump")
+    with trainer("time.sleep(1)") as (pid, descriptor):
+        os.utime(dump, (1e9, 1e9))
+        earlier = inspect(orders(pid, descriptor))
+        dump.touch()
+        later = inspect(orders(pid, descriptor))
+
+    assert "flight recorder" not in earlier.text
+    assert f"dump of the NCCL flight recorder: {dump}" in later.text
+
+
+def test_nobody_is_asked_through_what_is_no_pipe_or_has_no_reader(tmp_path):
+    environ = {flight_recorder.PIPE: f"{tmp_path}/pipe_"}
+    assert not flight_recorder.ask(0, environ)
+    (tmp_path / "pipe_0.pipe").write_text("")
+    assert not flight_recorder.ask(0, environ)
+    assert (tmp_path / "pipe_0.pipe").read_text() == ""
+    os.mkfifo(tmp_path / "pipe_1.pipe")
+    assert not flight_recorder.ask(1, environ)  # and returns
+
+
+def test_a_dump_that_is_a_link_or_somebody_elses_folder_is_not_followed(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "trace_0").symlink_to(secret)
+
+    assert flight_recorder.newest([tmp_path / "trace_0"], 0.0) is None
+    with pytest.raises(OSError, match="symbolic"):
+        flight_recorder.copy(tmp_path / "trace_0", tmp_path / "out" / "copy")
+
+
+def test_the_dumps_of_torch_lie_where_its_source_says(monkeypatch):
+    assert flight_recorder.dump_paths(
+        3, {"TORCH_FR_DUMP_TEMP_FILE": "/a/t_", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/b/t_"}
+    ) == [Path("/a/t_3")]
+    assert flight_recorder.dump_paths(3, {"HOME": "/home/me"}) == [
+        Path("/home/me/.cache/torch/comm_lib_trace_rank_3"),
+        Path("/tmp/nccl_trace_rank_3"),
+    ]
+
+
+# --- who may look ---
+
+
+def test_the_agent_is_named_as_tracer_where_the_kernel_asks_for_that_alone(tmp_path):
+    scope = tmp_path / "ptrace_scope"
+    assert not ptracer.allow(os.getpid(), scope)  # there is no Yama
+    for value in ("0", "2"):
+        scope.write_text(f"{value}\n")
+        assert not ptracer.allow(os.getpid(), scope)
+    scope.write_text("1\n")
+
+    # A kernel without Yama refuses the call, which is told and harms nobody.
+    has_yama = ctypes.CDLL(None).prctl(ptracer.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
+    assert ptracer.allow(os.getpid(), scope) is has_yama
