@@ -57,7 +57,6 @@ FAULTS = {
     "slow-disk": Fault(
         "the disk or the network file system of the run folder stalls",
         "the receiving loop and the other sinks go on; training does not notice; windows are written when it goes on",
-        UNWRITTEN,
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
@@ -103,17 +102,14 @@ FAULTS = {
     "disk-full": Fault(
         "the disk of the run folder is full",
         "said once; no torn line, no half summary; agents keep their windows; written when there is room, else counted",
-        UNWRITTEN,
     ),
     "read-only": Fault(
         "the file system of the run folder becomes read-only, and writable again",
         "as a full disk",
-        UNWRITTEN,
     ),
     "folder-removed": Fault(
         "somebody removes the run folder under a running job",
         "said once; it is made again and what follows is written; nothing dies",
-        UNWRITTEN,
     ),
     "aggregator-by-hand": Fault(
         "the aggregator is started anew by hand on the same run",

@@ -1,0 +1,71 @@
+"""What must hold after every fault: the ledger has all that happened, once, and training has not noticed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jobs import Job, Ledger
+from pytest import approx
+
+from effllm.devices.simulated import waveform_of
+from effllm.schema import Summary
+
+#: Of the energy of a run: what the first and the last sample leave open.
+ENERGY_ERROR = 0.02
+
+
+def assert_whole(
+    ledger: Ledger, iterations: Mapping[int, int], tokens: int = 100, status: str = "completed"
+) -> Summary:
+    """Compare what is in the folder with the truth: iterations by rank, tokens of each, joules of the waveform."""
+    summary = ledger.summary
+    assert summary.status == status
+    assert (summary.iterations, summary.tokens) == (max(iterations.values()), tokens * sum(iterations.values()))
+    rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in iterations}
+    for rank, count in iterations.items():
+        held = [i for row in rows[rank] for i in range(row.iteration_first, row.iteration_last + 1)]
+        assert held == list(range(1, count + 1))
+        assert sum(row.tokens for row in rows[rank]) == tokens * count
+        measured_j = sum(row.energy_j for row in rows[rank])
+        assert measured_j == approx(true_j(rows[rank], rank), rel=ENERGY_ERROR)
+    shown = [report.iteration_last for report in ledger.windows if not report.correction]
+    assert shown == sorted(shown)
+    assert len({report.window for report in ledger.windows if not report.correction}) == len(shown)
+    if summary.energy.total_joules is not None:
+        assert summary.energy.total_joules == approx(
+            sum(row.energy_j for of_rank in rows.values() for row in of_rank), rel=1e-6
+        )
+    return summary
+
+
+def true_j(rows: Sequence[Any], rank: int) -> float:
+    """Return what the simulated device of a rank drew from the start of its first row to the end of its last."""
+    unix_s = time.time() - time.monotonic()
+    return waveform_of(rank).energy_j(rows[0].start_time_s - unix_s, rows[-1].end_time_s - unix_s)
+
+
+def assert_undisturbed(job: Job, between_s: tuple[float, float], longest_s: float = 0.2) -> None:
+    """Say what the steps took during the fault and beside it; fail only where one waited for long.
+
+    A ratio is printed, because other processes of the machine are in it.
+    """
+    steps = [(start, end - start) for start, end in json.loads((job.folder / "truth.json").read_text())["steps"]]
+    during = [took for start, took in steps if between_s[0] <= start <= between_s[1]]
+    beside = [took for start, took in steps if not between_s[0] <= start <= between_s[1]]
+    assert during and beside
+    ratio = statistics.median(during) / statistics.median(beside)
+    print(f"median step during the fault over beside it: {ratio:.3f}; the longest took {max(during):.4f} s")
+    assert max(during) < longest_s
+
+
+def assert_readable(folder: Path) -> None:
+    """Read every JSON file of a run folder whole; none may be half written, and none of ours stays beside them."""
+    for path in folder.glob("*.json"):
+        msgspec.json.decode(path.read_bytes())
+    assert [path.name for path in folder.glob(".*")] == []

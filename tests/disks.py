@@ -1,0 +1,113 @@
+"""Disks of their own, for tests that fill, stop and break them: ext4 in a file, mounted through a loop device.
+
+Needs root; where loop devices cannot be mounted, the tests that ask for a disk are skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MIB = 2**20
+
+
+class Disk:
+    """A small file system at ``path``."""
+
+    def __init__(self, folder: Path, mebibytes: int = 8) -> None:
+        self.path = folder / "disk"
+        self._image, self._count = folder / "disk0.img", 0
+        self._size = mebibytes * MIB
+        self._device = ""
+
+    def open(self) -> None:
+        """Make and mount it."""
+        if os.geteuid() != 0:
+            pytest.skip("a disk of its own needs root, to mount it")
+        for tool in ("mkfs.ext4", "losetup", "fsfreeze"):
+            if not shutil.which(tool):
+                pytest.skip(f"there is no {tool}, by which a disk of its own is made")
+        self.path.mkdir()
+        with self._image.open("wb") as file:
+            file.truncate(self._size)
+        _run("mkfs.ext4", "-q", "-F", "-m", "0", str(self._image))
+        try:
+            self._mount()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no disk can be mounted here: {error.stderr.decode(errors='replace').strip()}")
+
+    def fill(self) -> None:
+        """Leave no room at all."""
+        with (self.path / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            for size in (64 * 1024, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(b"x" * size):
+                        pass
+        os.sync()
+
+    def empty(self) -> None:
+        """Give the room back."""
+        (self.path / "filler").unlink()
+        os.sync()
+
+    def freeze(self) -> None:
+        """Let every write to it wait."""
+        _run("fsfreeze", "-f", str(self.path))
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        _run("fsfreeze", "-u", str(self.path))
+
+    def break_down(self) -> None:
+        """Let the kernel find an error, after which it lets nobody write any more; what was written by then is on it."""
+        trigger = Path("/sys/fs/ext4") / Path(self._device).name / "trigger_fs_error"
+        if not trigger.exists():
+            pytest.skip("this kernel cannot be told to find an error in a file system")
+        self.freeze()  # nothing comes between what is synchronised and the error
+        trigger.write_text("effllm")
+        self.thaw()
+
+    def repair(self) -> None:
+        """Mount what is on it anew, repaired, in the same place; who had a file open has the broken one."""
+        broken = self._image
+        _run("umount", "-l", str(self.path))
+        self._count += 1
+        self._image = broken.with_name(f"disk{self._count}.img")
+        shutil.copyfile(broken, self._image)
+        subprocess.run(["e2fsck", "-fp", str(self._image)], check=False, capture_output=True)
+        self._mount()
+
+    def close(self) -> None:
+        """Take it away."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self.thaw()
+        while subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True).returncode == 0:
+            pass  # loop devices go with their last mount
+
+    def _mount(self) -> None:
+        self._device = _run("losetup", "-f", "--show", str(self._image)).strip()
+        try:
+            _run("mount", "-o", "errors=remount-ro", self._device, str(self.path))
+        finally:
+            _run("losetup", "-d", self._device)  # once nobody has it mounted
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout.decode()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk of 8 MiB, mounted at ``disk.path``."""
+    made = Disk(tmp_path)
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()

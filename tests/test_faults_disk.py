@@ -1,0 +1,168 @@
+"""The disk of the run folder is full, stands still, breaks or is taken away, under jobs that run."""
+
+import os
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+
+import jobs
+import pytest
+from after_fault import assert_readable, assert_undisturbed, assert_whole
+
+pytest_plugins = ["disks"]
+pytestmark = pytest.mark.faults
+
+LOOP = "loop.py"
+
+
+@pytest.fixture
+def run(launch, disk):
+    """Start a loop whose run folder is on the disk; wait until it has written windows."""
+
+    def start(iterations, step_s=0.01, **settings):
+        job = launch.python(
+            LOOP, "--iterations", iterations, "--step-s", step_s, run_dir=disk.path / "runs", run_name="one", **settings
+        )
+        ledger = jobs.Ledger(disk.path / "runs" / "one")
+        jobs.until(lambda: ledger.num_windows >= 3)
+        return job, ledger
+
+    return start
+
+
+@contextmanager
+def fault(stretch):
+    """Note from when to when something is broken, on the monotonic clock."""
+    stretch.append(time.monotonic())
+    yield
+    stretch.append(time.monotonic())
+
+
+def blocks(job):
+    return job.stdout.count("[EfficientLLM Metrics]")
+
+
+def more_blocks(job, count):
+    """Wait for so many further windows on the console."""
+    before = blocks(job)
+    jobs.until(lambda: blocks(job) >= before + count)
+
+
+def troubles(ledger):
+    return [text for text in ledger.told("sink") if text.startswith("run folder")]
+
+
+@pytest.mark.fault("disk-full")
+def test_windows_of_a_full_disk_wait_and_are_all_there_when_there_is_room_again(run, disk):
+    job, ledger = run(500)
+    stretch = []
+    with fault(stretch):
+        disk.fill()
+        jobs.until(lambda: "cannot be written: No space left on device" in job.stdout)
+        more_blocks(job, 15)
+        assert_readable(ledger.folder)
+    disk.empty()
+    job.done()
+
+    assert_whole(ledger, {0: 500})
+    assert [text.partition(":")[0].split(" ", 3)[-1] for text in troubles(ledger)] == [
+        "cannot be written",
+        "is written again",
+    ]
+    assert ledger.summary.left_out.keys() <= {"tensorboard"}
+    assert_undisturbed(job, stretch)
+    assert_readable(ledger.folder)
+
+
+@pytest.mark.fault("disk-full")
+def test_a_job_whose_disk_stays_full_ends_in_time_and_leaves_what_fitted_whole(run, disk):
+    job, ledger = run(150)
+    disk.fill()
+    jobs.until(lambda: "cannot be written" in job.stdout)
+    job.done()
+
+    assert_readable(ledger.folder)
+    assert ledger.summary.status == "running"  # the last that could be written
+    shown = [report.iteration for report in ledger.windows]
+    assert shown == list(range(10, 10 * len(shown) + 1, 10))
+    assert "[EfficientLLM] Run completed" in job.stdout
+
+
+@pytest.mark.fault("read-only")
+def test_a_file_system_that_the_kernel_makes_read_only_costs_no_window_once_it_is_mounted_anew(run, disk):
+    job, ledger = run(500)
+    stretch = []
+    with fault(stretch):
+        disk.break_down()
+        jobs.until(lambda: "cannot be written: Read-only file system" in job.stdout)
+        more_blocks(job, 10)
+    disk.repair()
+    job.done()
+
+    assert_whole(ledger, {0: 500})
+    assert len(troubles(ledger)) == 2
+    assert_undisturbed(job, stretch)
+    assert_readable(ledger.folder)
+
+
+@pytest.mark.fault("slow-disk")
+def test_a_disk_that_stands_still_holds_up_neither_training_nor_the_console_and_loses_nothing(run, disk):
+    job, ledger = run(500)
+    stretch = []
+    with fault(stretch):
+        disk.freeze()
+        written = ledger.num_windows
+        more_blocks(job, 20)
+        assert ledger.num_windows <= written + 1
+    disk.thaw()
+    job.done()
+
+    summary = assert_whole(ledger, {0: 500})
+    assert summary.left_out == {}
+    assert_undisturbed(job, stretch)
+
+
+@pytest.mark.fault("slow-disk")
+def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_windows_come_later(run, disk):
+    job, ledger = run(150)
+    disk.freeze()
+    began_s = time.monotonic()
+    assert job.wait(20).code == 0
+    assert time.monotonic() - began_s < 15.0
+    disk.thaw()
+    assert not job.left(within_s=8.0)
+
+    assert_whole(ledger, {0: 150})
+
+
+@pytest.mark.fault("folder-removed")
+def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follows(launch):
+    job = launch.python(LOOP, "--iterations", 300)
+    jobs.until(lambda: job.num_windows >= 5)
+    (folder,) = job.runs()
+    shutil.rmtree(folder)
+    jobs.until(lambda: "was removed" in job.stdout)
+    job.done()
+    ledger = job.ledger
+
+    assert (ledger.summary.status, ledger.summary.iterations, ledger.summary.tokens) == ("completed", 300, 30_000)
+    last = [report.iteration_last for report in ledger.windows]
+    assert last[-1] == 300 and last[:-1] == list(range(last[0], 301, 10))
+    assert ledger.facts["config"]["log_interval"] == 10
+    assert len(troubles(ledger)) == 1
+
+
+@pytest.mark.fault("disk-full", "aggregator-sigkill")
+def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run, disk):
+    job, ledger = run(500)
+    disk.fill()
+    jobs.until(lambda: "cannot be written" in job.stdout)
+    more_blocks(job, 5)
+    (server,) = job.find("effllm.server")
+    os.kill(server, signal.SIGKILL)
+    jobs.until(lambda: any(pid != server for pid in job.find("effllm.server")))
+    disk.empty()
+    job.done()
+
+    assert_whole(ledger, {0: 500})
