@@ -51,9 +51,12 @@ class Aggregator:
         attempt: which start of the job this is, from 1.
         time_s: unix time of the start.
         ledger: what a killed predecessor left.
+        boot: tells this machine's monotonic clock from others; empty where nobody knows.
     """
 
-    def __init__(self, config: Config, job: str, attempt: int, time_s: float, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, config: Config, job: str, attempt: int, time_s: float, ledger: Ledger | None = None, boot: str = ""
+    ) -> None:
         self._config = config
         self._ledger = ledger or Ledger(attempt=attempt, job=job, started_time_s=time_s)
         self._roster = Roster(config, self._ledger)
@@ -65,6 +68,7 @@ class Aggregator:
         self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
         self._notes: dict[int, int] = {}  # of each rank
         self._last_report: ClusterReport | None = None
+        self._boot = boot
         self._stalls = Stalls(config, self._roster, self._ledger, self._event)
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
@@ -81,6 +85,9 @@ class Aggregator:
         if is_new:
             self._event("joined", f"rank {message.rank} joined from {message.host}", time_s, message.rank)
         self._stalls.hello(message, is_new, now_s)
+        self._pass_time(now_s, time_s)
+        self._ledger.goodput.hear()
+        self._ledger.goodput.join(message.rank, message.world_size, message.offset, message.is_numbered, is_new)
         self._hear(message.rank, now_s, time_s)
         for device in message.devices:
             for sentence in device.not_measured:
@@ -98,7 +105,7 @@ class Aggregator:
                 self.garbage += 1
                 continue
             self._hear(row.rank, now_s, time_s)
-            rank.agent_cpu_s = max(rank.agent_cpu_s, message.agent_cpu_s)
+            self._spend(rank, message)
             self._lose(row.rank, rank, message.lost, time_s)
             if row.sequence <= rank.last_sequence:
                 self.duplicates += 1
@@ -108,6 +115,7 @@ class Aggregator:
             rank.iteration = row.iteration_last
             self._stalls.row(row, now_s)
             if row.window <= self._ledger.closed:
+                self._pass_time(now_s, time_s)
                 self._take_late(row, time_s)
             else:
                 self._pending.setdefault(row.window, _Pending(first_s=now_s)).rows[row.rank] = row
@@ -121,6 +129,8 @@ class Aggregator:
             self._hear(message.rank, now_s, time_s)
             self._lose(message.rank, rank, message.lost, time_s)
             self._stalls.beat(message, now_s)
+            self._pass_time(now_s, time_s)
+            self._ledger.goodput.hear()
 
     def stack(self, message: Stack, now_s: float, time_s: float) -> None:
         """Take what a trainer that stands was doing; what nobody has asked for is counted as garbage."""
@@ -147,7 +157,10 @@ class Aggregator:
             return False
         self._hear(message.rank, now_s, time_s)
         self._lose(message.rank, rank, message.lost, time_s)
-        rank.agent_cpu_s = max(rank.agent_cpu_s, message.agent_cpu_s)
+        self._spend(rank, message)
+        self._pass_time(now_s, time_s)
+        self._ledger.goodput.hear()
+        self._ledger.goodput.leave(message.rank)
         if self._roster.leave(rank, message.status, now_s):
             self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
             self._stalls.bye(message.rank, rank.bye, now_s)
@@ -168,8 +181,9 @@ class Aggregator:
         """Let time pass: name ranks that fell silent, close windows whose deadline has passed."""
         for rank, seconds in self._roster.fall_silent(now_s).items():
             self._event("silent", f"rank {rank} has said nothing for {seconds:.0f} s", time_s, rank)
+        self._pass_time(now_s, time_s)
         self._stalls.tick(now_s, time_s)
-        self._ledger.hang_s += self._stalls.take_s(now_s)
+        self._ledger.note_hang(self._stalls.take_s(now_s))
         self._close_ready(now_s)
 
     # --- what goes out ---
@@ -260,6 +274,8 @@ class Aggregator:
             overdue = now_s - self._pending[window].first_s > self._deadline_s()
             if not overdue and self._roster.behind(window, now_s):
                 return
+            self._pass_time(now_s)
+            self._ledger.goodput.hear()
             self._close(window)
 
     def _deadline_s(self) -> float:
@@ -342,6 +358,23 @@ class Aggregator:
         }
 
     # --- what is said ---
+
+    def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
+        set_by_s = self._ledger.goodput.clock.advance(now_s, time_s, self._boot)
+        if set_by_s is not None and time_s is not None:
+            text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s: no time of this run counts that"
+            self._event("clock", text, time_s)
+
+    @staticmethod
+    def _spend(rank: RankState, message: Reports | Bye) -> None:
+        rank.agent_cpu_s = max(rank.agent_cpu_s, message.agent_cpu_s)
+        rank.sent_bytes = max(rank.sent_bytes, message.sent_bytes)
+        if message.recorder_cpu_s is not None:
+            rank.recorder_cpu_s = max(rank.recorder_cpu_s or 0.0, message.recorder_cpu_s)
+
+    def note_own(self, cpu_s: float, received_bytes: int) -> None:
+        """Take what this process has cost so far."""
+        self._ledger.serving_cpu_s, self._ledger.serving_bytes = cpu_s, received_bytes
 
     def _hear(self, rank: int, now_s: float, time_s: float) -> None:
         if self._roster.hear(rank, now_s):

@@ -8,11 +8,13 @@ the classes add up to the elapsed time.  Definitions: docs/goodput.md.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
+from effllm.columns import Array, Table, fields_of
 from effllm.schema import (
     CHECKPOINT,
     EVALUATION,
@@ -58,48 +60,83 @@ class Axis(Struct):
     at_s: float | None = None
     is_resumed: bool = False  # another process has gone on since it was read
 
-    def advance(self, now_s: float, time_s: float, boot: str = "") -> float | None:
-        """Move on to a moment; return by how much the wall clock was set, where that is known or time went back.
+    def advance(self, now_s: float, time_s: float | None, boot: str = "") -> float | None:
+        """Move on to a moment; return by how much the wall clock was set, where that is known.
 
         Args:
             now_s: of the monotonic clock.
-            time_s: unix time.
+            time_s: unix time; ``None`` where nobody has looked.
             boot: of the machine that these were read on.
         """
         set_by_s = None
+        is_same = not self.is_resumed or (bool(self.boot) and boot == self.boot and now_s >= self.now_s)
+        step_s = max(now_s - self.now_s, 0.0)
+        wall_s = step_s if time_s is None else time_s - self.time_s
         if self.at_s is None:
-            self.at_s = 0.0
-        elif not self.is_resumed or (self.boot and boot == self.boot and now_s >= self.now_s):
-            step_s = max(now_s - self.now_s, 0.0)
+            self.at_s, wall_s = 0.0, (time_s or 0.0)
+        elif is_same:
             self.at_s += step_s
-            if self.is_resumed and abs(time_s - self.time_s - step_s) > SET_BY_S:
-                set_by_s = time_s - self.time_s - step_s
+            set_by_s = wall_s - step_s if abs(wall_s - step_s) > SET_BY_S else None
         else:
-            step_s = time_s - self.time_s
-            self.at_s += max(step_s, 0.0)
-            set_by_s = step_s if step_s < -SET_BY_S else None
-        self.boot, self.now_s, self.time_s, self.is_resumed = boot, now_s, time_s, False
+            self.at_s += max(wall_s, 0.0)
+            set_by_s = wall_s if wall_s < -SET_BY_S else None
+        self.boot, self.now_s, self.time_s, self.is_resumed = boot, now_s, self.time_s + wall_s, False
         return set_by_s
 
 
-class Tile(Struct, array_like=True):
-    """What one rank's rows cover in one attempt; positions are on the axis of the run's clock."""
+class Tiles(Table):
+    """What the rows of each rank cover in one attempt; positions are on the axis of the run."""
 
-    told_s: float = 0.0
-    begin_s: float | None = None  # of its first row, as late as its rows allow
-    left_s: float | None = None  # when it said goodbye
-    rows: int = 0
-    last_sequence: int = 0
-    is_whole: bool = True  # no row was lost before the first that came, and it never came back
-    is_final: bool = False
-    away_s: float = 0.0  # between goodbyes and returns
+    NAMES = (
+        "told_s",
+        "begin_s",  # of its first row, as late as its rows allow
+        "left_s",  # when it said goodbye
+        "away_s",  # between goodbyes and returns
+        "rows",
+        "last_sequence",
+        "is_broken",  # rows were lost before the first that came, or it went and came back
+        "is_final",
+    )
+    EMPTY = (0.0, np.nan, np.nan, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def lay(self, ranks: Sequence[int], sequences: Array, finals: Array, seconds: Array, at_s: float) -> float:
+        """Lay rows behind those of their ranks, by when they have come; return where the earliest of all begins."""
+        at = self.find(ranks)
+        told_s, begin_s, left_s, away_s, rows, last, broken, final = self.values[at].T
+        broken = np.maximum(broken, (rows == 0) & (sequences > 1))
+        told_s = told_s + seconds
+        # Rows end before they come, and before their rank says goodbye.
+        begin_s = np.fmin(begin_s, np.fmin(left_s, at_s) - told_s - away_s)
+        rows, last, final = rows + 1, np.maximum(last, sequences), np.maximum(final, finals)
+        self.values[at] = np.stack((told_s, begin_s, left_s, away_s, rows, last, broken, final), axis=1)
+        return float(begin_s.min())
+
+    def leave(self, rank: int, at_s: float) -> None:
+        """Take a farewell."""
+        left_s = self.column("left_s")[self.find([rank])]
+        if np.isnan(left_s[0]):
+            self.column("left_s")[self.find([rank])] = at_s
+
+    def come_back(self, rank: int, at_s: float) -> None:
+        """Take another agent of a rank that has had one."""
+        at = self.find([rank])
+        if self.column("rows")[at][0]:
+            self.column("away_s")[at] += np.nan_to_num(at_s - self.column("left_s")[at])
+            self.column("left_s")[at], self.column("is_broken")[at] = np.nan, 1.0
 
     @property
-    def end_s(self) -> float | None:
-        """Where its rows end, if there will be none after and none is missing; else when it left."""
-        if self.left_s is not None and self.is_final and self.is_whole and self.rows == self.last_sequence:
-            return self.begin_s + self.told_s if self.begin_s is not None else self.left_s
-        return self.left_s
+    def ends_s(self) -> Array:
+        """Where the rows of ranks end that have left, if none is missing; else when they left, nan if they have not."""
+        told_s, begin_s, left_s, _, rows, last, broken, final = self.values.T
+        is_known = (final > 0) & (broken == 0) & (rows == last) & np.isfinite(left_s)
+        ends_s: Array = np.where(is_known, begin_s + told_s, left_s)
+        return ends_s
+
+    def idle_s(self, begin_s: float, end_s: float) -> float:
+        """Return the rank-seconds between these before ranks came, after they left, and while they were away."""
+        before_s = np.where(self.column("is_broken") > 0, 0.0, np.nan_to_num(self.column("begin_s") - begin_s))
+        after_s = np.maximum(np.nan_to_num(end_s - self.ends_s), 0.0)
+        return float(before_s.sum() + after_s.sum() + self.column("away_s").sum())
 
 
 class Span(Struct, array_like=True):
@@ -162,7 +199,7 @@ class Attempt(Struct):
     zero_time_s: float = 0.0  # unix time of the axis' zero, as this attempt has it
     world_size: int = 0
     status: str = "running"
-    ranks: dict[int, Tile] = {}
+    ranks: Tiles = msgspec.field(default_factory=Tiles)
     told_s: float = 0.0  # rank-seconds of all rows
     seconds: dict[str, float] = {}  # by class: rank-seconds
     joules: dict[str, float] = {}
@@ -177,24 +214,11 @@ class Attempt(Struct):
     redone: tuple[float, float, int] = (0.0, 0.0, 0)  # rank-seconds, joules, iterations
 
     @property
-    def elapsed_s(self) -> float:
-        """From its first row to its end, or to the last that was heard."""
-        if self.begin_s is None:
-            return 0.0
-        return max((self.heard_s if self.end_s is None else self.end_s) - self.begin_s, 0.0)
-
-    def idle_until(self, end_s: float) -> float:
-        """Return the rank-seconds before ranks came and after they left."""
-        idle_s = 0.0
-        begin_s = self.begin_s or 0.0
-        for tile in self.ranks.values():
-            idle_s += tile.away_s
-            if tile.is_whole and tile.begin_s is not None:
-                idle_s += tile.begin_s - begin_s
-            left_s = tile.end_s
-            if left_s is not None:
-                idle_s += max(end_s - left_s, 0.0)
-        return idle_s
+    def ended_s(self) -> float:
+        """Where the last rank's rows end if all have left, else when any was heard last."""
+        ends_s = self.ranks.ends_s
+        everyone_left = 0 < self.world_size <= len(ends_s) and bool(np.isfinite(ends_s).all())
+        return float(ends_s.max()) if everyone_left else self.heard_s
 
 
 class Goodput(Struct):
@@ -210,15 +234,14 @@ class Goodput(Struct):
 
     # --- what comes in ---
 
-    def hear(self, now_s: float, time_s: float, boot: str = "") -> float | None:
-        """Note a sign of life of any rank; return by how much the wall clock was found to be set, if it was."""
-        set_by_s = self.clock.advance(now_s, time_s, boot)
+    def hear(self) -> None:
+        """Note a sign of life of any rank, now."""
         attempt, at_s = self.attempt, self.clock.at_s or 0.0
         if attempt.begin_s is None:
             attempt.begin_s = at_s
-            attempt.zero_time_s = time_s - at_s
+        if not attempt.zero_time_s:
+            attempt.zero_time_s = self.clock.time_s - at_s
         attempt.heard_s = at_s
-        return set_by_s
 
     def join(self, rank: int, world_size: int, offset: int, is_numbered: bool, is_new: bool) -> None:
         """Take an introduction; ``is_new`` where it is the agent's first."""
@@ -227,66 +250,47 @@ class Goodput(Struct):
         attempt.is_numbered = attempt.is_numbered or is_numbered or offset != 0
         if not attempt.last:
             attempt.offset = offset
-        tile = attempt.ranks.setdefault(rank, Tile())
-        if is_new and tile.rows:
-            if tile.left_s is not None:
-                tile.away_s += max((self.clock.at_s or 0.0) - tile.left_s, 0.0)
-            tile.is_whole, tile.is_final, tile.left_s = False, False, None
+        if is_new:
+            attempt.ranks.come_back(rank, self.clock.at_s or 0.0)
 
     def leave(self, rank: int) -> None:
         """Take a farewell."""
-        tile = self.attempt.ranks.setdefault(rank, Tile())
-        if tile.left_s is None:
-            tile.left_s = self.clock.at_s
+        self.attempt.ranks.leave(rank, self.clock.at_s or 0.0)
 
-    def count_rows(self, window: int, rows: Iterable[RankReport]) -> None:
+    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
         """Enter the rows of a window, each of which may be entered once."""
-        attempt, at_s = self.attempt, self.clock.at_s or 0.0
-        busy_s = wait_s = told_s = 0.0
-        first, last = 0, 0
+        attempt = self.attempt
+        numbers = fields_of(rows, ("sequence", "final", "iteration_first", "iteration_last", "busy_s", "wait_s"))
+        sequences, finals, firsts, lasts, busy_s, wait_s = numbers.T
+        seconds = busy_s + wait_s
         phases: dict[str, float] = {}
-        for row in rows:
-            seconds = row.busy_s + row.wait_s
-            busy_s += row.busy_s
-            wait_s += row.wait_s
-            for name, spent_s in row.phases_s.items():
-                known = name if name in CLASSES else OTHER
-                phases[known] = phases.get(known, 0.0) + spent_s
-                seconds += spent_s
-            told_s += seconds
-            if row.iteration_last >= row.iteration_first:
-                first = min(first or row.iteration_first, row.iteration_first)
-                last = max(last, row.iteration_last)
-            if row.iteration_shown != row.iteration_last:
-                attempt.offset, attempt.is_numbered = row.iteration_shown - row.iteration_last, True
-            self._lay(row, seconds, at_s)
-        attempt.told_s += told_s
+        for i, row in enumerate(rows):
+            if row.phases_s:
+                seconds[i] += sum(row.phases_s.values())
+                for name, spent_s in row.phases_s.items():
+                    known = name if name in CLASSES else OTHER
+                    phases[known] = phases.get(known, 0.0) + spent_s
+        begin_s = attempt.ranks.lay([row.rank for row in rows], sequences, finals, seconds, self.clock.at_s or 0.0)
+        attempt.begin_s = begin_s if attempt.begin_s is None else min(attempt.begin_s, begin_s)
+        attempt.told_s += float(seconds.sum())
         for name, spent_s in phases.items():
             attempt.seconds[name] = attempt.seconds.get(name, 0.0) + spent_s
+        worked = lasts >= firsts
+        first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
         if last:
             attempt.first, attempt.last = min(attempt.first or first, first), max(attempt.last, last)
-        added = Span(window, window, first or 1, last, busy_s, wait_s, shutdown_s=phases.get(SHUTDOWN, 0.0))
+        self._number(rows)
+        added = Span(window, window, first, last, float(busy_s.sum()), float(wait_s.sum()))
+        added.shutdown_s = phases.get(SHUTDOWN, 0.0)
         self._enter(window, added)
         if window in attempt.hangs:
             self.note_hang(window, attempt.hangs.pop(window))
 
-    def _lay(self, row: RankReport, seconds: float, at_s: float) -> None:
-        """Lay a row behind the ones of its rank: they end before they come."""
-        attempt = self.attempt
-        tile = attempt.ranks.get(row.rank)
-        if tile is None:
-            tile = attempt.ranks[row.rank] = Tile()
-        if not tile.rows and row.sequence > 1:
-            tile.is_whole = False
-        tile.told_s += seconds
-        tile.rows += 1
-        tile.last_sequence = max(tile.last_sequence, row.sequence)
-        tile.is_final = tile.is_final or row.final
-        begin_s = (at_s if tile.left_s is None else min(tile.left_s, at_s)) - tile.told_s - tile.away_s
-        if tile.begin_s is None or begin_s < tile.begin_s:
-            tile.begin_s = begin_s
-            if attempt.begin_s is None or begin_s < attempt.begin_s:
-                attempt.begin_s = begin_s
+    def _number(self, rows: Sequence[RankReport]) -> None:
+        """Learn by which number people know the iterations: from any rank, the newest word."""
+        told = next((row for row in rows if row.iteration_shown != row.iteration_last), None)
+        if told is not None:
+            self.attempt.offset, self.attempt.is_numbered = told.iteration_shown - told.iteration_last, True
 
     def _enter(self, window: int, added: Span) -> Span:
         """Add to the span of a window, which is made where there is none."""
@@ -388,12 +392,11 @@ class Goodput(Struct):
 
     @staticmethod
     def _settle(attempt: Attempt, status: str) -> None:
-        ends = [tile.end_s for tile in attempt.ranks.values()]
-        known = [end_s for end_s in ends if end_s is not None]
-        everyone_left = known and len(known) == len(ends) == attempt.world_size
-        attempt.end_s = max(known) if everyone_left else attempt.heard_s
-        attempt.idle_s = min(attempt.idle_until(attempt.end_s), _untold_s(attempt, attempt.end_s))
-        attempt.status, attempt.ranks = status, {}
+        attempt.end_s = attempt.ended_s
+        if attempt.begin_s is not None:
+            idle_s = attempt.ranks.idle_s(attempt.begin_s, attempt.end_s)
+            attempt.idle_s = min(idle_s, _untold_s(attempt, attempt.end_s))
+        attempt.status, attempt.ranks = status, Tiles()
 
     def _fold(self) -> None:
         """Make one of the two oldest attempts, with what lay between them as unknown."""
@@ -404,16 +407,20 @@ class Goodput(Struct):
                 mine[name] = mine.get(name, 0.0) + value
         first.told_s += second.told_s
         first.idle_s += second.idle_s
+        shift = second.offset - first.offset
+        for span in second.spans:
+            span.first, span.last = span.first + shift, span.last + shift
+        first.first, first.last = first.first or second.first + shift, max(first.last, second.last + shift)
         first.spans, first.redone_from, first.status = first.spans + second.spans, None, second.status
         del self.attempts[1]
 
     # --- what goes out ---
 
-    def summary(self, now_s: float | None = None, measures_energy: bool = True) -> GoodputSummary:
+    def summary(self, is_over: bool = False, measures_energy: bool = True) -> GoodputSummary:
         """Return the classes so far.
 
         Args:
-            now_s: seconds since the last sign of life that count as well; ``None`` where the job is over.
+            is_over: the job has ended: nothing after its last sign of life is its time.
             measures_energy: whether any device does.
         """
         seconds, rank_seconds = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
@@ -421,7 +428,7 @@ class Goodput(Struct):
         told: list[AttemptSummary] = []
         elapsed_s, before, again = 0.0, None, self._least_shown_after()
         for attempt, least in zip(self.attempts, again, strict=True):
-            end_s = self._end_of(attempt, now_s)
+            end_s = self._end_of(attempt, is_over)
             span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
             gap_s = 0.0
             if before is not None and attempt.begin_s is not None:
@@ -455,12 +462,10 @@ class Goodput(Struct):
     def _knows_repeats(self) -> bool:
         return all(attempt.is_numbered for attempt in self.attempts[1:] if attempt.last)
 
-    def _end_of(self, attempt: Attempt, now_s: float | None) -> float:
+    def _end_of(self, attempt: Attempt, is_over: bool) -> float:
         if attempt.end_s is not None:
             return attempt.end_s
-        if now_s is not None:
-            return max(attempt.heard_s, self.clock.at_s or 0.0) + max(now_s, 0.0)
-        return attempt.heard_s
+        return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
 
     def _least_shown_after(self) -> list[float | None]:
         """Return for each attempt the least number with which a later one began, where that is known."""
@@ -500,7 +505,10 @@ def _classes(attempt: Attempt, span_s: float, end_s: float) -> dict[str, float]:
     classes[KEPT] = classes.get(KEPT, 0.0) - redone_s
     classes[REDONE] = redone_s
     untold_s = _untold_s(attempt, end_s) if span_s > 0 else 0.0
-    idle_s = min(attempt.idle_until(end_s) if attempt.end_s is None else attempt.idle_s, untold_s)
+    if attempt.end_s is None:
+        idle_s = min(attempt.ranks.idle_s(attempt.begin_s or 0.0, end_s), untold_s)
+    else:
+        idle_s = min(attempt.idle_s, untold_s)
     hang_s = min(sum(attempt.hangs.values()) * max(attempt.world_size, 1), untold_s - idle_s)
     classes[IDLE] = idle_s
     classes[HANG] = classes.get(HANG, 0.0) + hang_s

@@ -10,7 +10,8 @@ from msgspec import Struct
 from effllm.account import Account, Merged, Rows
 from effllm.columns import from_json, to_json
 from effllm.energy_account import DeviceEnergies, WindowEnergy
-from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
+from effllm.goodput import Goodput
+from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 
@@ -25,6 +26,24 @@ class RankState(Struct):
     bye: str = ""
     lost: int = 0
     agent_cpu_s: float = 0.0
+    sent_bytes: int = 0
+    recorder_cpu_s: float | None = None
+
+
+class Spent(Struct):
+    """What the measurement has cost in processes that are no more."""
+
+    agents_cpu_s: float = 0.0
+    recorder_cpu_s: float = 0.0
+    sent_bytes: int = 0
+    aggregator_cpu_s: float = 0.0
+    received_bytes: int = 0
+
+    def add(self, rank: RankState) -> None:
+        """Take over from an agent that another one follows."""
+        self.agents_cpu_s += rank.agent_cpu_s
+        self.recorder_cpu_s += rank.recorder_cpu_s or 0.0
+        self.sent_bytes += rank.sent_bytes
 
 
 class Ledger(Struct):
@@ -53,9 +72,16 @@ class Ledger(Struct):
     warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
     scope: str = ""  # whose energy the sums are of, once there are any
     hang_s: float = 0.0  # for which the job has stood: stalls that are over, and one that is not, so far
+    goodput: Goodput = msgspec.field(default_factory=Goodput)
+    spent: Spent = msgspec.field(default_factory=Spent)
+    serving_cpu_s: float = 0.0  # of the aggregator that serves now
+    serving_bytes: int = 0  # that it has received
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
+        self.goodput.end_attempt(self.status())
+        for rank in self.ranks.values():
+            self.spent.add(rank)
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s = {}, 0.0
@@ -87,6 +113,7 @@ class Ledger(Struct):
             account.add_rows(rows)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
+        self.goodput.count_rows(window, rows)
 
     def count_devices(
         self,
@@ -106,6 +133,25 @@ class Ledger(Struct):
             self.warmup_j += sign * energy.iterations_j
         for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
             self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
+        self.goodput.count_energy(window, energy.iterations_j, energy.phases_j, sign)
+
+    def note_hang(self, seconds: float) -> None:
+        """Enter so many more seconds in which no rank of the job moved on."""
+        if seconds > 0:
+            self.hang_s += seconds
+            self.goodput.note_hang(self.closed + 1, seconds)
+
+    def overhead(self) -> Overhead:
+        """Return what the measurement has cost so far, over all its processes and attempts."""
+        ranks, spent = self.ranks.values(), self.spent
+        recorders = [rank.recorder_cpu_s for rank in ranks if rank.recorder_cpu_s is not None]
+        return Overhead(
+            recorder_cpu_s=spent.recorder_cpu_s + sum(recorders) if recorders or spent.recorder_cpu_s else None,
+            agents_cpu_s=spent.agents_cpu_s + sum(rank.agent_cpu_s for rank in ranks),
+            aggregator_cpu_s=spent.aggregator_cpu_s + self.serving_cpu_s,
+            sent_bytes=spent.sent_bytes + sum(rank.sent_bytes for rank in ranks),
+            received_bytes=spent.received_bytes + self.serving_bytes,
+        )
 
     def advance(self, rows: Sequence[RankReport]) -> None:
         """Note where the rows of a closed window have brought the job."""
@@ -150,4 +196,18 @@ class Ledger(Struct):
         return msgspec.json.encode(replace(self, ranks=ranks), enc_hook=to_json)
 
 
-restore: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_json).decode
+_decode: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_json).decode
+
+
+def restore(state: bytes) -> Ledger:
+    """Return the ledger that another process has kept, for this one to go on with.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    ledger = _decode(state)
+    ledger.goodput.clock.is_resumed = True
+    ledger.spent.aggregator_cpu_s += ledger.serving_cpu_s
+    ledger.spent.received_bytes += ledger.serving_bytes
+    ledger.serving_cpu_s, ledger.serving_bytes = 0.0, 0
+    return ledger

@@ -97,6 +97,8 @@ class Roster:
         known = state.ranks.get(message.rank)
         is_new = known is None or known.agent != message.agent
         if is_new:
+            if known is not None:
+                state.spent.add(known)
             state.ranks[message.rank] = RankState(message.agent, last_window=known.last_window if known else 0)
         self.hellos[message.rank] = message
         for device in message.devices:

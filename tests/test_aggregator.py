@@ -35,10 +35,10 @@ class Job:
         self.aggregator.reports(reports(*rows, **changes), self.now_s, self.now_s + 1000.0)
 
     def beat(self, rank, lost=0):
-        self.aggregator.beat(Beat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, 1000.0)
+        self.aggregator.beat(Beat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, self.now_s + 1000.0)
 
     def bye(self, rank, status="completed"):
-        return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), self.now_s, 1000.0)
+        return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), self.now_s, self.now_s + 1000.0)
 
     def wait(self, seconds, *alive):
         """Let seconds pass, one by one; the ranks that are alive beat in each of them."""
