@@ -111,7 +111,7 @@ def status_of(folder: Path) -> str:
     """Return how the run in a folder ended, as its summary has it; empty where there is none."""
     try:
         return str(msgspec.json.decode((folder / "summary.json").read_bytes()).get("status", ""))
-    except (OSError, msgspec.MsgspecError, AttributeError):
+    except (OSError, msgspec.MsgspecError, RecursionError, AttributeError):
         return ""
 
 
