@@ -111,7 +111,7 @@ def status_of(folder: Path) -> str:
     """Return how the run in a folder ended, as its summary has it; empty where there is none."""
     try:
         return str(msgspec.json.decode((folder / "summary.json").read_bytes()).get("status", ""))
-    except (OSError, msgspec.MsgspecError, RecursionError, AttributeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
         return ""
 
 
@@ -120,7 +120,7 @@ def holder_of(path: Path) -> Holder | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(MOST_BYTES), type=Holder)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -181,7 +181,7 @@ class Server:
             snapshot = restore((self._folder / STATE).read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._warn(f"{self._folder / STATE} cannot be read, the totals start anew: {error}")
             return None
         if snapshot.job == self._orders.job or not self._orders.job:

@@ -244,5 +244,5 @@ def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
 def _facts_of_earlier_attempt(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (FileNotFoundError, msgspec.DecodeError, RecursionError):
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
