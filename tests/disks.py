@@ -65,7 +65,7 @@ class Disk:
         _run("fsfreeze", "-u", str(self.path))
 
     def break_down(self) -> None:
-        """Let the kernel find an error, after which it lets nobody write any more; what was written by then is on it."""
+        """Let the kernel find an error, after which nobody can write any more; what was written is on it."""
         trigger = Path("/sys/fs/ext4") / Path(self._device).name / "trigger_fs_error"
         if not trigger.exists():
             pytest.skip("this kernel cannot be told to find an error in a file system")

@@ -181,8 +181,8 @@ class Job:
         self._prefix = prefix
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, command: Sequence[str], environ: dict[str, str]) -> Job:
-        """Start the first process."""
+    def start(self, command: Sequence[str], environ: dict[str, str], stdout: int | None = None) -> Job:
+        """Start the first process, with an output of its own where one is given."""
         name, _, value = self.token.partition("=")
         with (self.folder / "stdout.txt").open("wb") as out, (self.folder / "stderr.txt").open("wb") as err:
             self.process = subprocess.Popen(
@@ -190,7 +190,7 @@ class Job:
                 env={**environ, name: value},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=out if stdout is None else stdout,
                 stderr=err,
             )
         return self
