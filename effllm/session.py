@@ -210,7 +210,7 @@ class Session:
             if summary["status"] == "running" or summary["updated_time_s"] < since_s:
                 return {}  # of an earlier run: this one had to go elsewhere
             return {tag: float(known["value"]) for tag, known in summary["metrics"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def close(self) -> None:
