@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 
 import msgspec
 import pytest
@@ -83,6 +84,41 @@ def test_a_new_sink_is_one_file_and_one_that_raises_goes_on_with_the_next_report
     assert "recording" in sink_names()
     assert run_through("recording", 10, 13, 13, 20) == ["sink recording failed: RuntimeError: thirteen"]
     assert sys.modules["effllm.sinks.recording"].Recording.reports == [10, 20]
+
+
+STALLED = """
+from threading import Event
+class Stalled:
+    go_on, shown = Event(), []
+    def write(self, report, rows):
+        self.go_on.wait(10)
+        self.shown.append(report.iteration)
+    def close(self): pass
+
+def open_sink(run):
+    return Stalled()
+"""
+
+
+@pytest.mark.fault("stopped-terminal", "slow-disk")
+def test_what_a_sink_that_stands_still_has_no_room_for_is_counted_and_its_end_is_not_waited_for(plug_in):
+    plug_in(effllm.sinks, "stalled", STALLED)
+    told = []
+    thread = SinkThread("stalled", make_run(stdout=io.StringIO()), told.append, most=4)
+    thread.start()
+    for iteration in range(1, 11):
+        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration), ()), windows=1)
+        while iteration == 1 and thread.unfinished and not thread._at_work:
+            time.sleep(0.001)
+    assert (thread.left_out, thread.unfinished) == (5, 5)  # one is at work, four wait
+    thread.stop(lambda sink: None)  # takes the place of the two oldest that wait, with the end itself
+    assert not thread.join(0.0)
+    assert (thread.left_out, thread.unfinished) == (7, 3)
+
+    sys.modules["effllm.sinks.stalled"].Stalled.go_on.set()
+    assert thread.join(10.0)
+    assert sys.modules["effllm.sinks.stalled"].Stalled.shown == [1, 4, 5]
+    assert told == ["sink stalled is too slow: reports are left out"]
 
 
 def test_a_sink_whose_file_is_broken_is_told_and_nothing_else(plug_in):
