@@ -211,12 +211,14 @@ def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tu
     if report.energy_doubtful and window.energy and not report.final:
         error = metrics.timing_error_ratio(last) or 0.0
         times = times_longer(window.energy.iterations)
-        iterations = math.ceil(times * last.iterations - ROUNDING)
+        enough = ""
+        if math.isfinite(times):  # no length is enough for an energy of next to nothing
+            iterations = math.ceil(times * last.iterations - ROUNDING)
+            enough = f", from {iterations} on ({times * last.energy_time_s:.2g} s) it would be ±5 %"
         yield (
             "energy_doubtful",
             f"a window's energy is known to ±{100 * error:.2g} % only: {last.iterations} iterations "
-            f"({last.energy_time_s:.2g} s) are too short for the sensor, from {iterations} on "
-            f"({times * last.energy_time_s:.2g} s) it would be ±5 %; run-to-date values are not affected",
+            f"({last.energy_time_s:.2g} s) are too short for the sensor{enough}; run-to-date values are not affected",
         )
 
 
