@@ -23,12 +23,16 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from effllm import __version__, node_power
+from effllm import __version__, node_power, trainer_process
 from effllm.aggregator_child import AggregatorChild
 from effllm.calibration import assumed, calibrate
 from effllm.clock import Exchanges
 from effllm.config import Config, cache_folder
 from effllm.devices import DeviceUnavailable, Site, open_device
+from effllm.hang import BEATS
+from effllm.inspection import Finding
+from effllm.inspection import Orders as InspectionOrders
+from effllm.inspection_child import InspectionChild
 from effllm.log import Log
 from effllm.ring import END as END_RECORD
 from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
@@ -44,12 +48,14 @@ from effllm.schema import (
     Device,
     FromAggregator,
     Hello,
+    Inspect,
     Note,
     Parameters,
     Refused,
     Reports,
     Sample,
     Sensor,
+    Stack,
     Welcome,
 )
 from effllm.server import Orders
@@ -112,6 +118,9 @@ class Agent:
         self._next_beat_s = 0.0
         self._clock = Exchanges(self._place["world_size"], self._rank)  # with the aggregator's
         self._heard: list[tuple[int, FromAggregator]] = []  # when, and what, since the last look
+        self._inspection = InspectionChild()
+        self._stack: Finding | None = None  # that is to be sent
+        self._beat_s = min(BEAT_S, self._config.stall_seconds / BEATS)
         self._busy_trainer = False
         self._has_baseline = False
         self._connected_s = 0.0  # when the link was last seen connected, at the end
@@ -305,6 +314,7 @@ class Agent:
             until_s = min(until_s, now_s + 0.1)
         if self._aggregator:
             until_s = min(until_s, self._aggregator.due_s)
+        until_s = min(until_s, self._inspection.due_s)
         return max(int((until_s - now_s) * 1000) + 1, 0)
 
     def _look(self, trainer_gone: bool) -> None:
@@ -405,8 +415,13 @@ class Agent:
             if not link.send(Note(self._id, self._rank, kind, text[:MOST_TEXT], time_s)):
                 break
             self._log.unsent.popleft()
+        self._take_inspection(now_s)
+        if self._stack is not None:
+            stack = Stack(self._id, self._rank, self._ring.state()[1], self._stack.text, self._stack.top[:MOST_TEXT])
+            if link.send(stack):
+                self._stack = None
         if now_s >= min(self._next_beat_s, self._clock.due_s(now_s)):
-            self._next_beat_s = now_s + BEAT_S
+            self._next_beat_s = now_s + self._beat_s
             link.send(self._beat(now_s))
 
     def _beat(self, now_s: float) -> Beat:
@@ -422,9 +437,37 @@ class Agent:
             lost=self._outbox.lost,
             offset_s=offset.offset_s if offset else None,
             offset_error_s=offset.error_s if offset else None,
+            **self._readings(),
+            process=trainer_process.state(self._facts["trainer_pid"]),
             # The last thing before it goes.
             sent_ns=self._clock.ask(time.monotonic_ns()) if now_s >= self._clock.due_s(now_s) else 0,
         )
+
+    def _readings(self) -> dict[str, float | None]:
+        """Return the newest utilization and power of the rank's first device."""
+        newest = self._tracks[0].series.newest if self._tracks[0].series else None
+        return {"utilization": newest.utilization, "power_w": newest.power_w} if newest else {}
+
+    def _start_inspection(self) -> None:
+        """Look at our own trainer, in a process of its own: the aggregator wants to know why it stands."""
+        orders = InspectionOrders(
+            pid=self._facts["trainer_pid"],
+            rank=self._rank,
+            trainer=self._trainer,
+            folder=self._welcome.run_folder if self._welcome else "",
+            name=f"rank-{self._rank}-iteration-{self._ring.state()[1] + self._facts.get('first_iteration', 0)}",
+        )
+        if why := self._inspection.start(orders, time.monotonic()):
+            self._stack = Finding(f"no stacks: {why}\n", f"unknown: {why}")
+        elif self._inspection.descriptor >= 0:
+            self._poller.register(self._inspection.descriptor, zmq.POLLIN)
+
+    def _take_inspection(self, now_s: float) -> None:
+        descriptor = self._inspection.descriptor
+        if (found := self._inspection.look(now_s)) is not None:
+            if descriptor >= 0:
+                self._poller.unregister(descriptor)
+            self._stack = found
 
     def _listen(self) -> None:
         """Take what has come, and stamp when."""
@@ -432,12 +475,18 @@ class Agent:
             heard_ns = time.monotonic_ns()
             self._heard += [(heard_ns, message) for message in messages]
 
+    def _spent(self) -> tuple[float, int, float | None]:
+        """Return what this rank's measuring has cost: our CPU seconds, bytes, and the recorder's seconds, estimated."""
+        pair_s = self._facts.get("recorder_pair_s")
+        ordinal = self._cutter.last_ordinal if self._cutter else 0
+        return time.process_time(), self._link.sent_bytes if self._link else 0, pair_s and pair_s * ordinal
+
     def _send_reports(self, link: AgentLink, now_s: float) -> None:
         while rows := self._outbox.unsent():
-            if not link.send(Reports(tuple(rows), self._outbox.lost, time.process_time())):
+            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._spent())):
                 return
             self._outbox.sent(len(rows))
-            self._next_beat_s = now_s + BEAT_S  # a sign of life as well
+            self._next_beat_s = now_s + self._beat_s  # a sign of life as well
 
     def _say_hello(self, now_s: float) -> None:
         self._hello_s = now_s
@@ -462,6 +511,8 @@ class Agent:
             facts=self._facts.get("run", {}) if self._rank == 0 else {},
             version=__version__,
             hardware_flops_per_token=self._facts.get("hardware_flops_per_token"),
+            peer_group=self._facts.get("peer_group", ""),
+            replica=self._facts.get("replica", ""),
         )
         if self._link:
             self._link.send(hello)
@@ -488,6 +539,8 @@ class Agent:
                 _say(f"rank {self._rank} is left out of the metrics: {message.reason}")
         elif isinstance(message, ByeSeen):
             self._bye_seen = True
+        elif isinstance(message, Inspect):
+            self._start_inspection()
         else:
             self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, heard_ns)
 
@@ -522,7 +575,7 @@ class Agent:
             if self._welcome and not self._outbox.unsent() and not self._bye_sent:
                 last = self._cutter.last_ordinal
                 self._bye_sent = bool(self._link) and self._link.send(  # type: ignore[union-attr]
-                    Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, time.process_time())
+                    Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, *self._spent())
                 )
             if self._is_heard(time.monotonic()):
                 break
@@ -535,6 +588,7 @@ class Agent:
         while self._aggregator and not self._aggregator.done and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
             self._poller.poll(20)
             self._look(trainer_gone=False)
+        self._inspection.stop()
         for track in self._tracks:
             track.sampler.stop(0.2)
         self._log.close()

@@ -16,6 +16,7 @@ from msgspec import Struct
 from effllm.account import merge_devices, window_energy
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
+from effllm.pacing import is_large
 from effllm.plain_text import one_line
 from effllm.reporting import Window, doubts, report_of, summary_of
 from effllm.roster import ABSENT_AFTER_S, Roster
@@ -34,7 +35,7 @@ class Closed(NamedTuple):
 
     report: ClusterReport
     rows: Sequence[RankReport]
-    safe: dict[int, int]  # rank -> sequence
+    safe: dict[int, int]  # rank -> sequence; in a large world it is asked for less often, by Aggregator.safe
 
 
 class _Pending(Struct):
@@ -198,6 +199,11 @@ class Aggregator:
         events, self._events = self._events, []
         return events
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether no rank moves on, by all that is known."""
+        return self._stalls.is_status
+
     def take_asked(self) -> list[int]:
         """Return the ranks whose stacks are wanted, since the last call."""
         return self._stalls.take_asked()
@@ -206,9 +212,19 @@ class Aggregator:
         """Return the stacks that have come since the last call."""
         return self._stalls.take_files()
 
-    def snapshot(self) -> bytes:
+    def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
         """Return the state as JSON, for a replacement."""
-        return self._ledger.encode(self._safe())
+        return self._ledger.encode(self.safe() if safe is None else safe)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the job has; 0 before the first has joined."""
+        return self._ledger.world_size
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether ranks have left."""
+        return self._roster.num_left > 0
 
     @property
     def attempt(self) -> int:
@@ -251,10 +267,10 @@ class Aggregator:
         for window in sorted(self._pending):
             self._close(window)
 
-    def summary(self, time_s: float, ended: bool, aggregator_cpu_s: float | None = None) -> Summary:
+    def summary(self, time_s: float, ended: bool) -> Summary:
         """Return the run as it stands."""
         kind = self._config.parameters
-        summary = summary_of(self._ledger, self._roster, kind, self._last_report, time_s, ended, aggregator_cpu_s)
+        summary = summary_of(self._ledger, self._roster, kind, self._last_report, time_s, ended)
         counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # told once, counted each time
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self._stalls.is_status and summary.status != "completed" else summary.status
@@ -272,7 +288,7 @@ class Aggregator:
         while self._pending:
             window = min(self._pending)
             overdue = now_s - self._pending[window].first_s > self._deadline_s()
-            if not overdue and self._roster.behind(window, now_s):
+            if not overdue and self._roster.is_behind(window, now_s):
                 return
             self._pass_time(now_s)
             self._ledger.goodput.hear()
@@ -342,12 +358,14 @@ class Aggregator:
         report = report_of(window, self._ledger, self._roster, least, last, correction)
         self._ledger.reports += 1
         self._last_report = report
-        self._closed.append(Closed(report, window.ordered, self._safe()))
+        safe = {} if is_large(self._ledger.world_size) else self.safe()
+        self._closed.append(Closed(report, window.ordered, safe))
         if not correction:
             for kind, text in doubts(report, window, self._roster):
                 self._tell(kind, text, report.time_s, once=kind)
 
-    def _safe(self) -> dict[int, int]:
+    def safe(self) -> dict[int, int]:
+        """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
         pending: dict[int, int] = {}
         for one in self._pending.values():
             for rank, row in one.rows.items():

@@ -416,12 +416,13 @@ class Goodput(Struct):
 
     # --- what goes out ---
 
-    def summary(self, is_over: bool = False, measures_energy: bool = True) -> GoodputSummary:
+    def summary(self, is_over: bool = False, measures_energy: bool = True, status: str = "running") -> GoodputSummary:
         """Return the classes so far.
 
         Args:
             is_over: the job has ended: nothing after its last sign of life is its time.
             measures_energy: whether any device does.
+            status: of the attempt that runs.
         """
         seconds, rank_seconds = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
         joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
@@ -442,7 +443,7 @@ class Goodput(Struct):
             for name, value in _joules(attempt).items():
                 joules[name] = (joules[name] or 0.0) + value
             elapsed_s += span_s + gap_s
-            told.append(_told(attempt, span_s, gap_s))
+            told.append(_told(attempt, span_s, gap_s, attempt.status if attempt.end_s is not None else status))
             before = attempt if attempt.begin_s is not None else before
         for name in CLASSES:
             if not measures_energy or (name in UNTOLD and seconds[name] > 0):
@@ -524,11 +525,11 @@ def _joules(attempt: Attempt) -> dict[str, float]:
     return joules
 
 
-def _told(attempt: Attempt, span_s: float, gap_s: float) -> AttemptSummary:
+def _told(attempt: Attempt, span_s: float, gap_s: float, status: str) -> AttemptSummary:
     begin_s = attempt.zero_time_s + (attempt.begin_s or 0.0)
     return AttemptSummary(
         attempt=attempt.number,
-        status=attempt.status,
+        status=status,
         start_time_s=begin_s,
         end_time_s=begin_s + span_s,
         elapsed_s=span_s,

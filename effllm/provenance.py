@@ -30,6 +30,14 @@ def gather(folder: Path) -> dict[str, Any]:
     return facts
 
 
+def boot_id() -> str:
+    """Return what tells this boot of this machine, and so its monotonic clock, from all others; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def without_secrets(command: list[str]) -> list[str]:
     """Return a command line with the values of arguments named like secrets left out.
 

@@ -20,7 +20,7 @@ from effllm.schema import (
     ClusterTotals,
     Coverage,
     EnergySummary,
-    Overhead,
+    GoodputSummary,
     RankReport,
     Straggler,
     Summary,
@@ -65,6 +65,18 @@ def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
     )
 
 
+def with_goodput(whole: ClusterTotals, ledger: Ledger, goodput: GoodputSummary) -> ClusterTotals:
+    """Return the totals of a job with where its elapsed time went, and what measuring has cost."""
+    return msgspec.structs.replace(
+        whole,
+        elapsed_s=goodput.elapsed_s,
+        class_s=goodput.seconds,
+        class_j=goodput.joules,
+        rank_seconds=sum(goodput.rank_seconds.values()),
+        overhead=ledger.overhead(),
+    )
+
+
 def report_of(
     window: Window,
     ledger: Ledger,
@@ -82,6 +94,7 @@ def report_of(
     if window.energy:
         account.add_energy(window.number, window.energy, rows, least_coverage)
     run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
+    whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.measures_energy))
     shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
@@ -146,14 +159,16 @@ def summary_of(
     last: ClusterReport | None,
     time_s: float,
     ended: bool,
-    aggregator_cpu_s: float | None,
 ) -> Summary:
     """Return the run as it stands; ``kind`` says which parameters P is."""
     run, whole = totals(ledger.run, ledger, roster), totals(ledger.whole, ledger, roster)
+    status = ledger.status() if ended else "running"
+    goodput = ledger.goodput.summary(ended, roster.measures_energy, status)
+    whole = with_goodput(whole, ledger, goodput)
     # A run has no last window: what charts show of one, a summary shows of the run to date.
     values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
     return Summary(
-        status=ledger.status() if ended else "running",
+        status=status,
         is_over=ended,
         iterations=whole.iterations,
         attempts=ledger.attempt,
@@ -179,9 +194,7 @@ def summary_of(
             by_class=ledger.energy_by_class() if roster.measures_energy else {},
         ),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
-        overhead=Overhead(
-            agents_cpu_s=sum(rank.agent_cpu_s for rank in ledger.ranks.values()), aggregator_cpu_s=aggregator_cpu_s
-        ),
+        overhead=ledger.overhead(),
         started_time_s=ledger.started_time_s,
         updated_time_s=time_s,
         elapsed_s=max(time_s - ledger.started_time_s, 0.0),
@@ -194,6 +207,7 @@ def summary_of(
         events=dict(ledger.events),
         peak=roster.peak_source if run.flops_per_token else "",
         profile=run.profile,
+        goodput=goodput,
     )
 
 

@@ -25,8 +25,9 @@ from effllm import run_lock
 from effllm.aggregator import Aggregator, Closed
 from effllm.config import Config
 from effllm.ledger import Ledger, restore
+from effllm.pacing import Pace, is_large, pause_s, report_every_s
 from effllm.peers import Peers
-from effllm.provenance import gather
+from effllm.provenance import boot_id, gather
 from effllm.roster import SILENT_AFTER_S
 from effllm.schema import (
     Ack,
@@ -47,7 +48,7 @@ from effllm.schema import (
 )
 from effllm.sink_thread import SinkThread
 from effllm.sinks import Keeper, Run, Shelf, Sink
-from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
+from effllm.transport import FrameError, Link, ServerSocket, decode_from_agent, make_context
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
@@ -87,10 +88,13 @@ class Server:
         self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
         self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
+        self._pace = Pace(self._config.history_size)
+        self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
         self._facts_changed = False
-        self._predecessor: AgentLink | None = None
+        self._was_stalled = False  # as the last summary has it: there may be no later one
+        self._predecessor: Link | None = None
         self._trainer_ended_s: float | None = None
 
     def run(self) -> str:
@@ -150,7 +154,7 @@ class Server:
     def _ask_to_end(self, holder: run_lock.Holder) -> None:
         """Ask the aggregator of an earlier attempt, which waits for ranks that are gone, to let go of the folder."""
         if self._predecessor is None:
-            self._predecessor = AgentLink(self._context, holder.endpoint)
+            self._predecessor = Link(self._context, holder.endpoint)
             self._predecessor.connect()
         self._predecessor.send(Supersede(self._orders.run, self._orders.job))
 
@@ -165,7 +169,7 @@ class Server:
         self._folder = folder
         snapshot = self._restore()
         self._aggregator = Aggregator(
-            self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot
+            self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot, boot_id()
         )
         event_files = _event_files(self._config, folder, self._facts)
         run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts, self._warn)
@@ -197,26 +201,29 @@ class Server:
         next_tick_s = next_summary_s = time.monotonic()
         while not self._stop_asked:
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
-            self._receive()
+            if self._receive() and (seconds := pause_s(self._aggregator.world_size)):
+                time.sleep(seconds)
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
                 self._tick(now_s)
                 if self._over(now_s):
                     return
-            if now_s >= next_summary_s:
+            if now_s >= next_summary_s or self._aggregator.is_stalled != self._was_stalled:
                 next_summary_s = now_s + SUMMARY_EVERY_S
+                self._was_stalled = self._aggregator.is_stalled
                 summary = self._summary(ended=False)
                 self._to_sinks(lambda sink, summary=summary: sink.summarize(summary))  # type: ignore[misc]
             self._hand_out(now_s)
             if self._aggregator.finished(now_s):
                 return
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Take what has arrived; return whether that was all."""
         for _ in range(MOST_FRAMES):
             received = self._socket.receive()
             if received is None:
-                return
+                return True
             peer, frame = received
             if not self._peers.admits(peer, len(frame), time.monotonic()):
                 continue  # not even decoded
@@ -224,6 +231,7 @@ class Server:
                 self._take(peer, decode_from_agent(frame))
             except FrameError as error:
                 self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+        return False
 
     def _take(self, peer: bytes, message: FromAgent) -> None:
         if isinstance(message, Supersede):
@@ -271,6 +279,7 @@ class Server:
     def _tick(self, now_s: float) -> None:
         for refusal in self._peers.take_refusals():
             self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
+        self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         self._aggregator.tick(now_s, time.time())
         self._tell_facts()
 
@@ -295,8 +304,14 @@ class Server:
     def _hand_out(self, now_s: float) -> None:
         if closed := self._aggregator.take_closed():
             self._write(closed, now_s)
-        for event in self._aggregator.take_events():
-            self._to_sinks(lambda sink, event=event: sink.event(event))  # type: ignore[misc]
+        self._keep(now_s)
+        if events := self._aggregator.take_events():  # ten thousand ranks that join at once would fill a queue
+
+            def tell(sink: Sink) -> None:
+                for event in events:
+                    sink.event(event)
+
+            self._to_sinks(tell)
         self._inspect()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -327,29 +342,52 @@ class Server:
     def _write(self, closed: Sequence[Closed], now_s: float) -> None:
         # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
         self._tell_facts()  # a row names its host, which the run folder learns from them
-        safe = closed[-1].safe
 
         def write(sink: Sink) -> None:
             for report, rows, _ in closed:
                 sink.write(report, rows)
 
-        if self._folder is None or KEEPER not in self._config.sinks:
-            self._to_sinks(write, len(closed))
+        self._to_sinks(write, len(closed))
+        self._pace.closed(len(closed))
+        if is_large(self._aggregator.world_size):
+            self._show()
+        self._keep(now_s)
+
+    def _keep(self, now_s: float) -> None:
+        """Have the state kept, and then acknowledge what is in it, where that is due."""
+        aggregator = self._aggregator
+        if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
+            return
+        self._pace.kept(now_s)
+        safe = aggregator.safe()
+        if not self._has_keeper:
             self._acknowledge(safe)
             return
         self._unsafe.append((now_s, safe))
-        state = self._aggregator.snapshot()
+        state = aggregator.snapshot(safe)
 
         def keep(sink: Sink) -> None:
-            write(sink)
             if isinstance(sink, Keeper) and sink.keep(state):  # else the agents keep their copies
                 self._inbox.put(safe)
                 os.eventfd_write(self._wake, 1)
 
-        self._to_sinks(keep, len(closed))
+        self._to_sinks(keep)
+
+    @property
+    def _has_keeper(self) -> bool:
+        return self._folder is not None and KEEPER in self._config.sinks
+
+    def _show(self) -> None:
+        """Tell the ranks whose loops show values of the newest report, ahead of what is safe."""
+        shown = {0, self._aggregator.world_size - 1}
+        self._send_acks({rank: self._acknowledged.get(rank, 0) for rank in shown})
 
     def _acknowledge(self, safe: dict[int, int]) -> None:
         self._unsafe = [one for one in self._unsafe if one[1] is not safe]
+        self._acknowledged = safe
+        self._send_acks(safe)
+
+    def _send_acks(self, safe: Mapping[int, int]) -> None:
         report = self._aggregator.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration = report.iteration if report else 0
@@ -370,7 +408,8 @@ class Server:
     # --- the end ---
 
     def _summary(self, ended: bool) -> Summary:
-        summary = self._aggregator.summary(time.time(), ended, aggregator_cpu_s=time.process_time())
+        self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
+        summary = self._aggregator.summary(time.time(), ended)
         left_out = {
             # What the run folder has not written yet stands before the summary in its queue.
             sink.name: sink.left_out + (sink.unfinished if ended and sink.name != KEEPER else 0)

@@ -25,7 +25,7 @@ from effllm import discovery
 from effllm.config import Config, Place
 from effllm.facts import text
 from effllm.provenance import without_secrets
-from effllm.recorder import Recorder
+from effllm.recorder import Recorder, pair_s
 from effllm.ring import Board, RingError, RingWriter
 from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process
@@ -59,6 +59,7 @@ class Session:
         self.recorder = self._open_recorder()
         self.record_start = self.recorder.start
         self.record_end = self.recorder.end
+        self.sync_point = self.recorder.sync_point
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
@@ -77,6 +78,7 @@ class Session:
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._trainer = pidfd(os.getpid())
         self._facts.update(self._own_facts())
+        self._facts["recorder_pair_s"] = pair_s()
         stdout = -1
         find = self._discover()
         if self._listener is not None:

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from effllm.curve import AgentKeys, ServerKeys
 from effllm.schema import MOST_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
 from effllm.timeline import KINDS
 
@@ -152,9 +153,11 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
 class Link:
     """An agent's end of the connection: it never waits."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         _set_common(self.socket)
+        if keys:
+            keys.secure(self.socket)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing queues for a connection that does not exist
         self.socket.set(zmq.SNDHWM, 8)  # ZeroMQ keeps the oldest when full; the outbox decides instead
@@ -162,6 +165,7 @@ class Link:
         self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads a storm, hides nothing
         self.socket.set(zmq.RECONNECT_IVL_MAX, 5000)
         self._endpoint = endpoint
+        self.sent_bytes = 0
 
     def connect(self) -> None:
         """Begin to connect, for as long as it takes."""
@@ -169,10 +173,12 @@ class Link:
 
     def send(self, message: FromAgent) -> bool:
         """Hand over a message; ``False`` where it cannot go at once."""
+        frame = encode(message)
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self.sent_bytes += len(frame)
         return True
 
     def receive(self) -> list[FromAggregator]:
@@ -194,8 +200,8 @@ class Link:
 class AgentLink(Link):
     """A link that tells when its connection is new."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        super().__init__(context, endpoint)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
+        super().__init__(context, endpoint, keys)
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
@@ -220,13 +226,16 @@ class AgentLink(Link):
 class ServerSocket:
     """The aggregator's end: one ROUTER for all agents."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None = None) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         _set_common(self.socket)
+        if keys:
+            keys.secure(self.socket)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.BACKLOG, 4096)
         self.socket.set(zmq.RCVHWM, 32)  # per peer: 1000 peers at the default took 2.5 GB
         self.socket.set(zmq.SNDHWM, 32)
+        self.received_bytes = 0
 
     def listen(self, endpoint: str, descriptor: int | None = None) -> str:
         """Serve an address, or a socket that already listens on it; return the address.
@@ -246,6 +255,7 @@ class ServerSocket:
             parts = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
+        self.received_bytes += sum(map(len, parts[1:]))
         return parts[0], parts[1] if len(parts) == 2 else b""
 
     def send(self, peer: bytes, message: FromAggregator) -> None:

@@ -22,9 +22,9 @@ MODULES = {
 FLOORS = """
 0    schema
 0.5  timeline
-0.6  secret  strangers
+0.6  secret  strangers  hangups
 0.7  curve  connections
-1.0  goodput  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
+1.0  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
 1.0.1 config  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources
@@ -36,8 +36,9 @@ FLOORS = """
 1.2.1 devices._nvml_slices
 1.2.2 devices.*
 1.2.2.5 columns
-1.2.3 energy_account  power_scope
+1.2.3 energy_account  power_scope  goodput
 1.3  account
+1.0.1 pacing
 1.4  ledger
 1.5  roster
 1.6  reporting  stalls
