@@ -172,7 +172,7 @@ class Stalls:
     def _where(self, rank: int) -> str:
         hello = self._roster.hellos[rank]
         device = next((device.key for device in hello.devices if not device.only_power), "")
-        return f"{hello.host}, {device}" if device else hello.host
+        return f"node {hello.host}, {device}" if device else f"node {hello.host}"
 
 
 def _numbers(ranks: list[int]) -> str:

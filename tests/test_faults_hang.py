@@ -1,0 +1,143 @@
+"""Jobs of real processes that stand still: who is where is told, their stacks are saved, and nothing is lost."""
+
+import os
+import re
+import signal
+import time
+
+import jobs
+import pytest
+from after_fault import assert_readable, assert_whole
+from test_inspection import needs_py_spy
+
+from effllm.devices.simulated import waveform_of
+
+pytestmark = pytest.mark.faults
+
+LOCKSTEP = "lockstep.py"
+STALL = re.compile(
+    r"stalled: rank (?P<rank>\d+) \(node \S+, (?P<device>\S+)\) at iteration \d+( \([a-z ]+\))? "
+    r"for (?P<seconds>\d+) s(?P<stopped>, stopped by a signal)?, utilization (?P<percent>\d+) %, (?P<watts>\d+) W"
+    r"; (?P<others>.*)"
+)
+
+
+@pytest.fixture
+def meeting(tmp_path):
+    """The file in which ranks meet."""
+    path = tmp_path / "meeting"
+    path.write_bytes(bytes(64))
+    return path
+
+
+def stalls(ledger):
+    return [STALL.fullmatch(text) for text in ledger.told("stalled")]
+
+
+def in_event_file(ledger, kind):
+    path = ledger.folder / "events.jsonl"
+    return path.exists() and f'"kind":"{kind}"'.encode() in path.read_bytes()
+
+
+def end(aggregator, ranks):
+    for rank in ranks:
+        rank.done()
+    assert not aggregator.job.left(within_s=8.0)
+
+
+@pytest.mark.fault("trainer-stopped")
+def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothing_is_lost(launch, meeting):
+    aggregator = launch.aggregator(stall_seconds=2)
+    ranks = launch.ranks(aggregator, 3, LOCKSTEP, meeting, "--iterations", 150, stall_seconds=2)
+    ledger = aggregator.ledger
+    jobs.until(lambda: ledger.num_windows >= 3)
+    stopped_s = time.monotonic()
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    jobs.until(lambda: in_event_file(ledger, "stack"))
+    told_s = time.monotonic()
+    os.kill(ranks[1].process.pid, signal.SIGCONT)
+    end(aggregator, ranks)
+
+    (stall,) = stalls(ledger)
+    assert (stall["rank"], stall["device"].rpartition("-")[2], bool(stall["stopped"])) == ("1", "1", True)
+    assert re.fullmatch(r"2 others at \d+", stall["others"])
+    device = waveform_of(1)
+    between = [device.power_w(stopped_s + at / 10 * (told_s - stopped_s)) for at in range(-2, 11)]
+    assert min(between) - 2 <= int(stall["watts"]) <= max(between) + 2
+    assert 60 <= int(stall["percent"]) <= 96
+    assert len(ledger.told("resumed")) == 1
+    summary = assert_whole(ledger, dict.fromkeys(range(3), 150))
+    assert 1.5 <= summary.metrics["health/stalled_s"].value <= told_s - stopped_s + 2
+    assert "[EfficientLLM] stalled: rank 1 " in aggregator.job.stdout
+    assert "[EfficientLLM] resumed after " in aggregator.job.stdout
+
+
+@needs_py_spy
+@pytest.mark.fault("trainer-stopped")
+def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_saved(launch, meeting):
+    aggregator = launch.aggregator(stall_seconds=1)
+    options = ("--iterations", 60, "--stand", 40, "--seconds", 4, "--native")
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
+    end(aggregator, ranks)
+    ledger = aggregator.ledger
+
+    # Both are in iteration 40, which one of them is why is seen in their stacks.
+    assert [text.partition(" for ")[0] for text in ledger.told("stalled")] == ["stalled: all 2 ranks at iteration 40"]
+    stacks = {path.name: path.read_text() for path in (ledger.folder / "stacks").iterdir()}
+    assert set(stacks) == {"rank-0-iteration-40.txt", "rank-1-iteration-40.txt"}
+    assert "    all_reduce (lockstep.py:" in stacks["rank-0-iteration-40.txt"]
+    assert "    stand (lockstep.py:" in stacks["rank-1-iteration-40.txt"]
+    assert all((ledger.folder / "stacks" / name).stat().st_mode & 0o777 == 0o600 for name in stacks)
+    (told,) = ledger.told("stack")
+    assert "rank 0 in all_reduce (lockstep.py:" in told
+    assert "rank 1 in stand (lockstep.py:" in told
+    assert_whole(ledger, dict.fromkeys(range(2), 60))
+    assert_readable(ledger.folder)
+
+
+@pytest.mark.fault("trainer-stopped")
+def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
+    aggregator = launch.aggregator(stall_seconds=1)
+    options = ("--iterations", 60, "--stand", 40, "--seconds", 4, "--phase", "checkpoint")
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
+    end(aggregator, ranks)
+
+    assert aggregator.ledger.told("stalled") == []
+    assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
+
+
+@pytest.mark.fault("trainer-stopped")
+def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meeting):
+    aggregator = launch.aggregator(stall_seconds=1)
+    options = ("--iterations", 300, "--stand", 40, "--seconds", 4, "--lone")
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
+    end(aggregator, ranks)
+    ledger = aggregator.ledger
+
+    (told,) = ledger.told("stalled")
+    assert told.startswith("stalled alone: rank 1 (")
+    assert "at iteration 40 for " in told
+    (resumed,) = ledger.told("resumed")
+    assert resumed.startswith("rank 1 resumed after ")
+    assert ledger.summary.metrics["health/stalled_s"].value == 0.0
+
+
+@pytest.mark.fault("trainer-stopped")
+def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
+    aggregator = launch.aggregator(stall_seconds=1)
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, stall_seconds=1)
+    ledger = aggregator.ledger
+    jobs.until(lambda: ledger.num_windows >= 2)
+    os.kill(ranks[0].process.pid, signal.SIGSTOP)
+    jobs.until(lambda: in_event_file(ledger, "stalled"))
+    jobs.until(lambda: ledger.summary.status == "stalled")  # while it lasts, for all may be killed at once
+    assert "Run stalled" not in aggregator.job.stdout
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGKILL)
+        rank.wait()
+    assert not aggregator.job.left(within_s=8.0)
+
+    assert ledger.summary.status == "stalled"
+    assert ledger.summary.is_over
+    assert "[EfficientLLM] Run stalled" in aggregator.job.stdout
+    assert ledger.told("resumed") == []
