@@ -73,6 +73,7 @@ LAST_WORDS_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
 REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
 LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
+FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples of a device that are kept as they are, and when that is looked at
 STATUSES = ("completed", "failed", "killed")
 
 
@@ -120,6 +121,7 @@ class Agent:
         self._heard: list[tuple[int, FromAggregator]] = []  # when, and what, since the last look
         self._inspection = InspectionChild()
         self._stack: Finding | None = None  # that is to be sent
+        self._next_fold_s = 0.0
         self._beat_s = min(BEAT_S, self._config.stall_seconds / BEATS)
         self._busy_trainer = False
         self._has_baseline = False
@@ -334,6 +336,22 @@ class Agent:
         if self._aggregator:
             self._aggregator.look(now_s)
             self._watch_child()
+        if now_s >= self._next_fold_s:
+            self._next_fold_s = now_s + FOLD_EVERY_S
+            self._fold()
+
+    def _fold(self) -> None:
+        """Sum up samples while no window ends, for a loop may stand for days: 0.9 kB for each would be 75 MB a day."""
+        assert self._cutter is not None
+        if not any(series.num_kept > FOLD_FROM for series in self._series):
+            return
+        until_ns = time.monotonic_ns()
+        self._take_slots(self._ring.read())
+        edges_ns = [*self._cutter.moments_ns, self._ring.state()[2]]
+        if not self._has_baseline:
+            edges_ns += self._facts.get("baseline_ns") or []
+        for series in self._series:
+            series.fold(edges_ns, until_ns)
 
     def _take_facts(self) -> None:
         address = self._ring.address()
@@ -511,6 +529,7 @@ class Agent:
             facts=self._facts.get("run", {}) if self._rank == 0 else {},
             version=__version__,
             hardware_flops_per_token=self._facts.get("hardware_flops_per_token"),
+            is_numbered=bool(self._facts.get("is_numbered")),
             peer_group=self._facts.get("peer_group", ""),
             replica=self._facts.get("replica", ""),
         )

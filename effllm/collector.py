@@ -186,6 +186,16 @@ class MetricsCollector:
             else:
                 session.record_end(tokens_processed, samples_processed, tokens, tokens_loss)
 
+    def sync_point(self) -> None:
+        """Say that this rank has come to where it first waits for others: `effllm.sync_point`."""
+        session = self._session
+        if session is not None:
+            session.sync_point()
+
+    def set_peer_group(self, name: str, replica: str = "") -> None:
+        """Say which ranks do the same work as this one: `effllm.set_peer_group`."""
+        self._learn(peer_group=text(name)[:200], replica=text(replica)[:200])
+
     def count(
         self,
         tokens: int | None = None,
@@ -276,6 +286,12 @@ class MetricsCollector:
         Returns:
             The contract's six tags, ``nan`` where a value is not measured (yet).
         """
+        if not self._facts.get("is_numbered") and self._session is not None:
+            self._learn(is_numbered=True)  # once: whoever restarts the job knows by it what is done again
+        return self.log_own(iteration, loss, writer)
+
+    def log_own(self, iteration: int, loss: float | None = None, writer: Any = None) -> dict[str, float]:
+        """Do as `log_metrics`, with a number that is our own count and need not go on over restarts."""
         session = self._session
         if session is not None:
             if getattr(loss, "is_cuda", False):
@@ -420,6 +436,7 @@ def initialize_efficientllm_metrics(
     hardware_flops_per_token: float | None = None,
     facts: Mapping[str, Any] | None = None,
     place: Place | None = None,
+    is_numbered: bool | None = None,
 ) -> MetricsCollector:
     """Start the metrics of this rank; call it on every rank, once, before the loop.
 
@@ -441,6 +458,7 @@ def initialize_efficientllm_metrics(
         hardware_flops_per_token: what the hardware does for it, recomputation included, for HFU.
         facts: what ``run.json`` should say about the run.
         place: where this rank stands, where the environment does not say it.
+        is_numbered: whether ``first_iteration`` is known, and not guessed; above 0 it is, where nothing is said.
     """
     if len(positional) == 1:
         collection_interval = positional[0]
@@ -461,6 +479,7 @@ def initialize_efficientllm_metrics(
         collector.set_model_parameters(model_parameters)
     collector._learn(
         first_iteration=positive_count(first_iteration) or (None if collector.is_collecting else 0),
+        is_numbered=(True if positive_count(first_iteration) else None) if is_numbered is None else is_numbered,
         total_iterations=positive_count(total_iterations) if total_iterations else None,
         flops_per_token=positive(flops_per_token),
         hardware_flops_per_token=positive(hardware_flops_per_token),
@@ -537,6 +556,34 @@ def count(
     get_metrics_collector().count(tokens, samples, tokens_processed, tokens_loss, loss)
 
 
+def sync_point() -> None:
+    """Say that this rank has come to where it first waits for others in this iteration: before gradients are summed.
+
+    In synchronous training every rank's iterations take equally long, so they do not tell which of them is slow. What
+    lies between the start of an iteration and this call is the rank's own::
+
+        loss = model(batch)
+        with ddp.no_sync(): loss.backward()
+        effllm.sync_point()
+        all_reduce_gradients(ddp)
+
+    Where gradients are summed while ``backward`` runs, the last moment before it is the place. One clock is read and
+    nothing is waited for; where metrics are off, or between iterations, this does nothing.
+    """
+    get_metrics_collector().sync_point()
+
+
+def set_peer_group(name: str, replica: str = "") -> None:
+    """Say which ranks do the same work as this one, so that it is compared with them alone; hooks of Megatron do.
+
+    Args:
+        name: that all of them say, as ``stage 3``; ranks of another EFFICIENTLLM_ROLE are never compared.
+        replica: that all ranks say which wait for each other before the sync point, as ``replica 0`` in tensor or
+            pipeline parallelism: of those, the time before it does not tell which is slow.
+    """
+    get_metrics_collector().set_peer_group(name, replica)
+
+
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Mark a stretch that is not iteration: ``with effllm.phase("evaluation"): ...``."""
     return get_metrics_collector().phase(name)
@@ -553,7 +600,7 @@ class Monitor:
         """End an iteration and begin the next; return the newest values of the whole job."""
         self._collector.record_iteration_end(tokens, samples)
         self._done += 1
-        values = self._collector.log_metrics(self._collector._facts["first_iteration"] + self._done, loss)
+        values = self._collector.log_own(self._collector._facts["first_iteration"] + self._done, loss)
         self._collector.record_iteration_start()
         return values
 

@@ -206,6 +206,7 @@ class Attempt(Struct):
     spans: list[Span] = []
     hangs: dict[int, float] = {}  # of windows that have not closed yet: seconds of the job
     offset: int = 0  # number shown less ordinal
+    offset_at_start: int = 0
     is_numbered: bool = False  # somebody who knows has told it
     first: int = 0  # ordinals of the iterations so far
     last: int = 0
@@ -247,9 +248,9 @@ class Goodput(Struct):
         """Take an introduction; ``is_new`` where it is the agent's first."""
         attempt = self.attempt
         attempt.world_size = max(attempt.world_size, world_size)
-        attempt.is_numbered = attempt.is_numbered or is_numbered or offset != 0
+        attempt.is_numbered = attempt.is_numbered or is_numbered
         if not attempt.last:
-            attempt.offset = offset
+            attempt.offset = attempt.offset_at_start = offset
         if is_new:
             attempt.ranks.come_back(rank, self.clock.at_s or 0.0)
 
@@ -288,9 +289,9 @@ class Goodput(Struct):
 
     def _number(self, rows: Sequence[RankReport]) -> None:
         """Learn by which number people know the iterations: from any rank, the newest word."""
-        told = next((row for row in rows if row.iteration_shown != row.iteration_last), None)
-        if told is not None:
-            self.attempt.offset, self.attempt.is_numbered = told.iteration_shown - told.iteration_last, True
+        attempt = self.attempt
+        told = (row.iteration_shown - row.iteration_last for row in rows)
+        attempt.offset = next((offset for offset in told if offset != attempt.offset_at_start), attempt.offset)
 
     def _enter(self, window: int, added: Span) -> Span:
         """Add to the span of a window, which is made where there is none."""

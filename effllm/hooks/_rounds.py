@@ -71,8 +71,9 @@ class Rounds:
             "iterations_not_measured": 1,
             **({"parameters_from": "optimizer"} if says_parameters else {}),
         }
-        # An earlier call of the loop's has said the first iteration, if any has.
-        if self._steps.begin(first_iteration=0 if collector.is_collecting else 1, facts=facts):
+        # An earlier call of the loop's has said the first iteration, if any has; that it is 1 is our guess.
+        first = None if collector.is_collecting else 1
+        if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None):
             self._watch_cells()
 
     def _watch_cells(self) -> None:

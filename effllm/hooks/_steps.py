@@ -52,11 +52,12 @@ class Steps:
         *,
         parameters: int | None = None,
         parameter_share: Mapping[str, int] | None = None,
-        first_iteration: int = 0,
+        first_iteration: int | None = None,
         total_iterations: int | None = None,
         flops_per_token: float | None = None,
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
+        is_numbered: bool = True,
     ) -> bool:
         """Claim the count and start the metrics of this rank; ``False`` where another counts, or metrics are off.
 
@@ -70,10 +71,12 @@ class Steps:
         if not collector.is_collecting:  # an earlier training in this process may have left its own
             collector._facts.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
             collector._facts["first_iteration"] = 0
+            collector._facts["is_numbered"] = False
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,
-            first_iteration=first_iteration,
+            first_iteration=first_iteration or 0,
+            is_numbered=None if first_iteration is None else is_numbered,
             total_iterations=total_iterations,
             flops_per_token=flops_per_token,
             hardware_flops_per_token=hardware_flops_per_token,
@@ -179,7 +182,7 @@ class Steps:
 
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the step that ended last, a number, and return the newest values of the job."""
-        return get_metrics_collector().log_metrics(iteration, loss) if self.is_owner else {}
+        return get_metrics_collector().log_own(iteration, loss) if self.is_owner else {}
 
     def finish(self, status: str = "completed") -> None:
         """End the metrics, and give up the count."""
