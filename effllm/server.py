@@ -52,6 +52,7 @@ from effllm.transport import FrameError, Link, ServerSocket, decode_from_agent, 
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
+KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
 SINKS_STOP_S = 3.0
 DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for us then
 ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
@@ -83,6 +84,7 @@ class Server:
         self._config = Config.from_dict(orders.config)
         self._stdout = stdout
         self._stop_asked = False
+        self._warned_until_s = 0.0
         self.address = ""  # known once `run` has bound it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
@@ -118,6 +120,10 @@ class Server:
     def stop(self, *_: object) -> None:
         """Ask for the end: what has come in is closed and written."""
         self._stop_asked = True
+
+    def warn_of_kill(self, *_: object) -> None:
+        """Take a scheduler's warning: all may be killed soon, we among them."""
+        self._warned_until_s = time.monotonic() + KILLED_WITHIN_S
 
     # --- start ---
 
@@ -207,6 +213,8 @@ class Server:
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
                 self._tick(now_s)
+                if now_s < self._warned_until_s:
+                    self._keep_as_killed()
                 if self._over(now_s):
                     return
             if now_s >= next_summary_s or self._aggregator.is_stalled != self._was_stalled:
@@ -421,6 +429,13 @@ class Server:
             left_out={name: count for name, count in left_out.items() if count},
         )
 
+    def _keep_as_killed(self) -> None:
+        """Have the run folder say what will be true if we are killed before we can say it."""
+        summary = msgspec.structs.replace(self._summary(ended=False), status="killed")
+        for sink in self._sinks:
+            if sink.name == KEEPER:
+                sink.put(lambda sink: sink.summarize(summary))
+
     def _finish(self) -> str:
         self._aggregator.close_all()
         self._tick(time.monotonic())
@@ -483,14 +498,16 @@ def _has_ended(pidfd: int) -> bool:
 def main(arguments: list[str]) -> int:
     """Run the aggregator that the JSON on the descriptor ``arguments[0]`` orders."""
     # It ends with its job, by protocol; a scheduler's SIGTERM reaches trainers too, which may still save.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until there is somebody to tell
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(arguments[0])
     os.lseek(descriptor, 0, os.SEEK_SET)
     with os.fdopen(descriptor, "rb") as file:
         orders = msgspec.json.decode(file.read(), type=Orders)
     stdout = os.fdopen(orders.stdout_descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
-    Server(orders, stdout).run()
+    server = Server(orders, stdout)
+    signal.signal(signal.SIGTERM, server.warn_of_kill)
+    server.run()
     # A sink that hangs has a thread that cannot be joined.
     sys.stderr.flush()
     os._exit(0)
