@@ -1,0 +1,198 @@
+"""What hostile bytes are given to, and what may come of it: for the corpus, for Hypothesis and for atheris.
+
+Each target takes bytes and raises nothing, whatever they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from builders import hello, row
+
+from effllm import ring
+from effllm.aggregator import Aggregator
+from effllm.config import Config
+from effllm.ledger import restore
+from effllm.peers import Peers
+from effllm.ring import Board, RingError, RingReader
+from effllm.run_lock import holder_of, status_of
+from effllm.runfolder import read_events, read_ranks, read_windows
+from effllm.schema import MARKED_PHASES, Beat, Bye, Hello, Note, Reports
+from effllm.sinks.runfolder import RunFolder
+from effllm.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
+from effllm.window import WindowCutter
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def frames(data: bytes) -> None:
+    """Decode a frame; what is a message goes to an aggregator, as a stranger's and as a rank's own."""
+    with contextlib.suppress(FrameError):
+        encode(decode_from_aggregator(data))
+    try:
+        message = decode_from_agent(data)
+    except FrameError:
+        return
+    peers, aggregator = Peers(16), Aggregator(Config(), "job", 1, 1000.0)
+    first = hello(0, world_size=2)
+    assert aggregator.hello(first, 0.0, 1000.0) == ""
+    assert peers.admits(b"a", len(data), 0.0)
+    peers.introduce(b"a", first, 0.0)
+    peers.admits(b"b", len(data), 0.0)
+    assert isinstance(message, Hello) or type(message).__name__ == "Supersede" or peers.objection(b"b", message)
+    for said in (message, _as_of(message, first)):
+        peers.objection(b"a", said)
+        _tell(aggregator, said)
+    aggregator.reports(Reports((row(0, 10**6),)), 1.0, 1001.0)
+    aggregator.tick(100.0, 1100.0)
+    aggregator.close_all()
+    for closed in aggregator.take_closed():
+        values = {tag: value for tag, value in closed.report.values.items() if math.isfinite(value)}  # as sinks do
+        assert _is_json(msgspec.structs.replace(closed.report, values=values))
+    for event in aggregator.take_events():
+        assert event.text.isprintable()
+        assert _is_json(event)
+    summary = aggregator.summary(1100.0, ended=True)
+    metrics = {tag: one for tag, one in summary.metrics.items() if math.isfinite(one.value)}
+    assert _is_json(msgspec.structs.replace(summary, metrics=metrics))
+    restore(aggregator.snapshot())
+
+
+def _as_of(message: object, first: Hello) -> object:
+    """Return the message as the rank itself could have sent it."""
+    own = {"agent": first.agent, "rank": first.rank}
+    if isinstance(message, Reports):
+        return msgspec.structs.replace(message, rows=tuple(msgspec.structs.replace(one, **own) for one in message.rows))
+    if isinstance(message, Hello):
+        return msgspec.structs.replace(message, **own, job=first.job, world_size=2, log_interval=10, offset=0)
+    return msgspec.structs.replace(message, **own) if isinstance(message, (Beat, Note, Bye)) else message
+
+
+def _tell(aggregator: Aggregator, message: object) -> None:
+    takers = {Hello: "hello", Reports: "reports", Beat: "beat", Note: "note", Bye: "bye"}
+    if taker := takers.get(type(message)):
+        getattr(aggregator, taker)(message, 1.0, 1001.0)
+
+
+def _is_json(record: object) -> bool:
+    """Whether a record is written as JSON that is read back: without nan and infinities, which become null."""
+    text = msgspec.json.encode(record)
+    msgspec.json.decode(text, type=type(record))
+    return True
+
+
+def ring_(data: bytes) -> None:
+    """Read a ring and a board of these bytes; of half of the inputs as records with checksums that are right."""
+    memory = _ring_of(data[1:]) if data[:1] < b"\x80" else _records_of(data[1:])
+    descriptor = os.memfd_create("fuzz")
+    try:
+        os.write(descriptor, memory)
+        try:
+            reader = RingReader(descriptor)
+        except RingError:
+            pass
+        else:
+            _read_ring(reader)
+        try:
+            board = Board(os.dup(descriptor))
+        except RingError:
+            return
+        assert isinstance(board.read(), dict)
+        board.close()
+    finally:
+        os.close(descriptor)
+
+
+def _ring_of(data: bytes) -> bytes:
+    """Return a ring of sixteen slots with these bytes over its beginning, its documents and its records."""
+    memory = bytearray(ring.ring_bytes(16))
+    ring._HEADER.pack_into(memory, 0, ring.MAGIC, 16, ring._SLOT_BYTES, ring._FACTS_BYTES)
+    parts = (8, 64, 128, ring._FACTS_AT, ring._ADDRESS_AT, ring._SLOTS_AT)
+    share = max(len(data) // len(parts), 1)
+    for number, at in enumerate(parts):
+        part = data[number * share : (number + 1) * share][: ring._PAGE]
+        memory[at : at + len(part)] = part
+    for at, room in ((ring._FACTS_AT, ring._FACTS_BYTES), (ring._ADDRESS_AT, ring._ADDRESS_BYTES)):
+        payload = bytes(memory[at + ring._DOCUMENT.size : at + ring._DOCUMENT.size + min(share, room // 2)])
+        ring._DOCUMENT.pack_into(memory, at, 1, len(payload), ring._checksum(1, payload))
+    return bytes(memory[: ring.ring_bytes(16)])
+
+
+def _records_of(data: bytes) -> bytes:
+    """Return a ring whose records hold these bytes."""
+    memory = bytearray(ring.ring_bytes(16))
+    ring._HEADER.pack_into(memory, 0, ring.MAGIC, 16, ring._SLOT_BYTES, ring._FACTS_BYTES)
+    often, seldom = ring._OFTEN.size, ring._SELDOM.size
+    count = min(len(data) // (often + seldom), 16)
+    for number in range(count):
+        part = data[number * (often + seldom) : (number + 1) * (often + seldom)]
+        body = (number + 1).to_bytes(8, "little") + part[8:often]
+        checksum = ring.zlib.crc32(body, ring.zlib.crc32(part[often:]))
+        ring._SEALED.pack_into(memory, ring._SLOTS_AT + number * ring._SLOT_BYTES, body, part[often:], checksum)
+    ring._NEWEST.pack_into(memory, ring._NEWEST_AT, count)
+    return bytes(memory)
+
+
+def _read_ring(reader: RingReader) -> None:
+    cutter = WindowCutter(agent="a", rank=0, log_interval=10, offset=0, origin_ns=0, unix_minus_monotonic_s=0.0)
+    for _ in range(3):
+        for slot in reader.read():
+            assert 1 <= slot.kind <= 7
+            assert min(slot.ordinal, slot.tokens, slot.samples, slot.step_ns, slot.prompt_tokens) >= 0
+            cutter.add(slot)
+        reader.skip_torn()
+    state, ordinal, _, what = reader.state()
+    assert ring.STATE_NAMES[state]
+    assert MARKED_PHASES[what]
+    assert ordinal >= 0
+    for document in (reader.facts(), reader.address()):
+        assert document is None or isinstance(document, dict)
+    reader.close()
+
+
+FILES = ("run.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl", "summary.json", "state.json")
+
+
+def runfolder(data: bytes) -> None:
+    """Read a run folder, and go on in it, one of whose files holds these bytes."""
+    with tempfile.TemporaryDirectory(dir=_in_memory()) as name:
+        folder = Path(name)
+        for file in [FILES[data[0] % len(FILES)]] if data else []:
+            (folder / file).write_bytes(data[1:])
+        for read in (read_windows, read_ranks, read_events):
+            rows = read(folder)
+            for one in rows:
+                assert isinstance(one, msgspec.Struct)
+            assert rows.skipped <= data.count(b"\n") + 1
+        assert isinstance(status_of(folder), str)
+        holder_of(folder / FILES[data[0] % len(FILES)] if data else folder)
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            _go_on(restore((folder / "state.json").read_bytes()))
+        sink = RunFolder(folder, {"job": "job"})
+        sink.close()
+        assert msgspec.json.decode((folder / "run.json").read_bytes())["job"] == "job"
+
+
+def _go_on(ledger: object) -> None:
+    """Let an aggregator go on from a state that was read."""
+    aggregator = Aggregator(Config(), "job", 1, 1000.0, ledger)  # type: ignore[arg-type]
+    aggregator.hello(hello(0, world_size=2), 0.0, 1000.0)
+    assert math.isfinite(aggregator.attempt)
+
+
+def _in_memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+TARGETS = {"frames": frames, "ring": ring_, "runfolder": runfolder}
+
+
+def corpus(target: str) -> Iterator[Path]:
+    """Yield the files of a target's corpus."""
+    yield from sorted((CORPUS / target).iterdir())

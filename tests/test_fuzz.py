@@ -1,0 +1,62 @@
+"""Bytes that nobody of ours wrote, to all that reads what others may write; fuzz.py says what may come of it."""
+
+import fuzz
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.transport import FrameError, decode_from_agent
+
+CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(target)]
+
+
+@pytest.mark.parametrize(("target", "path"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_bytes_of_the_corpus_do_no_harm(target, path):
+    fuzz.TARGETS[target](path.read_bytes())
+
+
+def of_corpus(target):
+    """Return a strategy for the files of a corpus, cut and with bytes of them exchanged."""
+
+    def damaged(data, damages, length):
+        changed = bytearray(data[: int(length * len(data)) + 1])
+        for where, byte in damages:
+            if changed:
+                changed[int(where * (len(changed) - 1))] = byte
+        return bytes(changed)
+
+    damages = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4)
+    files = st.sampled_from([path.read_bytes() for path in fuzz.corpus(target)])
+    return st.builds(damaged, files, damages, st.sampled_from([1.0, 1.0, 0.5, 0.9]))
+
+
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_bytes_near_those_of_the_corpus_do_no_harm(target):
+    @settings(deadline=None, max_examples=60)
+    @given(of_corpus(target) | st.binary(max_size=300))
+    def try_it(data):
+        fuzz.TARGETS[target](data)
+
+    try_it()
+
+
+#: What may be, though some of it is odd: an aggregator takes it, and no more comes of it than its own rank's numbers.
+POSSIBLE = """
+    all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
+    gauge-negative good-beat good-bye good-hello good-note good-reports largest-amounts largest-flops
+    log-interval-zero loss-1_7e308 memory-zero note-escapes note-long offset-negative ordinals-of-2-61
+    parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts start_time_s--1e30 window-of-2-61
+    world-of-2-61
+"""
+
+
+def is_a_message(path):
+    try:
+        decode_from_agent(path.read_bytes())
+    except FrameError:
+        return False
+    return True
+
+
+def test_of_the_frames_of_the_corpus_all_but_these_are_refused():
+    assert {path.name for path in fuzz.corpus("frames") if is_a_message(path)} == set(POSSIBLE.split())
