@@ -144,12 +144,10 @@ FAULTS = {
     "scheduler-stop": Fault(
         "the scheduler stops the job: SIGTERM to all, SIGKILL after 5 s",
         "the folder is complete up to the last iteration; status killed",
-        UNWRITTEN,
     ),
     "everything-killed": Fault(
         "everything is killed at once, agents and aggregator too",
         "what was written can be read and is no older than a window; the next start continues it",
-        UNWRITTEN,
     ),
     "tmpfs-full": Fault(
         "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
@@ -159,7 +157,6 @@ FAULTS = {
     "stopped-terminal": Fault(
         "the terminal is stopped (Ctrl-S), or nobody reads it",
         "the console waits, nothing else does; what it left out is counted; the job's end is not held up",
-        UNWRITTEN,
     ),
     "one-core": Fault(
         "agents share one core with their trainer",

@@ -1,0 +1,120 @@
+"""Jobs that somebody else ends: the scheduler, or whoever kills all processes at once."""
+
+import os
+import signal
+import struct
+import time
+
+import jobs
+import pytest
+from after_fault import assert_readable, assert_whole
+
+pytestmark = pytest.mark.faults
+
+LOG_INTERVAL = 10
+
+#: Trains on through SIGTERM, as a trainer that saves a checkpoint does; how far it is stands in a file.
+SAVES = """
+import os, signal, struct, sys, time
+import effllm.efficientllm_metrics as effllm
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+progress = os.open("progress", os.O_CREAT | os.O_WRONLY)
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+for iteration in range(1, 10_000):
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(100, 2)
+    os.pwrite(progress, struct.pack("q", iteration), 0)
+"""
+
+
+def progress(job):
+    path = job.folder / "progress"
+    return struct.unpack("q", path.read_bytes())[0] if path.exists() and path.stat().st_size else 0
+
+
+def send(job, number):
+    """Signal all processes of a job at once, as a scheduler does that has them in a control group."""
+    pids = list(jobs.processes(job.token))
+    for pid in pids:
+        os.kill(pid, number)
+    return pids
+
+
+def kill(job):
+    """Kill all processes of a job at one moment: stopped ones do nothing in between."""
+    for pid in send(job, signal.SIGSTOP):
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    assert not job.left(within_s=5.0)
+
+
+@pytest.mark.fault("scheduler-stop")
+def test_a_job_that_sigterm_ends_is_complete_to_its_last_iteration_and_told_as_killed(launch):
+    job = launch.python("loop.py", "--iterations", 5000)
+    jobs.until(lambda: job.num_windows >= 5)
+    send(job, signal.SIGTERM)
+    job.wait()
+    ended_s = time.monotonic()
+
+    assert job.code == -signal.SIGTERM
+    assert not job.left(within_s=5.0)
+    print(f"all gone {time.monotonic() - ended_s:.2f} s after the trainer")
+    summary = job.ledger.summary
+    assert_whole(job.ledger, {0: summary.iterations}, status="killed")
+    assert "[EfficientLLM] Run killed" in job.stdout
+
+
+@pytest.mark.fault("scheduler-stop")
+def test_a_job_that_trains_on_through_sigterm_until_sigkill_has_its_last_second_and_a_summary_that_says_killed(launch):
+    job = launch.code(SAVES, log_interval=LOG_INTERVAL)
+    jobs.until(lambda: job.num_windows >= 5)
+    send(job, signal.SIGTERM)
+    asked = progress(job)
+    time.sleep(5.0)
+    kill(job)
+    reached = progress(job)
+    ledger = job.ledger
+
+    assert reached > asked + 100
+    assert_readable(ledger.folder)
+    written = ledger.ranks[-1].iteration_last
+    print(f"iteration {reached} was reached, {written} is written, the summary holds {ledger.summary.iterations}")
+    assert written >= reached - 10 * LOG_INTERVAL  # a second
+    assert ledger.summary.status == "killed"
+    assert ledger.summary.iterations >= reached - 30 * LOG_INTERVAL
+
+
+@pytest.mark.fault("scheduler-stop")
+def test_a_job_that_survives_sigterm_is_not_told_as_killed(launch):
+    job = launch.code(
+        SAVES.replace("10_000", "300") + "effllm.finalize_efficientllm_metrics()\n", log_interval=LOG_INTERVAL
+    )
+    jobs.until(lambda: job.num_windows >= 5)
+    send(job, signal.SIGTERM)
+    job.done()
+
+    assert_whole(job.ledger, {0: 299})
+
+
+@pytest.mark.fault("everything-killed")
+def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next_start_continues_it(launch):
+    job = launch.code(SAVES, log_interval=LOG_INTERVAL, run_name="one")
+    jobs.until(lambda: job.num_windows >= 10)
+    kill(job)
+    reached = progress(job)
+    first = job.ledger
+    rows, windows = first.ranks, first.windows
+    assert_readable(first.folder)
+    assert rows[-1].iteration_last >= reached - 10 * LOG_INTERVAL
+    assert [report.iteration_last for report in windows] == [row.iteration_last for row in rows]
+    kept = sum(row.tokens for row in rows)
+
+    job = launch.python("loop.py", "--iterations", 100, run_name="one").done()
+    summary = job.ledger.summary
+
+    assert (summary.status, summary.attempts) == ("completed", 2)
+    assert summary.tokens == 10_000 + kept
+    assert [row.tokens for row in job.ledger.ranks][: len(rows)] == [row.tokens for row in rows]
