@@ -249,7 +249,7 @@ class Job:
 
     def runs(self) -> list[Path]:
         """Return the run folders."""
-        return sorted(self._runs.iterdir()) if self._runs.is_dir() else []
+        return sorted(path for path in self._runs.iterdir() if path.is_dir()) if self._runs.is_dir() else []
 
     @property
     def num_windows(self) -> int:
