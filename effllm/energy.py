@@ -15,7 +15,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from effllm.cross_check import CrossCheck
@@ -36,6 +37,8 @@ OVERSHOOT = 1.2
 UNLIMITED_W = 20_000.0
 #: A counter that stands still while this much flowed by power is frozen.
 FROZEN_J, LEAST_STANDING_S = 20.0, 0.5
+#: Readings nearer than this to a moment that may be asked for are kept as they are.
+LEAST_MARGIN_NS = 10_000_000_000
 #: A phase that is known worse than this is looked for with one more reading at each edge.
 WIDE_NS = 100_000.0
 #: Iterations keep step with the sensor from this share of the largest possible aliasing on; told above the error.
@@ -401,6 +404,33 @@ class EnergyLedger:
         for edge_ns in [edge for edge in self._edges if edge < time_ns]:
             del self._edges[edge_ns]
 
+    @property
+    def margin_ns(self) -> int:
+        """How far around a moment readings may tell of the energy at it."""
+        sensor = self._sensor
+        return max(round((6 * sensor.tick_s + sensor.lag_s + sensor.average_s) / NS), LEAST_MARGIN_NS)
+
+    def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
+        """Make one step of all steps in which no stretch that is to come begins or ends; running totals stay exact.
+
+        Args:
+            edges_ns: moments at which a stretch may begin or end.
+            until_ns: ... as at every one from here on.
+            margin_ns: how far around them readings are kept.
+        """
+        bases = [base.time_ns for base in (self._trust, self._left, self._moved) if base is not None]
+        times = [point.time_ns for point in self._points]
+        for run in runs_between(times, [*edges_ns, *self._edges, *bases], until_ns, margin_ns):
+            points = list(self._points)
+            first, last = points[run.start], points[run.stop - 1]
+            methods = {point.method for point in points[run.start + 1 : run.stop] if point.method}
+            step = last._replace(
+                method=max(methods, key=METHODS.index) if methods else None,
+                estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
+                variance_j2=last.variances_j2 - first.variances_j2,
+            )
+            self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
+
     # --- levels ---
 
     def _level(self, time_ns: int) -> _Level:
@@ -587,6 +617,25 @@ class EnergyLedger:
             self._check.forget()
         elif told := self._check.add(point.time_ns, point.total_j, point.power_w, self._powers):
             self._events.append(("energy_disagreement", told))
+
+
+def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
+    """Yield the runs of at least three moments that lie further than a margin from every edge, as their indices.
+
+    The last run comes first, so that what is taken out of one does not move those that follow.
+
+    Args:
+        times_ns: moments, in order.
+        edges_ns: moments to stay away from.
+        until_ns: where the runs end, less the margin.
+        margin_ns: how far to stay away.
+    """
+    bounds = sorted({min(edge_ns, until_ns) for edge_ns in edges_ns} | {until_ns})
+    for before_ns, after_ns in reversed(list(pairwise([-margin_ns, *bounds]))):
+        start = bisect.bisect_right(times_ns, before_ns + margin_ns)
+        stop = bisect.bisect_left(times_ns, after_ns - margin_ns)
+        if stop - start >= 3:
+            yield range(start, stop)
 
 
 class _Times(Sequence[int]):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 from msgspec.structs import replace
 
 from effllm import ring
-from effllm.energy import NS, EnergyLedger
+from effllm.energy import NS, EnergyLedger, runs_between
 from effllm.schema import (
     MARKED_PHASES,
     POWER_STEP_W,
@@ -48,6 +48,7 @@ class Series:
         self.device = device
         self._longest_gap_ns = int(longest_gap_s / NS)
         self._samples: deque[Sample] = deque()
+        self._folded: dict[int, DeviceWindow] = {}  # what lay between a sample and the next that is kept, by its time
         self._energy = EnergyLedger(device, longest_gap_s)
         self._newest_ns = 0
         self._events: list[tuple[str, str]] = []
@@ -104,14 +105,43 @@ class Series:
         """Whether no sample to come could tell an edge better."""
         return self.newest_ns >= edge_ns and self._energy.is_settled(edge_ns)
 
+    @property
+    def num_kept(self) -> int:
+        """How many samples are kept."""
+        return len(self._samples)
+
+    def fold(self, edges_ns: Collection[int], until_ns: int) -> None:
+        """Sum up the samples of which no stretch that is to come will have a part: all of them or none.
+
+        A stretch that begins or ends inside of such a block after all gets its share of it by time.
+
+        Args:
+            edges_ns: moments at which a stretch may begin or end.
+            until_ns: ... as at every one from here on.
+        """
+        margin_ns = max(self._energy.margin_ns, 2 * self._longest_gap_ns)
+        for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
+            samples = list(self._samples)
+            first, last = samples[run.start], samples[run.stop - 1]
+            block = self._sums(first.time_ns, last.time_ns)
+            for sample in samples[run.start : run.stop - 1]:
+                self._folded.pop(sample.time_ns, None)
+            self._folded[first.time_ns] = block
+            self._samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
+        self._energy.fold(edges_ns, until_ns, margin_ns)
+
     def forget_before(self, time_ns: int) -> None:
         """Drop the samples that no stretch from ``time_ns`` on needs."""
         while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
-            self._samples.popleft()
+            self._folded.pop(self._samples.popleft().time_ns, None)
         self._energy.forget_before(time_ns)
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals over ``[start_ns, end_ns]``."""
+        return self._with_energy(start_ns, end_ns, self._levels(start_ns, end_ns))
+
+    def _levels(self, start_ns: int, end_ns: int) -> Integrals:
+        """Return the integrals of all but energy."""
         memory, utilization = _Sum(), _Sum()
         for first, second, covered_s in self._covered(start_ns, end_ns):
             if first.memory_bytes is not None and second.memory_bytes is not None:
@@ -119,12 +149,17 @@ class Series:
                 memory.add(level * covered_s, covered_s)
             if second.utilization is not None:  # the mean since the sample before
                 utilization.add(second.utilization * covered_s, covered_s)
+        for block, share in self._blocks(start_ns, end_ns):
+            memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
+            utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
+        return Integrals(None, 0.0, *memory.pair(), *utilization.pair())
+
+    def _with_energy(self, start_ns: int, end_ns: int, levels: Integrals) -> Integrals:
         energy = self._energy.energy(start_ns, end_ns)
-        return Integrals(
-            energy.joules,
-            energy.covered_s,
-            *memory.pair(),
-            *utilization.pair(),
+        return replace(
+            levels,
+            energy_j=energy.joules,
+            energy_covered_s=energy.covered_s,
             energy_start_j2=energy.start_j2,
             energy_end_j2=energy.end_j2,
             energy_inside_j2=energy.inside_j2,
@@ -133,6 +168,17 @@ class Series:
 
     def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
         """Return what the device did in ``[start_ns, end_ns]``, of which ``phases`` are parts."""
+        sums = self._sums(start_ns, end_ns)
+        return replace(
+            sums,
+            wall=self._with_energy(start_ns, end_ns, sums.wall),
+            phases=phases,
+            energy_method=self._energy.method_in(start_ns, end_ns),
+            energy_gain_error=self.device.sensor.gain_error if self.device.energy_method else None,
+        )
+
+    def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:
+        """Return all but the energy."""
         gauges: dict[str, Gauge] = {}
         throttled_s: dict[str, float] = {}
         histogram_s: dict[int, float] = {}
@@ -141,7 +187,7 @@ class Series:
             for name, value in second.gauges.items():
                 before = first.gauges.get(name, value)
                 mean = value if name in SINCE_LAST else _level(first, second, start_ns, end_ns, before, value)
-                gauges[name] = _with(gauges.get(name), mean, covered_s, value)
+                gauges[name] = _with(gauges.get(name), Gauge(mean * covered_s, covered_s, value, value))
             if second.throttled_by is not None:
                 throttle_covered_s += covered_s
                 for reason in (*second.throttled_by, *(["any"] if second.throttled_by else [])):
@@ -149,32 +195,52 @@ class Series:
             if second.power_w is not None:
                 step = int(second.power_w // POWER_STEP_W)
                 histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
+        for block, share in self._blocks(start_ns, end_ns):
+            for name, gauge in block.gauges.items():
+                part = replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
+                gauges[name] = _with(gauges.get(name), part)
+            throttle_covered_s += block.throttle_covered_s * share
+            for reason, seconds in block.throttled_s.items():
+                throttled_s[reason] = throttled_s.get(reason, 0.0) + seconds * share
+            for step, seconds in block.power_histogram_s.items():
+                histogram_s[step] = histogram_s.get(step, 0.0) + seconds * share
         return DeviceWindow(
             device=self.device.key,
-            wall=self.integrals(start_ns, end_ns),
-            phases=phases,
+            wall=self._levels(start_ns, end_ns),
             memory_peak_bytes=self.peak(start_ns, end_ns, "memory_bytes"),
             power_peak_w=self.peak(start_ns, end_ns, "power_w"),
-            energy_method=self._energy.method_in(start_ns, end_ns),
             gauges=gauges,
             throttled_s=throttled_s,
             throttle_covered_s=throttle_covered_s,
             power_histogram_s=histogram_s,
-            energy_gain_error=self.device.sensor.gain_error if self.device.energy_method else None,
         )
 
     def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
-        """Return the largest reading of a field within ``[start_ns, end_ns]``, or ``None``."""
-        values = (getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns)
+        """Return the largest reading of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
+        values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
+        values += [getattr(block, PEAKS[field]) for block, _ in self._blocks(start_ns, end_ns)]
         return max((value for value in values if value is not None), default=None)
 
     def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
         """Yield neighbouring samples that are near enough, with the seconds between them inside of a stretch."""
         for first, second in pairwise(self._samples):
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
-            if inside_ns > 0 and second.time_ns - first.time_ns <= self._longest_gap_ns:
+            is_near = second.time_ns - first.time_ns <= self._longest_gap_ns and first.time_ns not in self._folded
+            if inside_ns > 0 and is_near:
                 yield first, second, inside_ns * NS
 
+    def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
+        """Yield what was folded, with the share of its time that lies inside of a stretch: all of it, as a rule."""
+        if not self._folded:
+            return
+        for first, second in pairwise(self._samples):
+            if (block := self._folded.get(first.time_ns)) is not None:
+                inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
+                if inside_ns > 0:
+                    yield block, inside_ns / (second.time_ns - first.time_ns)
+
+
+PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 
 #: Gauges that are means since the sample before; the others are values of a moment.
 SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
@@ -187,14 +253,14 @@ def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: fl
     return before + (after - before) * middle
 
 
-def _with(gauge: Gauge | None, mean: float, covered_s: float, value: float) -> Gauge:
+def _with(gauge: Gauge | None, part: Gauge) -> Gauge:
     if gauge is None:
-        return Gauge(mean * covered_s, covered_s, value, value)
+        return part
     return Gauge(
-        gauge.value_seconds + mean * covered_s,
-        gauge.covered_s + covered_s,
-        min(gauge.least, value),
-        max(gauge.most, value),
+        gauge.value_seconds + part.value_seconds,
+        gauge.covered_s + part.covered_s,
+        min(gauge.least, part.least),
+        max(gauge.most, part.most),
     )
 
 
@@ -290,6 +356,9 @@ class WindowCutter:
         self._profiles: deque[tuple[int, Profile]] = deque()
         self._device_times: deque[tuple[int, int, float]] = deque()  # ordinal, iterations timed so far, their seconds
         self._device_time = (0, 0.0)  # at the row's start
+        self._device_own_times: deque[tuple[int, int, float]] = deque()  # the same until the sync point
+        self._device_own_time = (0, 0.0)
+        self._own: deque[tuple[int, int, int]] = deque()  # ordinal, own time, arrival, of iterations that told
         self._shown_minus_ordinal = offset
         self._reset_at = 0
         self._sequence = 0
@@ -314,6 +383,17 @@ class WindowCutter:
         """Ends of the windows that have ended and are not cut yet, oldest first."""
         return [iteration.end_ns for iteration, _, _ in self._open]
 
+    @property
+    def moments_ns(self) -> list[int]:
+        """Moments until now at which a stretch of a row to come may begin or end."""
+        known = [
+            self._row_start_ns,
+            self._first_start_ns,
+            *self.edges_ns,
+            *([self._newest.end_ns] if self._newest else []),
+        ]
+        return known + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
+
     def window_of(self, ordinal: int) -> int:
         """Return the number of the window in which an iteration lies."""
         return -(-(ordinal + self._offset) // self._log_interval)
@@ -337,6 +417,8 @@ class WindowCutter:
             self._profiles.append((slot.ordinal, _profile(slot)))
         elif slot.kind == ring.DEVICE_TIME:
             self._device_times.append((slot.ordinal, slot.number, slot.value))
+        elif slot.kind == ring.OWN_TIME:
+            self._device_own_times.append((slot.ordinal, slot.number, slot.value))
         if slot.kind in (ring.PHASE, ring.END):
             self._newest_totals = slot[8:21]
 
@@ -356,6 +438,8 @@ class WindowCutter:
         )
         if not self._first_start_ns:
             self._first_start_ns = slot.start_ns
+        if slot.number > 0:
+            self._own.append((slot.ordinal, slot.number, int(slot.value)))
         self._durations_s.append((slot.end_ns - slot.start_ns + max(slot.wait_ns - self._last_wait_ns, 0)) * NS)
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
@@ -402,6 +486,14 @@ class WindowCutter:
         device_steps, device_step_s = self._device_time
         while self._device_times and self._device_times[0][0] <= last:
             self._device_time = self._device_times.popleft()[1:]
+        device_own_steps, device_own_step_s = self._device_own_time
+        while self._device_own_times and self._device_own_times[0][0] <= last:
+            self._device_own_time = self._device_own_times.popleft()[1:]
+        own_s, arrival_ns = [], 0
+        while self._own and self._own[0][0] <= last:
+            ordinal, own_ns, came_ns = self._own.popleft()
+            own_s.append(own_ns * NS)
+            arrival_ns = came_ns if ordinal == last else 0
         inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
         self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
         self._sequence += 1
@@ -437,6 +529,12 @@ class WindowCutter:
             profile=profile,
             device_steps=self._device_time[0] - device_steps,
             device_step_s=max(self._device_time[1] - device_step_s, 0.0),
+            own_steps=len(own_s),
+            own_step_s=sum(own_s),
+            own_median_s=statistics.median(own_s) if own_s else None,
+            arrival_ns=arrival_ns,
+            device_own_steps=self._device_own_time[0] - device_own_steps,
+            device_own_step_s=max(self._device_own_time[1] - device_own_step_s, 0.0),
         )
         if report.reset:
             self._reset_at = 0

@@ -214,6 +214,18 @@ def test_ranks_that_wait_for_one_in_a_phase_are_not_told_though_it_is_one_iterat
     assert job.told(105, 400, stand) == []
 
 
+def test_a_rank_is_not_told_alone_where_the_others_got_one_iteration_further_as_they_do_in_lockstep():
+    job = Job()
+    job.run(100)
+    for now_s in range(105, 300, 5):
+        job.beat(3, 101, STEP, now_s - 100.0, now_s)
+        if now_s < 110:
+            job.all_beat(101, STEP, now_s - 100.0, now_s, ranks=(0, 1, 2))
+        else:  # they saved what they had done, and wait
+            job.all_beat(101, "checkpoint", now_s - 108.0, now_s, ranks=(0, 1, 2))
+        assert job.look(now_s) == []
+
+
 def test_a_process_that_waits_for_requests_may_do_so_for_ever():
     job = Job(ranks=1)
     job.run(100)
@@ -225,10 +237,19 @@ def test_a_beat_that_came_late_says_nothing_about_the_time_since_it_was_sent():
     job = Job(ranks=1)
     job.run(100)
     job.beat(0, 101, STEP, 1.0, 105)
-    # The aggregator slept for a minute; the beats of it come at once.
-    for since_s in (6.0, 11.0, 16.0, 21.0):
+    for since_s in (6.0, 11.0, 16.0, 21.0):  # the aggregator slept for a minute; all of them come at once
         job.beat(0, 101, STEP, since_s, 165)
-    assert job.look(165.0) == [] or job.hang.ranks[0].stood_s >= 30  # it stood since 104, by its first beat
+
+    assert job.hang.ranks[0].since_s == 100.0
+
+
+def test_of_beats_of_one_stand_the_promptest_tells_since_when():
+    job = Job(ranks=1)
+    job.run(100)
+    job.beat(0, 102, STEP, 1.0, 110)  # it took eight seconds
+    job.beat(0, 102, STEP, 4.0, 105 + 1)
+
+    assert job.hang.ranks[0].since_s == 102.0
 
 
 # --- the line ---

@@ -1,0 +1,205 @@
+"""Samples of a loop that stands for a day are summed up: memory stays flat, and its window says what it would have."""
+
+import math
+import random
+
+import pytest
+from builders import gpu, looping
+from pytest import approx
+
+from effllm.energy import LEAST_MARGIN_NS, runs_between
+from effllm.schema import Integrals, Sample, Sensor
+from effllm.window import Series, WindowCutter
+
+NS = 10**9
+DAY_S = 86_400
+FOLD_EVERY_S = 30
+
+
+class Device:
+    """A GPU whose power changes every half minute, with a counter of ten ticks a second."""
+
+    def __init__(self, seed: int = 0) -> None:
+        luck = random.Random(seed)
+        self._levels_w = [luck.choice((80.0, 210.0, 400.0, 690.0)) for _ in range(2 * DAY_S // 30)]
+        self._total_j = [0.0]
+        for watts in self._levels_w:
+            self._total_j.append(self._total_j[-1] + 30 * watts)
+
+    def joules(self, at_s: float) -> float:
+        index = int(at_s // 30)
+        return self._total_j[index] + (at_s - 30 * index) * self._levels_w[index]
+
+    def sample(self, at_s: float, counter: bool = True) -> Sample:
+        watts = self._levels_w[int(at_s // 30)]
+        tick_s = math.floor(at_s * 10 + 1e-6) / 10
+        return Sample(
+            time_ns=round(at_s * NS),
+            memory_bytes=1e9 + 1e6 * (at_s % 977),
+            utilization=watts / 700,
+            power_w=watts,
+            energy_j=self.joules(tick_s) if counter else None,
+            gauges={"temperature_c": 40 + watts / 20},
+            throttled_by=("power",) if watts > 600 else (),
+        )
+
+
+def series(**changes) -> Series:
+    sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, is_held=True)
+    return Series(gpu(sensor=sensor, power_limit_w=700.0, **changes), longest_gap_s=5.0)
+
+
+def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(), counter=lambda at_s: True) -> int:
+    """Feed a sample every two seconds from 10 s on; return how many were kept at most."""
+    most, at_s = 0, 10.0
+    while at_s <= until_s:
+        one.add(device.sample(at_s, counter(at_s)))
+        if folding and int(at_s) % FOLD_EVERY_S == 0:
+            one.fold(edges_ns, round(at_s * NS))
+        most = max(most, one.num_kept)
+        at_s += 2.0
+    return most
+
+
+def alike(first: Integrals, second: Integrals, rel: float = 1e-8) -> None:
+    for name in Integrals.__struct_fields__:
+        assert getattr(first, name) == (approx(getattr(second, name), rel=rel, abs=1e-6)), name
+
+
+def test_a_day_of_samples_takes_no_more_memory_than_a_minute_and_the_window_says_the_same():
+    device, edges_ns = Device(), [12 * NS + 300_000_000, 15 * NS + 700_000_000]
+    plain, folding = series(), series()
+    fed(plain, device, DAY_S, folding=False)
+    most = fed(folding, device, DAY_S, folding=True, edges_ns=edges_ns)
+    end_ns = DAY_S * NS - 400_000_000  # an edge that nobody knew of until it came
+
+    assert plain.num_kept == DAY_S / 2 - 4
+    assert most < 120
+    assert len(folding._energy._points) < 240
+    whole, kept = (one.window(edges_ns[0], end_ns, {}) for one in (folding, plain))
+    alike(whole.wall, kept.wall)
+    assert whole.wall.energy_j == approx(device.joules(end_ns / NS) - device.joules(12.3), rel=1e-5)
+    assert whole.power_histogram_s == approx(kept.power_histogram_s)
+    assert whole.throttled_s == approx(kept.throttled_s)
+    assert whole.throttle_covered_s == approx(kept.throttle_covered_s)
+    assert (whole.power_peak_w, whole.memory_peak_bytes) == (kept.power_peak_w, kept.memory_peak_bytes)
+    assert (whole.energy_method, kept.energy_method) == ("counter", "counter")
+    for name, gauge in kept.gauges.items():
+        assert tuple(getattr(whole.gauges[name], field) for field in gauge.__struct_fields__) == approx(
+            tuple(getattr(gauge, field) for field in gauge.__struct_fields__)
+        )
+
+
+def test_every_moment_that_was_known_to_be_asked_for_is_told_as_before():
+    device = Device(1)
+    edges_ns = [round(at_s * NS) for at_s in (12.3, 100.05, 333.33, 334.0, 1000.71)]
+    plain, folding = series(), series()
+    fed(plain, device, 2000, folding=False)
+    fed(folding, device, 2000, folding=True, edges_ns=edges_ns)
+    assert folding.num_kept < 200
+
+    for start_ns, end_ns in ((a, b) for a in edges_ns for b in [*edges_ns, 1999 * NS] if a < b):
+        alike(folding.integrals(start_ns, end_ns), plain.integrals(start_ns, end_ns))
+
+
+@pytest.mark.parametrize("changes", [{}, {"energy_method": "instant power"}], ids=["counter", "power"])
+def test_a_counter_that_fails_for_hours_is_put_right_as_before(changes):
+    device, edges_ns = Device(2), [12 * NS]
+    plain, folding = series(**changes), series(**changes)
+
+    def fails(at_s: float) -> bool:
+        return not 500 < at_s < 4500
+
+    fed(plain, device, 6_000, folding=False, counter=fails)
+    fed(folding, device, 6_000, folding=True, edges_ns=edges_ns, counter=fails)
+
+    alike(folding.integrals(12 * NS, 5_999 * NS), plain.integrals(12 * NS, 5_999 * NS), rel=1e-7)
+
+
+def test_holes_stay_holes():
+    device, edges_ns = Device(3), [12 * NS]
+    plain, folding = series(energy_method="instant power"), series(energy_method="instant power")
+    for one in (plain, folding):
+        for at_s in (*range(10, 1000), *range(1600, 3000)):
+            one.add(device.sample(float(at_s)))
+            if one is folding and at_s % 30 == 0:
+                one.fold(edges_ns, at_s * NS)
+    found = folding.integrals(12 * NS, 2999 * NS)
+
+    assert found.memory_covered_s == approx(2999 - 12 - 601)
+    alike(found, plain.integrals(12 * NS, 2999 * NS))
+
+
+def test_of_a_block_that_is_cut_after_all_a_stretch_gets_its_share_by_time():
+    one = series(energy_method=None)
+    for at_s in range(10, 1011):
+        one.add(Sample(at_s * NS, memory_bytes=1000.0))
+    one.fold([10 * NS], 1010 * NS)
+    assert one.num_kept < 50
+
+    assert one.integrals(10 * NS, 510 * NS).memory_byte_seconds == approx(500 * 1000.0)
+    assert one.integrals(510 * NS, 1010 * NS).memory_byte_seconds == approx(500 * 1000.0)
+
+
+def test_a_block_that_is_shorter_than_a_gap_counts_once():
+    one = series(energy_method=None)
+    for at_s in range(10, 61):
+        one.add(Sample(at_s * NS, memory_bytes=1000.0))
+    one.fold([10 * NS, 34 * NS, 60 * NS], 60 * NS)  # ten seconds around each: 21 to 23 s and 45 to 49 s are free
+
+    assert one.num_kept == 51 - 1 - 3
+    assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)
+
+
+def test_a_window_that_stood_for_hours_is_cut_as_if_every_sample_had_been_kept():
+    device = Device(4)
+    rows = []
+    for folding in (False, True):
+        one = series()
+        with looping() as loop:
+            cutter = WindowCutter("agent", 0, log_interval=10, offset=0, origin_ns=11 * NS, unix_minus_monotonic_s=0.0)
+            ended = set()
+            at_s = 10.0
+            while at_s <= 6_000:
+                ordinal = int((at_s - 20) // 2) + 1  # two seconds each, from 20 s on; the seventh stands from 33 s on
+                if 1 <= ordinal <= 6 and ordinal not in ended and at_s >= 20 + 2 * ordinal:
+                    ended.add(ordinal)
+                if at_s in (20, 22, 24, 26, 28, 30, 32):
+                    if at_s > 20:
+                        loop.end(round(at_s * NS) - 100, 100, 2)
+                    loop.start(round(at_s * NS))
+                for slot in loop.slots():
+                    cutter.add(slot)
+                one.add(device.sample(at_s))
+                if folding and at_s % 30 == 0:
+                    one.fold([*cutter.moments_ns, 32 * NS], round(at_s * NS))
+                at_s += 1.0
+            for ordinal in range(4):
+                loop.end(5_990 * NS + ordinal * 2 * NS, 100, 2)
+                loop.start(5_990 * NS + ordinal * 2 * NS + 10)
+            for slot in loop.slots():
+                cutter.add(slot)
+            rows.append(cutter.cut([one]))
+            assert one.num_kept < (200 if folding else 6_000)
+    plain, folded = rows
+
+    assert (folded.wall_s, folded.busy_s, folded.iteration_last) == (plain.wall_s, plain.busy_s, 10)
+    alike(folded.devices[0].wall, plain.devices[0].wall)
+    alike(folded.devices[0].phases["startup"], plain.devices[0].phases["startup"])
+
+
+def test_runs_stay_away_from_every_edge_and_from_the_newest():
+    times = list(range(0, 1000, 10))
+    runs = list(runs_between(times, [500], 990, 100))
+
+    assert [(times[run.start], times[run.stop - 1]) for run in runs] == [(610, 880), (10, 390)]
+    assert list(runs_between(times, range(0, 1000, 50), 990, 100)) == []
+    assert list(runs_between([], [5], 10, 1)) == []
+
+
+def test_readings_near_an_edge_are_kept_for_as_long_as_slow_sensors_need():
+    fast = Series(gpu(sensor=Sensor(tick_s=0.1)), 5.0)
+    slow = Series(gpu(sensor=Sensor(tick_s=30.0, lag_s=5.0)), 5.0)
+
+    assert fast._energy.margin_ns == LEAST_MARGIN_NS
+    assert slow._energy.margin_ns == 186 * NS
