@@ -166,7 +166,6 @@ FAULTS = {
     "slurm": Fault(
         "plain srun, and scancel",
         "one job, one run folder, all ranks; a cancelled job is told as killed",
-        UNWRITTEN,
     ),
     "slow-network": Fault(
         "latency and loss on the network",

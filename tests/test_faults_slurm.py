@@ -1,0 +1,64 @@
+"""Plain srun, without torchrun, on a Slurm of this one machine: its ranks find each other, and scancel is a kill."""
+
+import os
+import signal
+import sys
+
+import jobs
+import psutil
+import pytest
+from after_fault import assert_whole
+
+pytest_plugins = ["slurm"]
+pytestmark = [pytest.mark.faults, pytest.mark.fault("slurm")]
+
+
+@pytest.fixture
+def srun(launch, slurm):
+    """Start a loop on two ranks with srun."""
+
+    def start(iterations, *options, **settings):
+        command = ["srun", "-n2", "--quiet", *options, sys.executable, str(jobs.SCRIPTS / "loop.py")]
+        environ = {**launch.environ(settings), **slurm.environ}
+        return launch._job().start([*command, "--iterations", str(iterations)], environ)
+
+    return start
+
+
+def test_ranks_of_plain_srun_make_one_run_folder_that_is_named_by_the_job(srun):
+    job = srun(300).done(60)
+
+    (folder,) = job.runs()
+    assert_whole(job.ledger, {0: 300, 1: 300})
+    assert job.ledger.facts["launcher"] == "slurm"
+    assert folder.name == str(job.ledger.facts["run_id"])
+    assert job.ledger.summary.coverage.ranks_reporting == 2
+    assert len(job.blocks) == 30
+
+
+def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm):
+    job = srun(5000)
+    jobs.until(lambda: job.num_windows >= 5, within_s=30)
+    slurm.command("scancel", slurm.job_id())
+    job.wait()
+
+    assert not job.left(within_s=8.0)
+    summary = job.ledger.summary
+    done = {rank: max(row.iteration_last for row in job.ledger.ranks if row.rank == rank) for rank in (0, 1)}
+    assert abs(done[0] - done[1]) < 100
+    assert_whole(job.ledger, done, status="killed")
+    assert summary.iterations == max(done.values())
+
+
+def test_a_step_whose_task_dies_is_ended_by_slurm_and_told_as_killed(srun):
+    job = srun(5000, "--kill-on-bad-exit=1")
+    jobs.until(lambda: job.num_windows >= 5, within_s=30)
+    trainers = [pid for pid in jobs.processes(job.token) if "loop.py" in jobs.describe(pid)]
+    first = min(pid for pid in trainers if psutil.Process(pid).name().startswith("python"))
+    os.kill(first, signal.SIGKILL)
+    job.wait()
+
+    assert job.code != 0
+    assert not job.left(within_s=8.0)
+    assert job.ledger.summary.status == "killed"
+    assert job.ledger.summary.tokens == sum(row.tokens for row in job.ledger.ranks)
