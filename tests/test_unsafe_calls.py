@@ -1,0 +1,127 @@
+"""Nothing anywhere is unpickled, evaluated or given to a shell: what could do that is looked for by name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = {
+    str(path.relative_to(ROOT)): path
+    for folder in ("effllm", "launch", "integration", "benchmarks", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+} | {"setup.py": ROOT / "setup.py"}
+
+#: Modules that make objects, and so calls, out of bytes.
+MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "jsonpickle", "marshal", "shelve", "joblib", "code"}
+
+#: Names that do so wherever they are from: of pyzmq, of torch.distributed, of pandas.
+NAMES = {
+    "recv_pyobj", "send_pyobj", "gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list",
+    "read_pickle", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all", "getoutput", "getstatusoutput",
+}  # fmt: skip
+
+#: Whole names.
+CALLS = {
+    "eval", "exec", "compile", "__import__", "yaml.load", "yaml.load_all", "torch.load", "numpy.load", "np.load",
+    "os.system", "os.popen", "builtins.eval", "builtins.exec", "runpy.run_path", "runpy.run_module",
+}  # fmt: skip
+
+SAFE_LOADERS = {"SafeLoader", "CSafeLoader", "yaml.SafeLoader", "yaml.CSafeLoader"}
+
+#: What is there all the same, and why it may be.
+ALLOWED = {
+    "effllm/commands/run.py": dict.fromkeys(
+        ("exec", "compile", "runpy.run_path", "runpy.run_module"), "the training script that it is asked to run"
+    ),
+    "tests/nvml_library.py": {"pickle": "what a test and a child of its own say to each other through a pipe"},
+}
+
+
+def called(tree):
+    """Yield the names of what a file calls that it should not."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if keywords.get("shell", "False") != "False":
+            yield "shell=True"
+        if name in ("yaml.load", "yaml.load_all"):
+            loaders = {keywords.get("Loader"), *(ast.unparse(argument) for argument in node.args[1:])}
+            if loaders & SAFE_LOADERS:
+                continue
+        if name in CALLS or name.rpartition(".")[2] in NAMES:
+            yield name
+
+
+def imported(tree):
+    """Yield the names of what a file imports that it should not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            for alias in node.names:
+                if module.split(".")[0] in MODULES or alias.name in NAMES or f"{module}.{alias.name}" in CALLS:
+                    yield f"{module}.{alias.name}"
+
+
+def unsafe(source):
+    tree = ast.parse(source)
+    return {*called(tree), *imported(tree)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_unpickled_evaluated_or_given_to_a_shell(name):
+    assert unsafe(FILES[name].read_text()) == set(ALLOWED.get(name, {}))
+
+
+def test_the_files_that_are_looked_at_are_there():
+    assert {"effllm/transport.py", "benchmarks/__main__.py", "tests/scripts/loop.py", "setup.py"} <= set(FILES)
+    assert any(name.startswith("integration/") for name in FILES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from dill import loads",
+        "import marshal as m",
+        "eval('1')",
+        "exec(text)",
+        "compile(text, 'f', 'exec')",
+        "socket.recv_pyobj()",
+        "socket.send_pyobj(1)",
+        "dist.gather_object(1)",
+        "torch.distributed.broadcast_object_list([1])",
+        "from torch.distributed import all_gather_object",
+        "torch.load('f')",
+        "yaml.load(text)",
+        "yaml.load(text, Loader=yaml.FullLoader)",
+        "yaml.unsafe_load(text)",
+        "from yaml import load",
+        "subprocess.run('ls', shell=True)",
+        "subprocess.run('ls', shell=flag)",
+        "os.system('ls')",
+        "from os import popen",
+        "np.load('f', allow_pickle=True)",
+        "pandas.read_pickle('f')",
+    ],
+)
+def test_what_is_looked_for_is_found(source):
+    assert unsafe(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "yaml.safe_load(t)",
+        "yaml.load(t, Loader=yaml.SafeLoader)",
+        "re.compile('x')",
+        "run(c, shell=False)",
+    ],
+)
+def test_what_is_safe_is_not(source):
+    assert not unsafe(source)
