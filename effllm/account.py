@@ -72,13 +72,36 @@ class Rows(list[RankReport]):
                 sums[name] = sums.get(name, 0.0) + seconds
         return sums
 
+    @cached_property
+    def is_final(self) -> bool:
+        """Whether one of them is its rank's last."""
+        return any(map(attrgetter("final"), self))
+
+    def joined(self, more: Rows) -> Rows:
+        """Return what these rows and more come to, without the rows themselves."""
+        both = Rows()
+        both.__dict__.update(
+            ranks=self.ranks + more.ranks,
+            numbers={name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()},
+            counts={name: count + more.counts[name] for name, count in self.counts.items()},
+            iterations=max(self.iterations, more.iterations),
+            loss=more.loss if self.loss is None else self.loss,
+            profile=add_profiles(self.profile, more.profile),
+            phases_s={
+                name: self.phases_s.get(name, 0.0) + more.phases_s.get(name, 0.0)
+                for name in {**self.phases_s, **more.phases_s}
+            },
+            is_final=self.is_final or more.is_final,
+        )
+        return both
+
     @classmethod
     def of(cls, rows: Iterable[RankReport]) -> Rows:
         """Return rows as such, those that are already as they are."""
         return rows if isinstance(rows, Rows) else cls(rows)
 
 
-_PLACED = ("iteration_first", "iteration_last", "iteration_shown", "end_time_s")
+_PLACED = ("iteration_first", "iteration_last", "iteration_shown", "end_time_s", "own_steps", "own_step_s")
 _SUMMED = ("generation_s", "device_steps", "device_step_s")
 _COUNTED = ("tokens", "tokens_processed", "tokens_loss", "samples", "generated_tokens", "prompt_tokens")
 
@@ -127,6 +150,68 @@ class GaugeSums(Struct):
         return self.value_seconds / self.covered_s if self.covered_s > 0 else None
 
 
+class Expected(dict[str, Device]):
+    """The devices that a window should hold, with what is asked of them window for window."""
+
+    @classmethod
+    def of(cls, devices: Mapping[str, Device]) -> Expected:
+        """Return devices as such, those that are already as they are."""
+        return devices if isinstance(devices, Expected) else cls(devices)
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The keys, sorted."""
+        return sorted(self)
+
+    @cached_property
+    def owners(self) -> list[str]:
+        """Whose energy each shows, in the order of the keys."""
+        return [self[key].energy_key or key for key in self.order]
+
+    @cached_property
+    def is_gpu(self) -> NDArray[np.bool_]:
+        """Which are GPUs, in the order of the keys."""
+        return np.array([self[key].is_gpu for key in self.order], bool)
+
+    @cached_property
+    def is_measurable(self) -> bool:
+        """Whether any has a sensor of energy or power."""
+        return any(device.energy_method for device in self.values())
+
+    @cached_property
+    def keys_alike(self) -> dict[str, str]:
+        """One object for each key, however often it is read."""
+        return {key: key for key in self}
+
+    def positions(self, merged: Merged) -> Positions:
+        """Return the column of each of these devices, in the order of the keys; -1 for those that are not there."""
+        names, found = self._found
+        if names != merged.names:
+            find = merged._positions.get
+            found = np.fromiter((find(key, -1) for key in self.order), np.intp, len(self))
+            self._found = merged.names, found
+        return found
+
+    @cached_property
+    def _found(self) -> tuple[list[str], Positions]:
+        return [], np.full(len(self), -1)
+
+    @cached_property
+    def _masks(self) -> list[tuple[Scope, NDArray[np.bool_]]]:
+        return []
+
+    def within(self, scope: Scope | None) -> NDArray[np.bool_]:
+        """Return which are in a scope, in the order of the keys."""
+        if scope is None:
+            return np.ones(len(self), bool)
+        for known, mask in self._masks:
+            if known is scope:
+                return mask
+        mask = np.array([key in scope.keys for key in self.order], bool)
+        self._masks[:] = [*self._masks[-2:], (scope, mask)]
+        return mask
+
+
 class GpuReadings(Struct):
     """What was read of the GPUs of a window beside energy, memory and utilization."""
 
@@ -158,13 +243,32 @@ class GpuReadings(Struct):
         if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
             self.power_peak_w = peak_w
 
+    def joined(self, more: GpuReadings) -> GpuReadings:
+        """Return these readings and more."""
+        gauges = {name: GaugeSums(sums.value_seconds, sums.covered_s, sums.most) for name, sums in self.gauges.items()}
+        for name, sums in more.gauges.items():
+            known = gauges.setdefault(name, GaugeSums())
+            known.value_seconds += sums.value_seconds
+            known.covered_s += sums.covered_s
+            known.most = max((most for most in (known.most, sums.most) if most is not None), default=None)
+        bars = {**self.power_histogram_s, **more.power_histogram_s}
+        histogram_s = {
+            step: self.power_histogram_s.get(step, 0.0) + more.power_histogram_s.get(step, 0.0) for step in bars
+        }
+        peaks_w = [peak for peak in (self.power_peak_w, more.power_peak_w) if peak is not None]
+        return GpuReadings(
+            gauges,
+            self.throttled_s + more.throttled_s,
+            self.throttle_covered_s + more.throttle_covered_s,
+            histogram_s,
+            max(peaks_w, default=None),
+        )
+
 
 class Merged(Mapping[str, MergedDevice]):
     """The devices of a window, each once: as objects by their keys, and side by side as columns."""
 
-    def __init__(
-        self, rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]
-    ) -> None:
+    def __init__(self, rows: Iterable[RankReport], devices: Expected, members: Mapping[str, set[int]]) -> None:
         first: dict[str, tuple[RankReport, DeviceWindow]] = {}
         several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
         for row in rows:
@@ -173,7 +277,8 @@ class Merged(Mapping[str, MergedDevice]):
                     first[one.device] = (row, one)
                 else:
                     several.setdefault(one.device, [first[one.device]]).append((row, one))
-        known = {key: pair for key, pair in first.items() if key in devices}
+        # One and the same text for a key from window to window, which is found, and found equal, without being read.
+        known = {same: pair for key, pair in first.items() if (same := devices.keys_alike.get(key)) is not None}
         self.devices = list(map(devices.__getitem__, known))
         self._special = {
             key: _merge(several.get(key) or [known[key]], device, members.get(key, set()))
@@ -214,6 +319,25 @@ class Merged(Mapping[str, MergedDevice]):
                 left[at] = np.array([getattr(only, name) for name in _FIELDS], np.float64)
                 self.phases_j[at] = {name: part.energy_j for name, part in window.phases.items()}
         return left
+
+    def forgetful(self) -> Merged:
+        """Return the same columns, without the objects that they were made from."""
+        other = Merged.__new__(Merged)
+        other.__dict__.update({**self.__dict__, "_windows": [], "_special": {}})
+        return other
+
+    def joined(self, more: Merged) -> Merged:
+        """Return these devices and more, none of which is among these, as columns alone."""
+        both = self.forgetful()
+        both.devices = self.devices + more.devices
+        both._positions = {key: at for at, key in enumerate([*self, *more])}
+        for name in ("span_s", "wall", "iterations", "peaks"):
+            setattr(both, name, np.concatenate((getattr(self, name), getattr(more, name))))
+        both.phases_j = {**self.phases_j, **{at + len(self): parts for at, parts in more.phases_j.items()}}
+        both.gpus = self.gpus.joined(more.gpus)
+        for name in ("names", "energy_coverage", "stretches", "is_measured"):
+            both.__dict__.pop(name, None)
+        return both
 
     def __getitem__(self, key: str) -> MergedDevice:
         """Return one device."""
@@ -272,14 +396,8 @@ class Merged(Mapping[str, MergedDevice]):
 
     def count_measured(self, expected: Expected) -> int:
         """Return of how many of the expected GPUs anything was measured."""
-        there = self.positions(expected.order)[expected.is_gpu]
+        there = expected.positions(self)[expected.is_gpu]
         return int(self.is_measured[there[there >= 0]].sum())
-
-    def positions(self, keys: Sequence[str]) -> Positions:
-        """Return the rows of keys, -1 for those that are not here."""
-        if keys == self.names:
-            return np.arange(len(self))
-        return np.fromiter((self._positions.get(key, -1) for key in keys), np.intp, len(keys))
 
 
 def _stretches(integrals: Array, gain_error: Array) -> Array:
@@ -299,7 +417,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         devices: every known device by its key.
         members: the ranks that sit on each device.
     """
-    return Merged(rows, devices, members)
+    return Merged(rows, Expected.of(devices), members)
 
 
 def _merge(pairs: list[tuple[RankReport, DeviceWindow]], device: Device, members: set[int]) -> MergedDevice:
@@ -351,50 +469,6 @@ def _sum_of_means(shares: Sequence[tuple[float | None, float]]) -> tuple[float |
     return sum((value or 0.0) / seconds for value, seconds in shares) * covered_s, covered_s
 
 
-class Expected(dict[str, Device]):
-    """The devices that a window should hold, with what is asked of them window for window."""
-
-    @classmethod
-    def of(cls, devices: Mapping[str, Device]) -> Expected:
-        """Return devices as such, those that are already as they are."""
-        return devices if isinstance(devices, Expected) else cls(devices)
-
-    @cached_property
-    def order(self) -> list[str]:
-        """The keys, sorted."""
-        return sorted(self)
-
-    @cached_property
-    def owners(self) -> list[str]:
-        """Whose energy each shows, in the order of the keys."""
-        return [self[key].energy_key or key for key in self.order]
-
-    @cached_property
-    def is_gpu(self) -> NDArray[np.bool_]:
-        """Which are GPUs, in the order of the keys."""
-        return np.array([self[key].is_gpu for key in self.order], bool)
-
-    @cached_property
-    def is_measurable(self) -> bool:
-        """Whether any has a sensor of energy or power."""
-        return any(device.energy_method for device in self.values())
-
-    @cached_property
-    def _masks(self) -> list[tuple[Scope, NDArray[np.bool_]]]:
-        return []
-
-    def within(self, scope: Scope | None) -> NDArray[np.bool_]:
-        """Return which are in a scope, in the order of the keys."""
-        if scope is None:
-            return np.ones(len(self), bool)
-        for known, mask in self._masks:
-            if known is scope:
-                return mask
-        mask = np.array([key in scope.keys for key in self.order], bool)
-        self._masks[:] = [*self._masks[-2:], (scope, mask)]
-        return mask
-
-
 def window_energy(
     merged: Merged,
     devices: Mapping[str, Device],
@@ -414,7 +488,7 @@ def window_energy(
     expected = Expected.of(devices)
     lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
     is_measurable = expected.is_measurable if scope is None else bool(scope.label)
-    rows = merged.positions(expected.order)
+    rows = expected.positions(merged)
     owners, shown = _shown(merged, expected, rows, expected.within(scope))
     gpu_owners, gpus = _shown(merged, expected, rows, expected.is_gpu)
     wall, iterations = merged.stretches

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from effllm.account import merge_devices, window_energy
+from effllm.account import Rows, merge_devices, window_energy
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
 from effllm.pacing import is_large
@@ -28,6 +29,7 @@ RECENT = 8  # closed windows that a late report can still complete
 MOST_TOLD = 1000  # of a kind
 MOST_NOTES = 200  # of a rank: as many as its agent keeps
 MOST = 0.5
+MOST_NAMED = 8  # ranks in a line
 
 
 class Closed(NamedTuple):
@@ -41,6 +43,11 @@ class Closed(NamedTuple):
 class _Pending(Struct):
     first_s: float  # when its first row came
     rows: dict[int, RankReport] = {}
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks by their numbers, a few of them."""
+    return ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
 
 
 class Aggregator:
@@ -65,6 +72,8 @@ class Aggregator:
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # of the last windows, for the deadline
         self._closed: list[Closed] = []
+        self._oldest = 0  # of the pending windows
+        self._late_rows: dict[int, dict[int, RankReport]] = {}  # of windows that have closed
         self._events: list[Event] = []
         self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
         self._notes: dict[int, int] = {}  # of each rank
@@ -116,10 +125,15 @@ class Aggregator:
             rank.iteration = row.iteration_last
             self._stalls.row(row, now_s)
             if row.window <= self._ledger.closed:
-                self._pass_time(now_s, time_s)
-                self._take_late(row, time_s)
-            else:
-                self._pending.setdefault(row.window, _Pending(first_s=now_s)).rows[row.rank] = row
+                self._late_rows.setdefault(row.window, {})[row.rank] = row
+                continue
+            pending = self._pending.get(row.window)
+            if pending is None:
+                pending = self._pending[row.window] = _Pending(first_s=now_s)
+                self._oldest = min(self._pending)
+            pending.rows[row.rank] = row
+        if self._late_rows and not is_large(self._ledger.world_size):
+            self._take_late(now_s, time_s)
         if self._may_close():
             self._close_ready(now_s)
 
@@ -178,11 +192,22 @@ class Aggregator:
         """Tell of a peer whose messages are not taken; they are counted where they are refused."""
         self._tell("refused", reason, time_s, rank)
 
+    def is_too_late(self, message: Hello) -> bool:
+        """Whether who introduces itself when rank 0's trainer has ended is rather an agent of the next attempt.
+
+        It may be a late one of ours where that trainer came to a good end.
+        """
+        first = self._ledger.ranks.get(0)
+        is_known = self._roster.rank_of(message.rank, message.agent) is not None
+        return not is_known and (first is None or first.bye != "completed")
+
     def tick(self, now_s: float, time_s: float) -> None:
         """Let time pass: name ranks that fell silent, close windows whose deadline has passed."""
         for rank, seconds in self._roster.fall_silent(now_s).items():
             self._event("silent", f"rank {rank} has said nothing for {seconds:.0f} s", time_s, rank)
         self._pass_time(now_s, time_s)
+        if self._late_rows:
+            self._take_late(now_s, time_s)
         self._stalls.tick(now_s, time_s)
         self._ledger.note_hang(self._stalls.take_s(now_s))
         self._close_ready(now_s)
@@ -256,7 +281,7 @@ class Aggregator:
 
     def finished(self, now_s: float) -> bool:
         """Whether every rank has left, or will not come any more, and nothing is pending."""
-        return not self._pending and self._roster.everyone_left(now_s)
+        return not self._pending and not self._late_rows and self._roster.everyone_left(now_s)
 
     def all_silent(self, now_s: float) -> bool:
         """Whether nobody that has not left has been heard for long."""
@@ -282,7 +307,7 @@ class Aggregator:
         # A count, because this is asked for every report of up to 10,000 ranks; what it misses, a tick finds.
         if not self._pending:
             return False
-        return len(self._pending[min(self._pending)].rows) + self._roster.num_away >= self._ledger.world_size
+        return len(self._pending[self._oldest].rows) + self._roster.num_away >= self._ledger.world_size
 
     def _close_ready(self, now_s: float) -> None:
         while self._pending:
@@ -301,57 +326,86 @@ class Aggregator:
         ledger = self._ledger
         ledger.closed = number
         window = self._weigh(number, self._pending.pop(number).rows)
+        self._oldest = min(self._pending, default=0)
         rows = window.ordered
         window.warming = ledger.warm(number, rows, self._config.warmup_iterations, self._config.warmup_seconds)
         ledger.count_rows(number, rows)
         self._count_devices(window)
         ledger.advance(rows)
-        self._recent[number] = window
+        self._recent[number] = window.forgetful() if is_large(len(window.rows)) else window
         while len(self._recent) > RECENT:
             del self._recent[min(self._recent)]
-        if any(row.iterations > 0 for row in rows):
-            self._spans_s = [*self._spans_s[-15:], max(row.wall_s for row in rows)]
-        absent = sorted(self._roster.absent(window.rows))
+        if rows.iterations > 0:
+            self._spans_s = [*self._spans_s[-15:], float(rows.numbers["wall_s"].max())]
+        absent = sorted(self._roster.absent(window.ranks))
         if absent:
-            names = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-            self._event("missing", f"window {number} closed without rank {names}", rows[-1].end_time_s)
+            self._event("missing", f"window {number} closed without rank {named(absent)}", rows[-1].end_time_s)
         self._emit(window, correction=False)
-        if any(row.reset for row in rows):
+        if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
 
     def _weigh(self, number: int, rows: dict[int, RankReport]) -> Window:
-        roster = self._roster
         window = Window(number, rows, None, None)
-        devices = roster.expected(rows)
-        window.merged = merge_devices(window.ordered, devices, roster.sitting(rows))
-        unknown, blind = roster.absent(rows) - roster.hellos.keys(), roster.blind(rows)
+        window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
+        self._weigh_energy(window)
+        return window
+
+    def _weigh_energy(self, window: Window) -> None:
+        roster, ranks = self._roster, window.ranks
+        assert window.merged is not None
+        devices = roster.expected(ranks)
+        unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
         # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
         weighed = [
             (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope)) for scope in roster.scopes
         ]
         scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MOST))
         roster.settle(scope)
-        return window
 
     def _count_devices(self, window: Window, sign: int = 1) -> None:
         if window.merged is not None and window.energy is not None:
             least = self._config.min_coverage
             self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, least, sign)
 
-    def _take_late(self, row: RankReport, time_s: float) -> None:
-        """Let a late row into the totals; the window that it belongs to stays as it was shown."""
-        self._ledger.late += 1
-        self._event("late", f"rank {row.rank} reported window {row.window} after it had closed", time_s, row.rank)
-        self._ledger.count_rows(row.window, [row])
-        window = Window(row.window, {row.rank: row}, None, None)
-        recent = self._recent.get(row.window)
-        if recent:
+    def _take_late(self, now_s: float, time_s: float) -> None:
+        """Let late rows into the totals; the windows that they belong to stay as they were shown."""
+        self._pass_time(now_s, time_s)
+        late, self._late_rows = self._late_rows, {}
+        for number in sorted(late):
+            self._complete(number, late[number], time_s)
+
+    def _complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
+        self._ledger.late += len(rows)
+        ranks = sorted(rows)
+        for rank in ranks if len(ranks) <= MOST_NAMED else ():
+            self._event("late", f"rank {rank} reported window {number} after it had closed", time_s, rank)
+        if len(ranks) > MOST_NAMED:
+            text = f"{len(ranks)} ranks reported window {number} after it had closed: {named(ranks)}"
+            self._event("late", text, time_s)
+        window = Window(number, rows, None, None)
+        self._ledger.count_rows(number, window.ordered)
+        if recent := self._recent.get(number):
             self._count_devices(recent, sign=-1)
-            window = self._recent[row.window] = self._weigh(row.window, {**recent.rows, row.rank: row})
+            window = self._weigh(number, {**recent.rows, **rows}) if recent.rows else self._join(recent, rows)
+            self._recent[number] = window
             self._count_devices(window)
         if self._last_report:
             window.warming = self._last_report.warming_up
             self._emit(window, correction=True)
+
+    def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
+        """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
+        assert recent.merged is not None
+        news = [
+            msgspec.structs.replace(row, devices=tuple(one for one in row.devices if one.device not in recent.merged))
+            for row in rows.values()
+        ]
+        window = Window(recent.number, {}, None, None)
+        window.by_rank = recent.ordered.joined(Rows(news))
+        devices = self._roster.expected(window.ranks)
+        window.merged = recent.merged.joined(merge_devices(news, devices, self._roster.sitting(window.ranks)))
+        self._weigh_energy(window)
+        return window
 
     def _emit(self, window: Window, correction: bool) -> None:
         least, last = self._config.min_coverage, self._last_report
@@ -367,8 +421,8 @@ class Aggregator:
     def safe(self) -> dict[int, int]:
         """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
         pending: dict[int, int] = {}
-        for one in self._pending.values():
-            for rank, row in one.rows.items():
+        for rows in (*(one.rows for one in self._pending.values()), *self._late_rows.values()):
+            for rank, row in rows.items():
                 pending[rank] = min(pending.get(rank, row.sequence), row.sequence)
         return {
             rank: pending[rank] - 1 if rank in pending else known.last_sequence

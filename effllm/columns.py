@@ -43,6 +43,7 @@ class Table:
     def __init__(self) -> None:
         self._positions: dict[Key, int] = {}
         self._values: Array = np.zeros((0, len(self.NAMES)))
+        self._found: tuple[Sequence[Key], Positions] = (), np.zeros(0, np.intp)
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -63,13 +64,18 @@ class Table:
 
     def find(self, keys: Sequence[Key]) -> Positions:
         """Return the rows of keys; those that are new get one."""
+        asked, found = self._found  # the same from window to window, as a rule
+        if asked == keys:
+            return found
         try:
-            return np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
+            found = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
         except KeyError:
             for key in keys:
                 self._positions.setdefault(key, len(self._positions))
             self._grow(len(self._positions))
-            return np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
+            found = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
+        self._found = keys, found
+        return found
 
     def _grow(self, count: int) -> None:
         if count > len(self._values):

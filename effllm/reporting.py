@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Collection, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Collection, Iterator
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from effllm import metrics
@@ -37,6 +36,18 @@ class Window(Struct):
     energy: WindowEnergy | None  # as of `merged`
     warming: bool = False
     by_rank: Rows | None = None
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Who reported it."""
+        return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
+
+    def forgetful(self) -> Window:
+        """Return what it came to, without its rows: a thousandth of the objects."""
+        assert self.merged is not None
+        sums = Window(self.number, {}, self.merged.forgetful(), self.energy, self.warming)
+        sums.by_rank = self.ordered.joined(Rows())
+        return sums
 
     @property
     def ordered(self) -> Rows:
@@ -121,7 +132,7 @@ def report_of(
         simulated=roster.is_simulated,
         power_scope=roster.scope.label if window.energy and window.energy.coverage is not None else None,
         warming_up=window.warming,
-        final=any(map(attrgetter("final"), rows)),
+        final=rows.is_final,
         correction=correction,
         energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
         time_by_class=ledger.time_by_class(),
@@ -131,7 +142,7 @@ def report_of(
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
     """Return how much of the job a window stands on."""
-    rows: Collection[int] = window.rows if window else ()
+    rows: Collection[int] = window.ranks if window else ()
     merged = window.merged if window else None
     absent = roster.absent(rows) if window else set()
     expected = roster.expected(rows) if window else Expected(roster.devices)
@@ -236,15 +247,17 @@ def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tu
         )
 
 
-def straggler_of(rows: Sequence[RankReport]) -> Straggler | None:
+def straggler_of(rows: Rows) -> Straggler | None:
     """Return the slowest rank, where there are ranks to compare: by their own times, where they tell them."""
-    worked = [row for row in rows if row.iterations > 0]
+    numbers = rows.numbers
+    worked = np.flatnonzero(numbers["iterations"] > 0)
     if len(worked) < 2:
         return None
-    is_own = all(row.own_steps for row in worked)
-    times = [row.own_step_s / row.own_steps * row.iterations if is_own else row.time_s for row in worked]
-    slowest_s = max(times)
-    return Straggler(worked[times.index(slowest_s)].rank, slowest_s, statistics.median(times), is_own)
+    own_steps, own_step_s = numbers["own_steps"][worked], numbers["own_step_s"][worked]
+    is_own = bool(own_steps.all())
+    times = own_step_s / own_steps * numbers["iterations"][worked] if is_own else numbers["time_s"][worked]
+    slowest = int(times.argmax())
+    return Straggler(rows.ranks[worked[slowest]], float(times[slowest]), float(np.median(times)), is_own)
 
 
 def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:
