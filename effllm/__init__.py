@@ -26,7 +26,9 @@ _HOMES = {
     "phase": "effllm.collector",
     "record_request": "effllm.inference",
     "request": "effllm.inference",
+    "set_peer_group": "effllm.collector",
     "should_log_metrics": "effllm.collector",
+    "sync_point": "effllm.collector",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -14,6 +14,17 @@ from typing import Any
 MOST_PENDING = 4
 
 
+class _Events:
+    """Of one iteration."""
+
+    __slots__ = ("end", "has_sync", "start", "sync")
+
+    def __init__(self, start: Any, end: Any) -> None:
+        self.start, self.end = start, end
+        self.sync: Any = None  # made by the first sync point
+        self.has_sync = False
+
+
 class DeviceTime:
     """Times iterations on the current stream of the current device.
 
@@ -23,33 +34,46 @@ class DeviceTime:
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
-        self._free: list[tuple[Any, Any]] = []
+        self._free: list[_Events] = []
         self._made = 0
-        self._open: tuple[Any, Any] | None = None
-        self._pending: deque[tuple[Any, Any]] = deque()
+        self._open: _Events | None = None
+        self._pending: deque[_Events] = deque()
         self.total_ns = 0  # of the iterations that were measured ...
         self.iterations = 0  # ... and how many they are
+        self.own_ns = 0  # until they came to their sync point, of those that did ...
+        self.own_iterations = 0  # ... and how many they are
 
     def start(self) -> None:
         """Mark the start of an iteration on the device."""
         if not self._can_record():
             return
-        self._open = self._open or self._pair()
+        self._open = self._open or self._events()
         if self._open is not None:
-            self._open[0].record()
+            self._open.has_sync = False
+            self._open.start.record()
+
+    def sync_point(self) -> None:
+        """Mark where an iteration first waits for others."""
+        if self._open is not None and not self._open.has_sync and self._can_record():
+            self._open.sync = self._open.sync or self._cuda.Event(enable_timing=True)
+            self._open.sync.record()
+            self._open.has_sync = True
 
     def end(self) -> None:
         """Mark the end of an iteration on the device, and read the one before if it is over there."""
         if not self._can_record():
             self._drop()
             return
-        while self._pending and self._pending[0][1].query():
-            pair = self._pending.popleft()
-            self.total_ns += round(pair[0].elapsed_time(pair[1]) * 1e6)
+        while self._pending and self._pending[0].end.query():
+            events = self._pending.popleft()
+            self.total_ns += round(events.start.elapsed_time(events.end) * 1e6)
             self.iterations += 1
-            self._free.append(pair)
+            if events.has_sync:
+                self.own_ns += round(events.start.elapsed_time(events.sync) * 1e6)
+                self.own_iterations += 1
+            self._free.append(events)
         if self._open is not None:
-            self._open[1].record()
+            self._open.end.record()
             self._pending.append(self._open)
             self._open = None
 
@@ -57,13 +81,13 @@ class DeviceTime:
         # A capture would take the event into the graph, and asking for it would end the capture.
         return bool(self._cuda.is_initialized()) and not self._cuda.is_current_stream_capturing()
 
-    def _pair(self) -> tuple[Any, Any] | None:
+    def _events(self) -> _Events | None:
         if self._free:
             return self._free.pop()
         if self._made >= MOST_PENDING:
             return None
         self._made += 1
-        return self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
+        return _Events(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True))
 
     def _drop(self) -> None:
         if self._open is not None:

@@ -18,7 +18,7 @@ import zlib
 from typing import Any, NamedTuple
 
 MAGIC = b"EFFLRNG1"
-ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME = 1, 2, 3, 4, 5, 6, 7
+ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
 
 #: What a PROFILE tells of, where it is not an index into timeline.KINDS.
 WHOLE, COMPUTING = -1, -2
@@ -62,10 +62,14 @@ class Slot(NamedTuple):
     kind: int
     what: int  # PHASE: index into schema.MARKED_PHASES; END: of the status; PROFILE: into timeline.KINDS, or see above
     ordinal: int
-    number: int  # LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME: iterations that were timed
+    # ITERATION: own time in ns, 0 unknown; LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME and
+    # OWN_TIME: iterations that were timed.
+    number: int
     start_ns: int
     end_ns: int
-    value: float  # LOSS: the loss; PROFILE: seconds of it exposed, or of cost; DEVICE_TIME: their seconds
+    # ITERATION: when it came to its sync point, in ns; LOSS: the loss; PROFILE: seconds of it exposed, or of cost;
+    # DEVICE_TIME and OWN_TIME: their seconds.
+    value: float
     step_ns: int
     wait_ns: int
     evaluation_ns: int
@@ -293,6 +297,15 @@ class Board:
         if document is not None:
             self._version, self._document = version, document
         return self._document
+
+    def welcome(self) -> str:
+        """Return the endpoint at which the agent has been welcomed, or an empty string; any thread may ask.
+
+        Raises:
+            ValueError: the map is closed.
+        """
+        _, document = _read_document(self._map, 0, _BOARD_BYTES, 0)
+        return str((document or {}).get("welcome", ""))
 
     def close(self) -> None:
         """Give up the map and the descriptor; may be called twice."""

@@ -83,6 +83,15 @@ class WatchedRecorder(Recorder):
         if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:
             self._put_profile(found, self._step_ns - step_ns)
 
+    def sync_point(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp where this rank first waits for others, as `Recorder.sync_point`, on the device as well."""
+        super().sync_point(_now)
+        if self._device is not None and self._own_ns:
+            try:
+                self._device.sync_point()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._without_device(error)
+
     def finish(self, status: str = "completed") -> None:
         """Record how the loop ended, and look no more."""
         if self._on:
@@ -107,6 +116,8 @@ class WatchedRecorder(Recorder):
         if self._device is not None and self._device.iterations:
             total_s = self._device.total_ns * _NS
             self._put(ring.DEVICE_TIME, 0, ordinal, self._device.iterations, 0, 0, total_s)
+            if self._device.own_iterations:
+                self._put(ring.OWN_TIME, 0, ordinal, self._device.own_iterations, 0, 0, self._device.own_ns * _NS)
 
     def _without_device(self, error: Exception) -> None:
         self._device = None

@@ -23,7 +23,8 @@ FLOORS = """
 0.5  timeline
 0.6  secret  strangers  hangups
 0.7  curve  connections
-1.0  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+0.8  door
+1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0  plain_text
 1.0.1 config  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
@@ -41,7 +42,13 @@ FLOORS = """
 1.0.1 pacing
 1.4  ledger
 1.5  roster
+1.0.1  robust  diagnosis
+1.0.2  change_point  standing_out
+1.0.3  slowdown  evidence
+1.0.4  straggler_text
+1.0.5  stragglers
 1.6  reporting  stalls
+1.7  straggler_watch
 2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks
 2.2  gpu_energy
 2.1  watched_recorder  sinks.*  sink_thread  preflight  track

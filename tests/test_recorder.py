@@ -552,3 +552,42 @@ def test_a_generation_in_an_evaluation_is_evaluation_and_counts_all_the_same(loo
 
     slot = loop.iterations()[0]
     assert (slot.evaluation_ns, slot.generating_ns, generated(slot)) == (500, 0, (10, 200, 0))
+
+
+def test_what_lies_before_the_sync_point_is_the_ranks_own_without_data_waits_and_phases(loop):
+    loop.start(2000)
+    loop.recorder.waited(100)  # for data: the step begins 100 later
+    loop.phase("other", 2300, 2500)
+    loop.now_ns = 3000
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.end(3600)
+
+    (only,) = loop.iterations()
+    assert (only.number, only.value) == (700, 3000)  # 2100 to 3000, less 200
+
+
+def test_of_several_sync_points_the_first_counts_and_the_next_iteration_has_its_own(loop):
+    for start_ns in (2000, 3000, 4000):
+        loop.start(start_ns)
+        for after_ns in (300, 500) if start_ns != 3000 else ():
+            loop.now_ns = start_ns + after_ns
+            loop.recorder.sync_point(_now=loop.clock)
+        loop.end(start_ns + 900)
+
+    assert [(slot.number, slot.value) for slot in loop.iterations()] == [(300, 2300), (0, 0), (300, 4300)]
+
+
+def test_a_sync_point_outside_of_an_iteration_is_none(loop):
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.start(2000)
+    loop.now_ns = 2100
+    loop.recorder.phase_start("evaluation")
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.recorder.phase_end()
+    loop.end(2900)
+    loop.now_ns = 2950
+    loop.recorder.sync_point(_now=loop.clock)
+    loop.recorder.finish()
+    loop.recorder.sync_point(_now=loop.clock)
+
+    assert [slot.number for slot in loop.iterations()] == [0]

@@ -308,3 +308,41 @@ def test_a_profile_that_cannot_be_is_refused_at_the_door():
 def test_the_kinds_fit_into_a_slot():
     assert len(KINDS) < 2**15 and ring.WHOLE not in range(len(KINDS)) and ring.COMPUTING not in range(len(KINDS))
     assert watched.KINDS is KINDS
+
+
+def iterate_with_sync(recorder, cuda, count):
+    for number in range(recorder.ordinal + 1, recorder.ordinal + count + 1):
+        at_ns = number * 200 * MS
+        cuda.now_ms = number * 200
+        recorder.start(_now=lambda at_ns=at_ns: at_ns)
+        cuda.now_ms += 60 + number
+        recorder.sync_point(_now=lambda at_ns=at_ns: at_ns + 5 * MS)  # the host is far ahead of the device
+        cuda.now_ms += 40
+        recorder.end(8, 1, _now=lambda at_ns=at_ns: at_ns + 10 * MS)
+
+
+def test_own_time_on_the_device_is_what_lies_before_the_sync_point_there():
+    cuda = Cuda()
+    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+        iterate_with_sync(made.recorder, cuda, 5)
+        made.recorder.finish()
+        first, second, rest = rows(made.reader.read())
+
+    # Iteration n comes to its sync point after 60 + n ms; read as above: 1 | 2, 3 | 4
+    assert [row.device_own_steps for row in (first, second, rest)] == [1, 2, 1]
+    assert [row.device_own_step_s for row in (first, second, rest)] == [approx(0.061), approx(0.125), approx(0.064)]
+    assert first.own_median_s == approx(0.005)  # on the host
+    assert cuda.made <= 3 * MOST_PENDING
+
+
+def test_a_sync_point_that_a_device_refuses_costs_the_device_times_alone():
+    cuda = Cuda()
+    with recording(torch=SimpleNamespace(cuda=cuda)) as made:
+        made.recorder.start()
+        cuda.fails = True
+        made.recorder.sync_point()
+        made.recorder.end(8, 1)
+        iterate(made.recorder, 1)
+
+        assert len(made.warned) == 1
+        assert rows(made.reader.read())[0].own_steps == 1

@@ -507,3 +507,36 @@ def test_a_row_holds_what_was_generated_in_its_window_and_the_phase_of_it():
     assert "generation" not in first.phases_s
     assert second.phases_s["generation"] == pytest.approx(1.0)
     assert second.devices[0].phases["generation"].energy_j == pytest.approx(100.0)  # 100 W for 1 s
+
+
+def test_own_times_of_a_window_are_a_sum_a_median_and_the_last_arrival():
+    with looping(log_interval=4) as loop:
+        for i, own_ns in enumerate((100, 400, 200, 300, 250)):
+            loop.start(2000 + 1000 * i)
+            loop.now_ns = 2000 + 1000 * i + own_ns
+            loop.recorder.sync_point(_now=loop.clock)
+            loop.end(2900 + 1000 * i)
+        first, rest = cut_all(loop.slots(), [], 10_000, log_interval=4)
+
+    # 100, 200, 300, 400: their sum is 1000 and their median 250
+    assert (first.own_steps, first.own_step_s, first.own_median_s) == (
+        4,
+        pytest.approx(1000e-9),
+        pytest.approx(250e-9),
+    )
+    assert first.arrival_ns == 5300
+    assert (rest.own_steps, rest.arrival_ns) == (1, 6250)
+
+
+def test_an_arrival_is_told_of_the_last_iteration_alone_and_no_own_time_is_no_time():
+    with looping(log_interval=2) as loop:
+        for i in range(4):
+            loop.start(2000 + 1000 * i)
+            if i == 0:
+                loop.now_ns = 2100
+                loop.recorder.sync_point(_now=loop.clock)
+            loop.end(2900 + 1000 * i)
+        first, second, _ = cut_all(loop.slots(), [], 10_000, log_interval=2)
+
+    assert (first.own_steps, first.arrival_ns) == (1, 0)
+    assert (second.own_steps, second.own_step_s, second.own_median_s) == (0, 0.0, None)

@@ -1,0 +1,128 @@
+"""Why a rank is slow: its device's window against those of its peers and of its node; pure.
+
+A rank that waits for others spins in a communication kernel, at full utilization, a full clock and low power; so a
+low clock, a clocks event reason that the peers do not have, a lower power limit or an idle GPU speak of the culprit.
+What does not differ explains nothing: where no reading differs, the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from effllm.schema import DeviceWindow
+
+UNKNOWN = "unknown"
+
+#: Peers that are looked at, at most: medians of so many are as good.
+MOST_PEERS = 64
+
+#: From which differences on a reading explains: a share of the clock or limit, of time, and degrees.
+SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
+
+#: Clocks event reasons, as people say them.
+REASONS = {
+    "power_cap": "power cap",
+    "hw_slowdown": "hardware slowdown",
+    "sync_boost": "sync boost",
+    "sw_thermal": "thermal slowdown",
+    "hw_thermal": "thermal slowdown by hardware",
+    "power_brake": "power brake",
+}
+
+
+def explain(
+    own: DeviceWindow | None, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow] = (), is_gpu: bool = True
+) -> str:
+    """Return what is different about a slow rank's device, or `UNKNOWN`.
+
+    Args:
+        own: its window.
+        peers: those of ranks that do the same work.
+        node: those of the other ranks on its host, slow ones left out.
+        is_gpu: whether its utilization is that of a GPU, which is idle while its host is slow.
+    """
+    if own is None or not peers:
+        return UNKNOWN
+    found = [*_clock(own, peers, node), *_reasons(own, peers), *_limit(own, peers)]
+    found += _temperature(own, peers, node) if found else []
+    if not found and is_gpu:
+        found += _host(own, peers)
+    return ", ".join(found) or UNKNOWN
+
+
+def mean_of(window: DeviceWindow, name: str) -> float | None:
+    """Return the mean of a gauge over a window."""
+    gauge = window.gauges.get(name)
+    return gauge.value_seconds / gauge.covered_s if gauge is not None and gauge.covered_s > 0 else None
+
+
+def power_w(window: DeviceWindow) -> float | None:
+    """Return the mean power of a device over a window."""
+    wall = window.wall
+    return wall.energy_j / wall.energy_covered_s if wall.energy_j is not None and wall.energy_covered_s > 0 else None
+
+
+def _utilization(window: DeviceWindow) -> float | None:
+    wall = window.wall
+    known = wall.utilization_seconds is not None and wall.utilization_covered_s > 0
+    return wall.utilization_seconds / wall.utilization_covered_s if known else None  # type: ignore[operator]
+
+
+def _throttled(window: DeviceWindow, reason: str) -> float | None:
+    if window.throttle_covered_s <= 0:
+        return None
+    return window.throttled_s.get(reason, 0.0) / window.throttle_covered_s
+
+
+def _median(windows: Sequence[DeviceWindow], reading: Callable[[DeviceWindow], float | None]) -> float | None:
+    values = [value for window in windows[:MOST_PEERS] if (value := reading(window)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _pair(
+    own: DeviceWindow, peers: Sequence[DeviceWindow], reading: Callable[[DeviceWindow], float | None]
+) -> tuple[float, float] | None:
+    mine, theirs = reading(own), _median(peers, reading)
+    return None if mine is None or theirs is None else (mine, theirs)
+
+
+def _clock(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow]) -> list[str]:
+    pair = _pair(own, peers, lambda window: mean_of(window, "sm_clock_hz"))
+    if pair is None or pair[0] >= (1 - SLOWER_CLOCK) * pair[1]:
+        return []
+    beside = _median(node, lambda window: mean_of(window, "sm_clock_hz"))
+    also = " as on the rest of its node" if beside is not None and beside < (1 - SLOWER_CLOCK) * pair[1] else ""
+    return [f"SM clock {pair[0] / 1e9:.2f} GHz against {pair[1] / 1e9:.2f}{also}"]
+
+
+def _reasons(own: DeviceWindow, peers: Sequence[DeviceWindow]) -> list[str]:
+    found = []
+    for reason in own.throttled_s:
+        pair = _pair(own, peers, lambda window, reason=reason: _throttled(window, reason))  # type: ignore[misc]
+        if reason != "any" and pair is not None and pair[0] >= pair[1] + OFTENER_THROTTLED:
+            found.append(REASONS.get(reason, reason.replace("_", " ")))
+    return found
+
+
+def _limit(own: DeviceWindow, peers: Sequence[DeviceWindow]) -> list[str]:
+    pair = _pair(own, peers, lambda window: mean_of(window, "power_limit_w"))
+    if pair is None or pair[0] >= (1 - LOWER_LIMIT) * pair[1]:
+        return []
+    return [f"power limit {pair[0]:.0f} W against {pair[1]:.0f}"]
+
+
+def _temperature(own: DeviceWindow, peers: Sequence[DeviceWindow], node: Sequence[DeviceWindow]) -> list[str]:
+    pair = _pair(own, peers, lambda window: mean_of(window, "temperature_c"))
+    if pair is None or pair[0] < pair[1] + HOTTER_C:
+        return []
+    beside = _median(node, lambda window: mean_of(window, "temperature_c"))
+    also = " as is the rest of its node" if beside is not None and beside >= pair[1] + HOTTER_C else ""
+    return [f"{pair[0]:.0f} degC against {pair[1]:.0f}{also}"]
+
+
+def _host(own: DeviceWindow, peers: Sequence[DeviceWindow]) -> list[str]:
+    pair = _pair(own, peers, _utilization)
+    if pair is None or pair[0] > pair[1] - IDLER:
+        return []
+    return [f"host: its GPU is busy for {100 * pair[0]:.0f} % of the time, its peers' for {100 * pair[1]:.0f} %"]

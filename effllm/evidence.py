@@ -1,0 +1,138 @@
+"""What of a window is a rank's own, so that it can be compared with its peers: four kinds of evidence; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from effllm.clock import NS, Offset
+from effllm.robust import median
+from effllm.schema import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, RankReport
+from effllm.standing_out import FLOOR, Track, Z
+
+#: An arrival counts as late from so many times the error of the clocks on.
+CLOCK_ERRORS = 3.0
+
+Key = tuple[str, str]  # a group, and a kind of evidence
+
+
+class Peer(Struct, frozen=True):
+    """What is known of a rank before it is compared."""
+
+    group: str = ""  # of ranks that do the same work: its role and peer group
+    host: str = ""
+    device: str = ""
+    replica: str = ""  # of ranks that wait for each other before the sync point
+    is_gpu: bool = True
+
+
+class Peers:
+    """The ranks of a job, and what they have in common."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Peer] = {}
+        self.groups: dict[str, set[int]] = {}
+        self.hosts: dict[str, set[int]] = {}
+        self.replicas: dict[str, set[int]] = {}
+
+    def meet(self, rank: int, peer: Peer) -> None:
+        """Learn who a rank is, or that it has become somebody else."""
+        old = self.known.get(rank)
+        self.known[rank] = peer
+        for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
+            if old is not None:
+                sets[getattr(old, name)].discard(rank)
+            sets.setdefault(getattr(peer, name), set()).add(rank)
+
+    def mates(self, rank: int) -> set[int]:
+        """Return the ranks that wait for this one, and it for them, before the sync point."""
+        replica = self.known[rank].replica
+        return self.replicas[replica] if replica else {rank}
+
+    def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
+        """Return the rows of each group."""
+        groups = [group for group, ranks in self.groups.items() if ranks]
+        if len(groups) == 1:
+            return {groups[0]: rows}
+        members: dict[str, list[RankReport]] = {group: [] for group in groups}
+        for row in rows:
+            members[self.known[row.rank].group].append(row)
+        return members
+
+
+def iteration_s(rows: Sequence[RankReport]) -> float:
+    """Return the median iteration: of about 100 ranks, for in synchronous training they are all alike."""
+    return median(sorted(row.time_s / row.iterations for row in rows[:: max(len(rows) // 101, 1)]))
+
+
+def gather(
+    tracks: dict[Key, Track],
+    group: str,
+    rows: Sequence[RankReport],
+    whole_s: float,
+    offsets: Mapping[int, Offset],
+    is_named_for_data: bool,
+) -> None:
+    """Look at a group's window by all the evidence that there is.
+
+    Args:
+        tracks: where the looks go.
+        group: of these rows.
+        rows: of two ranks at least, each with an iteration at least.
+        whole_s: of an iteration.
+        offsets: of the ranks' clocks to ours, where known.
+        is_named_for_data: whether somebody is, who must be looked at to be cleared.
+    """
+    told, values = own_times(rows)
+    if len(told) > 1:
+        _track(tracks, group, OWN_TIME).look(told, values)
+    profiles = [(row, row.profile) for row in rows if row.profile is not None]
+    profiles = [(row, profile) for row, profile in profiles if profile.iterations and profile.computing_s]
+    if len(profiles) > 1:
+        computing = [profile.computing_s / profile.iterations for _, profile in profiles]
+        _track(tracks, group, PROFILE).look([row for row, _ in profiles], computing)
+    _look_at_data(_track(tracks, group, DATA_WAIT), rows, whole_s, is_named_for_data)
+    last = rows[0].iteration_last
+    came = [row for row in rows if row.arrival_ns and row.iteration_last == last and row.rank in offsets]
+    if len(came) > 2:
+        _look_at_arrivals(_track(tracks, group, ARRIVAL), came, whole_s, offsets)
+
+
+def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
+    """Return the rows that tell what is their own of an iteration, and that: on the device, where all do.
+
+    On the host it is the median of the window, which an iteration that was disturbed does not move.
+    """
+    if all(row.device_own_steps for row in rows):
+        return rows, [row.device_own_step_s / row.device_own_steps for row in rows]
+    told = [row for row in rows if row.own_median_s is not None]
+    return told, [row.own_median_s for row in told if row.own_median_s is not None]
+
+
+def _track(tracks: dict[Key, Track], group: str, evidence: str) -> Track:
+    return tracks.setdefault((group, evidence), Track())
+
+
+def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
+    waits = [row.wait_s / row.iterations for row in rows]
+    if max(waits) < Z * FLOOR * whole_s and not is_needed:
+        track.pass_by(rows)
+        return
+    busy = [row.busy_s / row.iterations for row in rows]
+    longest_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
+    # Whoever holds others up by waiting for data is waited for in their steps, so that its own are shorter.
+    track.look(rows, waits, whole_s, lambda index, excess_s: longest_s - busy[index] >= excess_s / 2)
+
+
+def _look_at_arrivals(track: Track, rows: Sequence[RankReport], whole_s: float, offsets: Mapping[int, Offset]) -> None:
+    known = [offsets[row.rank] for row in rows]
+    times = [row.arrival_ns * NS + offset.offset_s for row, offset in zip(rows, known, strict=True)]
+    first_s = min(times)
+    error_s = median(sorted(offset.error_s for offset in known))
+    track.look(
+        rows,
+        [time_s - first_s for time_s in times],
+        whole_s,
+        lambda index, excess_s: excess_s >= CLOCK_ERRORS * (known[index].error_s + error_s),
+    )

@@ -1,0 +1,145 @@
+"""A model of synchronous training: what each rank computes, and that the others wait for the slowest; seeded.
+
+Computation has jitter of a few percent and a heavy tail: now and then an iteration of one rank takes up to twice as
+long.  All ranks meet at a barrier in every iteration, after which communication takes its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from effllm.clock import Offset
+from effllm.schema import DeviceWindow, Gauge, Integrals, RankReport
+from effllm.stragglers import News, Peer, Stragglers, Straggling
+
+ITERATION_S = 0.5
+COMMUNICATION_S = 0.05
+
+
+def gpu_window(
+    rank: int,
+    wall_s: float,
+    watts: float = 500.0,
+    clock_hz: float = 1.7e9,
+    celsius: float = 65.0,
+    utilization: float = 1.0,
+    throttled: Mapping[str, float] | None = None,
+) -> DeviceWindow:
+    """Return what a GPU did in a window: readings that are constant, throttled for shares of the time."""
+    gauges = {"sm_clock_hz": clock_hz, "temperature_c": celsius, "power_limit_w": 700.0}
+    return DeviceWindow(
+        device=f"GPU-{rank}",
+        wall=Integrals(watts * wall_s, wall_s, 1e9 * wall_s, wall_s, utilization * wall_s, wall_s),
+        gauges={name: Gauge(value * wall_s, wall_s, value, value) for name, value in gauges.items()},
+        throttled_s={reason: share * wall_s for reason, share in (throttled or {}).items()},
+        throttle_covered_s=wall_s,
+    )
+
+
+@dataclass
+class SynchronousJob:
+    """Ranks that train together.
+
+    ``slow(rank, window)`` says by which factor a rank's computation takes longer, ``waits`` how many seconds it waits
+    for data in every iteration, ``weight`` what share of the full work its stage has.
+    """
+
+    ranks: int
+    seed: int = 0
+    jitter: float = 0.02
+    tail: float = 0.005  # share of iterations that are hit
+    iterations: int = 10
+    slow: Callable[[int, int], float] = lambda rank, window: 1.0
+    waits: Callable[[int, int], float] = lambda rank, window: 0.001
+    weight: Callable[[int], float] = lambda rank: 1.0
+    group: Callable[[int], str] = lambda rank: "trainer"
+    host: Callable[[int], str] = lambda rank: f"node{rank // 8}"
+    replica: Callable[[int], str] = lambda rank: ""
+    device: Callable[[int, int, float], DeviceWindow] | None = None
+    tells: bool = True  # whether ranks have a sync point
+    clock_error_s: float | None = None  # of their clocks; None: not known
+    window: int = 0
+    seen: list[Straggling] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._luck = np.random.default_rng(self.seed)
+        self._truth = [self._luck.uniform(-1e3, 1e3) for _ in range(self.ranks)]
+        self._now_s = 1e4
+        self.stragglers = Stragglers()
+        for rank in range(self.ranks):
+            self.stragglers.meet(rank, Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True))
+
+    def run(self, windows: int) -> SynchronousJob:
+        """Train for so many windows."""
+        for _ in range(windows):
+            self.seen.append(self.stragglers.close(self.rows(), self.offsets()))
+        return self
+
+    def offsets(self) -> dict[int, Offset]:
+        """What is known of the ranks' clocks."""
+        if self.clock_error_s is None:
+            return {}
+        off = self._luck.uniform(-1, 1, self.ranks) * self.clock_error_s
+        return {rank: Offset(-self._truth[rank] + off[rank], self.clock_error_s) for rank in range(self.ranks)}
+
+    def rows(self) -> list[RankReport]:
+        """Train for a window; return what the ranks report of it."""
+        self.window += 1
+        shape = (self.ranks, self.iterations)
+        factors = np.array([self.slow(rank, self.window) * self.weight(rank) for rank in range(self.ranks)])
+        own = ITERATION_S * factors[:, None] * (1 + self.jitter * self._luck.standard_normal(shape))
+        own *= np.where(self._luck.random(shape) < self.tail, self._luck.uniform(1.2, 2.0, shape), 1.0)
+        wait = np.array([self.waits(rank, self.window) for rank in range(self.ranks)])[:, None]
+        wait = wait * self._luck.uniform(0.5, 1.5, shape)
+        came = own + wait
+        took = came.max(axis=0) + COMMUNICATION_S  # everybody's iteration
+        wall_s = float(took.sum())
+        arrival_s = self._now_s + wall_s - took[-1] + came[:, -1]
+        self._now_s += wall_s
+        sums, medians, waits = own.sum(axis=1).tolist(), np.median(own, axis=1).tolist(), wait.sum(axis=1).tolist()
+        last = self.window * self.iterations
+        return [
+            RankReport(
+                agent="",
+                sequence=self.window,
+                rank=rank,
+                window=self.window,
+                iteration_first=last - self.iterations + 1,
+                iteration_last=last,
+                iteration_shown=last,
+                start_time_s=0.0,
+                end_time_s=0.0,
+                wall_s=wall_s,
+                busy_s=wall_s - waits[rank],
+                wait_s=waits[rank],
+                phases_s={},
+                tokens=0,
+                tokens_processed=0,
+                tokens_loss=0,
+                samples=0,
+                devices=() if self.device is None else (self.device(rank, self.window, wall_s),),
+                own_steps=self.iterations if self.tells else 0,
+                own_step_s=sums[rank] if self.tells else 0.0,
+                own_median_s=medians[rank] if self.tells else None,
+                arrival_ns=round((arrival_s[rank] + self._truth[rank]) * 1e9) if self.clock_error_s is not None else 0,
+            )
+            for rank in range(self.ranks)
+        ]
+
+    def news(self, *kinds: str) -> list[News]:
+        """What was said, of these kinds or of all."""
+        return [one for seen in self.seen for one in seen.news if not kinds or one.kind in kinds]
+
+    @property
+    def accused(self) -> set[int]:
+        """Ranks that were ever named."""
+        return {rank for verdict in self.stragglers.totals() for rank in verdict.ranks}
+
+
+def ranks_of(verdicts: Sequence[Any]) -> list[int]:
+    """The ranks of verdicts, in order."""
+    return sorted(rank for verdict in verdicts for rank in verdict.ranks)
