@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import unused_port, until
+from jobs import until, unused_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CONFIGURATION = """
