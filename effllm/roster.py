@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -59,6 +60,8 @@ class Roster:
         self._num_devices: dict[int, int] = {}  # of each rank
         self.memory: dict[str, Any] = {}  # what introductions come to
         self._blind: set[int] = set()
+        self._last_behind: int | None = None
+        self._chance = random.Random(0)  # noqa: S311 - hides nothing
         self._expected: tuple[set[int], Expected] | None = None  # the ranks that are gone, and what is left
 
     # --- who comes, is heard, and goes ---
@@ -161,7 +164,21 @@ class Roster:
         self._silent |= set(fallen)
         return fallen
 
+    def give_up(self, rank: int) -> None:
+        """Take a rank as silent at once: its agent is known to be gone."""
+        self._silent.add(rank)
+
     # --- who is waited for ---
+
+    def awaited(self, before_s: float) -> list[int]:
+        """Return the ranks that have come, are not away, and of whom nothing was heard since then."""
+        away = self._silent | self._gone
+        return [rank for rank, heard_s in self._heard_s.items() if heard_s < before_s and rank not in away]
+
+    @property
+    def num_left(self) -> int:
+        """How many ranks have left."""
+        return self._left
 
     @property
     def num_away(self) -> int:
@@ -170,21 +187,32 @@ class Roster:
 
     def waited_for(self, now_s: float) -> set[int]:
         """Return the ranks that a window waits for, those that have left included."""
-        since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
-        bye_s = now_s - self._first_bye_s if self._first_bye_s is not None else -1.0
         come = set(self._heard_s) - self._silent
-        if since_s > ABSENT_AFTER_S or bye_s > ABSENT_AFTER_BYE_S:
+        if not self._waits_for_absent(now_s):
             return come
         return come | (set(range(self._ledger.world_size)) - set(self._heard_s))
 
-    def behind(self, window: int, now_s: float) -> set[int]:
-        """Return the ranks that a window waits for and that have not passed it."""
-        ranks = self._ledger.ranks
-        return {
-            rank
-            for rank in self.waited_for(now_s)
-            if rank not in ranks or (ranks[rank].last_window < window and not ranks[rank].bye)
-        }
+    def is_behind(self, window: int, now_s: float) -> bool:
+        """Whether a window waits for a rank that has not passed it."""
+        # Asked for each of ten thousand reports: one that is behind answers for all, until it is not any more.
+        if self._last_behind is not None and self._is_waited_for(self._last_behind, now_s):
+            if self._has_not_passed(self._last_behind, window):
+                return True
+        behind = [rank for rank in self.waited_for(now_s) if self._has_not_passed(rank, window)]
+        self._last_behind = self._chance.choice(behind) if behind else None
+        return bool(behind)
+
+    def _has_not_passed(self, rank: int, window: int) -> bool:
+        known = self._ledger.ranks.get(rank)
+        return known is None or (known.last_window < window and not known.bye)
+
+    def _is_waited_for(self, rank: int, now_s: float) -> bool:
+        return rank not in self._silent and (rank in self._heard_s or self._waits_for_absent(now_s))
+
+    def _waits_for_absent(self, now_s: float) -> bool:
+        since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
+        bye_s = now_s - self._first_bye_s if self._first_bye_s is not None else -1.0
+        return since_s <= ABSENT_AFTER_S and bye_s <= ABSENT_AFTER_BYE_S
 
     @property
     def _gone(self) -> set[int]:
@@ -225,13 +253,21 @@ class Roster:
 
     def everyone_left(self, now_s: float) -> bool:
         """Whether some have left, and nobody else is waited for."""
+        if len(self._heard_s) - len(self._silent) > self._left:
+            return False  # which is asked all the time
         left = self._gone
         return bool(left) and not self.waited_for(now_s) - left
 
     def all_silent(self, now_s: float) -> bool:
         """Whether nobody that has not left has been heard for long."""
-        heard = [heard_s for rank, heard_s in self._heard_s.items() if not self._ledger.ranks[rank].bye]
+        away = self._silent | self._gone
+        heard = [heard_s for rank, heard_s in self._heard_s.items() if rank not in away]
         return all(now_s - heard_s > SILENT_AFTER_S for heard_s in heard)
+
+    @property
+    def nobody_is_there(self) -> bool:
+        """Whether ranks have come, and all of them have left or are silent."""
+        return bool(self._heard_s) and len(self._silent | self._gone) >= len(self._heard_s)
 
     # --- what they said ---
 
