@@ -152,7 +152,6 @@ FAULTS = {
     "tmpfs-full": Fault(
         "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
         "metrics work without them, or are off with one line; training does not notice",
-        UNWRITTEN,
     ),
     "stopped-terminal": Fault(
         "the terminal is stopped (Ctrl-S), or nobody reads it",
@@ -161,7 +160,6 @@ FAULTS = {
     "one-core": Fault(
         "agents share one core with their trainer",
         "they inherit its CPU mask and lower their own priority; samples still come",
-        UNWRITTEN,
     ),
     "slurm": Fault(
         "plain srun, and scancel",

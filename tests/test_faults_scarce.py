@@ -1,0 +1,145 @@
+"""What a container has little of: shared memory, room for temporary files, descriptors, cores."""
+
+import json
+import os
+import shutil
+import statistics
+import sys
+
+import jobs
+import psutil
+import pytest
+from after_fault import assert_whole
+
+pytestmark = pytest.mark.faults
+
+LOOP = str(jobs.SCRIPTS / "loop.py")
+
+#: In a mount namespace of its own: /dev/shm and the folder for temporary files have 64 MB each, all of it taken.
+FULL = """
+mount -t tmpfs -o size=64m tmpfs /dev/shm && mount -t tmpfs -o size=64m tmpfs "$TMPDIR" || exit 77
+for folder in /dev/shm "$TMPDIR"; do dd if=/dev/zero of="$folder/taken" bs=1M count=65 2>/dev/null; done
+echo > "$TMPDIR/more" 2>/dev/null && test -s "$TMPDIR/more" && exit 78
+exec "$@"
+"""
+
+
+@pytest.fixture
+def in_full_container(launch, tmp_path):
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("a mount namespace needs root, and unshare")
+
+    def start(*arguments, **settings):
+        (tmp_path / "temporary").mkdir()
+        environ = {**launch.environ(settings), "TMPDIR": str(tmp_path / "temporary")}
+        command = ["unshare", "--mount", "sh", "-c", FULL, "sh", sys.executable, LOOP, *map(str, arguments)]
+        return launch._job().start(command, environ)
+
+    return start
+
+
+@pytest.mark.fault("tmpfs-full")
+def test_a_job_in_a_container_whose_dev_shm_and_tmp_are_full_is_measured_as_any_other(in_full_container):
+    job = in_full_container("--iterations", 200).wait()
+    if job.code == 77:
+        pytest.skip("a tmpfs cannot be mounted here")
+    job.done()
+
+    assert_whole(job.ledger, {0: 200})
+    assert job.our_errors == []
+
+
+#: Takes something away until metrics have tried to start, then trains.
+WITHOUT = """
+import argparse, json, os, resource, sys, threading
+import effllm.collector, effllm.discovery, effllm.session  # what is imported later cannot be opened
+import effllm.efficientllm_metrics as effllm
+
+kind, sys.argv = sys.argv[1], sys.argv[2:]
+loop = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+taken = []
+if kind == "memory":  # a file in memory may not be as large as the ring is
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+else:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+initialize = effllm.initialize_efficientllm_metrics
+
+def initialize_and_give_back(*arguments):
+    initialize(*arguments)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for descriptor in taken:
+        os.close(descriptor)
+
+effllm.initialize_efficientllm_metrics = initialize_and_give_back
+exec(loop)
+"""
+
+
+@pytest.mark.fault("tmpfs-full")
+@pytest.mark.parametrize("kind", ["memory", "descriptors"])
+def test_a_trainer_for_whose_ring_there_is_no_room_trains_without_metrics_and_is_told_once(launch, kind):
+    script = launch._folder / "without.py"
+    script.write_text(WITHOUT)
+    job = launch.python(script, kind, LOOP, "--iterations", 50).done()
+
+    assert len(job.told()["steps"]) == 50
+    (line,) = job.our_errors
+    print(line)
+    assert "metrics" in line
+    assert job.runs() == []
+    assert job.find("effllm.agent") == []
+
+
+#: A step that computes, so that it feels whoever is on its core.
+BUSY = """
+import os, sys, time, json
+os.sched_setaffinity(0, {int(sys.argv[1])})
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+steps = []
+for iteration in range(1, int(sys.argv[2]) + 1):
+    start = time.monotonic()
+    collector and collector.record_iteration_start()
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until:
+        pass
+    collector and collector.record_iteration_end(100, 2)
+    steps.append(time.monotonic() - start)
+effllm.finalize_efficientllm_metrics()
+json.dump(steps, open("steps.json", "w"))
+"""
+
+
+@pytest.mark.fault("one-core")
+def test_agents_stay_on_their_trainers_one_core_step_back_there_and_still_sample(launch):
+    core = min(os.sched_getaffinity(0))
+    script = launch._folder / "busy.py"
+    script.write_text(BUSY)
+    job = launch.python(script, core, 100, collection_interval=0.1)
+    (agent,) = jobs.until(lambda: job.find("effllm.agent"))
+    (server,) = jobs.until(lambda: job.find("effllm.server"))
+    jobs.until(lambda: job.num_windows >= 3)
+    trainer = job.process.pid
+    masks = {os.sched_getaffinity(pid).__repr__() for pid in (trainer, agent, server)}
+    niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) for name, pid in (("trainer", trainer), ("agent", agent))}
+    threads = len(psutil.Process(agent).threads())
+    job.done(60)
+    alone = launch.python(script, core, 40, metrics_enabled="false").done(60)
+
+    assert masks == {repr({core})}
+    assert niceness["agent"] >= niceness["trainer"] + 5
+    summary = assert_whole(job.ledger, {0: 100})
+    assert summary.energy.total_joules is not None
+    assert all(row.coverage > 0.8 for row in job.ledger.ranks if not row.final)
+    with_us, without = (statistics.median(json.loads((one.folder / "steps.json").read_text())) for one in (job, alone))
+    print(
+        f"median step with agent and aggregator over without: {with_us / without:.3f}; {threads} threads of the agent"
+    )
+    assert with_us < 3 * without  # three processes on one core, had they no niceness
