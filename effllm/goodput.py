@@ -42,7 +42,7 @@ UNTOLD = (RESTART_GAP, IDLE, UNKNOWN)
 MOST_SPANS = 512  # of the newest attempts; when there are twice as many, the older half is merged by twos
 MOST_OLD_SPANS = 4096  # of all earlier ones
 MOST_ATTEMPTS = 1000  # that are told apart
-MOST_HANGS = 1000  # of windows that have not closed
+MOST_HANGS = 1000  # that no row has told of
 #: A wall clock that disagrees with the monotonic one by more than this was set.
 SET_BY_S = 2.0
 
@@ -164,8 +164,8 @@ class Span(Struct, array_like=True):
         whole_s = self.kept_s + self.data_s + self.straggling_s + self.hang_s
         if whole_s <= 0:
             return self.joules, 0.0, 0.0, 0.0
-        rate_w = self.joules / whole_s
-        return self.kept_s * rate_w, self.data_s * rate_w, self.straggling_s * rate_w, self.hang_s * rate_w
+        kept, data, straggling, hang = (seconds / whole_s * self.joules for seconds in self.seconds)
+        return kept, data, straggling, hang
 
     def share_from(self, ordinal: float) -> float:
         """Return the share of its iterations whose ordinal is at least this."""
@@ -204,7 +204,8 @@ class Attempt(Struct):
     seconds: dict[str, float] = {}  # by class: rank-seconds
     joules: dict[str, float] = {}
     spans: list[Span] = []
-    hangs: dict[int, float] = {}  # of windows that have not closed yet: seconds of the job
+    hangs: dict[int, float] = {}  # by window: rank-seconds of which no row has told yet
+    hang_at_end_s: float = 0.0  # rank-seconds that were taken from the shut-down
     offset: int = 0  # number shown less ordinal
     offset_at_start: int = 0
     is_numbered: bool = False  # somebody who knows has told it
@@ -285,7 +286,7 @@ class Goodput(Struct):
         added.shutdown_s = phases.get(SHUTDOWN, 0.0)
         self._enter(window, added)
         if window in attempt.hangs:
-            self.note_hang(window, attempt.hangs.pop(window))
+            self._hang(window, attempt.hangs.pop(window))
 
     def _number(self, rows: Sequence[RankReport]) -> None:
         """Learn by which number people know the iterations: from any rank, the newest word."""
@@ -348,20 +349,22 @@ class Goodput(Struct):
                 closes, and where it never does, the time is unknown but for the hang.
             seconds: of the whole job.
         """
+        self._hang(window, max(seconds, 0.0) * max(self.attempt.world_size, 1))
+
+    def _hang(self, window: int, rank_seconds: float) -> None:
         attempt, span = self.attempt, self._find(window)
-        if span is None or span.window_last < window:
-            if len(attempt.hangs) < MOST_HANGS or window in attempt.hangs:
-                attempt.hangs[window] = attempt.hangs.get(window, 0.0) + max(seconds, 0.0)
-            return
-        left_s = max(seconds, 0.0) * max(attempt.world_size, 1)
-        from_shutdown_s = min(left_s, span.shutdown_s)
-        if from_shutdown_s:
-            rate_w = attempt.joules.get(SHUTDOWN, 0.0) / attempt.seconds[SHUTDOWN]
-            span.shutdown_s -= from_shutdown_s
-            for sums, part in ((attempt.seconds, from_shutdown_s), (attempt.joules, rate_w * from_shutdown_s)):
-                sums[SHUTDOWN] = sums.get(SHUTDOWN, 0.0) - part
-                sums[HANG] = sums.get(HANG, 0.0) + part
-        self._take(span, hang_s=left_s - from_shutdown_s)
+        if span is not None:
+            from_shutdown_s = min(rank_seconds, span.shutdown_s)
+            if from_shutdown_s:
+                span.shutdown_s -= from_shutdown_s
+                attempt.hang_at_end_s += from_shutdown_s
+                attempt.seconds[SHUTDOWN] -= from_shutdown_s
+                attempt.seconds[HANG] = attempt.seconds.get(HANG, 0.0) + from_shutdown_s
+            taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
+            self._take(span, hang_s=taken_s)
+            rank_seconds -= from_shutdown_s + taken_s
+        if rank_seconds > 0 and (len(attempt.hangs) < MOST_HANGS or window in attempt.hangs):
+            attempt.hangs[window] = attempt.hangs.get(window, 0.0) + rank_seconds
 
     def _find(self, window: int) -> Span | None:
         spans = self.attempt.spans
@@ -407,6 +410,7 @@ class Goodput(Struct):
             for name, value in other.items():
                 mine[name] = mine.get(name, 0.0) + value
         first.told_s += second.told_s
+        first.hang_at_end_s += second.hang_at_end_s
         first.idle_s += second.idle_s
         shift = second.offset - first.offset
         for span in second.spans:
@@ -511,7 +515,7 @@ def _classes(attempt: Attempt, span_s: float, end_s: float) -> dict[str, float]:
         idle_s = min(attempt.ranks.idle_s(attempt.begin_s or 0.0, end_s), untold_s)
     else:
         idle_s = min(attempt.idle_s, untold_s)
-    hang_s = min(sum(attempt.hangs.values()) * max(attempt.world_size, 1), untold_s - idle_s)
+    hang_s = min(sum(attempt.hangs.values()), untold_s - idle_s)
     classes[IDLE] = idle_s
     classes[HANG] = classes.get(HANG, 0.0) + hang_s
     classes[UNKNOWN] = untold_s - idle_s - hang_s
@@ -520,6 +524,11 @@ def _classes(attempt: Attempt, span_s: float, end_s: float) -> dict[str, float]:
 
 def _joules(attempt: Attempt) -> dict[str, float]:
     joules = {name: max(value, 0.0) for name, value in attempt.joules.items()}
+    if attempt.hang_at_end_s > 0:
+        share = attempt.hang_at_end_s / (attempt.hang_at_end_s + max(attempt.seconds.get(SHUTDOWN, 0.0), 0.0))
+        hang_j = share * joules.get(SHUTDOWN, 0.0)
+        joules[SHUTDOWN] = joules.get(SHUTDOWN, 0.0) - hang_j
+        joules[HANG] = joules.get(HANG, 0.0) + hang_j
     redone_j = min(attempt.redone[1], joules.get(KEPT, 0.0))
     joules[KEPT] = joules.get(KEPT, 0.0) - redone_j
     joules[REDONE] = redone_j

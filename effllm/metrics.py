@@ -35,7 +35,7 @@ class Metric:
     console: str | None  # label and format of its line in the block, for the contract's metrics
     group: str  # TensorBoard group; empty for the contract's own tags
     bases: tuple[str, ...]  # which totals it is shown on: run, window, job
-    chart: bool  # False: another unit of something that has a chart, for summaries alone
+    chart: bool  # False: another form of something that has a chart, or a part of it, for summaries alone
 
     def tag(self, base: str) -> str:
         """Return the tag, without the prefix ``efficientllm/``, of this metric on one base."""
@@ -156,7 +156,7 @@ def power_limit_ratio(totals: ClusterTotals) -> float | None:
     return None if power is None or not totals.power_limit_w else power / totals.power_limit_w
 
 
-@metric("ratio", group="energy", bases=("run",))
+@metric("ratio", group="energy", bases=("run",), chart=False)
 def timing_error_ratio(totals: ClusterTotals) -> float | None:
     """Random part of the error of energy, run to date: where edges fall between readings (95 %)."""
     return _error_ratio(totals.energy_error_j, totals.energy_j)
@@ -186,7 +186,7 @@ def joules_per_token(totals: ClusterTotals) -> float | None:
     return _measured_ratio(totals.energy_j, totals.energy_tokens)
 
 
-@metric("J/iteration", group="energy", bases=("run",))
+@metric("J/iteration", group="energy", bases=("run",), chart=False)
 def joules_per_iteration(totals: ClusterTotals) -> float | None:
     """Energy of an iteration of the whole job, run to date."""
     return _measured_ratio(totals.energy_j, totals.energy_iterations)
@@ -420,6 +420,83 @@ def stalled_s(totals: ClusterTotals) -> float | None:
     return totals.stalled_s
 
 
+# --- where the elapsed time of the job went: docs/goodput.md --------------------------------------
+
+
+@metric("ratio", group="goodput", bases=("job",))
+def ratio(totals: ClusterTotals) -> float | None:
+    """Goodput: share of the elapsed time, over all attempts, in iterations that were kept and in generation."""
+    return _ratio(sum(totals.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.elapsed_s)
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def redone_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time in iterations that were lost and done again after a restart."""
+    return _share_of_elapsed(totals, "redone")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def restart_gap_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time between the end of an attempt and the beginning of the next."""
+    return _share_of_elapsed(totals, "restart_gap")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def startup_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time before the first iteration of each attempt."""
+    return _share_of_elapsed(totals, "startup")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def checkpoint_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time in checkpoints."""
+    return _share_of_elapsed(totals, "checkpoint")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def unknown_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time of which no report tells."""
+    return _share_of_elapsed(totals, "unknown")
+
+
+@metric("J", group="goodput", bases=("job",), chart=False)
+def lost_joules(totals: ClusterTotals) -> float | None:
+    """Measured energy of what was lost: iterations done again, straggling, hangs."""
+    lost = [totals.class_j.get(name) for name in ("redone", "straggling", "hang")]
+    return None if None in lost else sum(joules for joules in lost if joules is not None)
+
+
+# --- what measuring costs -------------------------------------------------------------------------
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds of the agents over the elapsed time of their ranks: a share of one core each."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.agents_cpu_s, totals.rank_seconds)
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds in the loops' own calls, estimated from what one took at the start, over the ranks' elapsed time."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.recorder_cpu_s, totals.rank_seconds)
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def aggregator_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds of the aggregator and its sinks over the elapsed time: a share of one core."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.aggregator_cpu_s, totals.elapsed_s)
+
+
+@metric("bytes/s", group="health", bases=("job",), chart=False)
+def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
+    """Bytes that an agent sends, over the elapsed time, mean over ranks."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.sent_bytes, totals.rank_seconds)
+
+
 # --- for single requests and for sets of runs: not in any report ---------------------------------
 
 
@@ -531,6 +608,10 @@ def describe(tag: str) -> Metric | None:
 
 def _ratio(above: float, below: float) -> float | None:
     return above / below if below > 0 else None
+
+
+def _share_of_elapsed(totals: ClusterTotals, name: str) -> float | None:
+    return _ratio(totals.class_s[name], totals.elapsed_s) if name in totals.class_s else None
 
 
 def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:

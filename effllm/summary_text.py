@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
-from effllm.schema import Profile, Summary, Value
+from effllm.schema import GoodputSummary, Profile, Summary, Value
 
 WIDTH = 78
 
@@ -107,8 +107,20 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{summary.parameters:,} ({summary.parameters_kind})"
     if summary.loss is not None and math.isfinite(summary.loss):
         yield "last loss", f"{summary.loss:.6f}"
-    if summary.time_by_class:
+    if summary.goodput is not None and summary.goodput.ratio is not None:
+        yield "goodput", _goodput(summary.goodput)
+    elif summary.time_by_class:
         yield "time", _shares(summary.time_by_class)
+
+
+def _goodput(goodput: GoodputSummary) -> str:
+    ratio = f"{100 * (goodput.ratio or 0.0):.1f} % of {duration(goodput.elapsed_s)}"
+    if goodput.redone_iterations:
+        ratio += f", {goodput.redone_iterations:,} iterations done again"
+    elif goodput.redone_iterations is None:
+        ratio += ", what was done again is not known (a restart did not tell its first iteration)"
+    named = {name.replace("_", " "): seconds for name, seconds in goodput.seconds.items()}
+    return f"{ratio}: {_shares(named)}"
 
 
 def _profiled(profile: Profile) -> str:

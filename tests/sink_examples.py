@@ -106,6 +106,11 @@ def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
         pue=1.2,
         price_per_kwh=0.21,
         price_per_gpu_hour=2.5,
+        elapsed_s=5.0,
+        class_s={"kept": 4.0, "redone": 0.2, "restart_gap": 0.3, "startup": 0.2, "checkpoint": 0.1, "unknown": 0.2},
+        class_j={"kept": 2000.0, "redone": 100.0, "straggling": 10.0, "hang": 1.0, "restart_gap": None},
+        rank_seconds=5.0 * gpus,
+        overhead=Overhead(1e-4, 0.2, 0.1, 4000, 4000),
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from effllm import metrics
 from effllm.metrics import METRICS, describe, evaluate, headline
-from effllm.schema import ClusterTotals, Profile
+from effllm.schema import ClusterTotals, Overhead, Profile
 from effllm.sinks import tensorboard
 
 GIB = 2**30
@@ -63,7 +63,15 @@ TOTALS = ClusterTotals(
     pue=1.2,
     price_per_kwh=0.25,
     price_per_gpu_hour=3.6,
-)
+    elapsed_s=200.0,
+    class_s={"kept": 80.0, "generation": 20.0, "redone": 10.0, "restart_gap": 30.0, "startup": 12.0, "checkpoint": 8.0,
+             "unknown": 40.0},
+    class_j={"kept": 50_000.0, "redone": 4_000.0, "straggling": 300.0, "hang": 20.0, "restart_gap": None},
+    rank_seconds=1600.0,
+    overhead=Overhead(
+        recorder_cpu_s=0.016, agents_cpu_s=8.0, aggregator_cpu_s=3.0, sent_bytes=320_000, received_bytes=320_000
+    ),
+)  # fmt: skip
 NOTHING = ClusterTotals()
 
 BY_HAND = {
@@ -119,6 +127,17 @@ BY_HAND = {
     "sm_activity_ratio": 0.7,
     "tensor_activity_ratio": 0.4,
     "dram_activity_ratio": 0.3,
+    "ratio": 0.5,  # (80 + 20) / 200
+    "redone_ratio": 0.05,
+    "restart_gap_ratio": 0.15,
+    "startup_ratio": 0.06,
+    "checkpoint_ratio": 0.04,
+    "unknown_ratio": 0.2,
+    "lost_joules": 4_320.0,  # 4000 + 300 + 20
+    "agent_cpu_ratio": 0.005,  # 8 / 1600
+    "recorder_cpu_ratio": 1e-5,
+    "aggregator_cpu_ratio": 0.015,  # 3 / 200
+    "sent_bytes_per_second": 200.0,
 }
 COMPLETE = msgspec.structs.replace(TOTALS, energy_complete=True)
 
@@ -301,14 +320,17 @@ def test_what_lies_above_the_baseline_may_be_negative_and_stands_beside_the_ener
     assert metrics.joules_per_token(idle) == metrics.joules_per_token(TOTALS)
 
 
-def test_what_no_chart_shows_has_a_chart_in_another_unit():
+def test_what_no_chart_shows_is_another_form_or_a_part_of_what_one_shows():
     hidden = {entry.name for entry in METRICS.values() if not entry.chart}
 
     assert hidden == {
         "joules_per_generated_token",
         "total_wh", "joules_per_10k_tokens", "tokens_per_joule", "median_watts_per_gpu", "peak_watts_per_gpu",
         "electricity_cost", "gpu_cost", "joules_per_sample", "exposed_seconds", "computation_seconds",
-        "communication_seconds", "device_step_seconds", "profiling_seconds",
+        "communication_seconds", "device_step_seconds", "profiling_seconds", "joules_per_iteration",
+        "timing_error_ratio",
+        "redone_ratio", "restart_gap_ratio", "startup_ratio", "checkpoint_ratio", "unknown_ratio", "lost_joules",
+        "agent_cpu_ratio", "recorder_cpu_ratio", "aggregator_cpu_ratio", "sent_bytes_per_second",
     }  # fmt: skip
 
 

@@ -170,7 +170,8 @@ def test_the_custom_scalars_page_groups_every_tag_into_charts(tmp_path):
     page = layout(tmp_path)
 
     titles = [category.title for category in page.category]
-    assert titles == ["efficiency: run to date, window, job", "energy", "throughput", "memory", "health", "straggler"]
+    groups = ["energy", "throughput", "memory", "health", "goodput", "straggler"]
+    assert titles == ["efficiency: run to date, window, job", *groups]
     patterns = [tag for category in page.category for chart in category.chart for tag in chart.multiline.tag]
     for tag in back.Tags()["scalars"]:
         assert len([pattern for pattern in patterns if re.match(pattern, tag)]) == 1

@@ -1,0 +1,447 @@
+"""effllm/goodput.py: where the elapsed time went; the classes add up to it, whatever happens."""
+
+import pytest
+from builders import device_window, full, hello, reports, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from effllm.aggregator import Aggregator
+from effllm.config import Config
+from effllm.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Goodput
+from effllm.ledger import restore
+from effllm.schema import Bye
+from effllm.summary_text import summary_text
+
+JOB = "job"
+
+
+class Run:
+    """An aggregator of ten-second windows, its clocks, and agents that say what the test wants."""
+
+    def __init__(self, world_size=2):
+        self.world_size = world_size
+        self.now_s = self.time_s = 1000.0
+        self.boot = "boot"
+        self.attempt = 1
+        self.aggregator = Aggregator(Config(), "job-1", 1, self.time_s, None, self.boot)
+
+    def wait(self, seconds):
+        self.now_s += seconds
+        self.time_s += seconds
+        return self
+
+    def agent(self, rank):
+        return f"agent-{rank}-{self.attempt}"
+
+    def join(self, *ranks, offset=0, is_numbered=True):
+        for rank in ranks or range(self.world_size):
+            message = hello(
+                rank,
+                self.world_size,
+                job=f"job-{self.attempt}",
+                agent=self.agent(rank),
+                offset=offset,
+                is_numbered=is_numbered,
+            )
+            assert self.aggregator.hello(message, self.now_s, self.time_s) == ""
+        self.offset = offset
+        return self
+
+    def send(self, rank, window, **changes):
+        shown = {"iteration_shown": changes.get("iteration_last", 10 * window) + self.offset}
+        one = row(rank, window, **{"agent": self.agent(rank), **shown, **changes})
+        self.aggregator.reports(reports(one), self.now_s, self.time_s)
+
+    def window(self, number, *ranks, **changes):
+        """Let ten seconds pass and the ranks report them."""
+        self.wait(10)
+        for rank in ranks or range(self.world_size):
+            self.send(rank, number, **changes)
+        return self
+
+    def bye(self, *ranks, status="killed"):
+        for rank in ranks or range(self.world_size):
+            self.aggregator.bye(Bye(self.agent(rank), rank, status, 10), self.now_s, self.time_s)
+        return self
+
+    def restore(self):
+        """Let the aggregator be killed and replaced."""
+        ledger = restore(self.aggregator.snapshot())
+        self.aggregator = Aggregator(Config(), ledger.job, ledger.attempt, self.time_s, ledger, self.boot)
+        return self
+
+    def restart(self, world_size=None):
+        """Let the job be started again."""
+        self.attempt += 1
+        self.world_size = world_size or self.world_size
+        job = f"job-{self.attempt}"
+        ledger = restore(self.aggregator.snapshot()).next_attempt(job)
+        self.aggregator = Aggregator(Config(), job, ledger.attempt, self.time_s, ledger, self.boot)
+        return self
+
+    def goodput(self, ended=True):
+        return self.aggregator.summary(self.time_s, ended).goodput
+
+    def seconds(self, ended=True):
+        return {name: seconds for name, seconds in self.goodput(ended).seconds.items() if abs(seconds) > 1e-9}
+
+
+def adds_up(goodput):
+    assert set(goodput.seconds) == set(goodput.joules) == set(CLASSES)
+    assert min(goodput.seconds.values()) >= 0.0
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s, rel=1e-6, abs=1e-6)
+    ranks = sum(one.elapsed_s * one.world_size for one in goodput.attempts)
+    gaps = zip(goodput.attempts, goodput.attempts[1:], strict=False)
+    ranks += sum(after.gap_before_s * before.world_size for before, after in gaps)
+    assert sum(goodput.rank_seconds.values()) == pytest.approx(ranks, rel=1e-6, abs=1e-6)
+    return True
+
+
+def test_a_job_without_trouble_is_kept_but_for_its_data_wait():
+    goodput = Run().join().window(1).window(2).bye(status="completed").goodput()
+
+    assert goodput.elapsed_s == 20.0
+    assert (goodput.seconds["kept"], goodput.seconds["data"], goodput.ratio) == (18.0, 2.0, 0.9)
+    assert goodput.rank_seconds["kept"] == 36.0
+    # Two GPUs of 100 W.
+    assert (goodput.joules["kept"], goodput.joules["data"]) == pytest.approx((3600.0, 400.0))
+    assert (goodput.attempts[0].status, goodput.attempts[0].first, goodput.attempts[0].last) == ("completed", 1, 20)
+    assert adds_up(goodput)
+
+
+def test_phases_are_classes_with_their_own_joules():
+    run = Run(1).join()
+    parts = {"evaluation": full(5.0, 40.0), "startup": full(2.0, 10.0)}
+    device = device_window("GPU-0", wall=full(17.0, 70.0), phases=parts)
+    goodput = run.wait(17).bye().goodput()
+    run.send(0, 1, phases_s={"evaluation": 5.0, "startup": 2.0}, devices=(device,))
+    goodput = run.goodput()
+
+    assert (goodput.seconds["evaluation"], goodput.seconds["startup"]) == (5.0, 2.0)
+    assert (goodput.joules["evaluation"], goodput.joules["startup"]) == (200.0, 20.0)
+    # The iterations: 17 * 70 - 5 * 40 - 2 * 10.
+    assert goodput.joules["kept"] + goodput.joules["data"] == pytest.approx(970.0)
+
+
+def test_generation_is_productive_and_has_a_class_of_its_own():
+    goodput = Run(1).join().wait(10).window(1, phases_s={"generation": 10.0}).goodput()
+
+    assert goodput.seconds["generation"] == 10.0
+    assert goodput.ratio == pytest.approx(19.0 / 20.0)
+    assert PRODUCTIVE == ("kept", "generation")
+
+
+def test_a_restart_from_a_checkpoint_makes_the_first_execution_redone_exactly():
+    run = Run().join().window(1).window(2).window(3).bye()
+    goodput = run.wait(5).restart().join(offset=10).window(1).bye(status="completed").goodput()
+
+    # Iterations 11 to 30 of the first attempt were lost, though only 11 to 20 were done again by then.
+    assert goodput.redone_iterations == 20
+    assert (goodput.seconds["redone"], goodput.seconds["kept"]) == pytest.approx((18.0, 18.0))
+    assert goodput.joules["redone"] == pytest.approx(3600.0)
+    assert (goodput.seconds["restart_gap"], goodput.joules["restart_gap"]) == (5.0, None)
+    assert goodput.elapsed_s == 45.0
+    first, second = goodput.attempts
+    assert (first.status, first.redone_iterations, first.gap_before_s) == ("killed", 20, 0.0)
+    assert (second.first, second.last, second.gap_before_s) == (11, 20, 5.0)
+    assert second.start_time_s == pytest.approx(1035.0)
+    assert adds_up(goodput)
+
+
+def test_inside_a_window_the_share_by_iterations_is_redone():
+    goodput = Run().join().window(1).window(2).bye().restart().join(offset=14).window(1).goodput()
+
+    # 15 to 20 of the second window: six of its ten.
+    assert goodput.redone_iterations == 6
+    assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
+
+
+def test_a_third_attempt_takes_from_all_before_it():
+    run = Run(1).join().window(1).window(2).window(3).bye()
+    run.restart().join(offset=20).window(1).bye()
+    goodput = run.restart().join(offset=10).window(1).goodput()
+
+    # Of the first 11 to 30, of the second 21 to 30; only the third is kept after 10.
+    assert [one.redone_iterations for one in goodput.attempts] == [20, 10, 0]
+    assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
+
+
+def test_a_restart_from_the_beginning_redoes_everything_if_it_says_so():
+    run = Run(1).join().window(1).bye().restart()
+
+    assert run.join().window(1).goodput().redone_iterations == 10
+
+
+def test_without_numbers_nothing_is_called_redone_and_the_summary_says_so():
+    run = Run(1).join(is_numbered=False).window(1).bye().restart().join(is_numbered=False).window(1)
+    summary = run.aggregator.summary(run.time_s, True)
+
+    assert (summary.goodput.redone_iterations, summary.goodput.seconds["redone"]) == (None, 0.0)
+    assert "what was done again is not" in " ".join(summary_text(summary, None, None).split())
+
+
+def test_a_number_that_is_learned_later_moves_what_was_redone():
+    run = Run(1).join(is_numbered=False).window(1).window(2).bye().restart().join(is_numbered=False)
+    run.window(1)
+    assert run.goodput(ended=False).redone_iterations is None
+
+    run.join(is_numbered=True)
+    run.offset = 10
+    run.window(2)
+
+    # The loop calls its iteration 20 number 30: its first was 11.
+    assert run.goodput(ended=False).redone_iterations == 10
+
+
+def test_a_rank_that_has_not_come_or_has_left_is_idle():
+    run = Run().join(0).window(1, 0)
+    run.join(1).wait(10)
+    run.send(0, 2)
+    run.send(1, 2, sequence=1)
+    run.send(1, 3, sequence=2, busy_s=0.0, wait_s=0.0, iteration_first=21, iteration_last=20, final=True)
+    run.bye(1).window(3, 0)
+
+    # Rank 1 came after ten seconds and left after twenty, of thirty.
+    goodput = run.goodput(ended=False)
+    assert goodput.rank_seconds["idle"] == pytest.approx(20.0)
+    assert goodput.rank_seconds["unknown"] == pytest.approx(0.0)
+    assert goodput.joules["idle"] is None
+    assert adds_up(goodput)
+
+
+def test_what_a_lost_host_did_last_is_unknown():
+    run = Run().join().window(1)
+    run.wait(10)
+    run.send(0, 2)
+    for _ in range(3):
+        run.wait(10)
+        run.aggregator.tick(run.now_s, run.time_s)
+    run.send(0, 3, busy_s=28.0, wait_s=2.0)
+
+    # Of rank 1 nothing is known after its first ten seconds of fifty.
+    assert run.goodput(ended=False).rank_seconds["unknown"] == pytest.approx(40.0)
+    assert adds_up(run.goodput(ended=False))
+
+
+def test_reports_that_no_buffer_held_are_unknown():
+    run = Run(1).join().window(1).wait(20).window(4, sequence=4)
+
+    assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
+
+
+def test_rows_that_come_long_after_they_ended_are_told_where_they_were():
+    run = Run(1).join().wait(100)
+    for number in range(1, 11):
+        run.send(0, number)
+
+    assert run.seconds() == pytest.approx({"kept": 90.0, "data": 10.0})
+    assert run.goodput().elapsed_s == pytest.approx(100.0)
+
+
+def test_an_attempt_begins_with_its_earliest_row_and_not_with_its_aggregator():
+    # The rank had trained for eight seconds when the aggregator came up.
+    run = Run(1).join().wait(2)
+    run.send(0, 1)
+
+    assert run.goodput(ended=False).elapsed_s == pytest.approx(10.0)
+    assert adds_up(run.goodput(ended=False))
+
+
+def test_straggling_and_hangs_are_taken_from_what_they_lay_in():
+    run = Run().join().window(1).window(2)
+    ledger = run.aggregator._ledger
+    ledger.goodput.note_straggling(2, 3.0)
+    ledger.note_hang(30.0)  # in the third window
+    assert run.wait(40).aggregator.tick(run.now_s, run.time_s) is None
+    assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no row tells of it yet"
+    for rank in range(2):
+        run.send(rank, 3, busy_s=38.0, wait_s=2.0)
+    goodput = run.goodput(ended=False)
+
+    assert (goodput.seconds["straggling"], goodput.seconds["hang"]) == pytest.approx((1.5, 30.0))
+    assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0 - 1.5 + 8.0)
+    # 200 W for ten seconds, of which 1.5 were lost.
+    assert goodput.joules["straggling"] == pytest.approx(300.0)
+    assert adds_up(goodput)
+
+
+def test_a_hang_that_ended_in_a_kill_is_taken_from_the_shutdown():
+    run = Run(1).join().window(1)
+    run.aggregator._ledger.note_hang(30.0)
+    run.wait(35)
+    device = device_window("GPU-0", wall=full(35.0), phases={"shutdown": full(35.0)})
+    run.send(
+        0, 2, busy_s=0.0, wait_s=0.0, phases_s={"shutdown": 35.0}, devices=(device,), iteration_first=11,
+        iteration_last=10, final=True,
+    )  # fmt: skip
+    goodput = run.bye().goodput()
+
+    assert (goodput.seconds["hang"], goodput.seconds["shutdown"]) == pytest.approx((30.0, 5.0))
+    assert (goodput.joules["hang"], goodput.joules["shutdown"]) == pytest.approx((3000.0, 500.0))
+    assert adds_up(goodput)
+
+
+def test_more_straggling_than_was_kept_is_not_booked():
+    run = Run(1).join().window(1)
+    run.aggregator._ledger.goodput.note_straggling(1, 50.0)
+
+    assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
+
+
+def test_another_world_in_the_next_attempt_has_its_own_mean():
+    run = Run(3).join().window(1).bye().wait(6).restart(world_size=2).join(offset=10).window(1).bye()
+    goodput = run.restart(world_size=3).join(offset=20).window(1).goodput()
+
+    assert [one.world_size for one in goodput.attempts] == [3, 2, 3]
+    assert goodput.seconds["kept"] == pytest.approx(27.0)
+    assert goodput.rank_seconds["kept"] == pytest.approx(27.0 + 18.0 + 27.0)
+    assert goodput.rank_seconds["restart_gap"] == pytest.approx(18.0), "of the three that had worked"
+    assert adds_up(goodput)
+
+
+def test_a_replaced_aggregator_goes_on_with_what_was():
+    run = Run().join().window(1).restore().wait(3).join().wait(7)
+    for rank in range(2):
+        run.send(rank, 2)
+
+    assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
+
+
+def test_a_clock_that_was_set_back_makes_no_gap_negative_and_is_told():
+    run = Run().join().window(1).bye()
+    run.time_s -= 3600
+    run.boot = "another"  # another machine, so unix time is all there is
+    run.restart().join(offset=10).window(1)
+
+    assert run.goodput(ended=False).seconds["restart_gap"] == 0.0
+    assert [event.kind for event in run.aggregator.take_events() if event.kind == "clock"] == ["clock"]
+    assert adds_up(run.goodput(ended=False))
+
+
+def test_on_the_same_boot_a_gap_is_counted_by_the_monotonic_clock():
+    run = Run().join().window(1).bye().wait(5)
+    run.time_s += 3600
+    run.restart().join(offset=10).window(1)
+
+    assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(5.0)
+    (told,) = [event.text for event in run.aggregator.take_events() if event.kind == "clock"]
+    assert "set by +3600 s" in told
+
+
+def test_the_axis_goes_on_by_unix_time_where_another_machine_takes_over():
+    axis = Axis()
+    axis.advance(10.0, 1000.0, "here")
+    axis.advance(15.0, 1005.0, "here")
+    axis.is_resumed = True
+
+    assert axis.advance(3.0, 1012.0, "there") is None
+    assert axis.at_s == 12.0
+
+
+def test_what_is_remembered_for_a_restart_is_bounded_and_finest_at_the_end():
+    goodput = Goodput()
+    goodput.clock.advance(0.0, 0.0)
+    goodput.hear()
+    goodput.join(0, 1, 0, True, True)
+    for number in range(1, 5001):
+        goodput.clock.advance(10.0 * number, 10.0 * number)
+        goodput.hear()
+        goodput.count_rows(number, [row(0, number)])
+        goodput.count_energy(number, 1000.0, {})
+    spans = goodput.attempt.spans
+
+    assert MOST_SPANS <= len(spans) <= 2 * MOST_SPANS
+    assert sum(span.last - span.first + 1 for span in spans) == 50_000
+    assert all(span.window_first == span.window_last for span in spans[-MOST_SPANS // 2 :])
+    goodput.end_attempt("killed")
+    goodput.join(0, 1, 49_000, True, True)
+    goodput.hear()
+    assert goodput.summary().redone_iterations == 1000
+    assert goodput.summary().seconds["redone"] == pytest.approx(900.0)
+    assert goodput.summary().joules["redone"] == pytest.approx(90_000.0)
+
+
+def test_a_thousand_restarts_stay_bounded_and_add_up():
+    goodput = Goodput()
+    for attempt in range(1100):
+        goodput.clock.advance(100.0 * attempt, 100.0 * attempt)
+        goodput.hear()
+        goodput.join(0, 1, 10 * attempt, True, True)
+        goodput.clock.advance(100.0 * attempt + 50, 100.0 * attempt + 50)
+        goodput.hear()
+        goodput.count_rows(1, [row(0, 1, iteration_shown=10 * attempt + 10)])
+        goodput.end_attempt("killed")
+
+    assert len(goodput.attempts) <= 1001
+    assert sum(len(attempt.spans) for attempt in goodput.attempts) < 6000
+    summary = goodput.summary()
+    assert sum(summary.seconds.values()) == pytest.approx(summary.elapsed_s, rel=1e-6)
+    assert summary.seconds["kept"] == pytest.approx(1100 * 9.0)
+
+
+STEPS = st.sampled_from(
+    ["window", "window", "window", "late", "lost", "bye", "join", "restore", "restart", "wait", "tick", "hang",
+     "straggling", "clock"]
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(STEPS, min_size=1, max_size=40), st.data())
+def test_whatever_happens_the_classes_add_up_to_the_elapsed_time(steps, data):
+    run = Run(data.draw(st.integers(1, 3)))
+    run.join()
+    sequences, number, held = {}, 0, []
+
+    def send(rank, number, seconds):
+        sequences[rank] = sequences.get(rank, 0) + 1
+        share = data.draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+        phase = data.draw(st.sampled_from([{}, {"checkpoint": 1.5}, {"startup": 2.0, "shutdown": 0.5}, {"odd": 1.0}]))
+        run.send(
+            rank, number, sequence=sequences[rank], busy_s=share * seconds, wait_s=(1 - share) * seconds,
+            phases_s=phase, final=data.draw(st.booleans()),
+        )  # fmt: skip
+
+    for step in steps:
+        ranks = range(run.world_size)
+        if step == "window":
+            number += 1
+            run.wait(data.draw(st.floats(0.0, 20.0)))
+            left_out = data.draw(st.sampled_from([None, None, *ranks]))
+            for rank in ranks:
+                if rank == left_out:
+                    held.append((rank, number))
+                else:
+                    send(rank, number, data.draw(st.floats(0.0, 20.0)))
+        elif step == "late" and held:
+            send(*held.pop(0), 5.0)
+        elif step == "lost":
+            rank = data.draw(st.sampled_from(list(ranks)))
+            sequences[rank] = sequences.get(rank, 0) + data.draw(st.integers(1, 5))
+        elif step == "bye":
+            run.bye(data.draw(st.sampled_from(list(ranks))))
+        elif step == "join":
+            run.join()
+        elif step == "restore":
+            run.restore().join()
+        elif step == "restart":
+            run.restart(data.draw(st.integers(1, 3)))
+            sequences, held, number = {}, [], 0
+            run.join(offset=10 * data.draw(st.integers(0, 3)), is_numbered=data.draw(st.booleans()))
+        elif step in ("wait", "tick"):
+            run.wait(data.draw(st.floats(0.0, 100.0)))
+            if step == "tick":
+                run.aggregator.tick(run.now_s, run.time_s)
+        elif step == "hang":
+            run.aggregator._ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
+        elif step == "straggling":
+            window = data.draw(st.integers(0, number + 1))
+            run.aggregator._ledger.goodput.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
+        elif step == "clock":
+            run.time_s += data.draw(st.floats(-5000.0, 5000.0))
+            run.boot = data.draw(st.sampled_from(["boot", "another"]))
+        assert adds_up(run.goodput(ended=False))
+    run.aggregator.close_all()
+    assert adds_up(run.goodput())
+    energy = run.aggregator.summary(run.time_s, True).energy.measured_joules or 0.0
+    joules = sum(joules or 0.0 for joules in run.goodput().joules.values())
+    assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
