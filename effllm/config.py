@@ -55,6 +55,7 @@ class Config:
     price_per_gpu_hour: float | None = None
     endpoint: str = ""
     profile_every: int = 0
+    prometheus_port: int = 9788
     security: str = "auto"
     secret_file: str = ""
     interface: str = ""
@@ -202,6 +203,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PRICE_PER_KWH", "price_per_kwh", _number(0.0), "money per kWh, at least 0", "of the electricity"),
     Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "money per GPU and hour, at least 0", "of rented GPUs, electricity included"),
     Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
+    Variable("PROMETHEUS_PORT", "prometheus_port", _whole(0, 65535), "a port, 0 to 65535; it is opened on loopback alone", "where the sink prometheus serves; 0 is any free port"),
     Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number, at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
     Variable("SECURITY", "security", _one_of("auto", "curve", "none"), "auto, curve or none", "whether reports are encrypted and strangers kept out; auto is curve off loopback, none on it"),
     Variable("SECRET_FILE", "secret_file", str, "a file of mode 0600", "the user's secret, from which the keys are made; else efficientllm/secret in the user's config folder"),

@@ -1,0 +1,205 @@
+"""Prometheus: the newest values of the job as gauges, its totals as counters, on loopback alone.
+
+What is not measured any more has no sample, so that nobody alerts on a value of an hour ago.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from effllm import metrics
+from effllm.schema import ClusterReport, Event, RankReport, Summary
+from effllm.sinks import Run, SinkUnavailable
+
+ADDRESS = "127.0.0.1"  # what is served is not encrypted and asks nobody who he is
+PREFIX = "efficientllm"
+BASE = "over"  # the label that says which totals a value is of: run, window or job
+
+#: A report is shown for so many of its window's lengths, and for so long at least.
+FRESH_WINDOWS = 3.0
+FRESH_S = 60.0
+MOST_KINDS = 50  # of events; what a name is made of comes from ranks
+
+#: Prometheus wants base units: what a name says -> what it says instead, and by what the value is multiplied.
+UNITS: dict[str, tuple[str, str, float]] = {
+    "GB": ("gb", "bytes", 2.0**30),
+    "MHz": ("mhz", "hertz", 1e6),
+    "TFLOP/s": ("tflops", "flops_per_second", 1e12),
+    "degC": ("c", "celsius", 1.0),
+    "kg CO2e": ("kg", "grams", 1000.0),
+    "Wh": ("wh", "joules", 3600.0),
+    "s": ("s", "seconds", 1.0),
+}
+
+Samples = Sequence[tuple[dict[str, str], float]]
+
+
+def open_sink(run: Run) -> Prometheus:
+    """Serve the metrics of this run.
+
+    Raises:
+        SinkUnavailable: the port is in use.
+    """
+    port = run.config.prometheus_port
+    values = _Values(run.folder.name if run.folder else "", str(run.facts.get("job", "")), time.monotonic)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(values)
+    try:
+        server, thread = start_http_server(port, ADDRESS, registry)
+    except OSError as error:
+        raise SinkUnavailable(
+            f"port {port} of {ADDRESS} cannot be listened on: {error.strerror or error}; "
+            "set EFFICIENTLLM_PROMETHEUS_PORT to another, or to 0 for any"
+        ) from error
+    if not port:
+        run.tell(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")
+    return Prometheus(values, server, thread)
+
+
+class Prometheus:
+    """Holds the newest report, for whoever asks."""
+
+    def __init__(self, values: _Values, server: Any, thread: threading.Thread) -> None:
+        self._values = values
+        self._server = server
+        self._thread = thread
+        self.port: int = server.server_port
+
+    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:  # noqa: ARG002
+        """Show a report from now on."""
+        self._values.take(report)
+
+    def event(self, event: Event) -> None:
+        """Count an event."""
+        self._values.count(event.kind)
+
+    def summarize(self, summary: Summary) -> None:
+        """Take nothing: the last report holds the last values."""
+
+    def update_facts(self, facts: dict[str, Any]) -> None:
+        """Take nothing: facts are in run.json."""
+
+    def close(self) -> None:
+        """Stop serving; Prometheus sees the target down and its values stale."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join(1.0)
+
+
+class _Values(Collector):
+    """What is served: asked from the server's threads, told from the sink's."""
+
+    def __init__(self, run: str, job: str, clock: Callable[[], float]) -> None:
+        self._labels = {"run": run, "run_id": job}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._report: ClusterReport | None = None
+        self._since_s = 0.0
+        self._events: dict[str, int] = {}
+
+    def take(self, report: ClusterReport) -> None:
+        with self._lock:
+            self._report, self._since_s = report, self._clock()
+
+    def count(self, kind: str) -> None:
+        with self._lock:
+            kind = kind if kind in self._events or len(self._events) < MOST_KINDS else "other"
+            self._events[kind] = self._events.get(kind, 0) + 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what Prometheus is to see at this moment."""
+        with self._lock:
+            report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
+        is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.time_s, FRESH_S)
+        yield self._gauge("fresh", "Whether a report of the job is new enough to be shown.", [({}, float(is_fresh))])
+        counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
+        yield self._counter("events", "Events, by kind; their texts are in events.jsonl.", counted)
+        if report is None:
+            return
+        yield self._gauge("report_age_seconds", "Time since the newest report came.", [({}, age_s)])
+        for name, text, total in _totals(report):
+            yield self._counter(name, text, [({}, float(total))])
+        if is_fresh:
+            yield from self._measured(report)
+            for name, text, value in _beside(report):
+                yield self._gauge(name, text, [({}, float(value))])
+
+    def _measured(self, report: ClusterReport) -> Iterator[Metric]:
+        for entry in metrics.METRICS.values():
+            name, factor = name_of(entry)
+            values = [(base, report.values.get(entry.tag(base))) for base in entry.bases]
+            samples = [({BASE: base}, value * factor) for base, value in values if value is not None]
+            if entry.chart and any(math.isfinite(value) for _, value in samples):
+                yield self._gauge(name, entry.help, [one for one in samples if math.isfinite(one[1])])
+
+    def _gauge(self, name: str, text: str, samples: Samples) -> Metric:
+        return self._filled(GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=self._names(samples)), samples)
+
+    def _counter(self, name: str, text: str, samples: Samples) -> Metric:
+        return self._filled(CounterMetricFamily(f"{PREFIX}_{name}", text, labels=self._names(samples)), samples)
+
+    def _names(self, samples: Samples) -> list[str]:
+        return [*self._labels, *(samples[0][0] if samples else ())]
+
+    def _filled(self, family: Any, samples: Samples) -> Metric:
+        for labels, value in samples:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        filled: Metric = family
+        return filled
+
+
+def name_of(entry: metrics.Metric) -> tuple[str, float]:
+    """Return what a metric is called here, in base units, and what its values are multiplied by."""
+    word, base, factor = UNITS.get(entry.unit, ("", "", 1.0))
+    words = [base if base and part == word else part for part in entry.name.split("_")]
+    return "_".join([entry.group, *words] if entry.group else words), factor
+
+
+def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
+    job = report.job
+    yield "iterations", "Iterations of every attempt.", job.iterations
+    yield "tokens", "Tokens without padding, each once.", job.tokens
+    yield "samples", "Samples.", job.samples
+    yield "generated_tokens", "Tokens that were generated.", job.generated_tokens
+    if job.energy_measured_j is not None:
+        yield (
+            "energy_measured_joules",
+            "Energy that was measured: of all GPUs only at full coverage.",
+            job.energy_measured_j,
+        )
+    yield "reports_lost", "Reports lost.", report.coverage.reports_lost
+    yield "reports_late", "Reports that came after their window was closed.", report.coverage.reports_late
+
+
+def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
+    """Yield what is no metric of the job but tells how far to trust one."""
+    seen, slowest = report.coverage, report.straggler
+    yield "iteration", "The number of the newest iteration.", report.iteration
+    yield "attempt", "Which start of the job this is.", report.attempt
+    yield "ranks_expected", "Ranks of the job.", seen.ranks_expected
+    yield "ranks_reporting", "Ranks whose report of the window came.", seen.ranks_reporting
+    yield "gpus_expected", "GPUs of the job.", seen.gpus_expected
+    yield "gpus_measured", "GPUs that were measured in the window.", seen.gpus_measured
+    yield "simulated", "1: the devices are simulated, no number here was measured.", report.simulated
+    if report.loss is not None and math.isfinite(report.loss):
+        yield "loss", "The loss of the window.", report.loss
+    if report.remaining_s is not None:
+        yield "remaining_seconds", "Until the last iteration, at the pace so far.", report.remaining_s
+    if seen.energy is not None:
+        yield "energy_coverage_ratio", "Measured device-seconds of energy over expected ones.", seen.energy
+    if slowest is not None and slowest.median_s > 0:
+        yield "straggler_rank", "The slowest rank of the window.", slowest.rank
+        yield (
+            "straggler_time_ratio",
+            "Time of the slowest rank over that of the median rank.",
+            slowest.time_s / slowest.median_s,
+        )
