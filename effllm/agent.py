@@ -23,11 +23,12 @@ from typing import Any
 import zmq
 from msgspec.structs import replace
 
-from effllm import __version__, node_power, trainer_process
+from effllm import __version__, discovery, node_power, secret, trainer_process
 from effllm.aggregator_child import AggregatorChild
 from effllm.calibration import assumed, calibrate
 from effllm.clock import Exchanges
-from effllm.config import Config, cache_folder
+from effllm.config import Config, cache_folder, secret_path
+from effllm.curve import AgentKeys
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.hang import BEATS
 from effllm.inspection import Finding
@@ -108,6 +109,8 @@ class Agent:
         self._poller = zmq.Poller()
         self._welcome: Welcome | None = None
         self._refused = ""
+        self._is_put_off = False  # until there is another address
+        self._target = ("", "")  # the endpoint and job of the link
         self._hello_s = 0.0
         self._started_s = time.monotonic()
         self._told_silence = False
@@ -197,6 +200,8 @@ class Agent:
             trainer_descriptor=self._trainer,
             facts=self._facts.get("run", {}),
             run=name_of_run(self._place, self._facts["host"]),
+            secured=bool(self._facts.get("secured")),
+            salt=self._facts["job"],
         )
         self._aggregator = AggregatorChild(orders, self._log)
         self._aggregator.start()
@@ -212,12 +217,43 @@ class Agent:
                 self._poller.register(self._watched_child, zmq.POLLIN)
 
     def _connect(self) -> None:
+        """Have a link to the aggregator that is known now: rank 0 may come back at another address."""
         endpoint = self._facts.get("endpoint", "")
-        if self._link is None and endpoint:
-            self._link = AgentLink(self._context, endpoint)
-            self._link.connect()
-            self._poller.register(self._link.socket, zmq.POLLIN)
-            self._poller.register(self._link.monitor, zmq.POLLIN)
+        target = (endpoint, self._facts.get("job", ""))
+        if not endpoint or target == self._target:
+            return
+        self._target = target
+        self._disconnect()
+        keys: AgentKeys | None = None
+        if self._facts.get("secured"):
+            try:
+                keys = AgentKeys.of(secret.read(secret_path(self._config)), self._facts["job"])
+            except secret.SecretError as error:
+                self._tell_person(f"no metrics of this rank: {error}")
+                return
+        self._link = AgentLink(self._context, endpoint, keys)
+        self._link.connect()
+        self._poller.register(self._link.socket, zmq.POLLIN)
+        self._poller.register(self._link.monitor, zmq.POLLIN)
+
+    def _disconnect(self) -> None:
+        if self._link is None:
+            return
+        self._poller.unregister(self._link.socket)
+        self._poller.unregister(self._link.monitor)
+        self._link.close()
+        self._link = None
+        self._welcome = None
+        self._refused = ""
+        self._is_put_off = self._bye_sent = self._bye_seen = False
+        self._outbox.send_again()
+
+    def _tell_person(self, text: str) -> None:
+        """Log a line, and say it once per host."""
+        self._log.line(text)
+        if self._place["local_rank"] == 0:
+            self._told_silence = True
+            _say(text)
 
     def _wait_for_device(self, timeout_s: float = DEVICE_WAIT_S) -> None:
         poll = select.poll()
@@ -356,7 +392,7 @@ class Agent:
     def _take_facts(self) -> None:
         address = self._ring.address()
         if address is not None and "failed" in address:
-            self._log.line(address["failed"])
+            self._tell_person(address["failed"])
         elif address is not None:
             self._address = address
             self._facts.update(address)
@@ -418,7 +454,7 @@ class Agent:
             self._bye_sent = self._bye_seen = False
             self._clock.forget()
             self._say_hello(now_s)
-        elif link.connected and not self._welcome and not self._refused and now_s - self._hello_s > HELLO_AGAIN_S:
+        elif link.connected and not self._welcome and self._may_ask and now_s - self._hello_s > HELLO_AGAIN_S:
             self._say_hello(now_s)
         self._listen()
         heard, self._heard = self._heard, []
@@ -539,6 +575,8 @@ class Agent:
     def _hear(self, message: FromAggregator, heard_ns: int) -> None:
         if isinstance(message, Welcome):
             self._welcome = message
+            if self._board.welcome() != self._target[0]:  # for which the trainer's search is waiting
+                self._board.write({**self._board.read(), "welcome": self._target[0]})
             if message.again:
                 self._outbox.send_again()
                 self._bye_sent = False
@@ -550,9 +588,11 @@ class Agent:
             self._outbox.acknowledged(message.sequence)
             if message.report:
                 document = {"report": message.report, "iteration": message.iteration, "values": message.values}
-                self._board.write(document)
+                self._board.write({**document, "welcome": self._target[0]})
         elif isinstance(message, Refused):
-            if message.reason != self._refused:
+            if message.again:
+                self._is_put_off = True  # this aggregator is ending: another will have another address
+            elif message.reason != self._refused:
                 self._refused = message.reason
                 self._log.line(f"refused: {message.reason}")
                 _say(f"rank {self._rank} is left out of the metrics: {message.reason}")
@@ -562,6 +602,10 @@ class Agent:
             self._start_inspection()
         else:
             self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, heard_ns)
+
+    @property
+    def _may_ask(self) -> bool:
+        return not self._refused and not self._is_put_off
 
     def _complain(self, now_s: float) -> None:
         if self._told_silence or now_s - self._started_s < NOBODY_ANSWERS_S or self._refused:
@@ -611,6 +655,8 @@ class Agent:
         for track in self._tracks:
             track.sampler.stop(0.2)
         self._log.close()
+        if path := self._facts.get("address_file"):
+            discovery.remove(Path(path), self._facts["job"])
         if self._link:
             self._link.close()
         self._context.destroy(linger=200)

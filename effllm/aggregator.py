@@ -283,6 +283,20 @@ class Aggregator:
         """Whether every rank has left, or will not come any more, and nothing is pending."""
         return not self._pending and not self._late_rows and self._roster.everyone_left(now_s)
 
+    def awaited(self, before_s: float) -> list[int]:
+        """Return the ranks that have come and not left, and of whom nothing was heard since then."""
+        return self._roster.awaited(before_s)
+
+    def give_up(self, rank: int, time_s: float) -> None:
+        """Wait no more for a rank whose agent is known to be gone."""
+        self._roster.give_up(rank)
+        self._event("silent", f"rank {rank}: its agent has gone without a farewell", time_s, rank)
+
+    @property
+    def nobody_is_there(self) -> bool:
+        """Whether ranks have come, and all of them have left or are silent."""
+        return self._roster.nobody_is_there
+
     def all_silent(self, now_s: float) -> bool:
         """Whether nobody that has not left has been heard for long."""
         return self._roster.all_silent(now_s)

@@ -259,6 +259,7 @@ class Place:
     launcher: str = "none"
     run_id: str = ""
     restart_count: int = 0
+    launch_id: str = ""  # of one srun or mpirun, where the launcher has one
 
     @property
     def one_host(self) -> bool:
@@ -282,7 +283,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     if not text:
         return default
     try:
-        value = int(text.split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)"
+        value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)", "8,4"
     except ValueError:
         raise ConfigError(name, text, "a whole number, as launchers set it") from None
     if value < 0:
@@ -306,6 +307,8 @@ def read_place(environ: Mapping[str, str]) -> Place:
         if rank >= max(world_size, 1):
             raise ConfigError(names["rank"], rank, f"below {names['world_size']}={world_size}")
         local_world_size = _integer(environ, names["local_world_size"], 1 if world_size == 1 else 0)
+        if launcher == "slurm":  # exact where it is set, unlike SLURM_NTASKS_PER_NODE, which is what was asked for
+            local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
         return Place(
             rank=rank,
             local_rank=_integer(environ, names["local_rank"], 0),
@@ -316,6 +319,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
             launcher=launcher,
             run_id=_run_id(environ),
             restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            launch_id=_launch_id(environ),
         )
     return Place(run_id=_run_id(environ))
 
@@ -325,6 +329,12 @@ def _run_id(environ: Mapping[str, str]) -> str:
     if torchrun and torchrun != "none":  # what torchrun says without --rdzv_id
         return torchrun
     return environ.get("SLURM_JOB_ID", "").strip()
+
+
+def _launch_id(environ: Mapping[str, str]) -> str:
+    job, step = (environ.get(f"SLURM_{name}_ID", "").strip() for name in ("JOB", "STEP"))
+    # Two launches in one allocation are two jobs.  PMIx is what Open MPI's mpirun speaks.
+    return f"{job}.{step}" if job and step else environ.get("PMIX_NAMESPACE", "").strip() or job
 
 
 def secret_path(config: Config) -> Path:

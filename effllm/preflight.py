@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, unknown_variables
+from effllm.config import VARIABLES, Config, ConfigError, Place, read_config, read_place, secret_path, unknown_variables
 from effllm.devices import device_names
 from effllm.sinks import sink_names
 from effllm.switches import PREFIX
 
-_HERE = "this version reports over loopback alone: use tcp://127.0.0.1:PORT"
 
 
 def problems(environ: Mapping[str, str]) -> list[str]:
@@ -47,7 +46,10 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
             allowed = f"there is no sink {name!r}; there are: {', '.join(sinks)}"
             yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), allowed)
     if config.endpoint:
-        from effllm.discovery import is_loopback  # only here: it would double the time this takes
+        from effllm import discovery, secret  # only here: it would double the time this takes
 
-        if not is_loopback(config.endpoint.removeprefix("tcp://").rpartition(":")[0]):
-            yield ConfigError(f"{PREFIX}ENDPOINT", config.endpoint, _HERE)
+        if discovery.is_secured(config, Place()):
+            try:
+                secret.read(secret_path(config))
+            except secret.SecretError as error:
+                yield ConfigError(f"{PREFIX}ENDPOINT", config.endpoint, str(error))

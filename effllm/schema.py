@@ -649,6 +649,7 @@ class Refused(Struct, frozen=True, array_like=True, tag=8):
     """The aggregator wants nothing from this agent, and why."""
 
     reason: str
+    again: bool = False  # not here and now: the agent waits for another address
 
 
 class ByeSeen(Struct, frozen=True, array_like=True, tag=9):

@@ -21,10 +21,14 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from effllm import run_lock
+from effllm import run_lock, secret
 from effllm.aggregator import Aggregator, Closed
-from effllm.config import Config
+from effllm.config import Config, secret_path
+from effllm.curve import AgentKeys, ServerKeys
+from effllm.discovery import openness
+from effllm.door import Door
 from effllm.ledger import Ledger, restore
+from effllm.lost_agents import LostAgents
 from effllm.pacing import Pace, is_large, pause_s, report_every_s
 from effllm.peers import Peers
 from effllm.provenance import boot_id, gather
@@ -51,6 +55,7 @@ from effllm.sinks import Keeper, Run, Shelf, Sink
 from effllm.transport import FrameError, Link, ServerSocket, decode_from_agent, make_context
 
 TICK_S = 0.5
+QUIET_S = 1.0  # whoever was heard since needs no other sign of life
 SUMMARY_EVERY_S = 60.0
 KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
 SINKS_STOP_S = 3.0
@@ -74,6 +79,8 @@ class Orders(Struct, frozen=True):
     trainer_descriptor: int = -1  # pidfd of rank 0's trainer
     facts: dict[str, Any] = {}
     run: str = ""  # what all attempts of the job have in common, by effllm/run_lock.py
+    secured: bool = False  # with keys from the user's secret ...
+    salt: str = ""  # ... and this: the job's id where its agents know it
 
 
 class Server:
@@ -88,6 +95,7 @@ class Server:
         self.address = ""  # known once `run` has bound it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
+        self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
         self._pace = Pace(self._config.history_size)
@@ -95,6 +103,7 @@ class Server:
         self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
         self._facts_changed = False
+        self._lost = LostAgents()
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
         self._trainer_ended_s: float | None = None
@@ -104,15 +113,23 @@ class Server:
 
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.
+            SecretError: there is no usable secret, and the job is to be secured.
         """
         self._context = context = make_context()
-        self._socket = ServerSocket(context)
-        descriptor = self._orders.listen_descriptor
-        self.address = self._socket.listen(self._orders.endpoint, descriptor if descriptor >= 0 else None)
+        orders, known = self._orders, self._secret
+        keys = ServerKeys.of(known, orders.salt) if known else None
+        self._door = Door(context, keys)
+        self._socket = ServerSocket(context, keys)
+        descriptor = orders.listen_descriptor
+        self.address = self._socket.listen(orders.endpoint, descriptor if descriptor >= 0 else None)
+        self._door.watch(self._socket.socket)
+        if not known and (line := openness(self.address)):
+            self._warn(line, "security")
         with self._run_folder() as folder:
             self._start(folder)
             self._loop()
             status = self._finish()
+        self._door.close()
         self._socket.close()
         context.destroy(linger=500)
         return status
@@ -160,7 +177,8 @@ class Server:
     def _ask_to_end(self, holder: run_lock.Holder) -> None:
         """Ask the aggregator of an earlier attempt, which waits for ranks that are gone, to let go of the folder."""
         if self._predecessor is None:
-            self._predecessor = Link(self._context, holder.endpoint)
+            keys = AgentKeys.of(self._secret, holder.job) if self._secret else None
+            self._predecessor = Link(self._context, holder.endpoint, keys)
             self._predecessor.connect()
         self._predecessor.send(Supersede(self._orders.run, self._orders.job))
 
@@ -206,7 +224,10 @@ class Server:
         poller.register(self._wake, zmq.POLLIN)
         next_tick_s = next_summary_s = time.monotonic()
         while not self._stop_asked:
+            self._door.wait_with(poller)
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
+            for line in self._door.look(time.monotonic()):
+                self._aggregator.refuse(time.time(), line, None)
             if self._receive() and (seconds := pause_s(self._aggregator.world_size)):
                 time.sleep(seconds)
             now_s = time.monotonic()
@@ -248,6 +269,9 @@ class Server:
         now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
         reason = self._peers.objection(peer, message)
         if isinstance(message, Hello):
+            if not reason and _has_ended(self._orders.trainer_descriptor) and aggregator.is_too_late(message):
+                self._socket.send(peer, Refused("this attempt is over", again=True))
+                return
             reason = reason or aggregator.hello(message, now_s, time_s)
             if reason:
                 self._socket.send(peer, Refused(reason))
@@ -288,8 +312,20 @@ class Server:
         for refusal in self._peers.take_refusals():
             self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
+        self._look_for_lost(now_s)
         self._aggregator.tick(now_s, time.time())
         self._tell_facts()
+
+    def _look_for_lost(self, now_s: float) -> None:
+        """When the job ends, wait no more for agents that were killed."""
+        if self._aggregator.is_ending or self._trainer_ended_s is not None:
+            waited_for = self._aggregator.awaited(before_s=now_s - QUIET_S)
+            for rank in self._lost.look(now_s, waited_for, self._reaches):
+                self._aggregator.give_up(rank, time.time())
+
+    def _reaches(self, rank: int) -> bool:
+        peer = self._peers.of_rank(rank)
+        return peer is not None and self._socket.send(peer, Ack(0))  # which says nothing
 
     def _tell_facts(self) -> None:
         if self._facts_changed:
@@ -307,6 +343,8 @@ class Server:
             if _has_ended(self._orders.trainer_descriptor):
                 self._trainer_ended_s = now_s
             return False
+        if self._aggregator.nobody_is_there and not self._aggregator.is_ending:
+            return True  # all were seen to have gone
         return now_s - self._trainer_ended_s > SILENT_AFTER_S and self._aggregator.all_silent(now_s)
 
     def _hand_out(self, now_s: float) -> None:
@@ -408,9 +446,9 @@ class Server:
         for sink in self._sinks:
             sink.put(work, windows)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: str, kind: str = "sink") -> None:
         """Make an event of trouble of our own; called from any thread."""
-        self._inbox.put(Event(time.time(), "sink", text))
+        self._inbox.put(Event(time.time(), kind, text))
         os.eventfd_write(self._wake, 1)
 
     # --- the end ---
@@ -425,7 +463,7 @@ class Server:
         }
         return msgspec.structs.replace(
             summary,
-            events={**summary.events, **self._peers.refused},
+            events={**summary.events, **self._peers.refused, **self._door.refused},
             left_out={name: count for name, count in left_out.items() if count},
         )
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from effllm import discovery
-from effllm.config import Config, Place
+from effllm import discovery, interface, secret
+from effllm.config import Config, Place, secret_path
 from effllm.facts import text
 from effllm.provenance import without_secrets
 from effllm.recorder import Recorder, pair_s
@@ -124,49 +124,68 @@ class Session:
             "job": "",
             "endpoint": "",
             "run_folder": "",
+            "secured": False,
+            "address_file": "",
             **_cuda_identity(),
         }
 
     def _discover(self) -> Callable[[], None]:
         """Know the endpoint now, or return what will find it once the agent runs."""
-        place, facts = self._place, self._facts
-        if self._config.endpoint:
-            host = self._config.endpoint.removeprefix("tcp://").rpartition(":")[0]
-            if not discovery.is_loopback(host):
-                raise discovery.DiscoveryError(
-                    f"{self._config.endpoint} is on another host, and this version reports over loopback alone"
-                )
-            facts["endpoint"] = self._config.endpoint
+        place, config, facts = self._place, self._config, self._facts
+        facts["secured"] = is_secured = discovery.is_secured(config, place)
+        if config.endpoint:
+            if is_secured:
+                secret.read(secret_path(config))
+            facts["endpoint"] = config.endpoint
+            self._warn_of_openness()
             return lambda: None
         Session._generation += 1
-        store = discovery.Store(place, Session._generation) if place.world_size > 1 else None
+        source = discovery.source(place, config, Session._generation)
         if place.rank != 0:
-            assert store is not None
-            return lambda: discovery.find(store, self._found, self._not_found)
+            assert source is not None
+            search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
+            return search.start
         try:
-            address = discovery.own_address(place)
-            self._listener = discovery.listen(address)
+            address = discovery.own_address(place, config)
+            self._listener = discovery.listen_within(address, config.ports)
+            if is_secured:
+                secret.create(secret_path(config))
         except (discovery.DiscoveryError, OSError) as error:
-            if store is not None:
-                discovery.publish(store, {"refused": str(error)}, self._not_found)
+            if source is not None:
+                discovery.publish(source, {"refused": str(error)}, self._not_found)
             raise
         facts["job"] = secrets.token_hex(8)
-        facts["endpoint"] = f"tcp://{address}:{self._listener.getsockname()[1]}"
-        facts["run_folder"] = str(_run_folder(self._config, place))
-        record = {"endpoint": facts["endpoint"], "job": facts["job"]}
+        facts["endpoint"] = interface.endpoint(address, self._listener.getsockname()[1])
+        self._warn_of_openness()
+        facts["run_folder"] = str(_run_folder(config, place))
         facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
-        if store is not None:
-            discovery.publish(store, record, self._not_found)
+        if source is not None:
+            record = {"endpoint": facts["endpoint"], "job": facts["job"]}
+            facts["address_file"] = str(getattr(source, "path", ""))
+            if is_secured:
+                record = secret.sign(secret.read(secret_path(config)), record, source.key)
+            discovery.publish(source, record, self._not_found)
         return lambda: None
+
+    def _warn_of_openness(self) -> None:
+        endpoint = self._facts["endpoint"]
+        if self._place.rank == 0 and not self._facts["secured"] and (line := discovery.openness(endpoint)):
+            with contextlib.suppress(OSError):
+                os.write(2, f"[EfficientLLM] {line}\n".encode())  # before the first iteration
 
     # These may run in the discovery thread, so they touch nothing that the loop's thread writes.
 
     def _found(self, record: Mapping[str, str]) -> None:
-        if "refused" not in record:  # of that, rank 0 has said why
-            self._write_address({"endpoint": record["endpoint"], "job": record["job"]})
+        self._write_address(dict(record))
 
     def _not_found(self, line: str) -> None:
         self._write_address({"failed": line})
+
+    def _is_welcome(self, endpoint: str) -> bool:
+        try:
+            return self.board.welcome() == endpoint
+        except ValueError:  # closed in the meantime: the loop is over
+            return True
 
     def _write_address(self, record: dict[str, str]) -> None:
         with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over

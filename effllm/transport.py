@@ -5,6 +5,7 @@ Frames are typed, versioned and bounded; nothing is ever unpickled.  ``Outbox`` 
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -235,6 +236,7 @@ class ServerSocket:
         self.socket.set(zmq.BACKLOG, 4096)
         self.socket.set(zmq.RCVHWM, 32)  # per peer: 1000 peers at the default took 2.5 GB
         self.socket.set(zmq.SNDHWM, 32)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # tells who is gone, instead of dropping what is for them in silence
         self.received_bytes = 0
 
     def listen(self, endpoint: str, descriptor: int | None = None) -> str:
@@ -258,12 +260,17 @@ class ServerSocket:
         self.received_bytes += sum(map(len, parts[1:]))
         return parts[0], parts[1] if len(parts) == 2 else b""
 
-    def send(self, peer: bytes, message: FromAggregator) -> None:
-        """Answer a peer; one that is gone, or does not read, gets nothing."""
+    def send(self, peer: bytes, message: FromAggregator) -> bool:
+        """Answer a peer; one that is gone, or does not read, gets nothing; ``False`` where it is gone."""
         try:
             self.socket.send_multipart((peer, encode(message)), zmq.NOBLOCK)
         except zmq.Again:
-            return
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         """Close the socket; answers under way get half a second."""

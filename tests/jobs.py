@@ -312,10 +312,17 @@ class Launcher:
         script.write_text(code)
         return job.start([sys.executable, str(script)], self.environ(settings, **(environ or {})))
 
-    def torchrun(self, options: Sequence[str], script: str, *arguments: Any, **settings: Any) -> Job:
+    def torchrun(
+        self,
+        options: Sequence[str],
+        script: str,
+        *arguments: Any,
+        environ: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> Job:
         """Start a script under torchrun."""
         command = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPTS / script)]
-        return self._job().start([*command, *map(str, arguments)], self.environ(settings))
+        return self._job().start([*command, *map(str, arguments)], self.environ(settings, **(environ or {})))
 
     def aggregator(self, **settings: Any) -> Aggregator:
         """Start an aggregator on its own, for ranks that are told its endpoint."""

@@ -32,7 +32,7 @@ FLOORS = """
 1.0.4 node_power.*
 1.0.4 power_spread
 1.0.5 tick_energy  cross_check
-1.1  peers  hang  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
+1.1  peers  lost_agents  hang  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
 1.2  window  stall_text  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices
 1.2.2 devices.*

@@ -1,8 +1,10 @@
 """effllm/config.py: every variable has a default, takes a good value, and names what is wrong with a bad one."""
 
+from pathlib import Path
+
 import pytest
 
-from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, unknown_variables
+from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, secret_path, unknown_variables
 from effllm.switches import PREFIX, is_enabled
 
 GOOD = {
@@ -249,4 +251,32 @@ def test_a_place_as_plain_values_has_all_of_it():
         "launcher": "torchrun",
         "run_id": "abc",
         "restart_count": 2,
+        "launch_id": "",
     }
+
+
+def test_two_launches_in_one_allocation_are_two():
+    first, second = ({**SLURM, "SLURM_STEP_ID": step} for step in ("0", "1"))
+
+    assert [read_place(one).launch_id for one in (SLURM, first, second)] == ["777", "777.0", "777.1"]
+    assert read_place({"PMIX_NAMESPACE": "prterun-node0-4711@1"}).launch_id == ""
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-4711@1"}
+    assert read_place(mpi).launch_id == "prterun-node0-4711@1"
+
+
+def test_what_slurm_started_on_a_node_is_believed_before_what_was_asked_for():
+    one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
+
+    assert read_place(one_node).one_host
+    assert not read_place({**one_node, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).one_host
+    assert not read_place({**one_node, "SLURM_STEP_TASKS_PER_NODE": "4,3,1"}).one_host
+
+
+def test_the_secret_is_in_the_users_config_folder_unless_a_file_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert secret_path(Config()) == tmp_path / "efficientllm" / "secret"
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert secret_path(Config()) == Path("/home/me/.config/efficientllm/secret")
+    assert secret_path(Config(secret_file="~/shared/secret")) == Path("/home/me/shared/secret")

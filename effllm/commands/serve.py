@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import secrets
+import shlex
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from effllm import discovery
-from effllm.config import read_config
+from effllm import discovery, interface, secret
+from effllm.config import Place, read_config, secret_path
 from effllm.preflight import problems
 from effllm.server import Orders, Server
 from effllm.switches import PREFIX, this_process
@@ -28,11 +29,17 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     match = _BIND.fullmatch(bind)
     if match is None or int(match["port"]) > 65535:
         wrong.append(f"--bind {bind} is not HOST:PORT, such as 127.0.0.1:5555")
-    elif not discovery.is_loopback(match["host"]):
-        wrong.append(f"--bind {bind}: this version serves on loopback alone: use 127.0.0.1:{match['port']}")
+    elif interface.is_wildcard(match["host"]):
+        wrong.append(f"--bind {bind} is every interface: name the address that the job reaches")
     if wrong or match is None:
         return _complain(wrong, 2)
-    config = read_config(environ)
+    config = replace(read_config(environ), endpoint=f"tcp://{match['host']}:{match['port']}")
+    is_secured = discovery.is_secured(config, Place())
+    try:
+        if is_secured:
+            secret.create(secret_path(config))
+    except secret.SecretError as error:
+        return _complain([str(error)], 2)
     name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     try:
         listener = discovery.listen(match["host"].strip("[]"), int(match["port"]))
@@ -41,18 +48,27 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         return _complain([f"cannot listen on {bind}: {reason}; choose another port, or 0 for a free one"], 1)
     endpoint = f"tcp://{match['host']}:{listener.getsockname()[1]}"
     orders = Orders(
-        config=replace(config, run_name=name).to_dict(),
+        config=replace(config, run_name=name, endpoint="").to_dict(),
         job=job,
         endpoint=endpoint,
         folder=str((Path(config.run_dir) / name).absolute()),
         listen_descriptor=listener.detach(),
         facts={"launcher": "serve"},
+        secured=is_secured,
     )
     server = Server(orders, sys.stdout)
     signal.signal(signal.SIGINT, server.stop)
     signal.signal(signal.SIGTERM, server.stop)
     print("An aggregator is ready. In the shell that trains:\n")
-    print(f"  export {PREFIX}ENDPOINT={endpoint}\n", flush=True)
+    print(f"  export {PREFIX}ENDPOINT={endpoint}")
+    if is_secured:
+        print(f"  export {PREFIX}SECRET_FILE={shlex.quote(str(secret_path(config)))}")
+        print("\nOn a host that does not see this file: a copy of it, with mode 0600.")
+    elif config.security != "auto":
+        print(f"  export {PREFIX}SECURITY={config.security}")
+    print(flush=True)
+    if not is_secured and (line := discovery.openness(endpoint)):
+        print(f"effllm serve: {line}", file=sys.stderr, flush=True)
     server.run()
     return 0
 

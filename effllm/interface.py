@@ -1,0 +1,107 @@
+"""Which address of this host the other hosts of a job can reach; never all of them at once.  Standard library alone."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+_ANY_PORT = 9  # of what sends nothing
+_SOMEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of documentation, which only a default route leads to
+_SIOCGIFADDR = 0x8915
+_INET6 = Path("/proc/net/if_inet6")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address cannot be reached from another host."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def is_wildcard(address: str) -> bool:
+    """Whether an address means every interface of the host."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_unspecified
+    except ValueError:
+        return address in ("", "*")
+
+
+def endpoint(address: str, port: int) -> str:
+    """Return an address and port as ZeroMQ reads them."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def towards(host: str) -> str:
+    """Return this host's address on the way to another host, or to itself; empty where only loopback leads there.
+
+    Raises:
+        OSError: the name is not known, or there is no way.
+    """
+    found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    error: OSError | None = None
+    for family, _, _, _, address in found:
+        try:
+            own = _source(family, address)
+        except OSError as failed:
+            error = failed
+            continue
+        error = None
+        if _is_usable(own):
+            return own
+    if error is not None:
+        raise error
+    return ""
+
+
+def by_default_route() -> str:
+    """Return this host's address on the default route, or an empty string where there is none."""
+    for family, address in zip((socket.AF_INET, socket.AF_INET6), _SOMEWHERE, strict=True):
+        try:
+            own = _source(family, (address, _ANY_PORT))
+        except OSError:
+            continue
+        if _is_usable(own):
+            return own
+    return ""
+
+
+def of(name: str) -> str:
+    """Return the address of an interface, or an address as it is given; empty where there is no such interface."""
+    try:
+        return str(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return next(_addresses(name), "")
+
+
+def _source(family: int, address: tuple[object, ...]) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _is_usable(address: str) -> bool:
+    one = ipaddress.ip_address(address.partition("%")[0])
+    return not (one.is_loopback or one.is_unspecified or one.is_link_local)
+
+
+def _addresses(name: str) -> Iterator[str]:
+    """Yield the addresses of an interface, IPv4 first; those of a link alone are none that others could be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            yield socket.inet_ntoa(answer[20:24])
+        except OSError:
+            pass
+    try:
+        lines = _INET6.read_text().splitlines()
+    except OSError:
+        return
+    for digits, *_, interface in map(str.split, lines):
+        address = str(ipaddress.ip_address(bytes.fromhex(digits)))
+        if interface == name and _is_usable(address):
+            yield address

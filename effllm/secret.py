@@ -1,0 +1,127 @@
+"""The secret of a user: a file that its owner alone can read, and what is made from it.
+
+Nothing but this file is secret.  Keys and signatures are derived from it (HKDF, RFC 5869) by each process that needs
+them, so that none ever lies in a store, an argument, an environment or a log.  Standard library alone, because the
+training process imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+_BYTES = 32
+_MOST_BYTES = 4096
+_SIGNATURE = "signature"
+
+
+class SecretError(OSError):
+    """The secret is not there or not usable; the message is one line that never holds what is in it."""
+
+
+def read(path: Path) -> bytes:
+    """Return the secret in a file.
+
+    Raises:
+        SecretError: there is none, others can read it, or it is none.
+    """
+    try:
+        # Without blocking, or a pipe of that name would hold us until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise SecretError(
+            f"there is no secret {path} on this host: copy it from rank 0's, "
+            "or set EFFICIENTLLM_SECRET_FILE to one that all hosts see"
+        ) from None
+    except OSError as error:
+        if path.is_symlink():
+            raise SecretError(f"the secret {path} is a link: name the file itself") from None
+        raise SecretError(f"the secret {path} cannot be read: {error.strerror}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise SecretError(f"the secret {path} is no regular file")
+        if status.st_uid != os.geteuid():
+            raise SecretError(f"the secret {path} belongs to another user: it must be owned by who runs the job")
+        if status.st_mode & 0o077:
+            raise SecretError(f"others can read the secret {path}: remove it if they may have, else chmod 600 {path}")
+        secret = os.read(descriptor, _MOST_BYTES).strip()
+    except OSError as error:
+        if isinstance(error, SecretError):
+            raise
+        raise SecretError(f"the secret {path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    if len(secret) < _BYTES:
+        raise SecretError(
+            f"the secret {path} is too short ({len(secret)} bytes, {_BYTES} are the least): "
+            "remove it, and another is made"
+        )
+    return secret
+
+
+def create(path: Path) -> bytes:
+    """Return the secret in a file, which is made where there is none; of two at once, both get the same.
+
+    Raises:
+        SecretError: it cannot be made, or what is there is not usable.
+    """
+    if not os.path.lexists(path):
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _place(path, secrets.token_hex(_BYTES).encode() + b"\n")
+        except OSError as error:
+            raise SecretError(
+                f"no secret can be made at {path} ({error.strerror}): set EFFICIENTLLM_SECRET_FILE"
+            ) from error
+    return read(path)
+
+
+def _place(path: Path, content: bytes) -> None:
+    """Put a whole file where none is; a link is made or not, never half."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):  # somebody was quicker: theirs is ours too
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def derive(secret: bytes, purpose: str, job: str = "") -> bytes:
+    """Return 32 bytes for one purpose in one job, whose id is the salt."""
+    return hkdf(secret, job.encode(), f"effllm 1 {purpose}".encode())
+
+
+def hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
+    """Return the first 32 bytes of HKDF with SHA-256 (RFC 5869), which are one block of it."""
+    extracted = hmac.digest(salt or bytes(32), secret, hashlib.sha256)
+    return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
+
+
+def sign(secret: bytes, record: Mapping[str, str], place: str) -> dict[str, str]:
+    """Return the record with a signature that holds in one place alone: one run's key of the store."""
+    return {**record, _SIGNATURE: _signature(secret, record, place)}
+
+
+def is_signed(secret: bytes, record: Mapping[str, str], place: str) -> bool:
+    """Whether a record was signed for this place with this secret."""
+    rest = {name: value for name, value in record.items() if name != _SIGNATURE}
+    given = str(record.get(_SIGNATURE, ""))
+    return hmac.compare_digest(given.encode(), _signature(secret, rest, place).encode())
+
+
+def _signature(secret: bytes, record: Mapping[str, str], place: str) -> str:
+    body = json.dumps([place, dict(record)], sort_keys=True, separators=(",", ":")).encode()
+    return hmac.digest(derive(secret, "record"), body, hashlib.sha256).hex()

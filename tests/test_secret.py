@@ -1,0 +1,146 @@
+"""effllm/secret.py: one file per user, refused where others can read it, and what is derived from it."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from effllm import secret
+from effllm.secret import SecretError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "config" / "efficientllm" / "secret"
+
+
+def write(path, content="a" * 64, mode=0o600):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    path.chmod(mode)
+    return path
+
+
+def test_what_is_made_is_the_users_alone_and_is_read_again(path):
+    made = secret.create(path)
+
+    assert len(made) == 64
+    assert secret.read(path) == secret.create(path) == made
+    assert (stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)) == (0o600, 0o700)
+    assert [one.name for one in path.parent.iterdir()] == ["secret"]
+
+
+def test_ten_processes_that_start_at_once_have_one_secret(path):
+    code = "import sys; from pathlib import Path; from effllm import secret; print(secret.create(Path(sys.argv[1])))"
+    command = [sys.executable, "-c", code, str(path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(10)]
+    told = {process.communicate(timeout=30)[0] for process in processes}
+
+    assert told == {f"{secret.read(path)!r}\n".encode()}
+    assert [one.name for one in path.parent.iterdir()] == ["secret"]
+
+
+def test_a_host_without_one_is_told_where_to_get_it(path):
+    with pytest.raises(SecretError) as caught:
+        secret.read(path)
+
+    assert str(path) in str(caught.value)
+    assert "copy it from rank 0's" in str(caught.value)
+    assert "EFFICIENTLLM_SECRET_FILE" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_one_that_others_can_read_is_refused_with_the_command_that_mends_it(path, mode):
+    write(path, mode=mode)
+
+    for take in (secret.read, secret.create):
+        with pytest.raises(SecretError, match=f"chmod 600 {path}"):
+            take(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode, "nothing is mended behind the user's back"
+
+
+def test_a_link_a_folder_and_a_pipe_are_refused(path):
+    write(path.with_name("real"))
+    path.symlink_to("real")
+    with pytest.raises(SecretError, match="is a link"):
+        secret.create(path)
+
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(SecretError, match="is a link"):
+        secret.create(path)
+
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SecretError, match="no regular file"):
+        secret.create(path)
+
+    path.rmdir()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(SecretError, match="no regular file"):
+        secret.create(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
+def test_another_users_is_refused(path):
+    os.chown(write(path), 12345, 12345)
+
+    with pytest.raises(SecretError, match="belongs to another user"):
+        secret.read(path)
+
+
+@pytest.mark.parametrize("content", ["", "abc1", "a" * 31, "   \n" * 20])
+def test_one_that_is_too_short_is_refused_and_not_shown(path, content):
+    write(path, content)
+
+    with pytest.raises(SecretError, match="too short") as caught:
+        secret.read(path)
+    assert not content.strip() or content not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
+def test_a_folder_that_cannot_be_written_is_told(path):
+    path.parent.mkdir(parents=True)
+    path.parent.chmod(0o500)
+
+    with pytest.raises(SecretError, match="set EFFICIENTLLM_SECRET_FILE"):
+        secret.create(path)
+
+
+def test_the_derivation_is_that_of_rfc_5869():
+    # Test case 1 of its appendix A, the first 32 of 42 bytes.
+    made = secret.hkdf(b"\x0b" * 22, bytes(range(13)), bytes(range(0xF0, 0xFA)))
+
+    assert made.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
+    # Test case 3: neither salt nor info.
+    assert secret.hkdf(b"\x0b" * 22, b"", b"").hex() == (
+        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
+    )
+
+
+def test_each_purpose_job_and_secret_has_bytes_of_its_own():
+    made = {
+        secret.derive(own, purpose, job)
+        for own in (b"a" * 64, b"b" * 64)
+        for purpose in ("server", "agents")
+        for job in ("", "one", "two")
+    }
+    assert len(made) == 12
+    assert {len(one) for one in made} == {32}
+
+
+def test_a_signature_holds_for_one_record_at_one_place_with_one_secret():
+    own, record = b"a" * 64, {"endpoint": "tcp://10.0.0.1:5555", "job": "4711"}
+    signed = secret.sign(own, record, "run/1")
+
+    assert {name: signed[name] for name in record} == record
+    assert secret.is_signed(own, signed, "run/1")
+    assert not secret.is_signed(own, signed, "run/2")
+    assert not secret.is_signed(b"b" * 64, signed, "run/1")
+    assert not secret.is_signed(own, {**signed, "endpoint": "tcp://10.0.0.2:5555"}, "run/1")
+    assert not secret.is_signed(own, {**signed, "more": ""}, "run/1")
+    assert not secret.is_signed(own, {**signed, "signature": ""}, "run/1")
+    assert not secret.is_signed(own, {**signed, "signature": "ä"}, "run/1")
+    assert not secret.is_signed(own, record, "run/1")
