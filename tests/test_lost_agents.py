@@ -1,0 +1,70 @@
+"""effllm/lost_agents.py: whoever has no connection for two seconds is gone; and what a socket knows of that."""
+
+import jobs
+import pytest
+from builders import hello
+
+from effllm.aggregator import Aggregator
+from effllm.config import Config
+from effllm.lost_agents import LostAgents
+from effllm.schema import Ack, Bye
+from effllm.transport import AgentLink, ServerSocket, make_context
+
+
+def test_an_agent_is_gone_when_it_was_out_of_reach_for_two_seconds():
+    lost, reached = LostAgents(), {0, 2}
+
+    def look(now_s):
+        return lost.look(now_s, (0, 1, 2), lambda rank: rank in reached)
+
+    assert look(10.0) == []
+    assert look(11.9) == []
+    assert look(12.0) == [1]
+
+
+def test_an_agent_that_comes_back_is_not_gone():
+    lost = LostAgents()
+    lost.look(10.0, (1,), lambda _: False)
+    lost.look(11.0, (1,), lambda _: True)
+
+    assert lost.look(12.5, (1,), lambda _: False) == []
+
+
+@pytest.fixture
+def context():
+    context = make_context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_a_socket_tells_who_is_gone_and_who_only_does_not_read(context):
+    server = ServerSocket(context)
+    address = server.listen("tcp://127.0.0.1:*")
+    link = AgentLink(context, address)
+    link.connect()
+    link.socket.send(b"x")
+    peer, _ = jobs.until(server.receive)
+
+    assert all(server.send(peer, Ack(0)) for _ in range(500)), "it reads nothing, and is there"
+    link.close()
+    jobs.until(lambda: not server.send(peer, Ack(0)))
+    server.close()
+
+
+def test_a_job_that_ends_does_not_wait_for_ranks_that_were_given_up():
+    aggregator = Aggregator(Config(), "job", 1, 1000.0)
+    for rank in (0, 1):
+        assert aggregator.hello(hello(rank), 0.0, 1000.0) == ""
+    assert aggregator.awaited(before_s=1.0) == [0, 1]
+    aggregator.bye(Bye("agent-0", 0, "completed", 0), 5.0, 1005.0)
+    assert aggregator.awaited(before_s=6.0) == [1]
+    assert not aggregator.finished(8.0)
+    assert not aggregator.nobody_is_there
+    aggregator.give_up(1, 1008.0)
+
+    assert aggregator.finished(8.0)
+    assert aggregator.nobody_is_there
+    assert aggregator.summary(1008.0, ended=True).status == "killed"
+    assert [event.text for event in aggregator.take_events() if event.kind == "silent"] == [
+        "rank 1: its agent has gone without a farewell"
+    ]
