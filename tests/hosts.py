@@ -4,7 +4,7 @@ The fixture ``hosts`` makes as many as a test asks for and takes them away after
 them.  The file system is shared, as a cluster's home is::
 
     def test_two_hosts(hosts, launch):
-        one, two = hosts(2)                       # 10.77.0.1 and fd77::1, 10.77.0.2 and fd77::2
+        one, two = hosts(2)                       # host1: 10.77.0.1 and fd77::1, host2: 10.77.0.2 and fd77::2
         job = launch.on(two).python("loop.py")    # a Launcher whose commands run there
         assert one.run("ping", "-c1", two.address).returncode == 0
         two.cut()                                 # a black hole: the link stays up, nothing comes through
@@ -43,6 +43,7 @@ class Host:
         self.name = f"host{number}"
         self.address, self.address6 = f"10.77.0.{number}", f"fd77::{number}"
         self.interface = "eth0"
+        self._etc = Path("/etc/netns") / self.namespace  # what `ip netns exec` lays over /etc
         self._slow: subprocess.Popen[bytes] | None = None
 
     @property
@@ -85,9 +86,8 @@ class Host:
 
     def resolve(self, name: str, *addresses: str) -> None:
         """Let a name mean these addresses on this host, as a line of its /etc/hosts does."""
-        folder = Path("/etc/netns") / self.namespace  # which `ip netns exec` lays over /etc
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "hosts").open("a") as file:
+        self._etc.mkdir(parents=True, exist_ok=True)
+        with (self._etc / "hosts").open("a") as file:
             file.writelines(f"{address} {name}\n" for address in addresses)
 
     def _take_slow_wire_away(self) -> None:
@@ -105,6 +105,8 @@ class Host:
         """Make the host."""
         wire, own = self._wire, self.namespace
         _ip("netns", "add", own)
+        self.resolve("localhost", "127.0.0.1", "::1")
+        (self._etc / "resolv.conf").write_text("")  # there is no name server to wait for
         wire.ip("link", "add", self._port, "type", "veth", "peer", "name", self.interface, "netns", own)
         wire.ip("link", "set", self._port, "up", "master", "br0")
         for arguments in (
@@ -123,7 +125,7 @@ class Host:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         _ip("netns", "del", self.namespace, check=False)
-        shutil.rmtree(Path("/etc/netns") / self.namespace, ignore_errors=True)
+        shutil.rmtree(self._etc, ignore_errors=True)
 
 
 class Wire:
@@ -142,6 +144,9 @@ class Wire:
         self._hosts += new
         for host in new:
             host.open()
+        for host in self._hosts:  # the names of a cluster, as every host of it knows them
+            for other in self._hosts if host in new else new:
+                host.resolve(other.name, other.address, other.address6)
         return new
 
     def ip(self, *arguments: str) -> None:
