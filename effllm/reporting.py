@@ -26,6 +26,9 @@ from effllm.schema import (
     Value,
 )
 
+#: Clocks of nodes agree to much less; this is what lies between two looks at ours.
+MOST_AHEAD_S = 5.0
+
 
 class Window(Struct):
     """A window that has closed: its rows, and what they come to."""
@@ -73,6 +76,11 @@ def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
         price_per_kwh=roster.config.price_per_kwh,
         price_per_gpu_hour=roster.config.price_per_gpu_hour,
         stalled_s=ledger.hang_s,
+        clock_error_s=ledger.waited.clock_error_s,
+        stragglers=ledger.waited.num_named,
+        straggling_s=ledger.straggling_s,
+        straggling_gpu_s=ledger.straggling_gpu_s,
+        straggling_j=ledger.straggling_j,
     )
 
 
@@ -106,6 +114,10 @@ def report_of(
         account.add_energy(window.number, window.energy, rows, least_coverage)
     run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
     whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.measures_energy))
+    waited = ledger.waited
+    own = msgspec.structs.replace(
+        own, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
+    )
     shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
@@ -118,7 +130,7 @@ def report_of(
         iteration=ledger.iteration_shown if correction else shown,
         iteration_first=int(numbers["iteration_first"].min()),
         iteration_last=int(numbers["iteration_last"].max()),
-        time_s=float(numbers["end_time_s"].max()),
+        time_s=_end_time_s(float(numbers["end_time_s"].max()), ledger),
         loss=rows.loss,
         run=run,
         last=own,
@@ -136,6 +148,7 @@ def report_of(
         correction=correction,
         energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
         time_by_class=ledger.time_by_class(),
+        stragglers=waited.verdicts,
         energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MOST_RANDOM_ERROR,
     )
 
@@ -208,7 +221,7 @@ def summary_of(
         overhead=ledger.overhead(),
         started_time_s=ledger.started_time_s,
         updated_time_s=time_s,
-        elapsed_s=max(time_s - ledger.started_time_s, 0.0),
+        elapsed_s=ledger.goodput.clock.at_s or 0.0,
         time_by_class=ledger.time_by_class(),
         simulated=roster.is_simulated,
         not_measured=roster.not_measured,
@@ -218,6 +231,7 @@ def summary_of(
         events=dict(ledger.events),
         peak=roster.peak_source if run.flops_per_token else "",
         profile=run.profile,
+        stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
         goodput=goodput,
     )
 
@@ -272,3 +286,9 @@ def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float |
     if total is None or not whole.iterations:
         return None
     return max(total - shown, 0) * whole.time_s / whole.iterations
+
+
+def _end_time_s(told_s: float, ledger: Ledger) -> float:
+    """Return when a window ended: as its last rank tells, or now, where the clock of that rank's node is ahead."""
+    now_s = ledger.goodput.clock.time_s
+    return now_s if ledger.goodput.clock.at_s is not None and told_s > now_s + MOST_AHEAD_S else told_s
