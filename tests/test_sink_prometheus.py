@@ -1,0 +1,302 @@
+"""The sink prometheus: what it serves, what it leaves out, and what a real Prometheus makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import jobs
+import msgspec
+import pytest
+from sink_examples import complete_totals, make_report, make_run
+
+from effllm import metrics
+from effllm.config import Config
+from effllm.schema import Event
+from effllm.sinks import SinkUnavailable, open_sink
+
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
+
+from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
+
+from effllm.sinks import prometheus  # noqa: E402
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+LABELS = {"run": "mine", "run_id": "abc"}
+
+
+class Values:
+    """What the sink serves, without the server, which takes half a second to stop."""
+
+    def __init__(self):
+        self.values = prometheus._Values("mine", "abc", time.monotonic)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self.values)
+        self.write = lambda report, rows: self.values.take(report)
+        self.event = lambda event: self.values.count(event.kind)
+
+    def page(self):
+        return generate_latest(self.registry).decode()
+
+
+@pytest.fixture
+def sink():
+    return Values()
+
+
+def samples(text):
+    """Return every sample: name and labels beside the run's own -> value."""
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels.items() >= LABELS.items()
+            rest = tuple(sorted((key, value) for key, value in sample.labels.items() if key not in LABELS))
+            found[(sample.name, *rest)] = sample.value
+    return found
+
+
+def served(sink):
+    return samples(sink.page())
+
+
+def test_the_newest_values_are_gauges_in_base_units(sink):
+    sink.write(make_report(90), ())
+    sink.write(report := make_report(100), ())
+
+    seen = served(sink)
+
+    over = ("over", "run")
+    assert seen["efficientllm_amu_bytes", over] == pytest.approx(45.23 * 2**30)
+    assert seen["efficientllm_aec_watts", over] == pytest.approx(report.values["aec_watts"])
+    assert seen["efficientllm_aec_watts", ("over", "window")] == pytest.approx(report.values["window/aec_watts"])
+    assert seen["efficientllm_iteration",] == 100
+    assert seen["efficientllm_fresh",] == 1
+
+
+def test_totals_are_counters_and_coverage_stands_beside_them(sink):
+    sink.write(report := make_report(100), ())
+
+    seen = served(sink)
+
+    assert seen["efficientllm_tokens_total",] == report.job.tokens
+    assert seen["efficientllm_iterations_total",] == report.job.iterations
+    assert seen["efficientllm_energy_measured_joules_total",] == report.job.energy_measured_j
+    assert seen["efficientllm_reports_lost_total",] == report.coverage.reports_lost
+    assert seen["efficientllm_ranks_reporting",] == report.coverage.ranks_reporting
+    assert seen["efficientllm_straggler_rank",] == report.straggler.rank
+
+
+def test_before_the_first_window_there_is_nothing_but_that(sink):
+    assert served(sink) == {("efficientllm_fresh",): 0.0}
+
+
+def test_what_is_not_measured_any_more_has_no_sample(sink):
+    report = make_report(100)
+    sink.write(report, ())
+    assert ("efficientllm_aec_watts", ("over", "run")) in served(sink)
+
+    values = {tag: value for tag, value in report.values.items() if "aec_watts" not in tag}
+    sink.write(msgspec.structs.replace(report, values={**values, "pcu_ratio": float("nan")}), ())
+
+    seen = served(sink)
+    assert not [key for key in seen if key[0] in ("efficientllm_aec_watts",)]
+    assert ("efficientllm_pcu_ratio", ("over", "run")) not in seen
+
+
+def test_values_vanish_when_they_are_old_while_totals_stay():
+    now_s = 1000.0
+    values = prometheus._Values("mine", "abc", lambda: now_s)
+    report = make_report(100)  # a window of 4.12 s: fresh for a minute
+    values.take(report)
+
+    def names():
+        return {sample.name for family in values.collect() for sample in family.samples}
+
+    now_s = 1060.0
+    assert "efficientllm_aec_watts" in names()
+    now_s = 1060.1
+    assert names() >= {"efficientllm_fresh", "efficientllm_report_age_seconds", "efficientllm_tokens_total"}
+    assert not names() & {"efficientllm_aec_watts", "efficientllm_ranks_reporting", "efficientllm_loss"}
+
+    values.take(msgspec.structs.replace(report, last=msgspec.structs.replace(report.last, time_s=600.0)))
+    now_s += 1800.0
+    assert "efficientllm_aec_watts" in names(), "three windows of ten minutes"
+    now_s += 0.1
+    assert "efficientllm_aec_watts" not in names()
+
+
+def test_no_label_is_a_rank_and_kinds_of_events_are_bounded(sink):
+    for number in range(1000):
+        sink.event(Event(1.0, f"kind_{number}", "text", rank=number))
+    sink.write(make_report(100), ())
+
+    text = sink.page()
+
+    assert not re.search(r"\brank=", text)
+    assert text.count("efficientllm_events_total{") == prometheus.MOST_KINDS + 1
+    assert 'kind="other"' in text
+    assert len(text.splitlines()) < 400
+
+
+BASE_UNITS = {
+    "bytes", "watts", "joules", "seconds", "ratio", "hertz", "celsius", "grams", "flops", "tokens", "samples", "cost",
+    "iterations", "sec",
+}  # fmt: skip
+
+
+def test_every_metric_of_the_table_has_a_name_of_its_own_in_base_units():
+    charted = [entry for entry in metrics.METRICS.values() if entry.chart]
+    names = [prometheus.name_of(entry)[0] for entry in charted]
+
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+        assert set(name.split("_")) & BASE_UNITS, name
+        assert not set(name.split("_")) & {"gb", "mhz", "tflops", "kg", "wh", "mw"}, name
+
+
+def test_a_new_metric_is_shown_without_a_word_here(monkeypatch, sink):
+    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
+
+    @metrics.metric("GB", group="memory", bases=("window",))
+    def spare_gb(totals):
+        """Memory that nobody uses."""
+        return 2.0
+
+    report = make_report(100)
+    sink.write(msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job)), ())
+
+    assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2.0 * 2**30
+    assert "# HELP efficientllm_memory_spare_bytes Memory that nobody uses." in sink.page()
+
+
+def test_every_metric_that_can_be_known_is_served(sink):
+    run = complete_totals(100)
+    report = make_report(100)
+    sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))), ())
+
+    shown = {metrics.describe(tag) for tag in values}
+    names = {f"efficientllm_{prometheus.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
+    assert names <= {key[0] for key in served(sink)}
+
+
+def test_a_port_in_use_costs_the_sink_and_one_sentence(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
+
+        with pytest.raises(SinkUnavailable, match=f"port {port} of 127.0.0.1 cannot be listened on: Address already"):
+            open_sink("prometheus", make_run(tmp_path, config=Config(prometheus_port=port)))
+
+
+def test_it_listens_on_loopback_alone_and_tells_where_if_nobody_chose(tmp_path):
+    told = []
+    run = make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}, tell=told.append)
+    sink = open_sink("prometheus", run)
+    try:
+        sink.write(make_report(100), ())
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=5) as answer:
+            assert samples(answer.read().decode())["efficientllm_iteration",] == 100
+        assert sink._server.server_address[0] == "127.0.0.1"
+        assert told == [f"metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
+        assert sink.port in jobs.listening_ports(jobs.os.getpid())
+    finally:
+        sink.close()
+        sink.close()
+    assert sink.port not in jobs.listening_ports(jobs.os.getpid())
+
+
+# --- a real Prometheus ---
+
+without_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed (apt)"
+)
+
+
+@without_prometheus
+@pytest.mark.parametrize(("command", "name"), [("rules", "prometheus_rules.yml"), ("config", "prometheus.yml")])
+def test_the_examples_are_what_promtool_takes(command, name):
+    done = subprocess.run(["promtool", "check", command, CONFIGS / name], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@without_prometheus
+def test_the_page_is_what_promtool_takes(sink):
+    sink.write(make_report(100), ())
+    sink.event(Event(1.0, "joined", "rank 0 joined"))
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=sink.page(), capture_output=True, text=True, check=False
+    )
+
+    # It takes "per" and its like for wrong; what it says of our names is advice, and no error of the format.
+    assert done.returncode in (0, 3), done.stderr
+    assert "error" not in done.stderr.lower()
+
+
+def test_the_rules_ask_for_what_is_served(sink):
+    run = complete_totals(100)
+    sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)), ())
+    sink.event(Event(1.0, "refused", "rank 0 spoke for rank 1"))
+    asked = set(re.findall(r"\befficientllm_\w+", (CONFIGS / "prometheus_rules.yml").read_text()))
+
+    assert len(asked) >= 6
+    assert asked <= {key[0] for key in served(sink)}
+
+
+class Server:
+    """A Prometheus in a folder of its own."""
+
+    def __init__(self, folder, target):
+        self.port = jobs.unused_port()
+        config = (CONFIGS / "prometheus.yml").read_text().replace("127.0.0.1:9788", target).replace("10s", "200ms")
+        folder.mkdir()
+        (folder / "prometheus.yml").write_text(config)
+        shutil.copy(CONFIGS / "prometheus_rules.yml", folder)
+        command = [
+            "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+        ]  # fmt: skip
+        with (folder / "log.txt").open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def ask(self, query):
+        """Return the samples that answer a query, none while it does not answer."""
+        address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                return json.load(answer)["data"]["result"]
+        except OSError:
+            return []
+
+
+@without_prometheus
+@pytest.mark.faults
+def test_a_real_prometheus_scrapes_a_job_and_answers_for_it(launch, tmp_path):
+    port = jobs.unused_port()
+    server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
+    try:
+        job = launch.python(
+            "loop.py", "--iterations", 2000, sinks="console,runfolder,prometheus", prometheus_port=port, run_name="mine"
+        )
+        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'), within_s=30.0)
+        (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'), within_s=30.0)
+        jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"), within_s=30.0)
+        job.done()
+        jobs.until(lambda: server.ask("up == 0"), within_s=30.0)
+        assert server.ask("efficientllm_aec_watts") == [], "stale as soon as the job is gone"
+    finally:
+        server.process.terminate()
+        server.process.wait(20)
+
+    assert set(tokens["metric"]) == {"__name__", "run", "run_id", "instance", "job"}
+    assert float(tokens["value"][1]) <= job.ledger.summary.tokens
+    assert float(watts["value"][1]) == pytest.approx(job.ledger.summary.metrics["aec_watts"].value, rel=0.2)
