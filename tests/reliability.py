@@ -74,7 +74,6 @@ FAULTS = {
     "wall-clock": Fault(
         "the wall clock steps by an hour during a run",
         "durations, energies and totals do not change",
-        UNWRITTEN,
     ),
     "elastic-restart": Fault(
         "the job restarts with fewer or more ranks",
@@ -139,7 +138,6 @@ FAULTS = {
     "clock-off": Fault(
         "the clock of one node is an hour off",
         "windows, durations and verdicts do not change",
-        UNWRITTEN,
     ),
     "scheduler-stop": Fault(
         "the scheduler stops the job: SIGTERM to all, SIGKILL after 5 s",

@@ -1,0 +1,91 @@
+"""Wall clocks that step or are wrong: durations, energies and totals are of the monotonic clock, and do not change."""
+
+import shutil
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import jobs
+import pytest
+from after_fault import assert_whole
+from pytest import approx
+
+pytestmark = pytest.mark.faults
+
+SOURCE = Path(__file__).parent / "wall_clock.c"
+HOUR_S = 3600
+
+
+class Clock:
+    """The wall clock of the processes that are started with ``environ``: off by so many seconds, from one moment on."""
+
+    def __init__(self, folder):
+        self._file = folder / "offset"
+        library = folder / "libwallclock.so"
+        self.environ = {"LD_PRELOAD": str(library), "TESTS_WALL_CLOCK": str(self._file)}
+        self._file.write_bytes(bytes(8))
+        command = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def step(self, seconds):
+        with self._file.open("r+b") as file:  # in place: the processes have it mapped
+            file.write(struct.pack("q", seconds))
+
+
+@pytest.fixture
+def clock(tmp_path):
+    if not shutil.which("cc"):
+        pytest.skip("no C compiler: a clock that steps cannot be built")
+    return Clock(tmp_path)
+
+
+@pytest.mark.fault("wall-clock")
+@pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
+def test_a_wall_clock_that_steps_by_an_hour_changes_no_duration_and_no_energy(launch, clock, step_s):
+    began_s = time.monotonic()
+    job = launch.python("loop.py", "--iterations", 300, environ=clock.environ)
+    jobs.until(lambda: job.num_windows >= 5)
+    clock.step(step_s)
+    jobs.until(lambda: job.num_windows >= 15)
+    clock.step(0)
+    jobs.until(lambda: job.num_windows >= 20)
+    clock.step(step_s)
+    job.done()
+    took_s = time.monotonic() - began_s
+
+    summary = assert_whole(job.ledger, {0: 300})
+    steps = job.told()["steps"]
+    rows = job.ledger.ranks
+    assert sum(row.busy_s for row in rows) == approx(sum(end - start for start, end in steps), rel=0.02)
+    assert sum(row.wall_s for row in rows) < took_s
+    assert all(row.end_time_s - row.start_time_s == approx(row.wall_s, abs=1e-3) for row in rows)
+    assert 0 < summary.elapsed_s < took_s
+    assert sum(summary.time_by_class.values()) < took_s
+    assert not {"silent", "missing", "stalled", "lost", "late"} & summary.events.keys()
+
+
+@pytest.mark.fault("clock-off")
+def test_a_node_whose_clock_is_an_hour_off_changes_no_window_and_frames_nobody(launch, clock):
+    clock.step(HOUR_S)
+    aggregator = launch.aggregator()
+    endpoint = {"endpoint": aggregator.endpoint}
+    right = launch.python("loop.py", "--iterations", 200, environ=jobs.place(0, 2), **endpoint)
+    wrong = launch.python("loop.py", "--iterations", 200, environ={**jobs.place(1, 2), **clock.environ}, **endpoint)
+    for job in (right, wrong):
+        job.done()
+    assert not aggregator.job.left(within_s=8.0)
+    ledger = aggregator.ledger
+    rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in (0, 1)}
+
+    assert [row.iteration_last for row in rows[0]] == [row.iteration_last for row in rows[1]]
+    assert rows[1][0].start_time_s - rows[0][0].start_time_s == approx(HOUR_S, abs=60)
+    for rank in (0, 1):
+        truth = [right, wrong][rank].told()["steps"]
+        assert sum(row.busy_s for row in rows[rank]) == approx(sum(end - start for start, end in truth), rel=0.02)
+    summary = ledger.summary
+    assert (summary.status, summary.iterations, summary.tokens) == ("completed", 200, 40_000)
+    assert summary.elapsed_s < 60
+    assert summary.coverage.reports_late == summary.coverage.reports_lost == 0
+    assert all(abs(report.time_s - time.time()) < 120 for report in ledger.windows)
+    assert not {"silent", "missing", "stalled", "straggler"} & summary.events.keys()
