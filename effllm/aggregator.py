@@ -6,6 +6,7 @@ order and once: when every live rank has passed them, or when their deadline has
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -17,12 +18,13 @@ from msgspec import Struct
 from effllm.account import Rows, merge_devices, window_energy
 from effllm.config import Config
 from effllm.ledger import Ledger, RankState
-from effllm.pacing import is_large
+from effllm.pacing import is_large, late_every_s
 from effllm.plain_text import one_line
 from effllm.reporting import Window, doubts, report_of, summary_of
 from effllm.roster import ABSENT_AFTER_S, Roster
 from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Stack, Summary
 from effllm.stalls import StackFile, Stalls
+from effllm.straggler_watch import StragglerWatch
 
 LEAST_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
@@ -30,6 +32,7 @@ MOST_TOLD = 1000  # of a kind
 MOST_NOTES = 200  # of a rank: as many as its agent keeps
 MOST = 0.5
 MOST_NAMED = 8  # ranks in a line
+MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
 
 
 class Closed(NamedTuple):
@@ -73,6 +76,7 @@ class Aggregator:
         self._spans_s: list[float] = []  # of the last windows, for the deadline
         self._closed: list[Closed] = []
         self._oldest = 0  # of the pending windows
+        self._late_s = -math.inf  # when late rows were last taken in
         self._late_rows: dict[int, dict[int, RankReport]] = {}  # of windows that have closed
         self._events: list[Event] = []
         self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
@@ -80,6 +84,7 @@ class Aggregator:
         self._last_report: ClusterReport | None = None
         self._boot = boot
         self._stalls = Stalls(config, self._roster, self._ledger, self._event)
+        self._stragglers = StragglerWatch(self._ledger, self._event)
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
 
@@ -95,6 +100,7 @@ class Aggregator:
         if is_new:
             self._event("joined", f"rank {message.rank} joined from {message.host}", time_s, message.rank)
         self._stalls.hello(message, is_new, now_s)
+        self._stragglers.hello(message, is_new)
         self._pass_time(now_s, time_s)
         self._ledger.goodput.hear()
         self._ledger.goodput.join(message.rank, message.world_size, message.offset, message.is_numbered, is_new)
@@ -144,6 +150,7 @@ class Aggregator:
             self._hear(message.rank, now_s, time_s)
             self._lose(message.rank, rank, message.lost, time_s)
             self._stalls.beat(message, now_s)
+            self._stragglers.beat(message, now_s)
             self._pass_time(now_s, time_s)
             self._ledger.goodput.hear()
 
@@ -201,16 +208,23 @@ class Aggregator:
         is_known = self._roster.rank_of(message.rank, message.agent) is not None
         return not is_known and (first is None or first.bye != "completed")
 
-    def tick(self, now_s: float, time_s: float) -> None:
-        """Let time pass: name ranks that fell silent, close windows whose deadline has passed."""
-        for rank, seconds in self._roster.fall_silent(now_s).items():
+    def tick(self, now_s: float, time_s: float, heard_until_s: float | None = None) -> None:
+        """Let time pass: name ranks that fell silent, close windows whose deadline has passed.
+
+        Args:
+            now_s: the time.
+            time_s: unix time.
+            heard_until_s: all that had arrived by then has been taken; nobody is late for what waits with us.
+        """
+        until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MOST_BACKLOG_S)
+        for rank, seconds in self._roster.fall_silent(until_s).items():
             self._event("silent", f"rank {rank} has said nothing for {seconds:.0f} s", time_s, rank)
         self._pass_time(now_s, time_s)
-        if self._late_rows:
+        if self._late_rows and now_s - self._late_s >= late_every_s(self._ledger.world_size):
             self._take_late(now_s, time_s)
         self._stalls.tick(now_s, time_s)
         self._ledger.note_hang(self._stalls.take_s(now_s))
-        self._close_ready(now_s)
+        self._close_ready(now_s, until_s)
 
     # --- what goes out ---
 
@@ -305,6 +319,7 @@ class Aggregator:
         """Close whatever is pending: the end has come."""
         for window in sorted(self._pending):
             self._close(window)
+        self._late_s = -math.inf
 
     def summary(self, time_s: float, ended: bool) -> Summary:
         """Return the run as it stands."""
@@ -323,10 +338,10 @@ class Aggregator:
             return False
         return len(self._pending[self._oldest].rows) + self._roster.num_away >= self._ledger.world_size
 
-    def _close_ready(self, now_s: float) -> None:
+    def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         while self._pending:
-            window = min(self._pending)
-            overdue = now_s - self._pending[window].first_s > self._deadline_s()
+            window = self._oldest
+            overdue = heard_until_s - self._pending[window].first_s > self._deadline_s()
             if not overdue and self._roster.is_behind(window, now_s):
                 return
             self._pass_time(now_s)
@@ -354,6 +369,7 @@ class Aggregator:
         absent = sorted(self._roster.absent(window.ranks))
         if absent:
             self._event("missing", f"window {number} closed without rank {named(absent)}", rows[-1].end_time_s)
+        self._stragglers.close(rows)
         self._emit(window, correction=False)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
@@ -383,6 +399,7 @@ class Aggregator:
 
     def _take_late(self, now_s: float, time_s: float) -> None:
         """Let late rows into the totals; the windows that they belong to stay as they were shown."""
+        self._late_s = now_s
         self._pass_time(now_s, time_s)
         late, self._late_rows = self._late_rows, {}
         for number in sorted(late):

@@ -11,7 +11,7 @@ from effllm.account import Account, Merged, Rows
 from effllm.columns import from_json, to_json
 from effllm.energy_account import DeviceEnergies, WindowEnergy
 from effllm.goodput import Goodput
-from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport
+from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport, Verdict
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 
@@ -46,6 +46,17 @@ class Spent(Struct):
         self.sent_bytes += rank.sent_bytes
 
 
+class Waited(Struct):
+    """What the last window brought of stragglers."""
+
+    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank tells what is its own
+    rank_seconds: float = 0.0  # the same, summed over those that waited ...
+    joules: float | None = None  # ... and what their devices drew then
+    verdicts: tuple[Verdict, ...] = ()
+    num_named: int = 0  # ranks
+    clock_error_s: float | None = None  # the largest, of the ranks' clocks
+
+
 class Ledger(Struct):
     """The sums of a job, and how far each of its ranks is in them."""
 
@@ -76,6 +87,11 @@ class Ledger(Struct):
     spent: Spent = msgspec.field(default_factory=Spent)
     serving_cpu_s: float = 0.0  # of the aggregator that serves now
     serving_bytes: int = 0  # that it has received
+    stragglers: dict[str, Verdict] = {}  # whoever was named, with all that it cost, by its ranks
+    straggling_s: float | None = None  # that all waited for whoever was named
+    straggling_gpu_s: float = 0.0
+    straggling_j: float | None = 0.0  # None: a part of it was not measured
+    waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
@@ -84,7 +100,7 @@ class Ledger(Struct):
             self.spent.add(rank)
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.run_after = self.warm_until = 0
-        self.ranks, self.warmed_s = {}, 0.0
+        self.ranks, self.warmed_s, self.waited = {}, 0.0, Waited()
         for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.close()
         return self

@@ -414,6 +414,36 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
     return totals.dram_activity
 
 
+@metric("s", group="health", bases=("window",))
+def clock_error_s(totals: ClusterTotals) -> float | None:
+    """Bound of the error of clocks' offsets to the aggregator's, of the rank where it is largest."""
+    return totals.clock_error_s
+
+
+@metric("ranks", group="straggler", bases=("window",))
+def named_ranks(totals: ClusterTotals) -> float | None:
+    """Ranks that are named as stragglers at the end of the window; no value where no rank tells its own time."""
+    return None if totals.straggling_s is None else float(totals.stragglers)
+
+
+@metric("ratio", group="straggler", bases=("window",))
+def waiting_ratio(totals: ClusterTotals) -> float | None:
+    """Share of iteration time in which the job waited for whoever is named as a straggler."""
+    return _measured_ratio(totals.straggling_s, totals.time_s)
+
+
+@metric("GPU-s", group="straggler", bases=("job",), chart=False)
+def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
+    """What all ranks together have waited for stragglers, once they stood out."""
+    return None if totals.straggling_s is None else totals.straggling_gpu_s
+
+
+@metric("J", group="straggler", bases=("job",), chart=False)
+def waiting_joules(totals: ClusterTotals) -> float | None:
+    """What the devices of those that waited have drawn for it, by their mean power in those windows."""
+    return None if totals.straggling_s is None else totals.straggling_j
+
+
 @metric("s", group="health", bases=("job",))
 def stalled_s(totals: ClusterTotals) -> float | None:
     """Time for which the whole job stood, no rank's loop moving: it is told of while it lasts."""

@@ -17,11 +17,11 @@ from effllm.switches import this_process
 NOTABLE = frozenset({
     "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stack", "restarted",
     "garbage", "sink", "aggregator", "agent", "energy_doubtful", "energy_counter", "energy_disagreement",
-    "energy_aliasing", "stale", "xid", "ecc",
+    "energy_aliasing", "stale", "xid", "ecc", "slower",
 })  # fmt: skip
 MOST_EVENTS = 20
 #: ... and these as often as they come: they are seldom, and somebody should do something.
-LOUD = frozenset({"stalled", "resumed"})
+LOUD = frozenset({"stalled", "resumed", "straggler", "recovered"})
 MOST_NAMED = 8
 
 #: A rank is named as slowest from this much above the median on.
