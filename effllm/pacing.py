@@ -54,6 +54,11 @@ def keep_every_s(world_size: int) -> float:
     return world_size / RANKS_PER_S if is_large(world_size) else 0.0
 
 
+def late_every_s(world_size: int) -> float:
+    """Return how long what came late may wait for more of it: a window of ten thousand is weighed anew each time."""
+    return keep_every_s(world_size) / 2
+
+
 def report_every_s(world_size: int) -> float:
     """Return what agents are asked to leave between two frames of reports; 0 leaves it to them."""
     return LARGE_REPORT_EVERY_S if is_large(world_size) else 0.0

@@ -29,7 +29,7 @@ from effllm.discovery import openness
 from effllm.door import Door
 from effllm.ledger import Ledger, restore
 from effllm.lost_agents import LostAgents
-from effllm.pacing import Pace, is_large, pause_s, report_every_s
+from effllm.pacing import Pace, is_large, pause_s
 from effllm.peers import Peers
 from effllm.provenance import boot_id, gather
 from effllm.roster import SILENT_AFTER_S
@@ -98,6 +98,7 @@ class Server:
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
+        self._heard_until_s = time.monotonic()
         self._pace = Pace(self._config.history_size)
         self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
@@ -228,8 +229,10 @@ class Server:
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
             for line in self._door.look(time.monotonic()):
                 self._aggregator.refuse(time.time(), line, None)
-            if self._receive() and (seconds := pause_s(self._aggregator.world_size)):
-                time.sleep(seconds)
+            if self._receive():
+                self._heard_until_s = time.monotonic()
+                if seconds := pause_s(self._aggregator.world_size):
+                    time.sleep(seconds)
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
@@ -313,7 +316,7 @@ class Server:
             self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         self._look_for_lost(now_s)
-        self._aggregator.tick(now_s, time.time())
+        self._aggregator.tick(now_s, time.time(), self._heard_until_s)
         self._tell_facts()
 
     def _look_for_lost(self, now_s: float) -> None:
@@ -484,6 +487,15 @@ class Server:
         self._stop(others, deadline_s - SINKS_STOP_S / 2)
         self._hand_out(time.monotonic())
         keepers = [sink for sink in self._sinks if sink.name == KEEPER]
+        if self._folder is not None:  # with the farewells, by which the next attempt knows how this one ended
+            state = self._aggregator.snapshot()
+
+            def keep(sink: Sink) -> None:
+                if isinstance(sink, Keeper):
+                    sink.keep(state)
+
+            for sink in keepers:
+                sink.put(keep)
         summary = self._stop(keepers, deadline_s)
         if not all(sink.join(0.0) for sink in keepers):
             self._let_go()
