@@ -1,0 +1,54 @@
+"""Data-parallel training that goes on from a checkpoint; in its first start one rank is killed, if asked for."""
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import effllm.efficientllm_metrics as effllm
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--iterations", type=int, default=60)
+parser.add_argument("--checkpoint-every", type=int, default=20)
+parser.add_argument("--step-s", type=float, default=0.02)
+parser.add_argument("--kill-rank", type=int, default=-1)
+parser.add_argument("--at", type=int, default=0, help="the iteration after which it is killed, in the first start")
+parser.add_argument("--until", default="", help="train on until this file is there")
+given = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+checkpoint, starts = Path("checkpoint.json"), Path(f"starts-{rank}.jsonl")
+done = json.loads(checkpoint.read_text()) if checkpoint.exists() else 0
+with starts.open("a") as file:
+    file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
+
+effllm.initialize_efficientllm_metrics(1000, first_iteration=done)
+collector = effllm.get_metrics_collector()
+gradient = torch.ones(1)
+iteration = done
+while True:
+    stop = torch.tensor([float(iteration >= given.iterations and (not given.until or Path(given.until).exists()))])
+    dist.broadcast(stop, 0)
+    if stop.item():
+        break
+    iteration += 1
+    collector.record_iteration_start()
+    time.sleep(given.step_s)
+    dist.all_reduce(gradient)
+    collector.record_iteration_end(100, 2)
+    if iteration == given.at and rank == given.kill_rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and iteration % given.checkpoint_every == 0:
+        with collector.phase("checkpoint"):
+            checkpoint.with_suffix(".new").write_text(json.dumps(iteration))
+            checkpoint.with_suffix(".new").replace(checkpoint)
+    if rank == 0:
+        Path("progress").write_text(str(iteration))
+effllm.finalize_efficientllm_metrics()
+dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""Jobs that are started again: by torchrun, by hand, with fewer ranks and with more."""
+
+import json
+import os
+import signal
+
+import jobs
+import pytest
+
+pytestmark = [pytest.mark.faults, *jobs.needs_torch]
+
+LOOP = "resuming_loop.py"
+
+
+@pytest.fixture(autouse=True)
+def a_store_for_each_start(monkeypatch):
+    """Let torchrun make a new store for each start: in the old one gloo of torch 2.13 finds addresses of the dead."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def adds_up(goodput):
+    assert min(goodput.seconds.values()) >= 0.0
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s, rel=1e-6)
+    return True
+
+
+def starts(job, rank=0):
+    path = job.folder / f"starts-{rank}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.fault("worker-killed")
+def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redone(launch):
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
+    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 34).wait(90)
+    assert job.code == 0, job.stderr
+    assert not job.left(within_s=8.0)
+    summary = job.ledger.summary
+    goodput = summary.goodput
+
+    # The checkpoint was of iteration 20: of the 34 of the first attempt, 21 to 34 were lost.
+    assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 34 + 40)
+    assert summary.tokens == 2 * 100 * (34 + 40)
+    assert goodput.redone_iterations == 14
+    first, second = goodput.attempts
+    assert first.status in ("failed", "killed"), "by whether rank 0 has seen its peer vanish"
+    assert (first.first, first.last) == (1, 34)
+    assert (second.status, second.first, second.last) == ("completed", 21, 60)
+    assert goodput.seconds["restart_gap"] == second.gap_before_s > 0.0
+    assert goodput.joules["restart_gap"] is None
+    assert adds_up(goodput)
+    # By the windows: 21 to 30 in whole, and what came after it.
+    lost = [row for row in job.ledger.ranks if row.attempt == 1 and row.iteration_first > 20]
+    assert goodput.rank_seconds["redone"] == pytest.approx(sum(row.busy_s for row in lost), rel=1e-6)
+    assert goodput.joules["redone"] > 0.0
+    assert sum(row.tokens for row in job.ledger.ranks) == summary.tokens
+    assert {report.attempt for report in job.ledger.windows} == {1, 2}
