@@ -128,7 +128,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         utilization_seconds=wall.utilization_seconds,
         utilization_covered_s=wall.utilization_covered_s,
         power_peak_w=device.power_peak_w,
-        coverage=_coverage(row),
+        coverage=coverage_of(row),
         other_devices_j={other.device: other.wall.energy_j for other in row.devices[1:]},
         final=row.final,
         iterations_overrun=row.iterations_overrun,
@@ -142,7 +142,8 @@ def _gauge_row(gauge: Gauge) -> GaugeRow:
     return GaugeRow(gauge.value_seconds / gauge.covered_s, gauge.covered_s, gauge.least, gauge.most)
 
 
-def _coverage(row: RankReport) -> float | None:
+def coverage_of(row: RankReport) -> float | None:
+    """Return the share of a row in which energy was measured; memory, where energy is not."""
     if not row.devices or row.wall_s <= 0:
         return None
     wall = row.devices[0].wall

@@ -161,7 +161,7 @@ GAUGES: dict[str, tuple[str, str]] = {
 }
 
 
-class Integrals(Struct, frozen=True, array_like=True):
+class Integrals(Struct, frozen=True, array_like=True, gc=False):
     """Time integrals over one stretch, each with the seconds that it covers.
 
     A quantity that was never measured in the stretch is ``None`` with zero seconds.
@@ -181,7 +181,7 @@ class Integrals(Struct, frozen=True, array_like=True):
     energy_estimated_j: Amount = 0.0  # the part of energy_j that fills a gap of the counter from power
 
 
-class Gauge(Struct, frozen=True, array_like=True):
+class Gauge(Struct, frozen=True, array_like=True, gc=False):
     """A gauge over a stretch: its time integral, the seconds that this covers, and its extremes."""
 
     value_seconds: Number
@@ -190,7 +190,7 @@ class Gauge(Struct, frozen=True, array_like=True):
     most: Number
 
 
-class DeviceWindow(Struct, frozen=True, array_like=True):
+class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     """What one device did while one rank went through one window."""
 
     device: Word
@@ -227,7 +227,7 @@ class Profile(Struct, frozen=True):
     kinds: Annotated[dict[Word, tuple[Amount, Amount]], Meta(max_length=32)] = {}
 
 
-class RankReport(Struct, frozen=True, array_like=True):
+class RankReport(Struct, frozen=True, array_like=True, gc=False):
     """One rank's window: from the end of its previous window to its own, wall time, with all energy.
 
     ``wall_s == busy_s + wait_s + sum(phases_s.values())``; iteration time is ``busy_s + wait_s``.
@@ -578,7 +578,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     is_numbered: bool = False  # the loop or a hook has said at which number the iterations began
 
 
-class Reports(Struct, frozen=True, array_like=True, tag=2):
+class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """Windows of one rank, oldest first."""
 
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MOST_ROWS)]
@@ -588,7 +588,7 @@ class Reports(Struct, frozen=True, array_like=True, tag=2):
     recorder_cpu_s: Amount | None = None
 
 
-class Beat(Struct, frozen=True, array_like=True, tag=3):
+class Beat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     """A sign of life between windows, and where the rank stands."""
 
     agent: Word

@@ -5,18 +5,18 @@ A disk that is full or a folder that is removed costs nothing but time, as long 
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from effllm import own_files
 from effllm.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.runfolder import RankRow, rank_row
+from effllm.runfolder import RankRow, coverage_of, rank_row
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
@@ -65,7 +65,7 @@ class RunFolder:
         most_waiting_bytes: int = MOST_WAITING_BYTES,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        _make_folder(folder)
+        own_files.make_folder(folder)
         self._folder = folder
         self._tell = tell
         self._windows, self._ranks, self._events = self._journals = (
@@ -86,10 +86,9 @@ class RunFolder:
         # JSON has no nan: one in here would make the line unreadable as a whole.
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
         self._windows.put([msgspec.structs.replace(report, values=finite)])
-        flat = [self._flat(row, report) for row in rows]
         if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
-            flat = outliers(flat)
-        self._ranks.put(flat)
+            rows = outliers(rows)
+        self._ranks.put([self._flat(row, report) for row in rows])
         self._flush()
 
     def event(self, event: Event) -> None:
@@ -120,7 +119,7 @@ class RunFolder:
         path = self._folder / name
 
         def write() -> None:
-            _make_folder(path.parent)
+            own_files.make_folder(path.parent)
             _replace(path, text.encode(), durable=False)
 
         self._do(write)
@@ -178,35 +177,23 @@ class RunFolder:
         self._is_in_trouble, self._waited = False, 0
 
 
-def outliers(rows: Sequence[RankRow]) -> list[RankRow]:
+def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
     """Return the rows whose step time lies far from the median or whose measurement has gaps, in their order."""
     if not rows:
         return []
-    median = statistics.median(row.busy_s for row in rows)
-    deviation = 1.4826 * statistics.median(abs(row.busy_s - median) for row in rows)
-    scale = max(deviation, 0.01 * median)
-    measured = any(row.coverage is not None for row in rows)
-
-    def strangeness(row: RankRow) -> float:
-        distance = abs(row.busy_s - median)
-        far = distance / scale if scale > 0 else math.inf if distance else 0.0
-        gap = measured and (row.coverage is None or row.coverage < GAP_BELOW)
-        return max(far, OUTLIER_Z * 1.01) if gap else far
-
-    strange = sorted((row for row in rows if strangeness(row) > OUTLIER_Z), key=strangeness, reverse=True)
-    kept = {id(row) for row in strange[:MOST_ROWS]}
-    return [row for row in rows if id(row) in kept]
+    busy_s = np.array([row.busy_s for row in rows])
+    coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan where nothing was measured
+    distance_s = np.abs(busy_s - np.median(busy_s))
+    scale_s = max(1.4826 * float(np.median(distance_s)), 0.01 * float(np.median(busy_s)))
+    far = distance_s / scale_s if scale_s > 0 else np.where(distance_s > 0, math.inf, 0.0)
+    if not np.isnan(coverage).all():
+        gap = ~(coverage >= GAP_BELOW)
+        far[gap] = np.maximum(far[gap], OUTLIER_Z * 1.01)
+    strangest = np.argsort(-far, kind="stable")[:MOST_ROWS]
+    return [rows[at] for at in sorted(strangest.tolist()) if far[at] > OUTLIER_Z]
 
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the like
-
-
-def _make_folder(folder: Path) -> None:
-    for missing in reversed([folder, *folder.parents]):
-        if not missing.exists():
-            missing.mkdir(mode=0o700, exist_ok=True)
-    if not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def _pretty(value: Any) -> bytes:
@@ -243,6 +230,6 @@ def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
 
 def _facts_of_earlier_attempt(path: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(own_files.read_file(path), type=dict[str, Any])
     except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
