@@ -30,13 +30,13 @@ from effllm.clock import Exchanges
 from effllm.config import Config, cache_folder, secret_path
 from effllm.curve import AgentKeys
 from effllm.devices import DeviceUnavailable, Site, open_device
-from effllm.hang import BEATS
+from effllm.hang import BEATS, WAITING
 from effllm.inspection import Finding
 from effllm.inspection import Orders as InspectionOrders
 from effllm.inspection_child import InspectionChild
 from effllm.log import Log
+from effllm.ring import BETWEEN, ITERATION, PHASE_STATE, STARTUP, STATE_NAMES, STEP, Board, RingReader, Slot
 from effllm.ring import END as END_RECORD
-from effllm.ring import ITERATION, PHASE_STATE, STATE_NAMES, STEP, Board, RingReader, Slot
 from effllm.run_lock import name_of_run
 from effllm.sampler import Sampler
 from effllm.schema import (
@@ -481,6 +481,8 @@ class Agent:
     def _beat(self, now_s: float) -> Beat:
         state, ordinal, since_ns, what = self._ring.state()
         name = MARKED_PHASES[what] if state == PHASE_STATE else STATE_NAMES[state]
+        if state in (STARTUP, BETWEEN) and self._facts.get("serves_requests"):
+            name = WAITING
         offset = self._clock.offset(time.monotonic_ns())
         return Beat(
             agent=self._id,

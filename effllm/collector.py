@@ -20,7 +20,7 @@ from effllm.facts import count as positive_count
 from effllm.facts import plain, positive, text
 from effllm.recorder import Recorder, whole_number
 from effllm.ring import RingError
-from effllm.session import Session
+from effllm.session import AgentError, Session
 from effllm.switches import is_enabled, this_process
 
 NAN = float("nan")
@@ -105,14 +105,19 @@ class MetricsCollector:
             self._session = Session(config, self._place, self._facts)
             self._session.start()
         except (ConfigError, RingError, DiscoveryError, OSError) as error:
-            _say(f"no metrics, training goes on: {error}", self._place)
+            _say(f"no metrics, training goes on: {error}", self._place, everywhere=isinstance(error, AgentError))
             self._abandon()
 
     def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
         """Start for a process that infers; whoever begins to train in it ends that, and has a run of their own."""
         self._learn(run=facts, gpus=list(gpus))
+        self.serve_requests()
         self.start_collection()
         self._is_for_requests = self.is_collecting
+
+    def serve_requests(self) -> None:
+        """Say that iterations are requests, which come when they come: it is no stall where none does."""
+        self._learn(serves_requests=True)
 
     def warn(self, line: str) -> None:
         """Have one line said to the person, once."""
@@ -135,7 +140,7 @@ class MetricsCollector:
         self._values = session.final_values(began_s) or self._values
         self._session = None
         session.close()
-        self._counts = self._is_for_requests = False
+        self._counts = self._is_for_requests = self._facts["serves_requests"] = False
         ownership.release(ownership.EXPLICIT, "calls")
         ownership.release(ownership.EXPLICIT, "requests")
         ownership.release(ownership.GENERATION, "generation")
@@ -402,8 +407,8 @@ class MetricsCollector:
 EfficientLLMCollector = MetricsCollector
 
 
-def _say(text: str, place: Place) -> None:
-    if place.rank == 0:
+def _say(text: str, place: Place, everywhere: bool = False) -> None:
+    if place.rank == 0 or everywhere:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"[EfficientLLM] {text}", file=sys.stderr, flush=True)  # noqa: T201 - before the first iteration
 

@@ -237,6 +237,8 @@ class Hang:
 
     def _kind(self, one: Stand) -> tuple[str, ...]:
         """Return by what a rank is judged: its role and its state, or what that stands for."""
+        if one.state == WAITING and one.process != STOPPED:
+            return (one.role, WAITING)
         if one.process == STOPPED:  # whatever it was at, it is not at it now
             return (one.role, STEP)
         if one.state == STARTUP or one.completed < 1:

@@ -57,6 +57,7 @@ class Requests:
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
                 ownership.claim(self.level, self.name)  # a hook leaves it to whoever started the metrics to train
+                collector.serve_requests()
             return collector.recorder
         try:
             is_alone = read_place(this_process()).world_size == 1

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import platform
 import re
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from effllm import discovery, interface, secret
+from effllm import discovery, interface, ptracer, secret
 from effllm.config import Config, Place, secret_path
 from effllm.facts import text
 from effllm.provenance import without_secrets
@@ -35,6 +37,10 @@ FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary i
 OTHER_RANKS_END_S = 1.0
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class AgentError(OSError):
+    """There is no agent, so there are no metrics of this rank; the message says why."""
 
 
 class Session:
@@ -97,12 +103,24 @@ class Session:
                 os.close(stdout)
             if self._listener is not None:
                 self._listener.close()  # a forked worker must not keep the port
+        ptracer.allow(self._process.pid)
         find()
-        poll = select.poll()
-        poll.register(self._ready, select.POLLIN)
-        poll.poll(READY_S * 1000)
+        self._wait_for_agent()
         atexit.register(self._at_exit)
         self._stay_idle(self._config.baseline_seconds)
+
+    def _wait_for_agent(self) -> None:
+        assert self._process is not None
+        agent = pidfd(self._process.pid)
+        poll = select.poll()
+        for descriptor in (self._ready, agent):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        poll.poll(READY_S * 1000)
+        if agent >= 0:
+            os.close(agent)
+        if (code := self._process.poll()) is not None:
+            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at once, by {sys.executable}")
 
     def _stay_idle(self, seconds: float) -> None:
         """Do nothing for as long as the user asked for, so that the agent sees what the idle device draws."""
@@ -213,10 +231,24 @@ class Session:
 
     def finish(self, status: str) -> None:
         """Record how the loop ended, and wait for the agent: on rank 0 until the summary is written, 5 s at most."""
+        died = self._process.poll() if self._process is not None else None
         self.recorder.finish(status)
+        if died:
+            self._tell_death(died)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+
+    def _tell_death(self, code: int) -> None:
+        """Say that the agent had died before the end, and wait for the aggregator, as it would have done."""
+        rank = self._place.rank
+        with contextlib.suppress(OSError):
+            text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
+            os.write(2, f"[EfficientLLM] {text}\n".encode())
+        until_s = time.monotonic() + FIRST_RANK_ENDS_S
+        if rank == 0 and self._place.world_size > 1 and self._facts["run_folder"]:
+            while time.monotonic() < until_s and _is_locked(Path(self._facts["run_folder"]) / "lock"):
+                time.sleep(0.05)
 
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run as its summary has them, on rank 0; nothing where none was written since then.
@@ -255,6 +287,25 @@ class Session:
             return  # a forked child that ran to its end
         self.finish(_how_it_ended())
         self.close()
+
+
+def _how_it_died(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    killed = -code == signal.SIGKILL
+    return f"was killed by signal {-code}" + (", maybe because memory ran out" if killed else "")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether an aggregator still holds a run folder."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _how_it_ended() -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 
 import jobs
+import psutil
 import pytest
 
 pytestmark = pytest.mark.faults
@@ -31,3 +32,84 @@ def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch):
     assert ledger.told("silent") == ["rank 1: its agent has gone without a farewell"]
     assert sum(row.tokens for row in ledger.ranks if row.rank == 0) == 15_000
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
+    assert ranks[1].our_errors == [
+        "[EfficientLLM] the agent of rank 1 was killed by signal 9, maybe because memory ran out: "
+        "what rank 1 did from then on is in no metric"
+    ]
+    assert ranks[0].our_errors == []
+
+
+@pytest.mark.fault("agent-killed")
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=jobs.needs_torch)])
+def test_without_the_first_ranks_agent_there_is_a_summary_all_the_same(launch, num_ranks):
+    if num_ranks == 1:
+        job = launch.python(LOOP, "--iterations", 200)
+    else:
+        options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
+        job = launch.torchrun(options, "torch_loop.py", "--iterations", 300)
+    jobs.until(lambda: job.num_windows, within_s=30)
+    (server,) = job.find("effllm.server")
+    os.kill(psutil.Process(server).ppid(), signal.SIGKILL)
+    job.wait()
+    if num_ranks == 2:
+        assert job.ledger.summary.is_over, "it is there when the launcher ends"
+    assert not job.left(within_s=6.0)
+
+    assert job.code == 0
+    summary = job.ledger.summary
+    assert (summary.status, summary.is_over) == ("killed", True)
+    assert summary.iterations >= 10
+    assert any("its agent has gone without a farewell" in text for text in job.ledger.told("silent"))
+    assert sum("the agent of rank 0 was killed by signal 9" in line for line in job.our_errors) == 1
+
+
+TRAIN = """
+import json, os, resource, sys, time
+import effllm.efficientllm_metrics as effllm
+collector = effllm.get_metrics_collector()
+{}
+began_s = time.monotonic()
+effllm.initialize_efficientllm_metrics(1000)
+start_s = time.monotonic() - began_s
+for iteration in range(1, 31):
+    collector.record_iteration_start()
+    collector.record_iteration_end(100, 2)
+    collector.log_metrics(iteration, 1.0)
+effllm.finalize_efficientllm_metrics()
+sys.stdout.write(f"{{start_s}}")
+"""
+FULL = """
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (files[-1] + {}, files[-1] + {}))
+"""
+NO_FORK = """
+if os.getuid() == 0:  # whom no limit holds
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+"""
+
+
+@pytest.mark.fault("agent-cannot-start")
+@pytest.mark.parametrize(
+    ("breaks", "why"),
+    [
+        (FULL.format(1, 1), "Too many open files"),
+        (FULL.format(6, 6), "Too many open files"),
+        (FULL.format(9, 9), "Too many open files"),
+        (NO_FORK, "Resource temporarily unavailable"),
+        ("sys.executable = '/nowhere/python'", "No such file or directory: '/nowhere/python'"),
+        (
+            "os.environ['PYTHONHOME'] = '/nowhere'",
+            f"the agent of rank 0 ended with status 1 at once, by {sys.executable}",
+        ),
+    ],
+    ids=["no descriptors", "no more descriptors", "few descriptors", "no processes", "no interpreter", "broken one"],
+)
+def test_where_no_agent_can_start_training_goes_on_and_one_line_says_why(launch, breaks, why):
+    job = launch.code(TRAIN.format(breaks)).done()
+
+    (line,) = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]
+    assert line.startswith("[EfficientLLM] no metrics, training goes on: ")
+    assert why in line
+    assert "Traceback" not in job.stderr
+    assert float(job.stdout) < 2.0  # it does not wait for an agent that is dead

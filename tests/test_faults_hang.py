@@ -141,3 +141,23 @@ def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
     assert ledger.summary.is_over
     assert "[EfficientLLM] Run stalled" in aggregator.job.stdout
     assert ledger.told("resumed") == []
+
+
+SERVE = """
+import time, effllm
+for number in range(3):
+    with effllm.request() as request:
+        time.sleep(0.05)
+        request.generated(7)
+time.sleep(4)
+with effllm.request() as request:
+    request.generated(7)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_a_process_that_waits_for_requests_does_not_stand(launch):
+    job = launch.code(SERVE, stall_seconds=1, log_interval=1).done()
+
+    assert job.ledger.summary.iterations == 4
+    assert job.ledger.told("stalled") == []

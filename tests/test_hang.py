@@ -226,11 +226,11 @@ def test_a_rank_is_not_told_alone_where_the_others_got_one_iteration_further_as_
         assert job.look(now_s) == []
 
 
-def test_a_process_that_waits_for_requests_may_do_so_for_ever():
+@pytest.mark.parametrize("ordinal", [0, 101])
+def test_a_process_that_waits_for_requests_may_do_so_for_ever(ordinal):
     job = Job(ranks=1)
-    job.run(100)
 
-    assert job.told(105, 20_000, {0: (101, WAITING, 100)}) == []
+    assert job.told(105, 20_000, {0: (ordinal, WAITING, 100)}) == []
 
 
 def test_a_beat_that_came_late_says_nothing_about_the_time_since_it_was_sent():
