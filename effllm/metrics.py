@@ -414,34 +414,10 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
     return totals.dram_activity
 
 
-@metric("s", group="health", bases=("window",))
+@metric("s", group="health", bases=("window",), chart=False)
 def clock_error_s(totals: ClusterTotals) -> float | None:
     """Bound of the error of clocks' offsets to the aggregator's, of the rank where it is largest."""
     return totals.clock_error_s
-
-
-@metric("ranks", group="straggler", bases=("window",))
-def named_ranks(totals: ClusterTotals) -> float | None:
-    """Ranks that are named as stragglers at the end of the window; no value where no rank tells its own time."""
-    return None if totals.straggling_s is None else float(totals.stragglers)
-
-
-@metric("ratio", group="straggler", bases=("window",))
-def waiting_ratio(totals: ClusterTotals) -> float | None:
-    """Share of iteration time in which the job waited for whoever is named as a straggler."""
-    return _measured_ratio(totals.straggling_s, totals.time_s)
-
-
-@metric("GPU-s", group="straggler", bases=("job",), chart=False)
-def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
-    """What all ranks together have waited for stragglers, once they stood out."""
-    return None if totals.straggling_s is None else totals.straggling_gpu_s
-
-
-@metric("J", group="straggler", bases=("job",), chart=False)
-def waiting_joules(totals: ClusterTotals) -> float | None:
-    """What the devices of those that waited have drawn for it, by their mean power in those windows."""
-    return None if totals.straggling_s is None else totals.straggling_j
 
 
 @metric("s", group="health", bases=("job",))
@@ -525,6 +501,30 @@ def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
     """Bytes that an agent sends, over the elapsed time, mean over ranks."""
     spent = totals.overhead
     return None if spent is None else _measured_ratio(spent.sent_bytes, totals.rank_seconds)
+
+
+@metric("ranks", group="straggler", bases=("window",), chart=False)
+def named_ranks(totals: ClusterTotals) -> float | None:
+    """Ranks that are named as stragglers at the end of the window; no value where no rank tells its own time."""
+    return None if totals.straggling_s is None else float(totals.stragglers)
+
+
+@metric("ratio", group="straggler", bases=("window",), chart=False)
+def waiting_ratio(totals: ClusterTotals) -> float | None:
+    """Share of iteration time in which the job waited for whoever is named as a straggler."""
+    return _measured_ratio(totals.straggling_s, totals.time_s)
+
+
+@metric("GPU-s", group="straggler", bases=("job",), chart=False)
+def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
+    """What all ranks together have waited for stragglers, once they stood out."""
+    return None if totals.straggling_s is None else totals.straggling_gpu_s
+
+
+@metric("J", group="straggler", bases=("job",), chart=False)
+def waiting_joules(totals: ClusterTotals) -> float | None:
+    """What the devices of those that waited have drawn for it, by their mean power in those windows."""
+    return None if totals.straggling_s is None else totals.straggling_j
 
 
 # --- for single requests and for sets of runs: not in any report ---------------------------------

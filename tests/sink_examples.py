@@ -111,6 +111,12 @@ def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
         class_j={"kept": 2000.0, "redone": 100.0, "straggling": 10.0, "hang": 1.0, "restart_gap": None},
         rank_seconds=5.0 * gpus,
         overhead=Overhead(1e-4, 0.2, 0.1, 4000, 4000),
+        clock_error_s=2e-5,
+        straggling_s=0.1,
+        straggling_gpu_s=0.7,
+        straggling_j=210.0,
+        stragglers=1,
+        stalled_s=0.0,
     )
 
 

@@ -71,6 +71,12 @@ TOTALS = ClusterTotals(
     overhead=Overhead(
         recorder_cpu_s=0.016, agents_cpu_s=8.0, aggregator_cpu_s=3.0, sent_bytes=320_000, received_bytes=320_000
     ),
+    stalled_s=45.0,
+    clock_error_s=2e-5,
+    straggling_s=2.0,
+    straggling_gpu_s=14.0,
+    straggling_j=4200.0,
+    stragglers=1,
 )  # fmt: skip
 NOTHING = ClusterTotals()
 
@@ -90,6 +96,12 @@ BY_HAND = {
     "timing_error_ratio": 0.002,  # 120 / 60,000
     "sensor_error_ratio": 0.05,
     "total_joules": None,  # a part is missing
+    "stalled_s": 45.0,
+    "clock_error_s": 2e-5,
+    "named_ranks": 1.0,
+    "waiting_ratio": 0.04,  # 2 / 50
+    "waiting_gpu_seconds": 14.0,
+    "waiting_joules": 4200.0,
     "measured_joules": 70_000.0,
     "joules_per_token": 0.125,  # 60,000 / 480,000
     "joules_per_iteration": 750.0,  # 60,000 / 80
@@ -331,6 +343,7 @@ def test_what_no_chart_shows_is_another_form_or_a_part_of_what_one_shows():
         "timing_error_ratio",
         "redone_ratio", "restart_gap_ratio", "startup_ratio", "checkpoint_ratio", "unknown_ratio", "lost_joules",
         "agent_cpu_ratio", "recorder_cpu_ratio", "aggregator_cpu_ratio", "sent_bytes_per_second",
+        "clock_error_s", "named_ranks", "waiting_ratio", "waiting_gpu_seconds", "waiting_joules",
     }  # fmt: skip
 
 
