@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from effllm import hardware
+from effllm import hardware, own_files
 from effllm.schema import COUNTER, Device, Sample, Sensor
 
 LONGEST_S = 2.0
@@ -249,7 +249,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
     """Return what is kept about a model and driver; ``None`` where nothing usable is."""
     name = _model(name)
     try:
-        kept = msgspec.json.decode(_path(folder, name, driver).read_bytes(), type=Calibration)
+        kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
     return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
@@ -261,8 +261,9 @@ def store(folder: Path, calibration: Calibration) -> None:
     path = _path(folder, calibration.name, calibration.driver)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        own_files.make_folder(folder)
+        draft.unlink(missing_ok=True)
+        descriptor = own_files.open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
         draft.replace(path)

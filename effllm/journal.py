@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from effllm import own_files
 from effllm.runfolder import segments
 
 SEGMENT_BYTES = 64 * 2**20
@@ -102,8 +103,7 @@ class Journal:
         return self._folder / (f"{self._stem}-{number:04d}.jsonl" if self._segment_bytes else f"{self._stem}.jsonl")
 
     def _open(self, number: int) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._path(number), flags, 0o600)
+        descriptor = own_files.open_file(self._path(number), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.close()
         self._descriptor, self._number = descriptor, number
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from effllm import own_files
 from effllm.config import state_folder
 
 
@@ -47,9 +48,8 @@ class Log:
             return
         with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
             if self._file is None:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._file = os.open(self._path, flags, 0o600)
+                own_files.make_folder(self._path.parent)
+                self._file = own_files.open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             while self._lines:
                 os.write(self._file, self._lines[0].encode())
                 self._lines.popleft()

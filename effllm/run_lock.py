@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from effllm import own_files
+
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
 ASK_EVERY_S = 0.25
@@ -90,7 +92,7 @@ def take(
     for folder in _names(wanted):
         if status_of(folder) == "completed":  # those are not continued
             continue
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own_files.make_folder(folder)
         descriptor = _lock(folder / LOCK, holder, ask, wait_s if taken is None else 0.0)
         if descriptor is not None:
             with contextlib.suppress(OSError):  # the disk may be full: the lock holds all the same
@@ -110,7 +112,7 @@ def _names(wanted: Path) -> Iterator[Path]:
 def status_of(folder: Path) -> str:
     """Return how the run in a folder ended, as its summary has it; empty where there is none."""
     try:
-        return str(msgspec.json.decode((folder / "summary.json").read_bytes()).get("status", ""))
+        return str(msgspec.json.decode(own_files.read_file(folder / "summary.json")).get("status", ""))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
         return ""
 
@@ -118,8 +120,7 @@ def status_of(folder: Path) -> str:
 def holder_of(path: Path) -> Holder | None:
     """Return who a lock file says holds it."""
     try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(MOST_BYTES), type=Holder)
+        return msgspec.json.decode(own_files.read_file(path)[:MOST_BYTES], type=Holder)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -128,7 +129,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
     """Return a descriptor that holds the lock, or ``None`` where somebody else holds it for so long."""
     deadline_s, next_ask_s = time.monotonic() + wait_s, 0.0
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, path):

@@ -21,6 +21,7 @@ MODULES = {
 FLOORS = """
 0    schema
 0.5  timeline
+0.9  own_files
 0.6  secret  strangers  hangups
 0.7  curve  connections
 0.8  door

@@ -56,7 +56,8 @@ def open_sink(run: Run) -> TensorBoard:
     if run.tensorboard_dir is None:
         raise SinkUnavailable("there is no folder for TensorBoard's event file; set EFFICIENTLLM_TENSORBOARD_DIR")
     try:
-        return TensorBoard(_EventFile(run.tensorboard_dir))
+        is_private = run.folder is not None and run.folder in run.tensorboard_dir.parents
+        return TensorBoard(_EventFile(run.tensorboard_dir, is_private))
     except OSError as error:
         reason = error.strerror or error
         raise SinkUnavailable(
@@ -123,13 +124,17 @@ class TensorBoard:
 class _EventFile:
     """An event file that holds whole records only: what a full disk cut short is taken back."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, is_private: bool) -> None:
+        for missing in reversed([folder, *folder.parents]):
+            if missing == folder or not missing.exists():
+                missing.mkdir(mode=0o700 if is_private else 0o755, exist_ok=True)
         second, rest_ns = divmod(time.time_ns(), 10**9)
         # TensorBoard reads files in the order of their names; those of two attempts may start in one second.
         name = f"events.out.tfevents.{second:010d}.{rest_ns:09d}.{socket.gethostname()}.{os.getpid()}.{SUFFIX}"
         path = folder / name
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        # In a framework's own folder it is as readable as what the framework writes there.
+        mode = 0o600 if is_private else 0o644
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode)
         self._closed = False
 
     def write(self, record: bytes) -> None:

@@ -1,0 +1,75 @@
+"""Files and folders that are the user's alone, whatever the umask; what somebody else may hold is refused.
+
+In a folder such as /tmp anybody can lay a link, a pipe or a folder in our way.  Such a thing is never followed, written
+to or waited for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_NOBODY = 65534  # whom a file of root belongs to on a file system that trusts no root of another host
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for the user alone.
+
+    Raises:
+        OSError: it cannot be made, or it is there and not the user's alone to write to.
+    """
+    for missing in reversed([folder, *folder.parents]):
+        if not missing.exists():
+            missing.mkdir(mode=0o700, exist_ok=True)
+    check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Look whether a folder is the user's own, and on a way that nobody else can turn.
+
+    Raises:
+        OSError: it is not.
+    """
+    about = folder.stat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    if not _is_ours(about):
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+    if about.st_mode & stat.S_IWOTH:
+        raise PermissionError(errno.EPERM, "everybody can write to it: chmod o-w", str(folder))
+    absolute = Path(os.path.abspath(folder))  # noqa: PTH100 - the way as it is written, links and all
+    for one in (absolute, *absolute.parents[:-1]):
+        # What lies in a folder that everybody can write to, /tmp say, anybody may have laid there.
+        if one.parent.stat().st_mode & stat.S_IWOTH and not _is_ours(one.lstat(), or_root=True):
+            raise PermissionError(errno.EPERM, f"{one} belongs to another user", str(folder))
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Return the descriptor of a file of our own; one that ``os.O_CREAT`` makes is the user's alone.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a pipe, another user's, or known by another name as well.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    about = os.fstat(descriptor)
+    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about):
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, "it is no file of our own", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a file of our own holds.
+
+    Raises:
+        OSError: as `open_file`.
+    """
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def _is_ours(about: os.stat_result, or_root: bool = False) -> bool:
+    own = os.geteuid()
+    return about.st_uid == own or (own == 0 and about.st_uid == _NOBODY) or (or_root and about.st_uid == 0)

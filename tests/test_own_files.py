@@ -1,0 +1,240 @@
+"""effllm/own_files.py: whatever somebody else lays in the way is neither followed, nor written to, nor waited for."""
+
+import os
+import stat
+
+import pytest
+
+from effllm import own_files
+from effllm.config import ConfigError, read_config
+from effllm.run_lock import Holder, status_of, take
+from effllm.sinks import SinkUnavailable, open_sink
+from effllm.sinks.runfolder import RunFolder
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which root alone can")
+STRANGER = 12345
+
+
+def mode(path):
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o027])
+def test_folders_and_files_are_the_users_alone_whatever_the_umask(tmp_path, umask):
+    folder = tmp_path / "runs" / "deep" / "mine"
+    before = os.umask(umask)
+    try:
+        RunFolder(folder, {"job": "x"}).close()
+        os.close(own_files.open_file(folder / "file", os.O_WRONLY | os.O_CREAT))
+    finally:
+        os.umask(before)
+
+    assert {mode(path) for path in (folder, folder.parent, folder.parent.parent)} == {0o700}
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
+    assert len(list(folder.iterdir())) >= 4
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_a_whole_job_leaves_nothing_that_others_can_read(launch, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        job = launch.python("loop.py", run_dir=tmp_path / "new" / "runs", run_name="mine").done()
+    finally:
+        os.umask(before)
+
+    folder = tmp_path / "new" / "runs" / "mine"
+    assert job.blocks
+    assert mode(folder) == mode(folder.parent) == mode(folder.parent.parent) == 0o700
+    left = {path: mode(path) for path in folder.rglob("*")}
+    assert len(left) >= 6
+    for path, bits in left.items():
+        assert not bits & 0o077, path
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def link(path):
+    (path.parent / "precious").write_text("precious\n")
+    path.symlink_to(path.parent / "precious")
+
+
+def link_to_nothing(path):
+    path.symlink_to(path.parent / "not there")
+
+
+def second_name(path):
+    (path.parent / "precious").write_text("precious\n")
+    os.link(path.parent / "precious", path)
+
+
+def folder(path):
+    path.mkdir()
+
+
+def device(path):
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+
+
+def others(path):
+    path.write_text("precious\n")
+    os.chown(path, STRANGER, STRANGER)
+
+
+def placed_by_root(place):
+    return pytest.param(place, marks=as_root)
+
+
+THINGS = [pipe, link, link_to_nothing, second_name, folder, placed_by_root(device), placed_by_root(others)]
+
+
+@pytest.mark.parametrize("place", THINGS)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND])
+def test_what_is_no_file_of_our_own_is_not_opened(tmp_path, place, flags):
+    place(tmp_path / "file")
+
+    with pytest.raises(OSError):
+        own_files.open_file(tmp_path / "file", flags)
+
+    precious = tmp_path / "precious"
+    assert not precious.exists() or precious.read_text() == "precious\n"
+    assert not (tmp_path / "not there").exists()
+
+
+@pytest.mark.parametrize("place", [pipe, link, second_name])
+@pytest.mark.parametrize("name", ["events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl"])
+def test_a_sink_does_not_write_through_what_lies_in_the_place_of_its_files(tmp_path, place, name):
+    place(tmp_path / name)
+
+    with pytest.raises(OSError, match=r"no file of our own|Too many levels"):
+        RunFolder(tmp_path, {})
+
+    precious = tmp_path / "precious"
+    assert not precious.exists() or precious.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("place", [pipe, link, second_name])
+@pytest.mark.parametrize("name", ["summary.json", "run.json", "state.json"])
+def test_a_file_that_is_replaced_is_neither_waited_for_nor_written_through(tmp_path, place, name):
+    place(tmp_path / name)
+
+    if name == "run.json":
+        with pytest.raises(OSError):
+            RunFolder(tmp_path, {})
+    else:
+        sink = RunFolder(tmp_path, {})
+        sink.keep(b"{}")
+        assert status_of(tmp_path) == ""
+        sink.close()
+    precious = tmp_path / "precious"
+    assert not precious.exists() or precious.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("place", [pipe, link, second_name])
+def test_a_lock_that_is_no_file_of_ours_is_not_taken(tmp_path, place):
+    place(tmp_path / "lock")
+
+    with pytest.raises(OSError):
+        take(tmp_path, Holder(), wait_s=0.0)
+
+
+@as_root
+def test_a_folder_of_another_user_is_refused_by_name(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, STRANGER, STRANGER)
+
+    with pytest.raises(PermissionError, match="it belongs to another user"):
+        own_files.make_folder(theirs)
+    with pytest.raises(
+        SinkUnavailable, match="cannot be written: it belongs to another user; set EFFICIENTLLM_RUN_DIR"
+    ):
+        from sink_examples import make_run
+
+        open_sink("runfolder", make_run(theirs))
+
+
+def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+
+    with pytest.raises(PermissionError, match="everybody can write to it: chmod o-w"):
+        own_files.make_folder(tmp_path / "open")
+
+
+@pytest.fixture
+def public(tmp_path):
+    """Return a folder like /tmp."""
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public").chmod(0o1777)
+    return tmp_path / "public"
+
+
+def test_a_run_in_a_folder_like_tmp_is_our_own(public):
+    own_files.make_folder(public / "runs" / "mine")
+
+    assert mode(public / "runs") == mode(public / "runs" / "mine") == 0o700
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["folder", "link to a folder", "link to our own folder"])
+def test_what_another_user_laid_on_the_way_in_a_folder_like_tmp_is_refused(public, tmp_path, kind):
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    if kind == "folder":
+        (public / "runs").mkdir()
+    else:
+        target = ours if kind.endswith("our own folder") else tmp_path / "elsewhere"
+        target.mkdir(exist_ok=True)
+        (public / "runs").symlink_to(target)
+    os.chown(public / "runs", STRANGER, STRANGER, follow_symlinks=False)
+
+    with pytest.raises(PermissionError, match="runs belongs to another user"):
+        own_files.make_folder(public / "runs" / "mine")
+
+
+def test_a_link_of_our_own_is_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
+    RunFolder(tmp_path / "mine", {"job": "x"}).close()
+
+    assert (tmp_path / "elsewhere" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..", ".", "../x", "x/../../y", "/etc/x", "a/b", ".hidden", "-x", "a\\b", "a\0b", "a\nb", "a\x1b[2Jb", "a b",
+        "~root", "$HOME", "a\u2215b", "\uff0e\uff0e", "\u202eabc", "\u0430dmin", "x" * 101, "x" * 300, "é",
+        "CON:", "a*", "a;b", "a`b`",
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_a_name_that_plays_games_with_paths_is_refused(name):
+    with pytest.raises(ConfigError, match="EFFICIENTLLM_RUN_NAME="):
+        read_config({"EFFICIENTLLM_RUN_NAME": name})
+
+
+@as_root
+@pytest.mark.faults
+def test_a_job_whose_run_folder_was_laid_there_by_another_user_says_so_and_trains_on(launch, public):
+    (public / "runs").mkdir()
+    (public / "runs" / "mine").mkdir()
+    for path in (public / "runs" / "mine", public / "runs"):
+        os.chown(path, STRANGER, STRANGER)
+    job = launch.python("loop.py", run_dir=public / "runs", run_name="mine").done()
+
+    assert len(job.blocks) == 2
+    assert job.stdout.count("another user") == 1
+    assert list((public / "runs" / "mine").iterdir()) == []
+
+
+@pytest.mark.faults
+def test_a_pipe_in_the_place_of_a_summary_holds_nobody_up(launch, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    os.mkfifo(tmp_path / "runs" / "mine" / "summary.json")
+    job = launch.python("loop.py", run_name="mine").done()
+
+    assert job.ledger.summary.tokens == 2000
