@@ -144,7 +144,7 @@ class RunFolder:
             self._written_facts = None
             self._tell(f"run folder {self._folder} was removed while the job runs: made again, with what follows")
         if self._facts != self._written_facts:
-            _make_folder(self._folder)
+            own_files.make_folder(self._folder)
             _replace(path, _pretty(self._facts))
             self._written_facts = self._facts
 
