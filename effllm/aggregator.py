@@ -370,7 +370,7 @@ class Aggregator:
         if absent:
             self._event("missing", f"window {number} closed without rank {named(absent)}", rows[-1].end_time_s)
         self._stragglers.close(rows)
-        self._emit(window, correction=False)
+        self._emit(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
 
@@ -413,7 +413,7 @@ class Aggregator:
         if len(ranks) > MOST_NAMED:
             text = f"{len(ranks)} ranks reported window {number} after it had closed: {named(ranks)}"
             self._event("late", text, time_s)
-        window = Window(number, rows, None, None)
+        window = late = Window(number, rows, None, None)
         self._ledger.count_rows(number, window.ordered)
         if recent := self._recent.get(number):
             self._count_devices(recent, sign=-1)
@@ -422,7 +422,7 @@ class Aggregator:
             self._count_devices(window)
         if self._last_report:
             window.warming = self._last_report.warming_up
-            self._emit(window, correction=True)
+            self._emit(window, late)
 
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
@@ -438,13 +438,14 @@ class Aggregator:
         self._weigh_energy(window)
         return window
 
-    def _emit(self, window: Window, correction: bool) -> None:
-        least, last = self._config.min_coverage, self._last_report
+    def _emit(self, window: Window, late: Window | None = None) -> None:
+        """Report a window; of its correction the late rows alone are given out, for the others have been."""
+        least, last, correction = self._config.min_coverage, self._last_report, late is not None
         report = report_of(window, self._ledger, self._roster, least, last, correction)
         self._ledger.reports += 1
         self._last_report = report
         safe = {} if is_large(self._ledger.world_size) else self.safe()
-        self._closed.append(Closed(report, window.ordered, safe))
+        self._closed.append(Closed(report, (late or window).ordered, safe))
         if not correction:
             for kind, text in doubts(report, window, self._roster):
                 self._tell(kind, text, report.time_s, once=kind)

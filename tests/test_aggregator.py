@@ -247,6 +247,15 @@ def test_a_late_report_enters_the_totals_with_a_correction_and_leaves_its_window
     assert [event.rank for event in job.events("late")] == [1]
 
 
+@pytest.mark.fault("duplicates")
+def test_every_row_is_given_out_once_though_its_window_is_corrected():
+    job, _ = late_job()
+    job.send(row(1, busy_s=12.0))
+    (correction,) = job.aggregator.take_closed()
+
+    assert [one.rank for one in correction.rows] == [1]
+
+
 def test_a_late_report_completes_the_energy_of_its_window():
     job, report = late_job()
     assert (report.run.energy_j, report.run.energy_measured_j) == (None, 1000.0)
