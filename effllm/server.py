@@ -279,12 +279,12 @@ class Server:
         now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
         reason = self._peers.objection(peer, message)
         if isinstance(message, Hello):
-            if not reason and _has_ended(self._orders.trainer_descriptor) and aggregator.is_too_late(message):
-                self._socket.send(peer, Refused("this attempt is over", again=True))
-                return
+            is_over = _has_ended(self._orders.trainer_descriptor)
+            if not reason and is_over and aggregator.is_too_late(message):
+                reason = "this attempt is over"
             reason = reason or aggregator.hello(message, now_s, time_s)
             if reason:
-                self._socket.send(peer, Refused(reason))
+                self._socket.send(peer, Refused(reason, again=is_over))
                 return
             self._peers.introduce(peer, message, now_s)
             self._learn(message)
