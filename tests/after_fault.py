@@ -21,7 +21,11 @@ ENERGY_ERROR = 0.02
 
 
 def assert_whole(
-    ledger: Ledger, iterations: Mapping[int, int], tokens: int = 100, status: str = "completed"
+    ledger: Ledger,
+    iterations: Mapping[int, int],
+    tokens: int = 100,
+    status: str = "completed",
+    local_ranks: Mapping[int, int] | None = None,
 ) -> Summary:
     """Compare what is in the folder with the truth: iterations by rank, tokens of each, joules of the waveform."""
     summary = ledger.summary
@@ -29,25 +33,28 @@ def assert_whole(
     assert (summary.iterations, summary.tokens) == (max(iterations.values()), tokens * sum(iterations.values()))
     rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in iterations}
     for rank, count in iterations.items():
+        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # late ones stand behind
         held = [i for row in rows[rank] for i in range(row.iteration_first, row.iteration_last + 1)]
         assert held == list(range(1, count + 1))
         assert sum(row.tokens for row in rows[rank]) == tokens * count
-        measured_j = sum(row.energy_j for row in rows[rank])
-        assert measured_j == approx(true_j(rows[rank], rank), rel=ENERGY_ERROR)
+        # A machine that is busy elsewhere may leave a hole, which a row says; what it does tell is right.
+        measured = [row for row in rows[rank] if row.energy_j is not None]
+        assert len(measured) >= 0.8 * len(rows[rank])
+        truth_j = true_j(measured, (local_ranks or {}).get(rank, rank))
+        assert sum(row.energy_j for row in measured) == approx(truth_j, rel=ENERGY_ERROR)
     shown = [report.iteration_last for report in ledger.windows if not report.correction]
     assert shown == sorted(shown)
     assert len({report.window for report in ledger.windows if not report.correction}) == len(shown)
     if summary.energy.total_joules is not None:
-        assert summary.energy.total_joules == approx(
-            sum(row.energy_j for of_rank in rows.values() for row in of_rank), rel=1e-6
-        )
+        told_j = sum(row.energy_j for of_rank in rows.values() for row in of_rank)
+        assert summary.energy.total_joules == approx(told_j, rel=1e-6)
     return summary
 
 
-def true_j(rows: Sequence[Any], rank: int) -> float:
-    """Return what the simulated device of a rank drew from the start of its first row to the end of its last."""
-    unix_s = time.time() - time.monotonic()
-    return waveform_of(rank).energy_j(rows[0].start_time_s - unix_s, rows[-1].end_time_s - unix_s)
+def true_j(rows: Sequence[Any], local_rank: int) -> float:
+    """Return what the simulated device of a local rank drew in these rows."""
+    unix_s, wave = time.time() - time.monotonic(), waveform_of(local_rank)
+    return sum(wave.energy_j(row.start_time_s - unix_s, row.end_time_s - unix_s) for row in rows)
 
 
 def assert_undisturbed(job: Job, between_s: tuple[float, float], longest_s: float = 0.2) -> None:

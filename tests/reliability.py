@@ -166,12 +166,10 @@ FAULTS = {
     "slow-network": Fault(
         "latency and loss on the network",
         "totals are exact, no iteration waits",
-        UNWRITTEN,
     ),
     "host-lost": Fault(
         "a host vanishes for good",
         "its ranks are named missing; the others are reported; the end comes",
-        UNWRITTEN,
     ),
     "strangers": Fault(
         "strangers connect: without the key, with another job's, in a flood",
