@@ -1,0 +1,158 @@
+"""An aggregator that is killed again and again under forty agents that report ten times a second each."""
+
+import contextlib
+import os
+import signal
+import time
+
+import jobs
+import msgspec
+import psutil
+import pytest
+from sink_examples import make_row
+
+from effllm.aggregator_child import AggregatorChild
+from effllm.config import read_config
+from effllm.discovery import listen
+from effllm.log import Log
+from effllm.schema import Ack, Bye, ByeSeen, Device, Hello, Parameters, Reports, Welcome
+from effllm.server import Orders
+from effllm.transport import AgentLink, Outbox, make_context
+
+pytestmark = [pytest.mark.faults, pytest.mark.fault("aggregator-sigkill", "duplicates")]
+
+AGENTS, WINDOWS, KILLS = 40, 100, 5
+WINDOW_S = 0.1
+TOKENS = 7
+
+
+class FakeAgent:
+    """What an agent does on the wire, with rows that were made by hand."""
+
+    def __init__(self, context, endpoint, rank):
+        self.rank, self.id = rank, f"agent-{rank}"
+        self.outbox = Outbox(1000)
+        self.link = AgentLink(context, endpoint)
+        self.link.connect()
+        self.is_welcome = self.is_over = False
+        self.most_waiting = 0
+        self._said_hello_s = 0.0
+
+    def measure(self, window):
+        row = make_row(
+            self.rank,
+            window * 10,
+            agent=self.id,
+            sequence=window,
+            window=window,
+            iteration_first=window * 10 - 9,
+            tokens=TOKENS,
+            loss=None,
+            final=window == WINDOWS,
+        )
+        devices = tuple(msgspec.structs.replace(device, device=f"GPU-{self.rank}") for device in row.devices)
+        self.outbox.add(msgspec.structs.replace(row, devices=devices))
+        self.most_waiting = max(self.most_waiting, len(self.outbox))
+
+    def talk(self, ended):
+        if self.link.is_new():
+            self.is_welcome = False
+            self.outbox.send_again()
+        if self.link.connected and not self.is_welcome and time.monotonic() - self._said_hello_s > 0.5:
+            self._said_hello_s = time.monotonic()
+            device = Device(key=f"GPU-{self.rank}", kind="simulated", name="by hand", simulated=True)
+            place = {
+                "rank": self.rank,
+                "local_rank": self.rank,
+                "world_size": AGENTS,
+                "host": "here",
+                "role": "trainer",
+            }
+            self.link.send(
+                Hello(
+                    job="job", agent=self.id, devices=(device,), parameters=Parameters(1000), log_interval=10, **place
+                )
+            )
+        for message in self.link.receive():
+            if isinstance(message, Welcome):
+                self.is_welcome = True
+            elif isinstance(message, Ack):
+                self.outbox.acknowledged(message.sequence)
+            elif isinstance(message, ByeSeen):
+                self.is_over = self.is_over or not len(self.outbox)
+        while self.is_welcome and (rows := self.outbox.unsent()):
+            if not self.link.send(Reports(tuple(rows), self.outbox.lost, 0.0)):
+                return
+            self.outbox.sent(len(rows))
+        if self.is_welcome and ended and not len(self.outbox):
+            self.link.send(Bye(self.id, self.rank, "completed", WINDOWS * 10))
+
+
+@pytest.fixture
+def aggregator(launch, tmp_path, monkeypatch):
+    """The aggregator as rank 0's agent keeps it, without the agent: replaced on the same socket when it dies."""
+    job = launch._job()
+    monkeypatch.setenv(*job.token.split("="))
+    listener = listen("127.0.0.1")
+    output = os.open(job.folder / "stdout.txt", os.O_WRONLY | os.O_CREAT)
+    orders = Orders(
+        config=read_config(launch.environ({})).to_dict(),
+        job="job",
+        endpoint=f"tcp://127.0.0.1:{listener.getsockname()[1]}",
+        folder=str(tmp_path / "runs" / "one"),
+        listen_descriptor=listener.fileno(),
+        stdout_descriptor=output,
+    )
+    child = AggregatorChild(orders, Log(0))
+    child.start()
+    yield child, orders, job
+    listener.close()
+    os.close(output)
+
+
+def test_forty_agents_lose_nothing_when_their_aggregator_is_killed_five_times(aggregator):
+    child, orders, job = aggregator
+    context = make_context()
+    agents = [FakeAgent(context, orders.endpoint, rank) for rank in range(AGENTS)]
+    ledger = jobs.Ledger(jobs.Path(orders.folder))
+    began_s, measured, kills, back_s, killed_s, rss = time.monotonic(), 0, 0, [], None, 0
+    deadline_s = began_s + 60
+    while not child.done:
+        now_s = time.monotonic()
+        assert now_s < deadline_s, [(one.rank, len(one.outbox), one.is_welcome) for one in agents if not one.is_over][
+            :5
+        ]
+        if measured < WINDOWS and now_s - began_s >= (measured + 1) * WINDOW_S:
+            measured += 1
+            for agent in agents:
+                agent.measure(measured)
+        for agent in agents:
+            agent.talk(measured == WINDOWS)
+        child.look(now_s)
+        servers = job.find("effllm.server") if measured % 10 == 0 or killed_s is not None else []
+        if killed_s is not None and servers and all(one.is_welcome and one.link.connected for one in agents):
+            back_s.append(now_s - killed_s)
+            killed_s = None
+        if servers and killed_s is None and kills < KILLS and measured >= (kills + 1) * WINDOWS // (KILLS + 1):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rss = max(rss, psutil.Process(servers[0]).memory_info().rss)
+            os.kill(servers[0], signal.SIGKILL)
+            kills, killed_s = kills + 1, now_s
+            for agent in agents:
+                agent.is_welcome = False
+        time.sleep(0.005)
+    for agent in agents:
+        agent.link.close()
+    context.destroy(linger=0)
+
+    summary = ledger.summary
+    print(
+        f"{kills} kills; all {AGENTS} agents were back after {', '.join(f'{seconds:.1f}' for seconds in back_s)} s; "
+        f"at most {max(one.most_waiting for one in agents)} reports waited in one; {rss / 1e6:.0f} MB resident"
+    )
+    assert kills == KILLS
+    assert (summary.status, summary.tokens) == ("completed", AGENTS * WINDOWS * TOKENS)
+    assert summary.coverage.reports_lost == 0
+    assert [one.outbox.lost for one in agents] == [0] * AGENTS
+    rows = {(row.rank, row.window) for row in ledger.ranks}
+    assert rows == {(rank, window) for rank in range(AGENTS) for window in range(1, WINDOWS + 1)}
