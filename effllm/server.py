@@ -109,6 +109,7 @@ class Server:
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
         self._trainer_ended_s: float | None = None
+        self._agent = os.getppid()
 
     def run(self) -> str:
         """Serve until the job is over; return its status.
@@ -347,7 +348,8 @@ class Server:
     def _over(self, now_s: float) -> bool:
         """Whether rank 0's trainer is long gone and nobody has been heard for long, so that no farewell will come.
 
-        On a busy machine a trainer may have been killed before its agent, which has all it did, is heard at all.
+        On a busy machine a trainer may have been killed before its agent, which has all it did and has started us, is
+        heard at all: as long as that one lives it is waited for.
         """
         if self._trainer_ended_s is None:
             if _has_ended(self._orders.trainer_descriptor):
@@ -355,7 +357,8 @@ class Server:
             return False
         if self._aggregator.nobody_is_there and not self._aggregator.is_ending:
             return True  # all were seen to have gone
-        return now_s - self._trainer_ended_s > SILENT_AFTER_S and self._aggregator.all_silent(now_s)
+        is_long = now_s - self._trainer_ended_s > SILENT_AFTER_S or os.getppid() != self._agent
+        return is_long and self._aggregator.all_silent(now_s)
 
     def _hand_out(self, now_s: float) -> None:
         if closed := self._aggregator.take_closed():
