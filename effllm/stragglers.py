@@ -297,7 +297,8 @@ class Stragglers:
             row = by_rank.get(verdict.ranks[0])
             if look is None or row is None:
                 return UNKNOWN
-            return f"it waits {row.wait_s / row.iterations:.3g} s for data, they {look.median_s:.3g} s"
+            own_s = row.wait_s / row.iterations
+            return f"it waits {1e3 * own_s:,.1f} ms of an iteration for data, they {1e3 * look.median_s:,.1f}"
         if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
             return UNKNOWN
         rank = verdict.ranks[0]
