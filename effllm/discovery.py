@@ -108,6 +108,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
         if port:  # one who served on it a minute ago must not keep it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
+        # Those who come inherit it, so that whoever serves here next is not kept off by their connections' ends; before
+        # the choice of a free port it would let that fall on one that another is about to listen on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(BACKLOG)
     except OSError:
         listener.close()
