@@ -634,6 +634,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=6):
     attempt: int
     run_folder: str = ""
     again: bool = False  # something was dropped: introduce yourself, and send what nobody has confirmed
+    report_every_s: Amount = 0.0  # to be left between two frames of reports, beside what the agent leaves itself
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):

@@ -27,10 +27,11 @@ from effllm.aggregator import Aggregator, Closed
 from effllm.config import Config, secret_path
 from effllm.curve import AgentKeys, ServerKeys
 from effllm.discovery import openness
+from effllm.descriptors import needed, raise_limit
 from effllm.door import Door
 from effllm.ledger import Ledger, restore
 from effllm.lost_agents import LostAgents
-from effllm.pacing import Pace, is_large, pause_s
+from effllm.pacing import Pace, is_large, pause_s, report_every_s
 from effllm.peers import Peers
 from effllm.provenance import boot_id, gather
 from effllm.roster import SILENT_AFTER_S
@@ -100,6 +101,7 @@ class Server:
         self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
         self._heard_until_s = time.monotonic()
+        self._has_room_for = 0  # ranks, by the limit of open files
         self._pace = Pace(self._config.history_size)
         self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
@@ -118,6 +120,7 @@ class Server:
             zmq.ZMQError: the endpoint cannot be bound.
             SecretError: there is no usable secret, and the job is to be secured.
         """
+        raise_limit()
         self._context = context = make_context()
         orders, known = self._orders, self._secret
         keys = ServerKeys.of(known, orders.salt) if known else None
@@ -288,8 +291,10 @@ class Server:
                 self._socket.send(peer, Refused(reason, again=is_over))
                 return
             self._peers.introduce(peer, message, now_s)
+            self._allow(message.world_size)
             self._learn(message)
-            self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or "")))
+            every_s = report_every_s(message.world_size)
+            self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
         elif reason:
             if self._peers.is_to_send_again(peer, now_s):
                 self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), again=True))
@@ -306,6 +311,13 @@ class Server:
             aggregator.stack(message, now_s, time_s)
         elif aggregator.bye(message, now_s, time_s):
             self._socket.send(peer, ByeSeen(message.rank))
+
+    def _allow(self, world_size: int) -> None:
+        """Raise the limit of open files, and say so where it is too low for this world."""
+        if self._has_room_for < world_size:
+            self._has_room_for = world_size
+            if trouble := raise_limit(needed(world_size)):
+                self._warn(f"not all of {world_size} ranks can connect: {trouble}", "descriptors")
 
     def _learn(self, hello: Hello) -> None:
         ranks = self._facts.setdefault("ranks", {})

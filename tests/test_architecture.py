@@ -27,7 +27,7 @@ FLOORS = """
 0.8  door
 1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0  plain_text
-1.0.1 config  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
+1.0.1 config  pacing  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
@@ -40,7 +40,6 @@ FLOORS = """
 1.2.2.5 columns
 1.2.3 energy_account  power_scope  goodput
 1.3  account
-1.0.1 pacing
 1.4  ledger
 1.5  roster
 1.0.1  robust  diagnosis
@@ -58,6 +57,7 @@ FLOORS = """
 3.0  server
 3.1  aggregator_child
 3.2  agent
+2.0  descriptors simulation
 4.0  session
 4.1  collector
 4.1.1  inference
@@ -72,6 +72,8 @@ FLOORS = """
 5.1  hooks.trl
 6    attach
 7.0  effllm
+7.0.1 commands.simulate_ranks
+7.0.2 commands.simulate_run
 7.1  efficientllm_metrics  commands  commands.*
 7.2  commands.app
 7.3  cli

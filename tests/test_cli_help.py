@@ -5,7 +5,7 @@ import pytest
 from effllm import __version__
 from effllm.metrics import METRICS
 
-COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "watch", "metrics"]
+COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watch", "metrics"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

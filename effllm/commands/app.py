@@ -211,6 +211,65 @@ def serve(
 
 
 @app.command()
+def simulate(
+    ranks: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Ranks that report.")],
+    interval: Annotated[
+        float, typer.Option(min=0.05, max=3600.0, metavar="S", help="Seconds between two reports of a rank.")
+    ] = 1.0,
+    minutes: Annotated[float, typer.Option(min=0.01, max=10_080.0, metavar="M", help="For how long.")] = 1.0,
+    endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="An aggregator that runs. [default: one of its own]")
+    ] = "",
+    processes: Annotated[
+        int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="To play them. [default: by ranks]")
+    ] = 0,
+    arrival: Annotated[
+        str, typer.Option(metavar="HOW", help="burst: all ranks end a window at once; even: spread over it.")
+    ] = "burst",
+    security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without.")] = "curve",
+    run_dir: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Keep the run folder there. [default: thrown away]")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was seen as JSON.")] = False,
+) -> None:
+    """See what an aggregator takes for a job of so many ranks.
+
+    Real connections and messages, with what simulated GPUs would report, to a real aggregator: how much of a core, how
+    much memory, how long after the last report of a window its values are there. What was reported is known, and is
+    looked for in the summary. Ranks and aggregator share this machine; with --endpoint they need not.
+
+    \b
+    Examples:
+      effllm simulate --ranks 1000
+      effllm simulate --ranks 10000 --minutes 5 --json
+      effllm simulate --ranks 512 --interval 10 --arrival even
+      effllm serve --bind 10.0.0.1:5555             # on the head node; then:
+      effllm simulate --ranks 4000 --endpoint 10.0.0.1:5555
+
+    Exit status: 0 all was counted, 1 something was lost or nothing ran, 2 wrong use, 130 stopped with Ctrl-C.
+    """
+    from effllm.commands import simulate as command
+
+    for option, value, allowed in (
+        ("--arrival", arrival, tuple(command.SPREAD)),
+        ("--security", security, ("curve", "none")),
+    ):
+        if value not in allowed:
+            raise typer.BadParameter(f"{value} is not one of: {', '.join(allowed)}", param_hint=option)
+    asked = command.Simulation(
+        ranks=ranks,
+        interval_s=interval,
+        minutes=minutes,
+        endpoint=f"tcp://{endpoint.removeprefix('tcp://')}" if endpoint else "",
+        processes=processes,
+        arrival=arrival,
+        run_dir=run_dir,
+        security=security,
+    )
+    raise typer.Exit(command.main(asked, as_json))
+
+
+@app.command()
 def watch(
     vllm: Annotated[str, typer.Option(metavar="URL", help="Metrics page of a vLLM server.")] = (
         "http://127.0.0.1:8000/metrics"

@@ -16,7 +16,7 @@ from effllm.switches import this_process
 #: Kinds of events that a person should see while the job runs; the others are in events.jsonl alone.
 NOTABLE = frozenset({
     "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stack", "restarted",
-    "garbage", "sink", "aggregator", "agent", "energy_doubtful", "energy_counter", "energy_disagreement",
+    "garbage", "sink", "descriptors", "aggregator", "agent", "energy_doubtful", "energy_counter", "energy_disagreement",
     "energy_aliasing", "stale", "xid", "ecc", "slower",
 })  # fmt: skip
 MOST_EVENTS = 20

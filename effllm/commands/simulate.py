@@ -1,0 +1,89 @@
+"""``effllm simulate``: as many agents' worth of messages as a job would send, to see what its head node takes."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import msgspec
+
+from effllm import secret
+from effllm.commands.simulate_run import SPREAD, Findings, Run, Simulation, SimulationError
+from effllm.config import ConfigError, read_config, secret_path
+from effllm.descriptors import needed, raise_limit
+from effllm.switches import this_process
+
+__all__ = ["SPREAD", "Simulation", "main"]
+
+
+def main(asked: Simulation, as_json: bool) -> int:
+    """Simulate; return 1 where something was lost or it could not run, 2 for wrong use."""
+    try:
+        config = read_config(this_process())
+    except ConfigError as error:
+        return _complain(str(error), 2)
+    if asked.endpoint and (asked.run_dir or (asked.security == "curve" and not secret_path(config).exists())):
+        wrong = "--run-dir is the aggregator's, which is another's" if asked.run_dir else (
+            f"--security curve: there is no secret {secret_path(config)}; copy it here, or set EFFICIENTLLM_SECRET_FILE"
+        )  # fmt: skip
+        return _complain(wrong, 2)
+    if asked.run_dir and (Path(asked.run_dir) / "run.json").exists():
+        return _complain(f"--run-dir {asked.run_dir} holds a run already: name another folder", 2)
+    if not asked.endpoint and (trouble := raise_limit(needed(asked.ranks))):
+        return _complain(trouble, 1)
+    run = Run(asked, config)
+    try:
+        found = run.measure()
+    except (SimulationError, secret.SecretError, OSError) as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    print(json_text(found) if as_json else table(found))
+    return 0 if asked.endpoint or found.is_exact else 1
+
+
+def json_text(found: Findings) -> str:
+    """Return what was seen as JSON."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def table(found: Findings) -> str:
+    """Return what was seen as lines for a person; what was not seen is left out."""
+    lines = [
+        ("ranks", f"{found.ranks:,}, a report each every {found.interval_s:g} s, {found.arrival}, {_keys(found)}"),
+        ("joined in", f"{found.joined_s:.1f} s"),
+        ("reports", f"{found.reports:,} in {found.windows:,} windows: {found.reports_per_s:,.0f}/s"),
+    ]
+    if found.cpu_ratio is not None and found.cpu_us_per_report is not None:
+        each = f"{found.cpu_us_per_report:.0f} us per report"
+        lines.append(("aggregator", f"{100 * found.cpu_ratio:.1f} % of a core, {each}"))
+    if found.rss_bytes is not None:
+        slope = found.rss_slope_bytes_per_s
+        growth = "" if slope is None else f", {60 * slope / 2**20:+.1f} MiB a minute in the second half"
+        lines.append(("memory", f"{found.rss_bytes / 2**20:.0f} MiB at most{growth}"))
+    if found.descriptors is not None:
+        lines.append(("descriptors", f"{found.descriptors:,}"))
+    if found.delays_s:
+        delays = sorted(found.delays_s)
+        p99 = delays[round(0.99 * (len(delays) - 1))]
+        shown = f"{statistics.median(delays):.3f} s median, {p99:.3f} s 99 %, {delays[-1]:.3f} s at most"
+        lines.append(("delay", f"{shown}, from a window's last report"))
+    lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
+    if found.status not in ("", "played"):
+        lines.append(("tokens", f"{found.tokens:,} of {found.tokens_true:,}"))
+        if found.energy_j is not None:
+            lines.append(("energy", f"{found.energy_j:,.0f} J of {found.energy_true_j:,.0f} J"))
+        lines.append(("run", found.status))
+    return "\n".join(f"{name + ':':<13}{text}" for name, text in lines)
+
+
+def _keys(found: Findings) -> str:
+    return "with keys" if found.security == "curve" else "without keys"
+
+
+def _complain(line: str, status: int) -> int:
+    print(f"effllm simulate: {line}", file=sys.stderr)
+    return status

@@ -1,0 +1,238 @@
+"""Some of the ranks of ``effllm simulate``, in a process of their own: real sockets, real messages, no training."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from effllm import secret
+from effllm.curve import AgentKeys
+from effllm.descriptors import raise_limit
+from effllm.schema import Ack, Beat, ByeSeen, Refused, Reports, Welcome
+from effllm.simulation import SimulatedRank
+from effllm.transport import Link, Outbox, make_context
+
+BEAT_S = 5.0  # as agents do
+HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
+END_S = 30.0
+LOOK_EVERY = 64  # peers, between two looks at what rank 0 is told
+IDLE_S = 0.005
+MOST_ROWS = 100_000
+
+
+class Part(Struct, frozen=True):
+    """The ranks that one process plays, and how."""
+
+    first: int
+    count: int
+    world_size: int
+    endpoint: str
+    job: str
+    log_interval: int
+    interval_s: float
+    windows: int
+    spread_s: float  # over which the reports of one window come
+    input_descriptor: int  # a line with the moment at which the first window begins
+    output_descriptor: int  # lines of News
+    secret_file: str = ""  # empty: no keys
+    salt: str = ""
+
+
+class News(Struct, omit_defaults=True):
+    """A line that says how far the ranks are, in seconds of the host's monotonic clock."""
+
+    joined: int = 0
+    sent: int = 0  # reports so far
+    window: int = 0  # whose last report has been sent ...
+    at_s: float = 0.0  # ... at this moment
+    seen: int = 0  # window that rank 0 was told of
+    refused: str = ""
+    done: bool = False
+    tokens: int = 0
+    energy_j: float = 0.0
+    lost: int = 0
+    unconfirmed: int = 0
+
+
+class _Peer:
+    """One rank with its connection and what nobody has confirmed."""
+
+    def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
+        self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
+        self.link = Link(context, part.endpoint, keys)
+        self.outbox = Outbox(MOST_ROWS)
+        self.hello_s = 0.0
+        self.beat_s = 0.0
+        self.welcome = self.bye_sent = self.bye_seen = False
+        self.refused = ""
+        self.seen = 0  # iteration of the newest report
+
+    def take(self) -> None:
+        """Take what has arrived."""
+        for message in self.link.receive():
+            if isinstance(message, Ack):
+                self.outbox.acknowledged(message.sequence)
+                self.seen = message.iteration
+            elif isinstance(message, Welcome):
+                if not self.welcome:
+                    self.outbox.send_again()
+                self.welcome = True
+            elif isinstance(message, ByeSeen):
+                self.bye_seen = True
+            elif isinstance(message, Refused):
+                self.refused = message.reason
+
+    def introduce(self, now_s: float) -> None:
+        """Say who it is, where nobody has answered yet."""
+        if not self.welcome and now_s - self.hello_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
+            self.hello_s = now_s
+
+    def talk(self) -> int:
+        """Send what waits; return how many reports went out."""
+        count = 0
+        while rows := self.outbox.unsent():
+            if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
+                break
+            self.outbox.sent(len(rows))
+            count += len(rows)
+        return count
+
+    def beat(self, now_s: float, ordinal: int) -> None:
+        """Give a sign of life, as agents do."""
+        if now_s - self.beat_s >= BEAT_S:
+            self.beat_s = now_s
+            self.link.send(Beat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.lost))
+
+
+class Crowd:
+    """The ranks of one part, in one thread."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._context = make_context()
+        self._context.set(zmq.MAX_SOCKETS, part.count + 16)
+        keys = AgentKeys.of(secret.read(Path(part.secret_file)), part.salt) if part.secret_file else None
+        self._peers = [_Peer(part, part.first + i, self._context, keys) for i in range(part.count)]
+        self._unix_s = time.time() - time.monotonic()
+        self._sent = 0
+        self._seen = 0
+        self._encoder = msgspec.json.Encoder()
+
+    def run(self) -> None:
+        """Join, wait for the start, report every window, and leave."""
+        self._join()
+        began_s = self._start()
+        for peer in self._peers:
+            peer.beat_s = began_s + BEAT_S * (peer.rank.rank % 97) / 97 - BEAT_S
+        self._report(began_s)
+        self._leave()
+        self._context.destroy(linger=500)
+
+    def _tell(self, news: News) -> None:
+        os.write(self._part.output_descriptor, self._encoder.encode(news) + b"\n")
+
+    def _join(self) -> None:
+        for peer in self._peers:
+            peer.link.connect()
+        waiting = list(self._peers)
+        while waiting:
+            now_s = time.monotonic()
+            for peer in waiting:
+                peer.take()
+                if peer.refused:
+                    self._tell(News(refused=peer.refused))
+                    raise SystemExit(1)
+                peer.introduce(now_s)
+            before, waiting = len(waiting), [peer for peer in waiting if not peer.welcome]
+            if len(waiting) != before or not waiting:
+                self._tell(News(joined=self._part.count - len(waiting)))
+            time.sleep(0.02)
+            self._give_up_if_alone()
+
+    def _start(self) -> float:
+        while not select.select([self._part.input_descriptor], [], [], 1.0)[0]:
+            for peer in self._peers:
+                peer.take()
+                peer.beat(time.monotonic(), 0)
+        return float(os.read(self._part.input_descriptor, 100))
+
+    def _report(self, began_s: float) -> None:
+        part = self._part
+        lags_s = {peer.rank.rank: part.spread_s * peer.rank.rank / part.world_size for peer in self._peers}
+        for window in range(1, part.windows + 1):
+            start_s = began_s + (window - 1) * part.interval_s
+            for number, peer in enumerate(self._peers):
+                lag_s = lags_s[peer.rank.rank]
+                self._wait(start_s + part.interval_s + lag_s)
+                now_s = time.monotonic()
+                peer.take()
+                peer.outbox.add(peer.rank.next_row(start_s + lag_s, start_s + part.interval_s + lag_s, self._unix_s))
+                self._sent += peer.talk()
+                peer.beat(now_s, window * part.log_interval)
+                if number % LOOK_EVERY == 0:
+                    self._look()
+            self._tell(News(sent=self._sent, window=window, at_s=time.monotonic()))
+
+    def _wait(self, until_s: float) -> None:
+        while (rest_s := until_s - time.monotonic()) > 0:
+            self._look()
+            time.sleep(min(rest_s, IDLE_S))
+
+    def _look(self) -> None:
+        """Note when rank 0 is told of a window."""
+        first = self._peers[0]
+        if first.rank.rank != 0:
+            return
+        first.take()
+        if first.seen > self._seen:
+            self._seen = first.seen
+            self._tell(News(seen=self._seen // self._part.log_interval, at_s=time.monotonic()))
+
+    def _leave(self) -> None:
+        until_s = time.monotonic() + END_S
+        waiting = list(self._peers)
+        while waiting and time.monotonic() < until_s:
+            for peer in waiting:
+                peer.take()
+                self._sent += peer.talk()
+                if not peer.bye_sent and not peer.outbox.unsent():
+                    peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
+            self._look()
+            waiting = [peer for peer in waiting if not peer.bye_seen or len(peer.outbox)]
+            time.sleep(0.02)
+        ranks = [peer.rank for peer in self._peers]
+        done = News(
+            sent=self._sent,
+            done=True,
+            tokens=sum(rank.tokens for rank in ranks),
+            energy_j=sum(rank.energy_j for rank in ranks),
+            lost=sum(peer.outbox.lost for peer in self._peers),
+            unconfirmed=sum(len(peer.outbox) for peer in self._peers),
+        )
+        self._tell(done)
+
+    def _give_up_if_alone(self) -> None:
+        poll = select.poll()
+        poll.register(self._part.input_descriptor, 0)
+        if poll.poll(0):  # hung up: the command has ended
+            raise SystemExit(1)
+
+
+def lines(buffer: bytes) -> Iterator[News]:
+    """Yield the news in whole lines."""
+    decoder = msgspec.json.Decoder(News)
+    yield from map(decoder.decode, buffer.splitlines())
+
+
+def main(arguments: list[str]) -> None:
+    """Play the ranks that the JSON in ``arguments[0]`` describes."""
+    raise_limit()
+    Crowd(msgspec.json.decode(arguments[0], type=Part)).run()

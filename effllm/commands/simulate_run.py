@@ -1,0 +1,367 @@
+"""One simulation of ``effllm simulate``: processes that play ranks, the aggregator, and what is seen of it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from effllm import discovery, secret
+from effllm.commands.simulate_ranks import News, Part, lines
+from effllm.config import Config, secret_path
+from effllm.server import Orders
+from effllm.spawn import pidfd, spawn
+
+RANKS_OF_A_PROCESS = 2500
+JOIN_S = 120.0
+ENDS_S = 40.0
+SPREAD = {"burst": 0.02, "even": 0.9}  # share of the interval over which the reports of a window come
+
+
+class Simulation(Struct, frozen=True):
+    """What is asked for."""
+
+    ranks: int
+    interval_s: float = 1.0
+    minutes: float = 1.0
+    endpoint: str = ""
+    processes: int = 0
+    arrival: str = "burst"
+    run_dir: str = ""
+    quiet: bool = False
+    security: str = "curve"
+
+    @property
+    def windows(self) -> int:
+        """How many windows each rank reports."""
+        return max(round(60 * self.minutes / self.interval_s), 1)
+
+
+class Findings(Struct):
+    """What was seen."""
+
+    ranks: int
+    windows: int
+    interval_s: float
+    arrival: str
+    security: str = "none"
+    reports: int = 0
+    reports_per_s: float = 0.0
+    joined_s: float = 0.0
+    join_cpu_s: float | None = None  # of the aggregator, until all had joined
+    cpu_s: float | None = None  # of the aggregator, while windows came
+    cpu_ratio: float | None = None  # of one core
+    cpu_us_per_report: float | None = None
+    rss_bytes: int | None = None
+    rss_slope_bytes_per_s: float | None = None
+    descriptors: int | None = None
+    delays_s: list[float] = []  # from the last report of a window until rank 0 was told of it
+    windows_told: int = 0
+    tokens: int = 0
+    tokens_true: int = 0
+    energy_j: float | None = None
+    energy_true_j: float = 0.0
+    lost: int = 0
+    unconfirmed: int = 0
+    duplicates: int = 0
+    status: str = ""
+    trouble: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything that was reported was counted once."""
+        energy = self.energy_j is None or abs(self.energy_j - self.energy_true_j) <= 1e-9 * self.energy_true_j
+        return self.tokens == self.tokens_true and energy and not self.lost
+
+
+class _Part:
+    """A process that plays some of the ranks."""
+
+    def __init__(self, part: dict[str, Any]) -> None:
+        their_input, self._input = os.pipe()
+        self.output, their_output = os.pipe()
+        body = msgspec.json.encode(Part(input_descriptor=their_input, output_descriptor=their_output, **part))
+        self.process = spawn("effllm.commands.simulate_ranks", [body.decode()], [their_input, their_output])
+        os.close(their_input)
+        os.close(their_output)
+        self._rest = b""
+        self.joined = self.sent = 0
+        self.end: News | None = None
+
+    def start(self, at_s: float) -> None:
+        os.write(self._input, f"{at_s!r}\n".encode())
+
+    def news(self) -> list[News]:
+        """Return what it has to say; it must be readable."""
+        data = os.read(self.output, 2**16)
+        whole, _, self._rest = (self._rest + data).rpartition(b"\n")
+        items = list(lines(whole))
+        for one in items:
+            self.joined, self.sent = max(self.joined, one.joined), max(self.sent, one.sent)
+            if one.done:
+                self.end = one
+        if not data and self.end is None:
+            raise SimulationError("a process of simulated ranks ended early; its last words stand above")
+        return items
+
+    def close(self) -> None:
+        os.close(self._input)
+        os.close(self.output)
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait()
+
+
+class SimulationError(Exception):
+    """The simulation cannot go on; the message is one line."""
+
+
+class Aggregator(Protocol):
+    """What is measured: an aggregator, or what stands for one."""
+
+    endpoint: str
+
+    def cpu_s(self) -> float:
+        """Return the processor time that it has taken."""
+
+    def rss_bytes(self) -> int:
+        """Return the memory that it takes."""
+
+    def descriptors(self) -> int:
+        """Return how many files it holds open."""
+
+    def has_failed(self) -> bool:
+        """Whether it has ended, and not because its job was over."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of its run; empty where there is none."""
+
+    def close(self, is_waited_for: bool) -> None:
+        """Let it end, in its own time or at once."""
+
+
+class OwnAggregator:
+    """The aggregator's process, as rank 0's agent would start it."""
+
+    def __init__(self, config: Config, folder: str, output: int, job: str) -> None:
+        listener = discovery.listen("127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        self.folder = Path(folder)
+        own = pidfd(os.getpid())  # it does not outlive us
+        orders = Orders(
+            config=config.to_dict(),
+            job=job,
+            secured=config.security == "curve",
+            salt=job,
+            endpoint=self.endpoint,
+            folder=folder,
+            listen_descriptor=listener.fileno(),
+            stdout_descriptor=output,
+            trainer_descriptor=own,
+            facts={"launcher": "simulate"},
+        )
+        memory = os.memfd_create("effllm-orders", 0)
+        try:
+            os.write(memory, msgspec.json.encode(orders))
+            self.process = spawn("effllm.server", [str(memory)], [memory, listener.fileno(), output, own])
+        finally:
+            os.close(memory)
+            os.close(own)
+            listener.close()
+        self._about = psutil.Process(self.process.pid)
+
+    def cpu_s(self) -> float:
+        """Return the processor time that it has taken."""
+        times = self._about.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self) -> int:
+        """Return the memory that it takes."""
+        return int(self._about.memory_info().rss)
+
+    def descriptors(self) -> int:
+        """Return how many files it holds open."""
+        return int(self._about.num_fds())
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of its run; empty where there is none."""
+        try:
+            body: dict[str, Any] = msgspec.json.decode((self.folder / "summary.json").read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return {}
+        return body
+
+    def has_failed(self) -> bool:
+        """Whether it has ended, and not because its job was over."""
+        return bool(self.process.poll())
+
+    def close(self, is_waited_for: bool) -> None:
+        """Let it end, in its own time or at once."""
+        try:
+            self.process.wait(ENDS_S if is_waited_for else 0.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Run:
+    """One simulation, from the first connection to the summary."""
+
+    def __init__(self, simulation: Simulation, config: Config, aggregator: Aggregator | None = None) -> None:
+        self._asked = simulation
+        self._config = replace(config, security=simulation.security)
+        self.found = Findings(simulation.ranks, simulation.windows, simulation.interval_s, simulation.arrival)
+        self.found.security = simulation.security
+        self._job, self._salt = secrets.token_hex(8), ""
+        self._parts: list[_Part] = []
+        self._aggregator = aggregator
+        self._poll = select.poll()
+        self._last_s: dict[int, float] = {}  # when the last report of a window was sent
+        self._seen_s: dict[int, float] = {}
+        self._memory: list[tuple[float, int]] = []
+
+    def measure(self) -> Findings:
+        """Run it.
+
+        Raises:
+            SimulationError: it could not be run.
+        """
+        with tempfile.TemporaryDirectory(prefix="effllm-simulate-") as scratch:
+            output = os.open(os.devnull, os.O_WRONLY)
+            try:
+                if not self._asked.endpoint:
+                    self._make_aggregator(Path(scratch), output)
+                self._play()
+            finally:
+                for part in self._parts:
+                    part.close()
+                if self._aggregator:
+                    self._aggregator.close(is_waited_for=bool(self.found.status))
+                    self._compare(self._aggregator.summary())
+                os.close(output)
+        return self.found
+
+    def _make_aggregator(self, scratch: Path, output: int) -> None:
+        if self._config.security == "curve":
+            self._config = replace(self._config, secret_file=str(scratch / "secret"))
+            secret.create(scratch / "secret")
+        if self._aggregator is None:
+            self._salt = self._job
+            folder = self._asked.run_dir or str(scratch / "run")
+            self._aggregator = OwnAggregator(self._config, folder, output, self._job)
+
+    def _play(self) -> None:
+        asked, endpoint = self._asked, self._asked.endpoint
+        if self._aggregator:
+            endpoint = self._aggregator.endpoint
+        processes = asked.processes or -(-asked.ranks // RANKS_OF_A_PROCESS)
+        began_s = time.monotonic()
+        for i in range(processes):
+            first, end = asked.ranks * i // processes, asked.ranks * (i + 1) // processes
+            part = _Part({
+                "first": first, "count": end - first, "world_size": asked.ranks, "endpoint": endpoint, "job": self._job,
+                "log_interval": self._config.log_interval, "interval_s": asked.interval_s, "windows": asked.windows,
+                "secret_file": str(secret_path(self._config)) if self._config.security == "curve" else "",
+                "salt": self._salt, "spread_s": SPREAD[asked.arrival] * asked.interval_s,
+            })  # fmt: skip
+            self._parts.append(part)
+            self._poll.register(part.output, select.POLLIN)
+        self._until(lambda: sum(part.joined for part in self._parts) == asked.ranks, JOIN_S, "joined")
+        self.found.joined_s = time.monotonic() - began_s
+        if self._aggregator:
+            self.found.join_cpu_s = self._aggregator.cpu_s()
+        start_s = time.monotonic() + 1.0
+        for part in self._parts:
+            part.start(start_s)
+        self._listen(1.0)
+        cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
+        self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
+        spent_s = time.monotonic() - start_s
+        self.found.reports = asked.ranks * asked.windows
+        self.found.reports_per_s = self.found.reports / spent_s
+        if self._aggregator:
+            self.found.cpu_s = self._aggregator.cpu_s() - cpu_s
+            self.found.cpu_ratio = self.found.cpu_s / spent_s
+            self.found.cpu_us_per_report = 1e6 * self.found.cpu_s / self.found.reports
+            self.found.descriptors = self._aggregator.descriptors()
+            self.found.rss_bytes = max(rss for _, rss in self._memory)
+            self.found.rss_slope_bytes_per_s = _slope(self._memory)
+        self._until(lambda: all(part.end for part in self._parts), ENDS_S, "left")
+        ends = [part.end for part in self._parts if part.end]
+        self.found.tokens_true = sum(end.tokens for end in ends)
+        self.found.energy_true_j = sum(end.energy_j for end in ends)
+        self.found.lost = sum(end.lost for end in ends)
+        self.found.unconfirmed = sum(end.unconfirmed for end in ends)
+        self.found.status = "played"
+        told = [window for window in self._last_s if window in self._seen_s]
+        self.found.windows_told = len(told)
+        self.found.delays_s = [max(self._seen_s[window] - self._last_s[window], 0.0) for window in sorted(told)]
+
+    def _has_reported(self) -> bool:
+        return len(self._last_s) == self._asked.windows and all(
+            part.sent >= self._asked.windows * self._asked.ranks // len(self._parts) - 1 for part in self._parts
+        )
+
+    def _until(self, reached: Any, timeout_s: float, word: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not reached():
+            self._listen(0.5)
+            if time.monotonic() > deadline_s:
+                raise SimulationError(f"not all ranks have {word} after {timeout_s:.0f} s")
+
+    def _listen(self, seconds: float) -> None:
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            part = next(part for part in self._parts if part.output == descriptor)
+            if part.end is not None:
+                self._poll.unregister(descriptor)
+                continue
+            for one in part.news():
+                self._note(one)
+        if self._aggregator:
+            if self._aggregator.has_failed():
+                raise SimulationError("the aggregator ended early; its last words stand above")
+            is_due = not self._memory or time.monotonic() - self._memory[-1][0] >= 0.5
+            if self._last_s and is_due and not self.found.reports:
+                self._memory.append((time.monotonic(), self._aggregator.rss_bytes()))
+
+    def _note(self, one: News) -> None:
+        if one.refused:
+            raise SimulationError(f"the aggregator refuses the ranks: {one.refused}")
+        if one.seen:
+            for window in range(max(self._seen_s, default=0) + 1, one.seen + 1):
+                self._seen_s[window] = one.at_s
+        elif one.window:
+            self._last_s[one.window] = max(self._last_s.get(one.window, 0.0), one.at_s)
+            if not self._asked.quiet:
+                self._show()
+
+    def _show(self) -> None:
+        if sys.stderr.isatty():
+            sent = sum(part.sent for part in self._parts)
+            print(f"\r{sent:,} of {self._asked.ranks * self._asked.windows:,} reports", end="", file=sys.stderr)
+
+    def _compare(self, summary: dict[str, Any]) -> None:
+        self.found.tokens = summary.get("tokens", 0)
+        self.found.energy_j = summary.get("energy", {}).get("measured_joules")
+        self.found.duplicates = summary.get("events", {}).get("duplicate", 0)
+        self.found.status = summary.get("status", "")
+
+
+def _slope(points: list[tuple[float, int]]) -> float | None:
+    """Return bytes per second, by least squares over the second half: the first fills what is kept."""
+    points = points[len(points) // 2 :]
+    if len(points) < 3 or points[0][0] == points[-1][0]:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope

@@ -1,0 +1,106 @@
+"""What the agents of a job would report, without a job: windows of known length on simulated GPUs; pure.
+
+The truth is known beforehand: what a rank counts here must be found again, to the last token, in the summary.
+"""
+
+from __future__ import annotations
+
+from effllm import __version__
+from effllm.devices import Site
+from effllm.devices.simulated import open_device
+from effllm.schema import Bye, DeviceWindow, Gauge, Hello, Integrals, Parameters, RankReport
+
+RANKS_PER_NODE = 8
+PARAMETERS = 7_000_000_000
+TOKENS = 4096  # of one rank in one iteration, and as many more as its rank, so that a lost row shows
+BUSY = 0.95  # share of an iteration
+CLOCK_HZ, TEMPERATURE_C, LIMIT_W = 1.7e9, 61.0, 700.0
+
+
+class SimulatedRank:
+    """One rank of a job: its introduction, its windows, its farewell, and the sums of what it said.
+
+    Args:
+        rank: its number.
+        world_size: how many there are.
+        job: id of the job.
+        agent: id of its agent.
+        log_interval: iterations of a window.
+    """
+
+    def __init__(self, rank: int, world_size: int, job: str, agent: str, log_interval: int) -> None:
+        self.rank = rank
+        self._world_size = world_size
+        self._job, self.agent = job, agent
+        self._log_interval = log_interval
+        self._host = f"node{rank // RANKS_PER_NODE:05d}"
+        reader = open_device(Site(local_rank=rank % RANKS_PER_NODE, host=self._host))
+        self._device, self._wave = reader.device, reader.waveform
+        self._window = 0
+        self.tokens = 0
+        self.energy_j = 0.0
+
+    def hello(self) -> Hello:
+        """Return the introduction."""
+        return Hello(
+            job=self._job,
+            agent=self.agent,
+            rank=self.rank,
+            local_rank=self.rank % RANKS_PER_NODE,
+            world_size=self._world_size,
+            host=self._host,
+            role="trainer",
+            devices=(self._device,),
+            parameters=Parameters(total=PARAMETERS),
+            log_interval=self._log_interval,
+            version=__version__,
+        )
+
+    def next_row(self, start_s: float, end_s: float, unix_minus_monotonic_s: float) -> RankReport:
+        """Return the next window, which lies between two moments of the monotonic clock."""
+        self._window += 1
+        span_s, wave = end_s - start_s, self._wave
+        last = self._window * self._log_interval
+        tokens = self._log_interval * (TOKENS + self.rank)
+        energy_j = wave.energy_j(start_s, end_s)
+        self.tokens += tokens
+        self.energy_j += energy_j
+        memory, utilization = wave.memory_byte_seconds(start_s, end_s), wave.utilization_seconds(start_s, end_s)
+        power_w = energy_j / span_s
+        device = DeviceWindow(
+            self._device.key,
+            Integrals(energy_j, span_s, memory, span_s, utilization, span_s),
+            memory_peak_bytes=memory / span_s,
+            power_peak_w=power_w,
+            energy_method="counter",
+            gauges={
+                "sm_clock_hz": Gauge(CLOCK_HZ * span_s, span_s, CLOCK_HZ, CLOCK_HZ),
+                "temperature_c": Gauge(TEMPERATURE_C * span_s, span_s, TEMPERATURE_C, TEMPERATURE_C),
+                "power_limit_w": Gauge(LIMIT_W * span_s, span_s, LIMIT_W, LIMIT_W),
+            },
+            power_histogram_s={int(power_w / 10): span_s},
+        )
+        return RankReport(
+            agent=self.agent,
+            sequence=self._window,
+            rank=self.rank,
+            window=self._window,
+            iteration_first=last - self._log_interval + 1,
+            iteration_last=last,
+            iteration_shown=last,
+            start_time_s=start_s + unix_minus_monotonic_s,
+            end_time_s=end_s + unix_minus_monotonic_s,
+            wall_s=span_s,
+            busy_s=BUSY * span_s,
+            wait_s=span_s - BUSY * span_s,
+            phases_s={},
+            tokens=tokens,
+            tokens_processed=tokens,
+            tokens_loss=0,
+            samples=self._log_interval,
+            devices=(device,),
+        )
+
+    def bye(self, lost: int) -> Bye:
+        """Return the farewell."""
+        return Bye(self.agent, self.rank, "completed", self._window * self._log_interval, lost)

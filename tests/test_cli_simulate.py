@@ -1,0 +1,106 @@
+"""effllm simulate: as many agents' worth of messages as a job would send."""
+
+import json
+import resource
+
+import pytest
+
+from effllm import descriptors
+from effllm.simulation import TOKENS, SimulatedRank
+
+
+def test_what_a_simulated_rank_reports_is_what_it_counts():
+    rank = SimulatedRank(3, 8, "job", "agent", log_interval=10)
+
+    rows = [rank.next_row(100.0 + window, 101.0 + window, 0.0) for window in range(5)]
+
+    assert rank.tokens == sum(row.tokens for row in rows) == 5 * 10 * (TOKENS + 3)
+    assert rank.energy_j == pytest.approx(sum(row.devices[0].wall.energy_j for row in rows))
+    assert [(row.sequence, row.window, row.iteration_last) for row in rows][-1] == (5, 5, 50)
+    assert all(row.wall_s == pytest.approx(row.busy_s + row.wait_s) for row in rows)
+
+
+def test_ranks_share_nodes_by_eight_and_no_gpu():
+    ranks = [SimulatedRank(number, 20, "job", "agent", 10).hello() for number in range(20)]
+
+    assert [ranks[number].host for number in (0, 7, 8, 19)] == ["node00000", "node00000", "node00001", "node00002"]
+    assert len({hello.devices[0].key for hello in ranks}) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "4", "--arrival", "later"], "--arrival"),
+        (["--ranks", "4", "--security", "some"], "--security"),
+        (["--ranks", "4", "--interval", "0"], "--interval"),
+        (["--ranks", "4", "--endpoint", "127.0.0.1:9", "--run-dir", "x"], "--run-dir"),
+        ([], "--ranks"),
+    ],
+)
+def test_wrong_use_is_told_by_its_option(cli, arguments, named):
+    done = cli.run("simulate", *arguments)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert named in done.stderr
+
+
+def test_a_run_folder_that_is_there_is_not_written_to(cli):
+    folder = cli.folder / "mine"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+
+    done = cli.run("simulate", "--ranks", "4", "--run-dir", str(folder))
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"effllm simulate: --run-dir {folder} holds a run already")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("security", "arrival"), [("curve", "burst"), ("none", "even")])
+def test_two_hundred_ranks_are_counted_to_the_last_token(cli, security, arrival):
+    options = ["--minutes", "0.1", "--processes", "2", "--security", security, "--arrival", arrival, "--json"]
+    done = cli.run("simulate", "--ranks", "200", *options)
+
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (found["status"], found["reports"], found["windows"]) == ("completed", 200 * 6, 6)
+    assert found["tokens"] == found["tokens_true"] == sum(6 * 10 * (TOKENS + rank) for rank in range(200))
+    assert found["energy_j"] == pytest.approx(found["energy_true_j"], rel=1e-9)
+    assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
+    assert found["descriptors"] > 200
+    assert len(found["delays_s"]) == 6
+
+
+# --- descriptors --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limits of a process that may not raise the hard one."""
+    state = [1024, 4096]
+
+    def set_limit(_, wanted):
+        if wanted[1] > state[1]:
+            raise ValueError("not allowed to raise maximum limit")
+        state[:] = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(state))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    return state
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one(limits):
+    assert descriptors.raise_limit(4000) == ""
+    assert limits == [4096, 4096]
+
+
+def test_a_hard_limit_that_is_too_low_is_told_with_the_number_needed_and_how_to_get_it(limits):
+    least = descriptors.needed(10_000)
+
+    assert least == 12_256
+    line = descriptors.raise_limit(least)
+    assert line.startswith("12256 open files are needed and 4096 are allowed: ")
+    assert "ulimit -Hn 12256" in line
+    assert "LimitNOFILE=12256" in line
+    assert "\n" not in line
