@@ -1,0 +1,87 @@
+"""Who writes to a run folder: aggregators that are started by hand, and jobs that share a node or a name."""
+
+import os
+import re
+import signal
+
+import jobs
+import pytest
+from after_fault import assert_whole
+from cli_process import read_until
+
+pytestmark = pytest.mark.faults
+
+LOOP = "loop.py"
+
+
+def serve(cli, bind):
+    process = cli.start(
+        "serve", "--bind", bind, "--run-dir", "runs", "--run-name", "one", EFFICIENTLLM_SINKS="runfolder"
+    )
+    line = read_until(process, "EFFICIENTLLM_ENDPOINT=")[-1]
+    return process, line.strip().removeprefix("export EFFICIENTLLM_ENDPOINT=")
+
+
+@pytest.mark.fault("aggregator-by-hand")
+def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, launch):
+    process, endpoint = serve(cli, "127.0.0.1:0")
+    ledger = jobs.Ledger(cli.folder / "runs" / "one")
+    job = launch.python(LOOP, "--iterations", 500, endpoint=endpoint)
+    jobs.until(lambda: ledger.num_windows >= 5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=10)
+
+    process, again = serve(cli, re.sub("tcp://", "", endpoint))
+
+    assert again == endpoint
+    job.done()
+    process.communicate(timeout=20)
+    summary = assert_whole(ledger, {0: 500})
+    assert (process.returncode, summary.attempts, summary.coverage.reports_lost) == (0, 1, 0)
+    assert sum(summary.goodput.seconds.values()) == pytest.approx(summary.goodput.elapsed_s, rel=1e-6)
+    assert summary.goodput.seconds["restart_gap"] == 0.0
+    assert not (ledger.folder / "lock").exists()
+
+
+@pytest.mark.fault("two-jobs")
+def test_two_jobs_on_a_node_have_a_folder_each_and_see_nothing_of_each_other(launch):
+    one = launch.python(LOOP, "--iterations", 200, "--tokens", 7, run_name="one")
+    two = launch.python(LOOP, "--iterations", 300, "--tokens", 11, run_name="two")
+    one.done()
+    two.done()
+
+    assert [folder.name for folder in one.runs()] == ["one", "two"]
+    assert_whole(jobs.Ledger(one.runs()[0]), {0: 200}, tokens=7)
+    assert_whole(jobs.Ledger(one.runs()[1]), {0: 300}, tokens=11)
+
+
+@pytest.mark.fault("two-jobs")
+@pytest.mark.parametrize("job_id", ["", "4711"], ids=["without an id", "of one allocation"])
+def test_of_two_living_jobs_of_one_name_the_second_has_a_folder_beside_and_says_so(launch, job_id):
+    environ = {"SLURM_JOB_ID": job_id} if job_id else {}
+    one = launch.python(LOOP, "--iterations", 1050, "--tokens", 7, run_name="same", environ=environ)
+    jobs.until(lambda: one.num_windows)
+    two = launch.python(LOOP, "--iterations", 750, "--tokens", 11, run_name="same", environ=environ)
+    two.done()
+    one.done()
+
+    assert [folder.name for folder in one.runs()] == ["same", "same-2"]
+    assert_whole(jobs.Ledger(one.runs()[0]), {0: 1050}, tokens=7)
+    assert_whole(jobs.Ledger(one.runs()[1]), {0: 750}, tokens=11)
+    (line,) = [line for line in two.stdout.splitlines() if "another run is writing to" in line]
+    assert "same-2" in line and "EFFICIENTLLM_RUN_NAME" in line
+
+
+@pytest.mark.fault("everything-killed")
+def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(launch):
+    one = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill", run_name="same").wait()
+    two = launch.python(LOOP, "--iterations", 30, run_name="same").done()
+    assert not one.left(within_s=8.0)
+    summary = two.ledger.summary
+
+    assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 57 + 30)
+    # It began at 1 again and says so, by the numbers that it logs.
+    assert summary.goodput.redone_iterations == 57
+    assert summary.goodput.attempts[1].gap_before_s > 0.0
+    assert summary.overhead.agents_cpu_s > 0.0
+    assert summary.overhead.sent_bytes <= summary.overhead.received_bytes * 1.1
