@@ -39,7 +39,6 @@ class Stalls:
     def __init__(self, config: Config, roster: Roster, ledger: Ledger, tell: Tell) -> None:
         self._hang = Hang(config.stall_seconds)
         self._roster, self._ledger, self._tell = roster, ledger, tell
-        self._interval = config.log_interval
         self._shown_minus_ordinal: int | None = None
         self._asked: dict[int, float] = {}  # ranks whose stack is on its way, and until when it is waited for
         self._tops: dict[int, str] = {}  # where those that have come stand
@@ -124,13 +123,6 @@ class Stalls:
         """Whether standing is how the job ends, if it ends now: nobody had failed before."""
         return self._hang.since_s is not None and not self._failed_before
 
-    @property
-    def window(self) -> int:
-        """Number of the window that is under way, on the rank that is furthest behind."""
-        behind = min((stand.completed for stand in self._hang.ranks.values()), default=0)
-        offset = next((hello.offset for hello in self._roster.hellos.values()), 0)
-        return -(-(behind + 1 + offset) // self._interval)
-
     # --- what is said ---
 
     @property
@@ -166,7 +158,7 @@ class Stalls:
         said: dict[str, list[int]] = {}
         for rank, top in self._tops.items():
             said.setdefault(top or "unknown", []).append(rank)
-        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)} in {top}" for top, ranks in said.items()]
+        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in said.items()]
         self._tell("stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}", time_s, None)
 
     def _where(self, rank: int) -> str:

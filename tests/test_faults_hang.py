@@ -89,8 +89,8 @@ def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_save
     assert "    stand (lockstep.py:" in stacks["rank-1-iteration-40.txt"]
     assert all((ledger.folder / "stacks" / name).stat().st_mode & 0o777 == 0o600 for name in stacks)
     (told,) = ledger.told("stack")
-    assert "rank 0 in all_reduce (lockstep.py:" in told
-    assert "rank 1 in stand (lockstep.py:" in told
+    assert "rank 0: all_reduce (lockstep.py:" in told
+    assert "rank 1: stand (lockstep.py:" in told
     assert_whole(ledger, dict.fromkeys(range(2), 60))
     assert_readable(ledger.folder)
 

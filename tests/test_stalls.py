@@ -1,0 +1,213 @@
+"""What the aggregator does about a job that stands: it says so, asks for stacks, counts the time."""
+
+import pytest
+from builders import gpu, hello, row
+
+from effllm.aggregator import Aggregator
+from effllm.config import Config
+from effllm.schema import Beat, Bye, Reports, Stack
+
+UNIX_S = 1_700_000_000.0
+STEP, BETWEEN = "in an iteration", "between iterations"
+
+
+class Job:
+    """An aggregator and the beats of its ranks; ten iterations have ended by 100 s."""
+
+    def __init__(self, ranks: int = 4, **changes) -> None:
+        self.aggregator = Aggregator(Config(), "job", 1, UNIX_S)
+        for rank in range(ranks):
+            self.aggregator.hello(hello(rank, ranks, devices=(gpu(f"GPU-{rank}"),), **changes), 0.0, UNIX_S)
+        self.beat(dict.fromkeys(range(ranks), (0, "startup")), 0.0, 0.0)
+        for rank in range(ranks):
+            told = row(rank, 1, iteration_shown=1010, agent=f"agent-{rank}", devices=())
+            self.aggregator.reports(Reports((told,)), 100.0, UNIX_S + 100)
+        self.events()
+
+    def beat(self, stand, since_s: float, now_s: float, **changes) -> None:
+        for rank, (ordinal, state) in stand.items():
+            beat = Beat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
+            self.aggregator.beat(beat, now_s, UNIX_S + now_s)
+
+    def stand(self, stand, since_s: float = 100.0, until_s: float = 141.0, from_s=None, **changes) -> None:
+        now_s = since_s if from_s is None else from_s
+        while now_s <= until_s:
+            if now_s % 5 == 0:
+                self.beat(stand, since_s, now_s, **changes)
+            self.tick(now_s)
+            now_s += 0.5
+
+    def tick(self, now_s: float) -> None:
+        self.aggregator.tick(now_s, UNIX_S + now_s)
+
+    def stack(self, rank: int, now_s: float = 142.0, **changes) -> None:
+        given = {"ordinal": 11, "text": f"the stack of rank {rank}\n", "top": "all_reduce (dist.py:88)", **changes}
+        self.aggregator.stack(Stack(f"agent-{rank}", rank, **given), now_s, UNIX_S + now_s)
+
+    def events(self) -> list[tuple[str, str]]:
+        told = [(event.kind, event.text) for event in self.aggregator.take_events()]
+        return [event for event in told if event[0] not in ("joined", "not_measured", "mfu")]
+
+    def summary(self, ended: bool = True):
+        return self.aggregator.summary(UNIX_S + 200, ended)
+
+
+BEHIND = {0: (11, STEP), 1: (11, STEP), 2: (10, BETWEEN), 3: (11, STEP)}
+
+
+def test_the_event_has_the_numbers_that_people_know_and_where_a_rank_is():
+    job = Job()
+    job.stand(BEHIND, utilization=1.0, power_w=210.4)
+
+    ((kind, text),) = job.events()
+    assert kind == "stalled"
+    assert text.startswith("stalled: rank 2 (node node0, GPU-2) at iteration 1010 (after it) for 3")
+    assert text.endswith("utilization 100 %, 210 W; 3 others at 1011")
+
+
+def test_the_stacks_of_those_behind_and_of_one_other_are_asked_for_once():
+    job = Job()
+    job.stand(BEHIND, until_s=500.0)
+    asked = job.aggregator.take_asked()
+
+    assert sorted(asked) == [0, 2]
+    assert [kind for kind, _ in job.events()] == ["stalled", "stack", "stalled"]  # and again after five minutes
+    assert job.aggregator.take_asked() == []
+
+
+def test_at_most_nine_agents_are_asked():
+    job = Job(ranks=40)
+    job.stand({rank: (10, BETWEEN) if rank < 30 else (11, STEP) for rank in range(40)})
+
+    assert sorted(job.aggregator.take_asked()) == [*range(8), 30]
+
+
+def test_stacks_become_files_and_one_event_when_all_have_come():
+    job = Job()
+    job.stand(BEHIND)
+    job.events()
+    job.stack(2, top="load (data.py:7)", ordinal=10)
+    assert job.events() == []
+    job.stack(0)
+
+    assert [(file.name, file.text) for file in job.aggregator.take_stacks()] == [
+        ("rank-2-iteration-1010.txt", "the stack of rank 2\n"),
+        ("rank-0-iteration-1011.txt", "the stack of rank 0\n"),
+    ]
+    assert job.events() == [
+        (
+            "stack",
+            "stacks are in stacks/ of the run folder: rank 2: load (data.py:7); rank 0: all_reduce (dist.py:88)",
+        )
+    ]
+    assert job.aggregator.take_stacks() == []
+
+
+def test_a_stack_that_does_not_come_is_not_waited_for():
+    job = Job()
+    job.stand(BEHIND)
+    job.stack(2)
+    job.events()
+    job.stand(BEHIND, from_s=145.0, until_s=175.0)
+
+    ((_, text),) = job.events()
+    assert text.endswith("rank 2: all_reduce (dist.py:88); rank 0: its agent has not answered")
+
+
+@pytest.mark.parametrize("who", [1, 3, 7])
+def test_a_stack_that_nobody_has_asked_for_is_garbage(who):
+    job = Job()
+    job.stand(BEHIND)
+    before = job.aggregator.garbage
+    job.stack(who)
+
+    assert job.aggregator.garbage == before + 1
+    assert job.aggregator.take_stacks() == []
+
+
+def test_a_stack_is_taken_once():
+    job = Job()
+    job.stand(BEHIND)
+    job.stack(2)
+    job.stack(2)
+
+    assert len(job.aggregator.take_stacks()) == 1
+    assert job.aggregator.garbage == 1
+
+
+def test_the_time_is_in_the_summary_while_it_stands_and_after_it():
+    job = Job()
+    job.stand(BEHIND)
+    assert job.summary(ended=False).status == "stalled"
+    assert not job.summary(ended=False).is_over
+    assert 40.5 <= job.summary(ended=False).metrics["health/stalled_s"].value <= 41.0
+    job.beat(dict.fromkeys(range(4), (12, STEP)), 150.0, 151.0)
+    job.tick(151.5)
+
+    assert [kind for kind, _ in job.events()] == ["stalled", "resumed"]
+    assert job.summary(ended=False).status == "running"
+    assert job.summary(ended=False).metrics["health/stalled_s"].value == pytest.approx(50.0)
+
+
+def test_two_stalls_add_up_and_each_asks_for_stacks():
+    job = Job()
+    job.stand(BEHIND)
+    first = job.aggregator.take_asked()
+    job.beat(dict.fromkeys(range(4), (12, STEP)), 150.0, 150.0)
+    job.tick(150.5)
+    job.stand(dict.fromkeys(range(4), (12, STEP)), since_s=150.0, until_s=190.0)
+    second = job.aggregator.take_asked()
+    job.beat(dict.fromkeys(range(4), (13, STEP)), 195.0, 195.0)
+    job.tick(195.5)
+
+    assert (sorted(first), sorted(second)) == ([0, 2], [0, 1, 2, 3])
+    assert job.summary(ended=False).metrics["health/stalled_s"].value == pytest.approx(50 + 45)
+
+
+def bye(job: Job, rank: int, status: str, now_s: float) -> None:
+    job.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), now_s, UNIX_S + now_s)
+
+
+def test_a_job_that_is_killed_while_it_stands_has_stalled():
+    job = Job()
+    job.stand(BEHIND)
+    for rank in range(4):
+        bye(job, rank, "killed", 150.0)
+
+    assert job.summary().status == "stalled"
+
+
+def test_a_job_that_fails_because_it_stood_has_stalled_and_one_that_stands_because_a_rank_had_failed_has_failed():
+    job = Job()
+    job.stand(BEHIND)
+    for rank in range(4):
+        bye(job, rank, "failed", 150.0)  # the time-out of its collectives
+    assert job.summary().status == "stalled"
+
+    job = Job()
+    bye(job, 3, "failed", 100.0)
+    job.stand({rank: place for rank, place in BEHIND.items() if rank != 3})
+    (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
+    assert stalled.endswith("; 2 others at 1011; gone: rank 3 (failed)")
+    for rank in range(3):
+        bye(job, rank, "killed", 150.0)
+    assert job.summary().status == "failed"
+
+
+def test_a_job_that_completes_after_all_has_not_stalled():
+    job = Job()
+    job.stand(BEHIND)
+    for rank in range(4):
+        bye(job, rank, "completed", 150.0)
+
+    assert job.summary().status == "completed"
+
+
+def test_an_agent_that_has_died_is_said_to_be_silent_and_its_rank_is_not_said_to_stand():
+    job = Job()
+    job.stand({rank: place for rank, place in BEHIND.items() if rank != 2}, until_s=150.0)
+
+    (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
+    assert stalled.startswith("stalled: all 3 ranks at iteration 1011 for 3")
+    assert "; rank 2 (node node0, GPU-2): its agent has said nothing for " in stalled
+    assert 2 not in job.aggregator.take_asked()
