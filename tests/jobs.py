@@ -365,6 +365,7 @@ class Aggregator:
                 folder=str(run_folder),
                 listen_descriptor=listener.fileno(),
                 stdout_descriptor=out.fileno(),
+                secured=config.security == "curve",
             )
             with memory_file(msgspec.json.encode(orders)) as file, pytest.MonkeyPatch.context() as patch:
                 patch.setenv(*job.token.split("="))

@@ -10,6 +10,7 @@ from effllm.transport import FrameError, decode_from_agent
 CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(target)]
 
 
+@pytest.mark.fault("hostile-frames")
 @pytest.mark.parametrize(("target", "path"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_bytes_of_the_corpus_do_no_harm(target, path):
     fuzz.TARGETS[target](path.read_bytes())

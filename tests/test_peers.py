@@ -258,6 +258,7 @@ def introduction(rank, world_size=2):
 
 
 @pytest.mark.faults
+@pytest.mark.fault("strangers")
 def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(launch, voice):
     aggregator = launch.aggregator()
     zero, one = voice(aggregator.port), voice(aggregator.port)
@@ -283,6 +284,7 @@ def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(
 
 
 @pytest.mark.faults
+@pytest.mark.fault("hostile-frames")
 def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_missing(launch, voice):
     aggregator = launch.aggregator(history_size=16, log_interval=10)
     agent = voice(aggregator.port)

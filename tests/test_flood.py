@@ -1,0 +1,90 @@
+"""Ten thousand strangers at an aggregator's port: no window waits for them, and nobody but them is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jobs
+import msgspec
+import pytest
+
+from effllm.curve import ServerKeys
+from effllm.schema import ClusterReport
+from effllm.secret import create
+
+pytestmark = [pytest.mark.faults, pytest.mark.fault("strangers")]
+
+FLOOD = Path(__file__).with_name("flood.py")
+STRANGERS = 10_000  # at once: one end of each takes a descriptor of the aggregator's 20,000 here
+ITERATIONS = 1200  # of ten milliseconds and a little
+KEYS = 500  # their handshakes are the only ones that cost the aggregator arithmetic
+
+
+class Windows:
+    """The windows of a run as they are written, and how long after their end."""
+
+    def __init__(self, ledger):
+        self._path = ledger.folder / "windows-0001.jsonl"
+        self._read = 0
+        self.delays_s = []
+
+    def look(self):
+        """Take the lines that are new."""
+        text = self._path.read_bytes()[self._read :] if self._path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            report = msgspec.json.decode(line, type=ClusterReport)
+            self.delays_s.append(time.time() - report.time_s)
+
+    def watch(self, seconds):
+        """Look for so long; return the delays of the windows in it."""
+        self.look()
+        before = len(self.delays_s)
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            self.look()
+            time.sleep(0.01)
+        return self.delays_s[before:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("silent", STRANGERS),
+        ("null", STRANGERS),
+        ("key", KEYS),
+        pytest.param("garbage", STRANGERS, marks=pytest.mark.long),
+    ],
+)
+def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(launch, tmp_path, kind, count, record_property):
+    secret = create(tmp_path / "secret")
+    secured = {"security": "curve", "secret_file": tmp_path / "secret"}
+    aggregator = launch.aggregator(**secured)
+    ranks = launch.ranks(aggregator, 2, "loop.py", "--iterations", ITERATIONS, **secured)
+    windows = Windows(aggregator.ledger)
+    jobs.until(lambda: windows.look() or len(windows.delays_s) >= 5)
+    quiet = windows.watch(2.0)
+
+    server_key = ServerKeys.of(secret, "").own.public.decode()
+    command = [sys.executable, str(FLOOD), kind, str(aggregator.port), str(count), "5", server_key]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
+        under_way = windows.watch(5.0)
+        told = json.loads(flood.stdout.read())
+    for rank in ranks:
+        rank.done()
+    assert not aggregator.job.left(within_s=10.0)
+    summary = aggregator.ledger.summary
+
+    record_property("quiet_s", max(quiet))
+    record_property("flooded_s", max(under_way))
+    print(f"{kind}: {told}, quiet {max(quiet):.2f} s, flooded {max(under_way):.2f} s, {summary.events}")
+    assert told["began"] >= count
+    assert len(under_way) >= 10
+    assert max(under_way) < max(quiet) + 1.0
+    assert (summary.status, summary.tokens) == ("completed", 2 * ITERATIONS * 100)
+    assert summary.coverage.reports_lost == summary.coverage.reports_late == 0
