@@ -126,7 +126,8 @@ class Aggregator:
             if row.sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
-            rank.last_sequence = row.sequence
+            rank.take(row.sequence)
+            self._lose(row.rank, rank, rank.gaps, time_s)
             rank.last_window = max(rank.last_window, row.window)
             rank.iteration = row.iteration_last
             self._stalls.row(row, now_s)
@@ -202,11 +203,11 @@ class Aggregator:
     def is_too_late(self, message: Hello) -> bool:
         """Whether who introduces itself when rank 0's trainer has ended is rather an agent of the next attempt.
 
-        It may be a late one of ours where that trainer came to a good end.
+        It may be a late one of ours where that trainer came to a good end, or was over before rank 0's agent came.
         """
         first = self._ledger.ranks.get(0)
         is_known = self._roster.rank_of(message.rank, message.agent) is not None
-        return not is_known and (first is None or first.bye != "completed")
+        return not is_known and first is not None and first.bye != "completed"
 
     def tick(self, now_s: float, time_s: float, heard_until_s: float | None = None) -> None:
         """Let time pass: name ranks that fell silent, close windows whose deadline has passed.
@@ -486,7 +487,8 @@ class Aggregator:
 
     def _lose(self, number: int, rank: RankState, lost: int, time_s: float) -> None:
         if lost > rank.lost:
-            self._event("lost", f"rank {number} lost {lost - rank.lost} reports: its buffer was full", time_s, number)
+            why = "an aggregator died before they were written" if lost == rank.gaps else "its buffer was full"
+            self._event("lost", f"rank {number} lost {lost - rank.lost} reports: {why}", time_s, number)
             rank.lost = lost
 
     def _event(self, kind: str, text: str, time_s: float, rank: int | None = None) -> None:

@@ -26,8 +26,8 @@ from effllm import own_files, run_lock, secret
 from effllm.aggregator import Aggregator, Closed
 from effllm.config import Config, secret_path
 from effllm.curve import AgentKeys, ServerKeys
-from effllm.discovery import openness
 from effllm.descriptors import needed, raise_limit
+from effllm.discovery import openness
 from effllm.door import Door
 from effllm.ledger import Ledger, restore
 from effllm.lost_agents import LostAgents
@@ -62,7 +62,7 @@ SUMMARY_EVERY_S = 60.0
 KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
 SINKS_STOP_S = 3.0
 DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for us then
-ACK_ANYWAY_S = 10.0  # a stalled disk must not fill the agents' buffers
+MOST_UNSAFE = 64  # states that are not written yet
 STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else
@@ -104,7 +104,7 @@ class Server:
         self._has_room_for = 0  # ranks, by the limit of open files
         self._pace = Pace(self._config.history_size)
         self._acknowledged: Mapping[int, int] = {}
-        self._unsafe: list[tuple[float, dict[int, int]]] = []  # written soon, as the keeper says
+        self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
         self._facts_changed = False
         self._lost = LostAgents()
@@ -393,8 +393,6 @@ class Server:
                     self._to_sinks(lambda sink, item=item: sink.event(item))  # type: ignore[misc]
                 else:
                     self._acknowledge(item)
-        while self._unsafe and now_s - self._unsafe[0][0] > ACK_ANYWAY_S:
-            self._acknowledge(self._unsafe[0][1])
 
     def _inspect(self) -> None:
         """Ask agents what their trainers are doing, and keep what they answer."""
@@ -420,7 +418,7 @@ class Server:
 
         self._to_sinks(write, len(closed))
         self._pace.closed(len(closed))
-        if is_large(self._aggregator.world_size):
+        if is_large(self._aggregator.world_size) or len(self._unsafe) > 1:  # their acknowledgement takes its time
             self._show()
         self._keep(now_s)
 
@@ -434,7 +432,8 @@ class Server:
         if not self._has_keeper:
             self._acknowledge(safe)
             return
-        self._unsafe.append((now_s, safe))
+        self._unsafe.append(safe)
+        self._relieve()
         state = aggregator.snapshot(safe)
 
         def keep(sink: Sink) -> None:
@@ -443,6 +442,17 @@ class Server:
                 os.eventfd_write(self._wake, 1)
 
         self._to_sinks(keep)
+
+    def _relieve(self) -> None:
+        """Acknowledge what a disk has not taken for so long that the agents' buffers are half full of it."""
+        while len(self._unsafe) > 1:
+            oldest, newest = self._unsafe[0], self._unsafe[-1]
+            waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
+            if waiting <= self._config.history_size // 2:
+                break
+            self._acknowledge(oldest)
+        if len(self._unsafe) > MOST_UNSAFE:
+            del self._unsafe[1:-1:2]
 
     @property
     def _has_keeper(self) -> bool:
@@ -454,7 +464,10 @@ class Server:
         self._send_acks({rank: self._acknowledged.get(rank, 0) for rank in shown})
 
     def _acknowledge(self, safe: dict[int, int]) -> None:
-        self._unsafe = [one for one in self._unsafe if one[1] is not safe]
+        for i, one in enumerate(self._unsafe):
+            if one is safe:
+                del self._unsafe[: i + 1]  # a later state holds all of an earlier one
+                break
         self._acknowledged = safe
         self._send_acks(safe)
 
