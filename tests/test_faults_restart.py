@@ -25,8 +25,13 @@ def adds_up(goodput):
     return True
 
 
-def starts(job, rank=0):
-    path = job.folder / f"starts-{rank}.jsonl"
+def progress(folder):
+    path = folder / "progress"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def starts(folder, rank=0):
+    path = folder / f"starts-{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -67,7 +72,7 @@ def test_the_next_attempt_takes_the_folder_over_from_an_aggregator_that_waits_fo
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
     job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 60, "--iterations", 100)
     # Rank 1 loses its agent, as with a host that is lost: its farewell never comes, and is waited for.
-    (started,) = jobs.until(lambda: starts(job, rank=1), within_s=60)
+    (started,) = jobs.until(lambda: starts(job.folder, rank=1), within_s=60)
     os.kill(jobs.until(lambda: agent_of(job, started["pid"])), signal.SIGKILL)
     assert job.wait(90).code == 0, job.stderr
     assert not job.left(within_s=8.0)
@@ -77,3 +82,46 @@ def test_the_next_attempt_takes_the_folder_over_from_an_aggregator_that_waits_fo
     assert [one.world_size for one in summary.goodput.attempts] == [2, 2]
     assert summary.goodput.rank_seconds["unknown"] > 0.0
     assert adds_up(summary.goodput)
+
+
+@pytest.mark.fault("elastic-restart")
+def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp_path):
+    quick = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+    port = jobs.unused_port()
+    options = [
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic",
+        f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={quick}", "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    there = tmp_path / "shared"
+    there.mkdir()
+    one = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
+    # Whoever comes first has the store, and it is not the one that will vanish.
+    jobs.until(lambda: port in jobs.listening_ports(one.process.pid), within_s=60)
+    two = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
+
+    def trained(attempt, world_size):
+        begun = starts(there)
+        return len(begun) == attempt and begun[-1]["world_size"] == world_size and progress(there) > begun[-1]["first"]
+
+    jobs.until(lambda: trained(1, 2), within_s=60)
+    jobs.until(lambda: progress(there) >= 27)
+    two.end()
+    jobs.until(lambda: trained(2, 1), within_s=60)
+    jobs.until(lambda: progress(there) >= starts(there)[-1]["first"] + 24)
+    again = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
+    jobs.until(lambda: trained(3, 2), within_s=60)
+    (there / "enough").touch()
+    assert (one.wait(60).code, again.wait(60).code) == (0, 0), one.stderr + again.stderr
+    assert not one.left(within_s=8.0) and not again.left(within_s=8.0)
+    summary = one.ledger.summary  # of the only folder
+    goodput, begun = summary.goodput, starts(there)
+
+    assert (summary.status, summary.attempts) == ("completed", 3)
+    assert [attempt.world_size for attempt in goodput.attempts] == [2, 1, 2]
+    assert [attempt.first for attempt in goodput.attempts] == [start["first"] for start in begun]
+    lasts = [attempt.last for attempt in goodput.attempts]
+    redone = [last - start["first"] + 1 for last, start in zip(lasts, begun[1:], strict=False)]
+    assert [attempt.redone_iterations for attempt in goodput.attempts] == [*redone, 0]
+    assert goodput.seconds["restart_gap"] > 0.0
+    assert adds_up(goodput)
+    assert summary.coverage.ranks_expected == 2

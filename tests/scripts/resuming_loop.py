@@ -19,11 +19,12 @@ parser.add_argument("--step-s", type=float, default=0.02)
 parser.add_argument("--kill-rank", type=int, default=-1)
 parser.add_argument("--at", type=int, default=0, help="the iteration after which it is killed, in the first start")
 parser.add_argument("--until", default="", help="train on until this file is there")
+parser.add_argument("--folder", type=Path, default=Path(), help="of the checkpoint")
 given = parser.parse_args()
 
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
-checkpoint, starts = Path("checkpoint.json"), Path(f"starts-{rank}.jsonl")
+checkpoint, starts = given.folder / "checkpoint.json", given.folder / f"starts-{rank}.jsonl"
 done = json.loads(checkpoint.read_text()) if checkpoint.exists() else 0
 with starts.open("a") as file:
     file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
@@ -49,6 +50,6 @@ while True:
             checkpoint.with_suffix(".new").write_text(json.dumps(iteration))
             checkpoint.with_suffix(".new").replace(checkpoint)
     if rank == 0:
-        Path("progress").write_text(str(iteration))
+        (given.folder / "progress").write_text(str(iteration))
 effllm.finalize_efficientllm_metrics()
 dist.destroy_process_group()
