@@ -2,10 +2,12 @@
 
 import fuzz
 import pytest
+from builders import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.transport import FrameError, decode_from_agent
+from effllm.schema import MOST_ROWS, Reports
+from effllm.transport import FrameError, decode_from_agent, encode
 
 CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(target)]
 
@@ -61,3 +63,8 @@ def is_a_message(path):
 
 def test_of_the_frames_of_the_corpus_all_but_these_are_refused():
     assert {path.name for path in fuzz.corpus("frames") if is_a_message(path)} == set(POSSIBLE.split())
+
+
+def test_a_frame_of_more_rows_than_one_may_have_is_refused():
+    with pytest.raises(FrameError, match=f"length <= {MOST_ROWS}"):
+        decode_from_agent(encode(Reports((row(devices=()),) * (MOST_ROWS + 1))))
