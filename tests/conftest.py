@@ -24,7 +24,7 @@ def clean_environment(tmp_path_factory):
             if name.startswith(("EFFICIENTLLM_", *LAUNCHERS)) or name in (*PLACES, *DEVICES):
                 patch.delenv(name)
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))  # no test makes or reads the user's secret
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))  # never the user's own secret
         patch.setenv(jobs.SESSION, uuid.uuid4().hex)
         yield
 
@@ -33,6 +33,12 @@ def clean_environment(tmp_path_factory):
 def own_calibrations(clean_environment, tmp_path, monkeypatch):
     """Let each test learn its sensors anew: two traces may give one name to different GPUs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def own_secret(clean_environment, tmp_path, monkeypatch):
+    """Let no test know another's secret."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture(autouse=True)

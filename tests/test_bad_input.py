@@ -179,25 +179,30 @@ def test_an_endpoint_that_takes_connections_and_never_answers_is_no_worse(launch
 
 
 @pytest.mark.parametrize("endpoint", ["192.0.2.1:5555", "somewhere.example:5555", "[2001:db8::1]:5555"])
-def test_an_endpoint_off_this_host_is_refused_before_anything_is_sent(launch, endpoint):
+def test_an_endpoint_off_this_host_is_refused_without_a_secret_before_anything_is_sent(launch, endpoint):
     job = launch.python(LOOP, "--iterations", 3, endpoint=endpoint).done()
 
-    assert job.stderr.startswith(line(f"tcp://{endpoint} is on another host")[:-1])
+    assert job.stderr.startswith(line("there is no secret ")[:-1])
     assert job.stderr.count("\n") == 1
 
 
-def test_a_job_over_hosts_is_refused_rather_than_exposed(launch):
-    environ = {**jobs.place(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
+def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
+    (tmp_path / "secret").write_text("a" * 64)
+    (tmp_path / "secret").chmod(0o644)
+    environ = {**jobs.place(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     job = launch.code(
-        "import sys, types\n"  # the store of torchrun, of which nothing is asked before the address is refused
+        "import sys, types\n"  # the store of torchrun, of which nothing is asked before that
         "sys.modules['torch'] = types.SimpleNamespace(distributed=types.SimpleNamespace(TCPStore=None))\n"
         "import effllm\neffllm.initialize_efficientllm_metrics(5)\nprint('trained')\n",
         environ=environ,
+        secret_file=tmp_path / "secret",
+        interface="lo",
     ).done()
 
     assert job.stdout == "trained\n"
-    assert job.stderr.startswith("[EfficientLLM] no metrics, training goes on: ")
-    assert "192.0.2.1" in job.stderr or "spans hosts" in job.stderr
+    assert job.stderr == line(
+        f"others can read the secret {tmp_path}/secret: remove it if they may have, else chmod 600 {tmp_path}/secret"
+    )
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
