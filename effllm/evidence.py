@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, ge, sub
 
 from msgspec import Struct
 
@@ -13,6 +14,10 @@ from effllm.standing_out import FLOOR, Track, Z
 
 #: An arrival counts as late from so many times the error of the clocks on.
 CLOCK_ERRORS = 3.0
+
+_FIRST, _LAST, _WAIT = attrgetter("iteration_first"), attrgetter("iteration_last"), attrgetter("wait_s")
+_RANK = attrgetter("rank")
+_OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
 
 Key = tuple[str, str]  # a group, and a kind of evidence
 
@@ -50,6 +55,12 @@ class Peers:
         replica = self.known[rank].replica
         return self.replicas[replica] if replica else {rank}
 
+    def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
+        """Return the rows that hold an iteration, of ranks that are known."""
+        if all(map(ge, map(_LAST, rows), map(_FIRST, rows))) and self.known.keys() >= set(map(_RANK, rows)):
+            return rows
+        return [row for row in rows if row.iterations > 0 and row.rank in self.known]
+
     def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
         """Return the rows of each group."""
         groups = [group for group, ranks in self.groups.items() if ranks]
@@ -84,15 +95,19 @@ def gather(
         offsets: of the ranks' clocks to ours, where known.
         is_named_for_data: whether somebody is, who must be looked at to be cleared.
     """
+    # Ten thousand rows are looked at in a few milliseconds: hence the maps, and the quick ways past what is not there.
     told, values = own_times(rows)
     if len(told) > 1:
         _track(tracks, group, OWN_TIME).look(told, values)
-    profiles = [(row, row.profile) for row in rows if row.profile is not None]
+    has_profiles = any(map(_PROFILE, rows))
+    profiles = [(row, row.profile) for row in rows if row.profile is not None] if has_profiles else []
     profiles = [(row, profile) for row, profile in profiles if profile.iterations and profile.computing_s]
     if len(profiles) > 1:
         computing = [profile.computing_s / profile.iterations for _, profile in profiles]
         _track(tracks, group, PROFILE).look([row for row, _ in profiles], computing)
     _look_at_data(_track(tracks, group, DATA_WAIT), rows, whole_s, is_named_for_data)
+    if not any(map(_ARRIVAL, rows)) or not offsets:
+        return
     last = rows[0].iteration_last
     came = [row for row in rows if row.arrival_ns and row.iteration_last == last and row.rank in offsets]
     if len(came) > 2:
@@ -106,6 +121,9 @@ def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequenc
     """
     if all(row.device_own_steps for row in rows):
         return rows, [row.device_own_step_s / row.device_own_steps for row in rows]
+    medians = list(map(_OWN, rows))
+    if None not in medians:
+        return rows, medians
     told = [row for row in rows if row.own_median_s is not None]
     return told, [row.own_median_s for row in told if row.own_median_s is not None]
 
@@ -115,10 +133,11 @@ def _track(tracks: dict[Key, Track], group: str, evidence: str) -> Track:
 
 
 def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
-    waits = [row.wait_s / row.iterations for row in rows]
-    if max(waits) < Z * FLOOR * whole_s and not is_needed:
+    least = min(map(sub, map(_LAST, rows), map(_FIRST, rows))) + 1
+    if max(map(_WAIT, rows)) < Z * FLOOR * whole_s * least and not is_needed:
         track.pass_by(rows)
         return
+    waits = [row.wait_s / row.iterations for row in rows]
     busy = [row.busy_s / row.iterations for row in rows]
     longest_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
     # Whoever holds others up by waiting for data is waited for in their steps, so that its own are shorter.

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+Ordered = Sequence[float] | NDArray[np.float64]
+
 #: Makes a standard deviation of the median of distances from a median, for a normal distribution.
 MAD_SIGMA = 1.4826
 
@@ -16,17 +21,17 @@ def of_few(count: int) -> float:
     return _OF_FEW[count - 2] if count < 10 else count / (count - 0.8)
 
 
-def median(ordered: Sequence[float]) -> float:
+def median(ordered: Ordered) -> float:
     """Return the median of values in ascending order.
 
     >>> median([1, 2, 4, 8])
     3.0
     """
     middle = len(ordered) // 2
-    return float(ordered[middle]) if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return float(ordered[middle]) if len(ordered) % 2 else float(ordered[middle - 1] + ordered[middle]) / 2
 
 
-def median_distance(ordered: Sequence[float], centre: float) -> float:
+def median_distance(ordered: Ordered, centre: float) -> float:
     """Return the median of the distances of ordered values from a centre (MAD, where that is their median).
 
     The nearest half of them lies side by side, so where it begins is found in the logarithm of their number.
@@ -42,7 +47,7 @@ def median_distance(ordered: Sequence[float], centre: float) -> float:
     return (distance + _kth_distance(ordered, centre, wanted - 1)) / 2
 
 
-def _kth_distance(ordered: Sequence[float], centre: float, k: int) -> float:
+def _kth_distance(ordered: Ordered, centre: float, k: int) -> float:
     """Return the k-th smallest distance: of k neighbours, the farther end of those that are nearest."""
     low, high = 0, len(ordered) - k
     while low < high:

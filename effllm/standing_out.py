@@ -8,7 +8,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from effllm.robust import MAD_SIGMA, median, median_distance, of_few
 from effllm.schema import RankReport
@@ -29,6 +33,8 @@ HISTORY = 50
 ASSUMED = 100
 #: Groups below this size have the scatter of their last windows pooled: that of a few values is small by chance.
 FEW = 64
+
+_RANK = attrgetter("rank")
 
 
 class Look(NamedTuple):
@@ -55,7 +61,7 @@ class Track:
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
         self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # ranks judged, and which stood out
-        self._scatter: deque[list[float]] = deque(maxlen=WINDOWS)  # of small groups, as shares of the base
+        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # of small groups, as shares of the base
 
     def look(
         self,
@@ -72,8 +78,9 @@ class Track:
             whole_s: the iteration, where the values are a part of it; else they are the whole themselves.
             is_late: whether the value at an index, which lies above the median by so much, may stand out.
         """
-        ordered = sorted(values)
-        centre = median(ordered) if len(ordered) > 2 else ordered[0]
+        found = np.array(values)
+        ordered = np.sort(found)
+        centre = median(ordered) if len(ordered) > 2 else float(ordered[0])
         base_s = whole_s if whole_s is not None else centre
         if base_s <= 0:
             return
@@ -81,9 +88,9 @@ class Track:
         limit = centre + Z * scale_s
         flags: dict[int, float] = {}
         if ordered[-1] >= limit:
-            late = ((index, value - centre) for index, value in enumerate(values) if value >= limit)
+            late = ((index, values[index] - centre) for index in np.flatnonzero(found >= limit).tolist())
             flags = {rows[index].rank: excess_s for index, excess_s in late if is_late(index, excess_s)}
-        self._add(rows, Look(*_place(rows), [row.rank for row in rows], values, centre, scale_s, base_s, flags))
+        self._add(rows, Look(*_place(rows), list(map(_RANK, rows)), values, centre, scale_s, base_s, flags))
 
     def pass_by(self, rows: Sequence[RankReport]) -> None:
         """Note a window in which nobody can stand out."""
@@ -93,13 +100,13 @@ class Track:
         self.looks.append(look)
         self._flags.append((len(rows), tuple(look.flags)))
 
-    def _deviation(self, ordered: Sequence[float], centre: float, base_s: float) -> float:
+    def _deviation(self, ordered: NDArray[np.float64], centre: float, base_s: float) -> float:
         if len(ordered) == 2:
             return PAIR / Z * base_s
         if len(ordered) >= FEW:
             return MAD_SIGMA * median_distance(ordered, centre)
-        self._scatter.append([abs(value - centre) / base_s for value in ordered])
-        share = median(sorted(share for window in self._scatter for share in window))
+        self._scatter.append(np.abs(ordered - centre) / base_s)
+        share = median(np.sort(np.concatenate(self._scatter)))
         return MAD_SIGMA * of_few(len(ordered)) * share * base_s
 
     def times(self, rank: int) -> int:

@@ -88,7 +88,7 @@ class Stragglers:
             rows: one a rank.
             offsets: of the ranks' clocks to ours, where known.
         """
-        worked = [row for row in rows if row.iterations > 0 and row.rank in self._peers.known]
+        worked = self._peers.at_work(rows)
         if len(worked) < 2:
             return Straggling()
         window, whole_s = worked[0].window, iteration_s(worked)

@@ -1,0 +1,400 @@
+"""effllm/stragglers.py and what it stands on, by a seeded model of synchronous training."""
+
+import re
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
+
+from effllm.change_point import LEARNT, Level
+from effllm.diagnosis import UNKNOWN, explain
+from effllm.robust import MAD_SIGMA, median, median_distance
+from effllm.standing_out import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
+from effllm.straggler_text import ranks_text
+
+
+def slowed(ranks, by=1.1, first=6, last=10**9):
+    """A factor on the computation of some ranks, in some windows."""
+    return lambda rank, window: by if rank in ranks and first <= window <= last else 1.0
+
+
+# --- the three sentences -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 64])
+def test_one_rank_slowed_by_ten_percent_is_named_and_nobody_else_in_20_of_20_runs(ranks):
+    named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).accused for seed in range(20)]
+
+    assert named == [{ranks // 2}] * 20
+
+
+def test_of_a_thousand_ranks_the_one_that_is_slow_is_named_within_three_windows():
+    job = SynchronousJob(1024, slow=slowed({17}), jitter=0.03).run(8)
+
+    (verdict,) = job.stragglers.verdicts
+    assert (verdict.ranks, verdict.peers, verdict.since_iteration) == ((17,), 1023, 51)
+    assert verdict.slowdown == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_light_pipeline_stage_frames_nobody(seed):
+    weights = (1.0, 1.0, 1.0, 0.4)  # the last stage has less to do: against it all others would look slow
+    job = SynchronousJob(
+        32, seed=seed, weight=lambda rank: weights[rank // 8], group=lambda rank: f"trainer stage {rank // 8}"
+    )
+    assert job.run(30).accused == set()
+
+
+def test_a_slow_rank_of_the_light_stage_is_named_among_its_peers_alone():
+    weights = (1.0, 1.0, 1.0, 0.4)
+    job = SynchronousJob(
+        32,
+        weight=lambda rank: weights[rank // 8],
+        group=lambda rank: f"trainer stage {rank // 8}",
+        slow=slowed({30}),
+    ).run(20)
+
+    (verdict,) = job.stragglers.verdicts
+    assert (verdict.ranks, verdict.peers) == ((30,), 7)
+
+
+def test_without_groups_a_light_stage_would_hide_nothing_but_frame_nobody_either():
+    weights = (1.0, 1.0, 1.0, 0.4)
+    job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
+
+    assert job.run(30).accused == set()  # most ranks are alike, and it is the median that they are compared with
+
+
+@pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), (1024, 12)])
+def test_noise_alone_names_nobody_in_50_runs(ranks, windows):
+    jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
+
+    assert [job.run(windows).accused for job in jobs] == [set()] * 50
+
+
+def test_noise_of_single_iterations_with_a_heavy_tail_names_nobody():
+    jobs = (SynchronousJob(16, seed=seed, jitter=0.03, iterations=1, tail=0.02) for seed in range(30))
+
+    assert [job.run(40).accused for job in jobs] == [set()] * 30
+
+
+# --- who ---------------------------------------------------------------------------------------
+
+
+def test_two_slow_ranks_are_both_named():
+    job = SynchronousJob(8, slow=lambda rank, window: {2: 1.1, 5: 1.2}.get(rank, 1.0)).run(20)
+
+    assert ranks_of(job.stragglers.verdicts) == [2, 5]
+    slower, faster = job.stragglers.verdicts
+    assert (slower.ranks, faster.ranks) == ((5,), (2,)), "the costliest first"
+
+
+def test_all_ranks_of_a_slow_node_are_named_in_one_line():
+    job = SynchronousJob(32, slow=slowed(set(range(8, 16)))).run(20)
+
+    assert job.accused == set(range(8, 16))
+    (line,) = job.news("straggler")
+    assert line.text.startswith("straggler: node node1 (all of its ranks: 8-15) 1")
+    assert " % slower than its 24 peers since iteration 51: " in line.text
+
+
+def test_half_of_a_group_is_not_slower_than_the_other_half():
+    # Whoever is more than half is the measure; of two equal halves, none is.
+    assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).accused == set()
+
+
+def test_of_two_ranks_one_is_named_if_it_is_much_slower():
+    assert SynchronousJob(2, slow=slowed({1}, 1.1)).run(20).accused == set()
+    assert SynchronousJob(2, slow=slowed({1}, 1.3)).run(20).accused == {1}
+
+
+def test_a_rank_alone_in_its_group_is_compared_with_nobody():
+    job = SynchronousJob(4, group=lambda rank: f"stage {rank}", slow=slowed({2}, 1.5)).run(20)
+
+    assert job.accused == set()
+
+
+def test_slowness_that_ends_is_taken_back_and_what_it_cost_stays():
+    job = SynchronousJob(8, slow=slowed({3}, last=20)).run(40)
+
+    assert [news.kind for news in job.news("straggler", "recovered")] == ["straggler", "recovered"]
+    assert job.stragglers.verdicts == ()
+    (total,) = job.stragglers.totals()
+    assert total.ranks == (3,) and total.gpu_seconds > 0
+
+
+def test_a_rank_that_is_slow_in_single_windows_is_not_named():
+    job = SynchronousJob(8, slow=lambda rank, window: 1.3 if rank == 3 and window % 5 in (0, 2) else 1.0).run(40)
+
+    assert job.accused == set(), "two of five windows"
+
+
+def test_a_slow_data_loader_is_named_by_its_waits_though_no_rank_has_a_sync_point():
+    waits = {3: 0.08}
+    job = SynchronousJob(8, tells=False, waits=lambda rank, window: waits.get(rank, 0.002)).run(20)
+
+    (verdict,) = job.stragglers.verdicts
+    assert (verdict.ranks, verdict.evidence) == ((3,), "data wait")
+    assert verdict.slowdown == pytest.approx(0.08 / (ITERATION_S + 0.08 + COMMUNICATION_S), abs=0.03)
+    (line,) = job.news("straggler")
+    assert "makes its 7 peers wait for 1" in line.text and " ms of an iteration for data, they 2." in line.text
+
+
+def test_the_wait_of_whoever_is_not_waited_for_holds_nobody_up():
+    # Its iterations are longer by its waits, and the others' are not: they do not train together.
+    job = SynchronousJob(8)
+    for _ in range(12):
+        rows = job.rows()
+        changed = [
+            type(row)(**{**{name: getattr(row, name) for name in row.__struct_fields__}, "wait_s": 2.0})
+            if row.rank == 3
+            else row
+            for row in rows
+        ]
+        job.stragglers.close(changed)
+
+    assert job.accused == set()
+
+
+def test_without_a_sync_point_it_is_known_when_and_not_who():
+    job = SynchronousJob(8, tells=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
+
+    assert job.accused == set()
+    (line,) = job.news()
+    assert line.kind == "slower"
+    assert "since iteration 291" in line.text  # the 30th window
+    assert "is unknown: no rank tells its own time (effllm.sync_point)" in line.text
+
+
+def test_where_all_ranks_become_slower_together_nobody_is_named_and_it_is_said():
+    job = SynchronousJob(8, tail=0.0, slow=slowed(set(range(8)), 1.2, first=30)).run(50)
+
+    (line,) = job.news()
+    assert line.kind == "slower" and "the ranks' own times rose alike" in line.text
+
+
+def test_the_last_to_arrive_is_named_by_clocks_alone_where_they_are_good_enough():
+    # What is slow lies after the sync point of the iteration before: no own time tells, but the arrival does.
+    def jobs(error_s):
+        waits = {3: 0.08}
+        job = SynchronousJob(8, waits=lambda rank, window: waits.get(rank, 0.001), clock_error_s=error_s, jitter=0.01)
+        plain = job.rows
+
+        def rows():
+            return [
+                type(row)(
+                    **{**{n: getattr(row, n) for n in row.__struct_fields__}, "wait_s": 0.0, "busy_s": row.wall_s}
+                )
+                for row in plain()
+            ]
+
+        job.rows = rows
+        return job.run(30)
+
+    (verdict,) = jobs(1e-3).stragglers.verdicts
+    assert (verdict.ranks, verdict.evidence) == ((3,), "arrival")
+    # 80 ms are less than three times 20 ms and the 20 ms of the others.
+    assert jobs(20e-3).accused == set()
+
+
+def test_ranks_that_wait_for_each_other_are_named_as_one():
+    # Four replicas of two: in tensor parallelism both ranks of a replica take as long as the slower one.
+    job = SynchronousJob(
+        16,
+        replica=lambda rank: f"replica {rank // 2}",
+        group=lambda rank: f"tensor {rank % 2}",
+        slow=slowed({6, 7}),
+    ).run(20)
+
+    (verdict,) = job.stragglers.verdicts
+    assert verdict.ranks == (6, 7)
+    (line,) = job.news("straggler")
+    assert line.text.startswith("straggler: one of ranks 6-7, which wait for each other (node node0), 1")
+    assert line.rank is None
+
+
+# --- why ---------------------------------------------------------------------------------------
+
+
+def hot(rank, window, wall_s):
+    if rank == 17 and window >= 6:
+        return gpu_window(rank, wall_s, clock_hz=1.1e9, celsius=88.0, throttled={"sw_thermal": 0.9, "any": 0.9})
+    return gpu_window(rank, wall_s)
+
+
+def test_the_line_says_who_since_when_why_and_what_it_costs():
+    job = SynchronousJob(64, slow=slowed({17}), device=hot, tail=0.0).run(20)
+
+    (line,) = job.news("straggler")
+    assert line.rank == 17
+    assert re.match(r"straggler: rank 17 \(node node2, GPU-17\) \d+\.\d % slower", line.text)
+    assert (
+        " % slower than its 63 peers since iteration 51: SM clock 1.10 GHz against 1.70, thermal slowdown, "
+        in line.text
+    )
+    assert "88 degC against 65; cost " in line.text and " GPU-s, " in line.text
+
+
+WALL_S = 10.0
+PEERS = [gpu_window(rank, WALL_S) for rank in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        ({"clock_hz": 1.1e9}, "SM clock 1.10 GHz against 1.70"),
+        ({"throttled": {"power_cap": 0.5}}, "power cap"),
+        ({"throttled": {"hw_thermal": 0.2}, "celsius": 90.0}, "thermal slowdown by hardware, 90 degC against 65"),
+        ({"throttled": {"vr_thermal": 0.2}}, "vr thermal"),
+        ({"utilization": 0.8}, "host: its GPU is busy for 80 % of the time, its peers' for 100 %"),
+        ({"celsius": 90.0}, UNKNOWN),
+        ({"throttled": {"power_cap": 0.05}}, UNKNOWN),
+        ({"watts": 300.0}, UNKNOWN),
+        ({}, UNKNOWN),
+    ],
+)
+def test_what_differs_from_the_peers_explains(own, why):
+    assert explain(gpu_window(0, WALL_S, **own), PEERS) == why
+
+
+def test_what_the_peers_have_as_well_explains_nothing():
+    capped = [gpu_window(rank, WALL_S, throttled={"power_cap": 0.5}) for rank in range(1, 8)]
+
+    assert explain(gpu_window(0, WALL_S, throttled={"power_cap": 0.55}), capped) == UNKNOWN
+
+
+def test_a_node_that_is_as_slow_is_said_beside_its_rank():
+    node = [gpu_window(rank, WALL_S, clock_hz=1.2e9) for rank in (8, 9)]
+
+    assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == (
+        "SM clock 1.10 GHz against 1.70 as on the rest of its node"
+    )
+
+
+def test_without_readings_why_is_unknown():
+    assert explain(None, PEERS) == explain(gpu_window(0, WALL_S), []) == UNKNOWN
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def test_the_cost_is_what_all_others_waited_and_drew():
+    steady = SynchronousJob(
+        8,
+        jitter=0.0,
+        tail=0.0,
+        slow=slowed({3}, 1.2, first=1),
+        device=lambda rank, _, s: gpu_window(rank, s, watts=300.0),
+    ).run(10)
+
+    # Each of ten iterations of a window, the rank takes 0.1 s more than the median: seven ranks wait for 1 s.
+    assert steady.seen[-1].seconds == pytest.approx(1.0)
+    assert steady.seen[-1].rank_seconds == pytest.approx(7.0)
+    assert steady.seen[-1].joules == pytest.approx(2100.0)
+    (total,) = steady.stragglers.totals()
+    assert total.gpu_seconds == pytest.approx(70.0), "also what it cost before it was named"
+    assert total.joules == pytest.approx(21_000.0)
+    by_window = {}
+    for seen in steady.seen:
+        for window, rank_seconds in seen.by_window.items():
+            by_window[window] = by_window.get(window, 0.0) + rank_seconds
+    assert by_window == {window: pytest.approx(7.0) for window in range(1, 11)}
+
+
+def test_two_stragglers_share_the_time_that_is_waited_once():
+    job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(12)
+
+    # The slower takes 0.15 s more in each of ten iterations: six others wait 1.5 s.  The shares are as 0.05 to 0.15.
+    assert job.seen[-1].seconds == pytest.approx(1.5)
+    assert job.seen[-1].rank_seconds == pytest.approx(9.0)
+    before = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}
+    job.run(1)
+    after = {verdict.ranks: verdict.gpu_seconds for verdict in job.stragglers.verdicts}
+    assert after[5,] - before[5,] == pytest.approx(6.75)
+    assert after[2,] - before[2,] == pytest.approx(2.25)
+
+
+def test_joules_with_a_hole_are_none():
+    def device(rank, window, wall_s):
+        return gpu_window(rank if rank != 1 else 99, wall_s)  # the device of rank 1 is not read
+
+    job = SynchronousJob(8, slow=slowed({3}), device=device).run(20)
+
+    (total,) = job.stragglers.totals()
+    assert total.joules is None and total.gpu_seconds > 0
+
+
+def test_where_nobody_is_named_nothing_is_lost_and_without_own_times_that_is_not_known():
+    assert SynchronousJob(8).run(3).seen[-1][:2] == (0.0, 0.0)
+    assert SynchronousJob(8, tells=False).run(3).seen[-1].seconds is None
+
+
+# --- what it stands on ----------------------------------------------------------------------------
+
+
+def test_the_rule_of_persistence_keeps_noise_below_its_bound():
+    # 10,000 ranks, each of which stands out in one of a thousand windows: 3 of 5 would be 10,000 * 10 * 1e-9 = 1e-4
+    # ranks a window, 4 of 5 are 10,000 * 5 * 1e-12 = 5e-8.
+    assert persistence(10_000, 1e-3) == 4
+    assert persistence(10_000, 2.87e-7) == PERSIST  # a normal tail beyond 5
+    assert persistence(8, 0.5) == float("inf")
+    assert Z == 5.0 and FALSE_ALARMS == 1e-6 and WINDOWS == 5
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
+def test_the_median_distance_of_ordered_values_is_that_of_all_distances(values):
+    ordered = sorted(values)
+    centre = median(ordered)
+
+    assert median_distance(ordered, centre) == pytest.approx(median(sorted(abs(value - centre) for value in ordered)))
+
+
+def test_a_normal_deviation_is_told_by_the_median_distance():
+    from statistics import NormalDist
+
+    ordered = [NormalDist().inv_cdf((i + 0.5) / 2001) for i in range(2001)]
+    assert MAD_SIGMA * median_distance(ordered, median(ordered)) == pytest.approx(1.0, rel=2e-3)
+
+
+def test_a_change_is_told_with_the_window_that_it_began_in():
+    level = Level()
+    found = [level.add(window, 1.0 if window < 40 else 1.1) for window in range(60)]
+
+    (change,) = filter(None, found)
+    assert (change.since, change.before_s, change.after_s) == (40, 1.0, 1.1)
+    assert found.index(change) == 44, "five windows: 5 * (2 - 0.75) is more than 6, 4 are not"
+
+
+def test_a_change_and_the_way_back_are_both_told_and_small_ones_never():
+    level = Level()
+    values = [1.0] * 30 + [1.1] * 40 + [1.0] * 40 + [1.03] * 40
+    changes = [change for window, value in enumerate(values) if (change := level.add(window, value))]
+
+    assert [(change.since, round(change.ratio, 3)) for change in changes] == [(30, 0.1), (70, -0.091)]
+
+
+def test_a_level_is_learnt_before_anything_is_a_change():
+    level = Level()
+    assert all(level.add(window, 1.0 + window) is None for window in range(LEARNT))
+
+
+def test_ranks_are_written_in_runs():
+    assert ranks_text((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+
+
+def test_ten_thousand_ranks_take_no_more_than_a_hundred_times_a_hundred(capsys):
+    took_s = {}
+    for ranks in (100, 10_000):
+        job = SynchronousJob(ranks)
+        windows = [job.rows() for _ in range(6)]
+        began_s = time.process_time()
+        for rows in windows:
+            job.stragglers.close(rows)
+        took_s[ranks] = (time.process_time() - began_s) / len(windows)
+    with capsys.disabled():
+        for ranks, seconds in took_s.items():
+            print(f"\n  {ranks} ranks: {1e3 * seconds:.2f} ms a window", end="")
+    assert all(below < above for below, above in pairwise(took_s))  # of the numbers of ranks: no time is asserted
