@@ -28,6 +28,17 @@ class RankState(Struct):
     agent_cpu_s: float = 0.0
     sent_bytes: int = 0
     recorder_cpu_s: float | None = None
+    gaps: int = 0  # reports that never came, though later ones did ...
+    newest_gap: int = 0  # ... those of them ...
+    newest_gap_before: int = 0  # ... that are missing before this sequence
+
+    def take(self, sequence: int) -> None:
+        """Note that a report has come, and what is missing before it."""
+        missing = sequence - self.last_sequence - 1
+        if missing > 0:
+            self.gaps += missing
+            self.newest_gap, self.newest_gap_before = missing, sequence
+        self.last_sequence = sequence
 
 
 class Spent(Struct):
@@ -206,7 +217,13 @@ class Ledger(Struct):
         ranks = {
             rank: known
             if safe[rank] == known.last_sequence
-            else replace(known, last_sequence=safe[rank], last_window=self.closed, bye="")
+            else replace(
+                known,
+                last_sequence=safe[rank],
+                last_window=self.closed,
+                bye="",
+                gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
+            )
             for rank, known in self.ranks.items()
         }
         return msgspec.json.encode(replace(self, ranks=ranks), enc_hook=to_json)

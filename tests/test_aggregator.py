@@ -35,7 +35,9 @@ class Job:
         self.aggregator.reports(reports(*rows, **changes), self.now_s, self.now_s + 1000.0)
 
     def beat(self, rank, lost=0):
-        self.aggregator.beat(Beat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, self.now_s + 1000.0)
+        self.aggregator.beat(
+            Beat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, self.now_s + 1000.0
+        )
 
     def bye(self, rank, status="completed"):
         return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), self.now_s, self.now_s + 1000.0)
@@ -675,6 +677,20 @@ def test_a_snapshot_after_a_farewell_does_not_wait_for_who_left():
     second.send(row(1))
 
     assert [report.window for report in second.closed()] == [1]
+
+
+@pytest.mark.fault("disk-full", "duplicates")
+def test_reports_that_never_come_though_later_ones_do_are_counted_once_over_a_replacement():
+    job = Job().join()
+    job.send(row(0, 1), row(1, 1))
+    job.send(row(0, 4))  # two are missing before it; its window is open
+    assert [event.text for event in job.events("lost")] == [
+        "rank 0 lost 2 reports: an aggregator died before they were written"
+    ]
+    second = Job(snapshot=restore(job.aggregator.snapshot())).join()
+    second.send(row(0, 4), row(1, 4))
+
+    assert second.summary().coverage.reports_lost == 2 + 2, "and as many of rank 1"
 
 
 def test_what_is_safe_is_what_need_not_be_sent_again():

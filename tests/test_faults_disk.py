@@ -166,3 +166,23 @@ def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run,
     job.done()
 
     assert_whole(ledger, {0: 500})
+
+
+@pytest.mark.fault("disk-full", "aggregator-sigkill")
+def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_counted(run, disk):
+    job, ledger = run(600, history_size=40)
+    disk.fill()
+    jobs.until(lambda: "cannot be written" in job.stdout)
+    more_blocks(job, 30)  # agents give up what is acknowledged anyway, once twenty windows wait
+    (server,) = job.find("effllm.server")
+    os.kill(server, signal.SIGKILL)
+    disk.empty()
+    job.done()
+    summary = ledger.summary
+
+    lost = summary.coverage.reports_lost
+    assert 0 < lost <= 40
+    assert summary.tokens == 60_000 - 1000 * lost
+    assert sum(row.tokens for row in ledger.ranks) == summary.tokens
+    assert any("died before they were written" in text for text in ledger.told("lost"))
+    print(f"{lost} of 60 windows were lost, and are counted")
