@@ -1,8 +1,8 @@
 """Jobs that span hosts: found, encrypted, and closed to strangers; with real hosts, launchers and sockets."""
 
+import contextlib
 import json
 import os
-import re
 import stat
 import sys
 from pathlib import Path
@@ -12,46 +12,88 @@ import pytest
 
 from effllm import secret
 from effllm.config import Config, secret_path
-from effllm.curve import AgentKeys, KeyPair
 
 pytestmark = [pytest.mark.faults, *jobs.needs_torch]
 
-RANKS = Path(__file__).parent / "scripts" / "store_loop.py"
 ITERATIONS, TOKENS = 40, 100
 PORT = 29555
+LOOP = jobs.SCRIPTS / "loop.py"
+
+#: Says BEAT to an aggregator as somebody who has these keys; prints whether it was let in.
+STRANGER = """
+import sys, time, os
+from effllm.curve import AgentKeys, KeyPair
+from effllm.schema import Beat
+from effllm.transport import AgentLink, make_context
+kind, endpoint, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+secret, job = sys.argv[4].encode(), "another job"
+keys = {
+    "no key": None,
+    "another secret": AgentKeys.of(b"x" * 64, job),
+    "another job's key": AgentKeys.of(secret, job),
+    "a key made up": AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(secret, job).server_public),
+}[kind]
+link = AgentLink(make_context(), endpoint, keys)
+link.connect()
+until_s, was_in = time.monotonic() + seconds, False
+while time.monotonic() < until_s and not was_in:
+    was_in = link.is_new()
+    link.send(Beat("stranger", 0, 0, "step", 0.0))
+    time.sleep(0.02)
+print("let in" if was_in else "refused")
+os._exit(0)
+"""
 
 
-@pytest.fixture(autouse=True)
-def own_home(tmp_path, monkeypatch):
-    """A home that all hosts share, as they share the run folders."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    return tmp_path / "config"
-
-
-def torchrun(launch, host, node, master, *options, environ=None, iterations=ITERATIONS, nodes=2, **settings):
+def torchrun(launch, host, node, master, *options, environ=None, iterations=ITERATIONS, step_s=0.02, **settings):
     rendezvous = options or ("--node_rank", str(node), "--master_addr", master, "--master_port", str(PORT))
-    own = launch.on(host)
-    return own.torchrun(
-        ["--nnodes", str(nodes), "--nproc_per_node", "2", *rendezvous],
+    return launch.on(host).torchrun(
+        ["--nnodes", "2", "--nproc_per_node", "2", *rendezvous],
         "store_loop.py",
-        "--iterations",
-        iterations,
+        *("--iterations", iterations, "--step-s", step_s),
         environ=environ,
         **settings,
     )
 
 
-def is_one_job_of_four(first, second, iterations=ITERATIONS):
-    summary = first.ledger.summary
-    assert (summary.tokens, summary.iterations, summary.status) == (4 * iterations * TOKENS, iterations, "completed")
-    assert {row.rank for row in first.ledger.ranks} == {0, 1, 2, 3}
-    assert {row.host for row in first.ledger.ranks} == {"host1", "host2"}
-    assert len(first.runs()) == 1
-    assert (first.our_errors, second.our_errors) == ([], [])
+def ranks(launch, hosts, *arguments, environ=(), **settings):
+    """Start one rank on each host as srun does, without torch; they meet by a file."""
+    step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(len(hosts)), "SLURM_LOCALID": "0"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": f"1(x{len(hosts)})", "MASTER_ADDR": hosts[0].address}
+    return [
+        launch.on(host).python(
+            LOOP,
+            *("--iterations", ITERATIONS, *arguments),
+            environ={**step, "SLURM_PROCID": str(rank), **dict(environ).get(rank, {})},
+            **settings,
+        )
+        for rank, host in enumerate(hosts)
+    ]
 
 
-def endpoint_of(job):
+def our_lines(job):
+    return [line for line in job.our_errors if "W1121" not in line]
+
+
+def run_json(job):
     return json.loads((job.ledger.folder / "run.json").read_bytes())
+
+
+@pytest.fixture
+def own_secret(own_secret):
+    """The secret of the home that all hosts share."""
+    return secret_path(Config())
+
+
+def is_one_job(jobs_of_hosts, num_ranks, iterations=ITERATIONS):
+    first = jobs_of_hosts[0]
+    summary = first.ledger.summary
+    expected = (num_ranks * iterations * TOKENS, iterations, "completed")
+    assert (summary.tokens, summary.iterations, summary.status) == expected
+    assert {row.rank for row in first.ledger.ranks} == set(range(num_ranks))
+    assert {row.host for row in first.ledger.ranks} == {"host1", "host2"}
+    assert len([one for one in first.runs() if one.is_dir()]) == 1
+    assert [our_lines(one) for one in jobs_of_hosts] == [[]] * len(jobs_of_hosts)
 
 
 @pytest.mark.parametrize("family", ["IPv4", "IPv6"])
@@ -59,22 +101,290 @@ def test_two_hosts_are_one_job_with_keys(hosts, launch, family):
     one, two = hosts(2)
     master = one.address if family == "IPv4" else one.address6
 
-    first, second = (torchrun(launch, host, node, master) for node, host in enumerate((one, two)))
-    first.done(60), second.done(60)
+    nodes = [torchrun(launch, host, node, master) for node, host in enumerate((one, two))]
 
-    is_one_job_of_four(first, second)
-    assert "strangers" not in first.ledger.summary.events
-    file = secret_path(Config())
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    is_one_job([node.done(60) for node in nodes], 4)
+    assert "strangers" not in nodes[0].ledger.summary.events
+    assert stat.S_IMODE(secret_path(Config()).stat().st_mode) == 0o600
 
 
 def test_a_rendezvous_of_c10d_does_as_well(hosts, launch):
-    one, two = hosts(2)
-    options = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{one.address}:{PORT}", "--rdzv_id", "job-1")
+    pair = hosts(2)
+    options = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{pair[0].address}:{PORT}", "--rdzv_id", "job-1")
 
-    first, second = (torchrun(launch, host, 0, "", *options) for host in (one, two))
-    first.done(60), second.done(60)
+    nodes = [torchrun(launch, host, 0, "", *options) for host in pair]
+    [node.done(60) for node in nodes]
 
-    assert len(first.runs()) == 1
-    summary = first.ledger.summary
+    summary = nodes[0].ledger.summary
     assert (summary.tokens, summary.status) == (4 * ITERATIONS * TOKENS, "completed")
+    assert nodes[0].ledger.folder.name == "job-1"
+
+
+def test_launchers_without_a_store_meet_by_a_file_that_is_gone_afterwards(hosts, launch, tmp_path):
+    pair = hosts(2)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    stale = {"endpoint": f"tcp://{pair[0].address}:9", "job": "0123456789abcdef"}  # of an earlier job of the same id
+    known = secret.create(secret_path(Config()))
+    file = runs / ".address-4711.0-1"
+    file.write_text(json.dumps(secret.sign(known, stale, "4711.0/1")))
+    second, first = reversed(ranks(launch, pair, "--step-s", "0.05"))
+
+    is_one_job([first.done(60), second.done(60)], 2)
+    assert not file.exists()
+    assert not list(runs.glob(".*"))
+
+
+def test_a_record_that_nobody_signed_is_ignored_and_told_once(hosts, launch, tmp_path):
+    pair = hosts(2)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    file = runs / ".address-4711.0-1"
+    secret.create(secret_path(Config()))
+    file.write_text(json.dumps({"endpoint": f"tcp://{pair[1].address}:9", "job": "00", "signature": "00"}))
+    (_, second) = ranks(launch, [pair[0], pair[1]], environ={0: {"SLURM_STEP_ID": "7"}})  # rank 0 is elsewhere
+
+    second.wait(60)
+    told = our_lines(second)
+    assert [line for line in told if "is not signed with the secret" in line] == told[:1]
+    assert "10.77.0.2:9" not in second.stderr
+
+
+def test_a_host_without_the_secret_is_told_so_and_trains_on(hosts, launch, tmp_path):
+    pair = hosts(2)
+    first, second = ranks(launch, pair, environ={1: {"XDG_CONFIG_HOME": str(tmp_path / "other")}})
+
+    assert (first.wait(60).code, second.wait(60).code) == (0, 0)
+    assert len(second.told()["steps"]) == ITERATIONS
+    file = tmp_path / "other" / "efficientllm" / "secret"
+    assert our_lines(second)[0].startswith(
+        f"[EfficientLLM] no metrics of this rank: there is no secret {file} on this host: copy it from rank 0's"
+    )
+    assert not file.exists(), "a second secret would help nobody"
+    assert {row.rank for row in first.ledger.ranks} == {0}
+
+
+def test_a_host_with_another_secret_is_told_so(hosts, launch, tmp_path):
+    pair = hosts(2)
+    secret.create(tmp_path / "other")
+    first, second = ranks(launch, pair, environ={1: {"EFFICIENTLLM_SECRET_FILE": str(tmp_path / "other")}})
+
+    assert (first.wait(60).code, second.wait(60).code) == (0, 0)
+    assert "this host's is another than rank 0's" in our_lines(second)[0]
+    assert {row.rank for row in first.ledger.ranks} == {0}
+
+
+def test_a_secret_that_others_can_read_is_refused_on_rank_0(hosts, launch):
+    pair = hosts(2)
+    file = secret_path(Config())
+    secret.create(file)
+    file.chmod(0o644)
+    first, second = ranks(launch, pair)
+
+    assert (first.wait(60).code, second.wait(60).code) == (0, 0)
+    assert our_lines(first)[0].endswith(f"chmod 600 {file}")
+    assert not [one for one in first.runs() if one.is_dir()]
+
+
+def test_without_keys_it_works_and_says_so_on_every_start(hosts, launch):
+    pair = hosts(2)
+    first, second = (one.done(60) for one in ranks(launch, pair, security="none", ports="29700-29703"))
+
+    assert first.ledger.summary.tokens == 2 * ITERATIONS * TOKENS
+    said = (
+        "EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
+        "whoever reaches tcp://10.77.0.1:29700 can read and forge them"
+    )
+    assert our_lines(first) == [f"[EfficientLLM] {said}"]
+    assert our_lines(second) == []
+    assert first.ledger.told("security") == [said]
+    assert not secret_path(Config()).exists()
+
+
+def test_the_interface_and_the_ports_are_those_that_were_named(hosts, launch):
+    one, two = pair = hosts(2)
+    one.run("ip", "link", "add", "ib0", "type", "veth", "peer", "name", "far")
+    one.run("ip", "address", "add", "10.88.0.1/24", "dev", "ib0")
+    one.run("ip", "link", "set", "ib0", "up")
+    two.run("ip", "route", "add", "10.88.0.0/24", "via", one.address)
+    taken = one.start(sys.executable, "-c", HOLD, "10.88.0.1", "29700", stdout=-1)
+    assert taken.stdout.readline() == b"ready\n"
+    try:
+        nodes = ranks(launch, pair, "--step-s", "0.1", interface="ib0", ports="29700-29702")
+        aggregator = jobs.until(lambda: nodes[0].find("effllm.server"), 20)[0]
+        listening = jobs.until(lambda: listeners(aggregator), 20)
+        is_one_job([node.done(60) for node in nodes], 2)
+    finally:
+        taken.kill()
+        taken.communicate(timeout=10)
+    assert listening == {("10.88.0.1", 29701)}
+
+
+HOLD = """
+import socket, sys, time
+with socket.create_server((sys.argv[1], int(sys.argv[2]))):
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+def listeners(pid):
+    """Return what a process listens on, as its own network namespace tells."""
+    inodes = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(one.readlink()).removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == "0A" and rest[5] in inodes:
+            digits, _, port = local.partition(":")
+            found.add((".".join(str(byte) for byte in reversed(bytes.fromhex(digits))), int(port, 16)))
+    return found
+
+
+def test_where_the_master_is_a_loopback_address_the_default_route_tells(hosts, launch):
+    one, two = pair = hosts(2)
+    one.resolve("head", "127.0.1.1")  # Debian's installer writes this for the host's own name
+    two.resolve("head", one.address)
+    environ = {rank: {"MASTER_ADDR": "head"} for rank in (0, 1)}
+
+    refused, _ = (job.wait(60) for job in ranks(launch, pair, environ=environ, run_name="refused"))
+    assert "set EFFICIENTLLM_INTERFACE" in our_lines(refused)[0]
+
+    one.run("ip", "route", "add", "default", "dev", "eth0")
+    is_one_job_named = [job.done(60) for job in ranks(launch, pair, environ=environ, run_name="found")]
+    assert jobs.Ledger(is_one_job_named[0].runs()[0]).summary.tokens == 2 * ITERATIONS * TOKENS
+
+
+def test_strangers_are_refused_counted_and_named(hosts, launch):
+    one, two, *others = hosts(6)
+    nodes = ranks(launch, (one, two), "--step-s", "0.2", ports="29700-29700", run_name="run")
+    jobs.until(lambda: nodes[0].runs() and nodes[0].num_windows > 0, 30)
+    known = secret_path(Config()).read_text().strip()
+    kinds = ["no key", "another secret", "another job's key", "a key made up"]
+
+    asking = [
+        host.start(sys.executable, "-c", STRANGER, kind, f"tcp://{one.address}:29700", "2", known, stdout=-1)
+        for host, kind in zip(others, kinds, strict=True)
+    ]
+    answers = [process.communicate(timeout=30)[0].decode().strip() for process in asking]
+    assert answers == ["refused"] * 4
+
+    is_one_job([node.done(60) for node in nodes], 2)
+    told = sorted(text for text in nodes[0].ledger.told("refused") if "stranger" in text)
+    by_address = {text.split()[3]: text.partition("refused: ")[2] for text in told}
+    assert by_address.keys() == {host.address for host in others}
+    assert by_address[others[0].address] in ("no key", "it does not speak as agents do")
+    assert by_address[others[1].address] == "another secret"
+    assert by_address[others[2].address] == by_address[others[3].address] == "another job's key"
+    assert nodes[0].ledger.summary.events["strangers"] >= 4
+
+
+def test_nothing_secret_is_in_arguments_environments_the_run_folder_logs_or_the_record(hosts, launch, tmp_path):
+    pair = hosts(2)
+    nodes = ranks(launch, pair, "--step-s", "0.1", run_name="run")
+    jobs.until(lambda: nodes[0].runs() and nodes[0].num_windows > 0, 30)
+    known = secret_path(Config()).read_text().strip()
+    job = run_json(nodes[0])["job"]
+    hidden = forms(known, job)
+
+    record = next((tmp_path / "runs").glob(".address-*")).read_bytes()
+    processes = {pid for node in nodes for pid in jobs.processes(node.token)}
+    assert len(processes) >= 5, "two trainers, two agents, one aggregator"
+    public = {f"{pid}/{name}": Path(f"/proc/{pid}/{name}").read_bytes() for pid in processes for name in EXPOSED}
+    is_one_job([node.done(60) for node in nodes], 2)
+
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret_path(Config())]
+    state = Path(os.environ["XDG_STATE_HOME"])
+    files += [path for path in state.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    exposed = {**public, "record": record, **{str(path): path.read_bytes() for path in files}}
+    found = {name for name, content in exposed.items() for one in hidden if one in content}
+    assert found == set()
+    assert any(job.encode() in content for content in exposed.values()), "what is looked for could be found"
+
+
+EXPOSED = ("cmdline", "environ")
+
+
+def forms(known, job):
+    """Return the secret and every key that is made of it, in the forms in which they could be written."""
+    from zmq.utils import z85
+
+    seeds = [known.encode(), bytes.fromhex(known)]
+    for salt in ("", job):
+        seeds += [secret.derive(known.encode(), purpose, salt) for purpose in ("server", "agents", "record")]
+    return [form for seed in seeds for form in (seed, seed.hex().encode(), z85.encode(seed))]
+
+
+def test_serve_on_an_address_of_others_needs_the_secret_and_says_what_the_training_shell_needs(hosts, launch, tmp_path):
+    one, two = hosts(2)
+    served = launch.on(one).code(
+        "import sys\nfrom effllm.cli import main\nsys.argv = "
+        "['effllm', 'serve', '--bind', '10.77.0.1:5555', '--run-name', 'served']\nmain()"
+    )
+    jobs.until(lambda: "EFFICIENTLLM_ENDPOINT" in served.stdout, 20)
+    said = dict(
+        line.strip().removeprefix("export ").split("=") for line in served.stdout.splitlines() if "export" in line
+    )
+    assert said == {
+        "EFFICIENTLLM_ENDPOINT": "tcp://10.77.0.1:5555",
+        "EFFICIENTLLM_SECRET_FILE": str(secret_path(Config())),
+    }
+
+    refused = launch.on(two).python(LOOP, endpoint="10.77.0.1:5555", secret_file=tmp_path / "none").wait(40)
+    assert "there is no secret" in refused.our_errors[0]
+    told = {name.removeprefix("EFFICIENTLLM_").lower(): value for name, value in said.items()}
+    launch.on(two).python(LOOP, "--iterations", ITERATIONS, **told).done(40)
+
+    served.done(20)
+    assert jobs.Ledger(tmp_path / "runs" / "served").summary.tokens == ITERATIONS * TOKENS
+
+
+RESTARTED = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+import effllm.efficientllm_metrics as effllm
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+if attempt and rank == 0:
+    time.sleep(2.0)  # so that the others find what the first attempt left
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+key = f"ready/{attempt}"
+store.add(key, 1)
+while store.add(key, 0) < 2:
+    time.sleep(0.02)
+for iteration in range(1, 61):
+    collector.record_iteration_start()
+    time.sleep(0.05)
+    collector.record_iteration_end(100, 2)
+    if not attempt and iteration == 25:
+        os._exit(3)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+def test_after_a_restart_the_address_of_the_first_attempt_misleads_nobody(hosts, launch, tmp_path):
+    pair = hosts(2)
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    master = ["--master_addr", pair[0].address, "--master_port", str(PORT)]
+    nodes = [
+        launch.on(host).torchrun(
+            ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node), "--max_restarts", "1", *master],
+            script,
+            run_name="run",
+        )
+        for node, host in enumerate(pair)
+    ]
+    [node.done(90) for node in nodes]
+
+    windows = [report for report in nodes[0].ledger.windows if report.attempt == 2]
+    assert nodes[0].ledger.summary.attempts == 2
+    assert {row.rank for row in nodes[0].ledger.ranks if row.attempt == 2} == {0, 1}
+    assert windows[-1].iteration == 60
