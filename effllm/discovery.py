@@ -338,7 +338,10 @@ class Search:
 
     def _objection(self, record: Mapping[str, str]) -> str:
         if not self._is_secured:
-            return ""
+            endpoint = record["endpoint"]
+            if self._config.security == "none" or is_loopback(host_of(endpoint)):
+                return ""
+            return f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: somebody else wrote it"
         try:
             known = secret.read(secret_path(self._config))  # anew each time: it may come late, over a slow file system
         except secret.SecretError as error:
