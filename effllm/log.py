@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from pathlib import Path
 
-from effllm import own_files
 from effllm.config import state_folder
+
+CLOSE_S = 0.5
 
 
 class Log:
-    """The agent's log: kept until the run folder is known, then a file in it."""
+    """The agent's log: kept until the run folder is known, then a file in it.
+
+    The file is written by a thread: the agent samples and reports on while the disk stands still.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lines: deque[str] = deque(maxlen=200)
         self._path: Path | None = None
-        self._file: int | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._is_closed = False
         self.unsent: deque[tuple[str, str, float]] = deque(maxlen=200)
 
     def line(self, text: str, kind: str = "agent") -> None:
@@ -36,20 +43,34 @@ class Log:
         self._flush()
 
     def close(self) -> None:
-        """Leave what nobody has seen in the user's state folder."""
+        """Leave what nobody has seen in the user's state folder; wait half a second for a disk at most."""
         if self._path is None:
             self.attach(state_folder() / f"pid-{os.getpid()}")
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
     def _flush(self) -> None:
-        if self._path is None or not self._lines:
+        if self._path is None or not self._lines or self._is_closed:
             return
-        with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
-            if self._file is None:
-                own_files.make_folder(self._path.parent)
-                self._file = own_files.open_file(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            while self._lines:
-                os.write(self._file, self._lines[0].encode())
-                self._lines.popleft()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, args=(self._path,), name="log", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _write(self, path: Path) -> None:
+        file, is_last = -1, False
+        while not is_last:
+            self._wake.wait()
+            self._wake.clear()
+            is_last = self._is_closed
+            with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
+                if file < 0 and self._lines:
+                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                while self._lines:
+                    os.write(file, self._lines[0].encode())
+                    self._lines.popleft()
+        if file >= 0:
+            os.close(file)
