@@ -1,4 +1,4 @@
-"""An address that somebody else wrote where rank 0's is looked for; there are no keys on one host, and no signatures."""
+"""An address that somebody else wrote where rank 0's is looked for: on one host there are no keys, so no signatures."""
 
 import pytest
 
