@@ -28,7 +28,7 @@ FLOORS = """
 1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0  plain_text
 1.0.1 config  pacing  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
-1.0.2 node_power.https  node_power.rapl_counters  journal
+1.0.2 node_power.https  node_power.rapl_counters  journal  unkept
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
 1.0.4 power_spread

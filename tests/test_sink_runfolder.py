@@ -309,6 +309,32 @@ def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(
     assert "was removed" in told[0]
 
 
+@pytest.mark.fault("aggregator-sigkill", "duplicates")
+def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_kept_its_state(folder):
+    sink = RunFolder(folder, {"job": "one"})
+    for iteration in (100, 110, 120):
+        sink.write(make_report(iteration), [make_row(rank, iteration) for rank in range(2)])
+        if iteration == 110:
+            sink.keep(json.dumps({"attempt": 1, "job": "one", "closed": 11}).encode())
+    again = RunFolder(folder, {"job": "one"})
+    again.write(make_report(120), [make_row(rank, 120) for rank in range(3)])
+    again.write(make_report(120, correction=True), [])
+    again.write(make_report(130), [make_row(0, 130)])
+
+    assert [report.iteration for report in read_windows(folder)] == [100, 110, 120, 120, 130]
+    assert [(row.rank, row.window) for row in read_ranks(folder)] == [
+        (0, 10), (1, 10), (0, 11), (1, 11), (0, 12), (1, 12), (2, 12), (0, 13)
+    ]  # fmt: skip
+
+
+def test_another_job_of_the_folder_writes_windows_of_the_same_numbers(folder):
+    RunFolder(folder, {"job": "one"}).write(make_report(100), [make_row()])
+    (folder / "state.json").write_text(json.dumps({"attempt": 1, "job": "one", "closed": 0}))
+    RunFolder(folder, {"job": "two"}).write(make_report(100), [make_row()])
+
+    assert len(list(read_windows(folder))) == len(list(read_ranks(folder))) == 2
+
+
 def test_values_that_are_not_finite_do_not_cost_the_line(folder):
     sink = RunFolder(folder, {})
     sink.write(make_report(values={"amu_gb": math.nan, "al_seconds": 1.0}, loss=math.inf), ())

@@ -19,6 +19,7 @@ from effllm.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
 from effllm.runfolder import RankRow, coverage_of, rank_row
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
+from effllm.unkept import Written, written_beyond_state
 
 #: Worlds up to this size are kept whole; of larger ones at most so many rows a window, the strangest.
 MOST_ROWS = 256
@@ -68,6 +69,7 @@ class RunFolder:
         own_files.make_folder(folder)
         self._folder = folder
         self._tell = tell
+        self._written = written_beyond_state(folder, str(facts.get("job") or ""))
         self._windows, self._ranks, self._events = self._journals = (
             Journal(folder, "windows", segment_bytes, most_waiting_bytes),
             Journal(folder, "ranks", segment_bytes, most_waiting_bytes),
@@ -85,10 +87,12 @@ class RunFolder:
         """Append one window and the rows of its ranks; of worlds above 256 only the rows that stand out."""
         # JSON has no nan: one in here would make the line unreadable as a whole.
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
-        self._windows.put([msgspec.structs.replace(report, values=finite)])
+        written = self._written if report.attempt == self._written.attempt else Written()
+        if report.correction or report.window not in written.windows:
+            self._windows.put([msgspec.structs.replace(report, values=finite)])
         if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
             rows = outliers(rows)
-        self._ranks.put([self._flat(row, report) for row in rows])
+        self._ranks.put([self._flat(row, report) for row in rows if (row.rank, row.window) not in written.rows])
         self._flush()
 
     def event(self, event: Event) -> None:
