@@ -23,7 +23,7 @@ from effllm.peers import Peers
 from effllm.ring import Board, RingError, RingReader
 from effllm.run_lock import holder_of, status_of
 from effllm.runfolder import read_events, read_ranks, read_windows
-from effllm.schema import MARKED_PHASES, Beat, Bye, Hello, Note, Reports
+from effllm.schema import MARKED_PHASES, Beat, Bye, Hello, Note, Reports, Stack
 from effllm.sinks.runfolder import RunFolder
 from effllm.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
 from effllm.window import WindowCutter
@@ -41,7 +41,10 @@ def frames(data: bytes) -> None:
         return
     peers, aggregator = Peers(16), Aggregator(Config(), "job", 1, 1000.0)
     first = hello(0, world_size=2)
-    assert aggregator.hello(first, 0.0, 1000.0) == ""
+    for one in (first, hello(1, world_size=2)):
+        assert aggregator.hello(one, 0.0, 1000.0) == ""
+    for window in (1, 2):
+        aggregator.reports(Reports((row(1, window),)), 0.5, 1000.5)
     assert peers.admits(b"a", len(data), 0.0)
     peers.introduce(b"a", first, 0.0)
     peers.admits(b"b", len(data), 0.0)
@@ -49,8 +52,11 @@ def frames(data: bytes) -> None:
     for said in (message, _as_of(message, first)):
         peers.objection(b"a", said)
         _tell(aggregator, said)
-    aggregator.reports(Reports((row(0, 10**6),)), 1.0, 1001.0)
-    aggregator.tick(100.0, 1100.0)
+    for window in (3, 4, 10**6):
+        for rank in (0, 1):
+            aggregator.reports(Reports((row(rank, window),)), 2.0, 1002.0)
+    for now_s in (3.0, 100.0, 10_000.0):
+        aggregator.tick(now_s, 1000.0 + now_s)
     aggregator.close_all()
     for closed in aggregator.take_closed():
         values = {tag: value for tag, value in closed.report.values.items() if math.isfinite(value)}  # as sinks do
@@ -71,11 +77,11 @@ def _as_of(message: object, first: Hello) -> object:
         return msgspec.structs.replace(message, rows=tuple(msgspec.structs.replace(one, **own) for one in message.rows))
     if isinstance(message, Hello):
         return msgspec.structs.replace(message, **own, job=first.job, world_size=2, log_interval=10, offset=0)
-    return msgspec.structs.replace(message, **own) if isinstance(message, (Beat, Note, Bye)) else message
+    return msgspec.structs.replace(message, **own) if isinstance(message, (Beat, Note, Bye, Stack)) else message
 
 
 def _tell(aggregator: Aggregator, message: object) -> None:
-    takers = {Hello: "hello", Reports: "reports", Beat: "beat", Note: "note", Bye: "bye"}
+    takers = {Hello: "hello", Reports: "reports", Beat: "beat", Note: "note", Bye: "bye", Stack: "stack"}
     if taker := takers.get(type(message)):
         getattr(aggregator, taker)(message, 1.0, 1001.0)
 
@@ -143,7 +149,7 @@ def _read_ring(reader: RingReader) -> None:
     cutter = WindowCutter(agent="a", rank=0, log_interval=10, offset=0, origin_ns=0, unix_minus_monotonic_s=0.0)
     for _ in range(3):
         for slot in reader.read():
-            assert 1 <= slot.kind <= 7
+            assert slot.kind in ring._WHAT
             assert min(slot.ordinal, slot.tokens, slot.samples, slot.step_ns, slot.prompt_tokens) >= 0
             cutter.add(slot)
         reader.skip_torn()

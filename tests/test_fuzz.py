@@ -46,10 +46,11 @@ def test_bytes_near_those_of_the_corpus_do_no_harm(target):
 #: What may be, though some of it is odd: an aggregator takes it, and no more comes of it than its own rank's numbers.
 POSSIBLE = """
     all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
-    gauge-negative good-beat good-bye good-hello good-note good-reports largest-amounts largest-flops
+    gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports
+    good-stack good-supersede groups largest-amounts largest-clock-beat largest-flops largest-own-times
     log-interval-zero loss-1_7e308 memory-zero note-escapes note-long offset-negative ordinals-of-2-61
-    parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts start_time_s--1e30 window-of-2-61
-    world-of-2-61
+    parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts stands-for-ever start_time_s--1e30
+    window-of-2-61 world-of-2-61
 """
 
 
