@@ -26,8 +26,10 @@ def adds_up(goodput):
 
 
 def progress(folder):
+    """Return how many iterations the newest start found done, and the number of its last one."""
     path = folder / "progress"
-    return int(path.read_text() or 0) if path.exists() else 0
+    done, _, last = (path.read_text() if path.exists() else "").partition(" ")
+    return (int(done), int(last)) if last else (-1, 0)
 
 
 def starts(folder, rank=0):
@@ -101,13 +103,13 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
 
     def trained(attempt, world_size):
         begun = starts(there)
-        return len(begun) == attempt and begun[-1]["world_size"] == world_size and progress(there) > begun[-1]["first"]
+        done, last = progress(there)
+        is_newest = len(begun) == attempt and done == begun[-1]["first"] - 1
+        return is_newest and begun[-1]["world_size"] == world_size and last >= done + 24
 
     jobs.until(lambda: trained(1, 2), within_s=60)
-    jobs.until(lambda: progress(there) >= 27)
     two.end()
     jobs.until(lambda: trained(2, 1), within_s=60)
-    jobs.until(lambda: progress(there) >= starts(there)[-1]["first"] + 24)
     again = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
     jobs.until(lambda: trained(3, 2), within_s=60)
     (there / "enough").touch()

@@ -50,6 +50,6 @@ while True:
             checkpoint.with_suffix(".new").write_text(json.dumps(iteration))
             checkpoint.with_suffix(".new").replace(checkpoint)
     if rank == 0:
-        (given.folder / "progress").write_text(str(iteration))
+        (given.folder / "progress").write_text(f"{done} {iteration}")
 effllm.finalize_efficientllm_metrics()
 dist.destroy_process_group()
