@@ -18,6 +18,7 @@ TARGETS: dict[str, str] = {
     "megatron_patch.training": "megatron_training:attach",
     "megatron.core.rerun_state_machine": "megatron_training:attach_data",
     "megatron.core.pipeline_parallel.schedules": "megatron_schedules:attach",
+    "megatron.core.distributed.finalize_model_grads": "megatron_schedules:attach_gradients",
     "megatron.core.optimizer.optimizer": "megatron_schedules:attach_optimizer",
     "megatron.core.optimizer.layer_wise_optimizer": "megatron_schedules:attach_optimizer",
     "transformers.trainer": "transformers:attach",

@@ -50,6 +50,22 @@ def reports_data() -> bool:
     )
 
 
+def peers() -> tuple[str, str]:
+    """Return the name of the ranks that do the same work as this one, and that of those that wait for each other.
+
+    The first is the pipeline stage.  The second are the ranks of one replica: in tensor, pipeline, context and expert
+    parallelism they exchange activations inside of an iteration; it is empty where each rank computes alone.
+    """
+    from megatron.core import parallel_state as groups
+
+    stage = groups.get_pipeline_model_parallel_rank()
+    context = getattr(groups, "get_context_parallel_world_size", lambda: 1)()
+    experts = groups.get_expert_model_parallel_world_size()
+    sizes = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size(), context)
+    replica = groups.get_data_parallel_rank() // experts  # those that share experts are neighbours
+    return f"stage {stage}", f"replica {replica}" if max(*sizes, experts) > 1 else ""
+
+
 class LazyNumber:
     """A number in a tensor that may be on a GPU, read when it has come and never waited for.
 

@@ -15,10 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from effllm import ownership
+from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import configuration, parameter_share, reports_data
+from effllm.hooks.megatron import configuration, parameter_share, peers, reports_data
 
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 
@@ -58,6 +59,16 @@ def attach_optimizer(module: ModuleType) -> None:
         )
 
 
+def attach_gradients(module: ModuleType) -> None:
+    """Hook where a rank, its last backward pass behind it, first waits for the others: of ``finalize_model_grads``.
+
+    Raises:
+        Unknown: there is no such function.
+    """
+    if not around(module, "finalize_model_grads", _sync_guard, before=lambda _: get_metrics_collector().sync_point()):
+        raise Unknown("it has no finalize_model_grads: ranks do not tell what time is their own")
+
+
 def _is_one(schedule: Any) -> bool:
     return inspect.isfunction(schedule) and "num_microbatches" in inspect.signature(schedule).parameters
 
@@ -68,6 +79,7 @@ class _Iterations:
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "megatron.core", "Iteration")
         self._parameters = Guard("the parameter count of megatron.core's model")
+        self._peers = Guard("which ranks of megatron.core do the same work")
         self._runs = False  # whether a pass was made since the last optimizer step
         self._depth = 0  # of optimizers in optimizers
         self._samples = self._tokens = 0
@@ -127,6 +139,7 @@ class _Iterations:
         else:
             self._reports = reports_data()
         self._steps.begin(parameter_share=self._parameters(parameter_share, chunks), facts=_facts(call, config))
+        get_metrics_collector().set_peer_group(*(self._peers(peers) or ("",)))
         return True
 
 
@@ -151,4 +164,5 @@ def _facts(call: Call, config: Any) -> dict[str, Any]:
 
 
 _guard = Guard("megatron.core")
+_sync_guard = Guard("megatron.core's own time of ranks")
 _iterations = _Iterations()

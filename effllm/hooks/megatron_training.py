@@ -22,7 +22,7 @@ from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
-from effllm.hooks.megatron import LazyNumber, parameter_share, reports_data
+from effllm.hooks.megatron import LazyNumber, parameter_share, peers, reports_data
 
 NAME = "megatron"
 
@@ -116,6 +116,7 @@ class _Training:
         self._steps = Steps(ownership.FRAMEWORK, NAME)
         self._flops = Guard("Megatron's number of floating-point operations")
         self._parameters = Guard("the parameter count of Megatron's model")
+        self._peers = Guard("which ranks of Megatron do the same work")
         self._depth = 0  # of `pretrain` and `train` around what happens
         self._forget()
 
@@ -152,6 +153,7 @@ class _Training:
             facts=facts,
         ):
             return
+        get_metrics_collector().set_peer_group(*(self._peers(peers) or ("",)))
         from megatron.core import parallel_state as groups
 
         self._reports = reports_data()
