@@ -24,6 +24,7 @@ PHASE_STALLS, PHASE_TIMES = 20, 10
 STARTUP_STALLS = 60
 BEATS = 6  # an agent beats so many times in the seconds of a stall ...
 LOOKS = 15  # ... and a stall is looked for so many times
+SLEPT_S = 10.0  # the aggregator looks twice a second, unless it was stopped
 TOLD_AGAIN_S = (300.0, 1800.0)
 TOLD_EVERY_S = 7200.0
 
@@ -100,6 +101,7 @@ class Hang:
         self._twice_s = 0.0  # since when somebody has ended two iterations more
         self._moved_s = 0.0  # when somebody last moved
         self._next_look_s = self._next_alone_s = 0.0
+        self._looked_s = 0.0
         self._since_s: float | None = None  # since when the job stands
         self._tell_s = 0.0  # when to say so again
         self._alone: dict[int, tuple[float, float]] = {}  # ranks that stand while others go on: since when, tell when
@@ -156,8 +158,9 @@ class Hang:
             if not of_role or of_role[-1][0] < row.window:
                 of_role.append((row.window, row.time_s / row.iterations))
         if row.iteration_last > stand.completed:
+            # Where the rank was when the window ended, which is a while ago: nobody has seen it stand there.
             self._place(row.rank, stand, row.iteration_last, BETWEEN, now_s)
-            stand.seen_s, stand.said_s = now_s, 0.0
+            stand.said_s = 0.0
 
     def _place(self, rank: int, stand: Stand, ordinal: int, state: str, since_s: float) -> None:
         """Note that a rank has moved, and where it stands since then."""
@@ -186,6 +189,12 @@ class Hang:
             now_s: the time.
             silent: ranks whose agents have not been heard of late; of these nothing is known.
         """
+        if now_s - self._looked_s > SLEPT_S:
+            # What has come meanwhile came all at once: nobody knows who moved after whom.
+            self._twice_s = 0.0
+            for one in self.ranks.values():
+                one.ended_s = now_s
+        self._looked_s = now_s
         told: list[Verdict] = list(self._resumed)
         self._resumed = []
         may_stand = now_s - self._moved_s >= self._stall_s and now_s >= self._next_look_s

@@ -31,7 +31,9 @@ def meeting(tmp_path):
 
 
 def stalls(ledger):
-    return [STALL.fullmatch(text) for text in ledger.told("stalled")]
+    found = [(text, STALL.fullmatch(text)) for text in ledger.told("stalled")]
+    assert all(match for _, match in found), found
+    return [match for _, match in found]
 
 
 def in_event_file(ledger, kind):

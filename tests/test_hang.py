@@ -226,6 +226,34 @@ def test_a_rank_is_not_told_alone_where_the_others_got_one_iteration_further_as_
         assert job.look(now_s) == []
 
 
+def test_a_window_that_comes_late_does_not_make_its_rank_faster_than_it_was():
+    job = Job(ranks=2)
+    job.run(100)
+    # Both come to 105 by 104 s; the window of rank 0, which ended at 101 s, comes when rank 1 stands there already.
+    job.beat(1, 105, STEP, 0.0, 104)
+    job.hang.row(row(0, 1, iteration_last=102), 104.5)
+    job.beat(0, 105, STEP, 0.7, 104.7)
+    for now_s in range(105, 300, 5):
+        job.beat(1, 105, STEP, now_s - 104.0, now_s)
+        job.beat(0, 105, "checkpoint", now_s - 104.8, now_s)
+        assert job.look(now_s) == []
+
+
+def test_after_the_aggregator_was_stopped_nobody_stands_alone_by_what_came_all_at_once():
+    job = Job(ranks=2)
+    job.run(100)
+    # It sleeps until 170 s. Both go on until 130 s; then rank 0 saves, and rank 1 waits for it.
+    for sent_s in range(105, 170, 5):
+        ordinal = min(sent_s, 130)
+        job.beat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
+        job.beat(1, ordinal + (sent_s > 130), STEP, max(sent_s - 130.0, 0.0), 170)
+    assert job.look(170) == []
+    for now_s in range(175, 400, 5):
+        job.beat(0, 130, "checkpoint", now_s - 130.0, now_s)
+        job.beat(1, 131, STEP, now_s - 130.0, now_s)
+        assert job.look(now_s) == []
+
+
 @pytest.mark.parametrize("ordinal", [0, 101])
 def test_a_process_that_waits_for_requests_may_do_so_for_ever(ordinal):
     job = Job(ranks=1)
