@@ -71,6 +71,8 @@ HELLO_AGAIN_S = 2.0
 DEVICE_WAIT_S = 3.0
 NOBODY_ANSWERS_S = 10.0
 LAST_WORDS_S = 4.0
+REPORT_EVERY_S = 0.25  # between two frames of reports: 256 rows a frame are enough for windows of a millisecond
+SEND_AGAIN_S = 0.1
 AGGREGATOR_ENDS_S = 4.7
 REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
 LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
@@ -120,6 +122,7 @@ class Agent:
         self._aggregator: AggregatorChild | None = None
         self._watched_child = -1
         self._next_beat_s = 0.0
+        self._next_frame_s = 0.0
         self._clock = Exchanges(self._place["world_size"], self._rank)  # with the aggregator's
         self._heard: list[tuple[int, FromAggregator]] = []  # when, and what, since the last look
         self._inspection = InspectionChild()
@@ -348,8 +351,8 @@ class Agent:
                 until_s = now_s + (LEAST_LOOP_S if self._is_calibrating else 0.0)
         if self._link and self._link.connected and not self._welcome:
             until_s = min(until_s, self._hello_s + HELLO_AGAIN_S)
-        if self._outbox.unsent() and self._welcome:
-            until_s = min(until_s, now_s + 0.1)
+        if self._outbox.num_unsent and self._welcome:
+            until_s = min(until_s, max(self._next_frame_s, now_s))
         if self._aggregator:
             until_s = min(until_s, self._aggregator.due_s)
         until_s = min(until_s, self._inspection.due_s)
@@ -538,10 +541,14 @@ class Agent:
         return time.process_time(), self._link.sent_bytes if self._link else 0, pair_s and pair_s * ordinal
 
     def _send_reports(self, link: AgentLink, now_s: float) -> None:
+        if now_s < self._next_frame_s and self._status is None:
+            return
         while rows := self._outbox.unsent():
             if not link.send(Reports(tuple(rows), self._outbox.lost, *self._spent())):
+                self._next_frame_s = now_s + SEND_AGAIN_S
                 return
             self._outbox.sent(len(rows))
+            self._next_frame_s = now_s + max(REPORT_EVERY_S, self._welcome.report_every_s if self._welcome else 0.0)
             self._next_beat_s = now_s + self._beat_s  # a sign of life as well
 
     def _say_hello(self, now_s: float) -> None:
@@ -637,7 +644,7 @@ class Agent:
         self._outbox.add(self._cutter.cut_rest(self._series, self._end_ns))
         while time.monotonic() - began_s < LAST_WORDS_S and not self._refused:
             self._look(trainer_gone=False)
-            if self._welcome and not self._outbox.unsent() and not self._bye_sent:
+            if self._welcome and not self._outbox.num_unsent and not self._bye_sent:
                 last = self._cutter.last_ordinal
                 self._bye_sent = bool(self._link) and self._link.send(  # type: ignore[union-attr]
                     Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, *self._spent())

@@ -26,7 +26,7 @@ Sentence = Annotated[str, Meta(max_length=MOST_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
 Fact = str | int | float | bool | list[str] | None
-MOST_ROWS = 64  # rows in one frame: about 40 kB of plain ones
+MOST_ROWS = 256  # rows in one frame: about 110 kB of plain ones
 MOST_DEVICES = 64  # of one rank: its GPUs, and the sensors of its node
 
 EVALUATION = "evaluation"

@@ -102,6 +102,11 @@ class Outbox:
             self.lost += 1
         self._rows.append(row)
 
+    @property
+    def num_unsent(self) -> int:
+        """How many reports are not under way."""
+        return len(self._rows) - self._sent
+
     def unsent(self) -> Sequence[RankReport]:
         """Return the next reports that are not under way, as many as one frame takes."""
         rows: list[RankReport] = []

@@ -200,7 +200,7 @@ def test_a_full_frame_is_well_below_the_limit():
 
 def test_plain_rows_go_by_as_many_as_a_frame_takes_and_one_that_is_too_large_goes_alone(monkeypatch):
     outbox = Outbox(1000)
-    for sequence in range(1, 101):
+    for sequence in range(1, 401):
         outbox.add(row(sequence=sequence))
     assert len(outbox.unsent()) == MOST_ROWS
 

@@ -102,6 +102,7 @@ class _Peer:
             if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
                 break
             self.outbox.sent(len(rows))
+            self.beat_s = time.monotonic()  # a sign of life as well
             count += len(rows)
         return count
 

@@ -1,0 +1,75 @@
+"""An agent of very short iterations sends a few frames a second, and every token in them."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from effllm.schema import Ack, Bye, ByeSeen, Hello, Reports, Welcome
+from effllm.transport import ServerSocket, decode_from_agent, make_context
+
+ITERATIONS = 3000
+LOOP = f"""
+import time
+import effllm
+collector = effllm.initialize_efficientllm_metrics(1000)
+time.sleep(1.0)  # until its agent is there
+for iteration in range({ITERATIONS}):
+    collector.record_iteration_start()
+    time.sleep(0.001)
+    collector.record_iteration_end(tokens_processed=7, samples_processed=1)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+@pytest.fixture
+def listening():
+    context = make_context()
+    socket = ServerSocket(context)
+    port = socket.listen("tcp://127.0.0.1:*").rpartition(":")[2]
+    yield socket, f"tcp://127.0.0.1:{port}"
+    socket.close()
+    context.destroy(linger=0)
+
+
+def serve(socket, trainer, every_s):
+    """Answer one agent until it has said goodbye; return when each frame of reports came, and its rows."""
+    frames, said_bye, until_s = [], None, time.monotonic() + 60
+    while not said_bye and time.monotonic() < until_s:
+        if not socket.socket.poll(100):
+            continue
+        peer, frame = socket.receive()
+        message = decode_from_agent(frame)
+        if isinstance(message, Hello):
+            socket.send(peer, Welcome(1, report_every_s=every_s))
+        elif isinstance(message, Reports):
+            frames.append((time.monotonic(), message))
+            socket.send(peer, Ack(message.rows[-1].sequence))
+        elif isinstance(message, Bye):
+            said_bye = message
+            socket.send(peer, ByeSeen(message.rank))
+    trainer.wait(30)
+    return frames, said_bye
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("every_s", "most_per_s"), [(0.0, 4.0), (1.0, 1.0)])
+def test_windows_of_a_millisecond_are_batched_and_totals_are_exact(listening, tmp_path, every_s, most_per_s):
+    socket, endpoint = listening
+    settings = {"ENDPOINT": endpoint, "LOG_INTERVAL": "1", "DEVICE": "simulated", "RUN_DIR": str(tmp_path)}
+    environ = {**os.environ, **{f"EFFICIENTLLM_{name}": value for name, value in settings.items()}}
+    trainer = subprocess.Popen([sys.executable, "-c", LOOP], env=environ, cwd=tmp_path)
+
+    frames, bye = serve(socket, trainer, every_s)
+
+    rows = [row for _, message in frames for row in message.rows]
+    assert (bye.status, bye.lost) == ("completed", 0)
+    assert sum(row.tokens for row in rows) == 7 * ITERATIONS
+    assert sum(row.samples for row in rows) == ITERATIONS
+    assert [row.sequence for row in rows] == list(range(1, len(rows) + 1))
+    # The loop takes three seconds at least; the last words, which wait for nothing, come after it.
+    early = [when_s for when_s, _ in frames if when_s < frames[0][0] + 2.0]
+    assert len(early) <= most_per_s * 2.0 + 1
+    assert len(rows) > 4 * len(frames), "windows were cut for single iterations"
