@@ -17,9 +17,10 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
-from effllm import __version__, node_power
-from effllm.config import VARIABLES, Config, cache_folder, read_config
+from effllm import __version__, node_power, secret
+from effllm.config import VARIABLES, Config, Place, cache_folder, read_config, secret_path
 from effllm.devices import DeviceUnavailable, Site, open_device
+from effllm.discovery import is_secured
 from effllm.measurable import GAUGES, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
 from effllm.power_scope import Scope, choose
@@ -84,7 +85,15 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = _shared_memory(config)
     findings += [about, *_driver(), *node_findings, *_scope(scope)]
-    findings += [*_sinks(config), _run_folder(config), _loopback(), *_endpoint(config), memory, _pidfd()]
+    findings += [
+        *_sinks(config),
+        _run_folder(config),
+        _loopback(),
+        *_endpoint(config),
+        _security(config),
+        memory,
+        _pidfd(),
+    ]
     return Survey(
         measured=not any(finding.state == BROKEN for finding in findings),
         device=opened,
@@ -347,6 +356,25 @@ def _endpoint(config: Config) -> Iterator[Finding]:
     except OSError as error:
         text = f"nobody answers at {config.endpoint}: {error.strerror or error}"
         yield Finding("aggregator", BROKEN, text, f"start effllm serve, or unset {PREFIX}ENDPOINT")
+
+
+def _security(config: Config) -> Finding:
+    """Say who can read and forge reports, and whether the secret is well, for a job that spans hosts."""
+    path = secret_path(config)
+    if config.security == "none":
+        text = "none: off loopback, whoever reaches the port can read and forge reports"
+        return Finding("security", MISSING, text, f"unset {PREFIX}SECURITY")
+    which = "curve" if config.security == "curve" else "auto: nothing within a host, CURVE between hosts"
+    try:
+        secret.read(path)
+    except secret.SecretError as error:
+        if not os.path.lexists(path):
+            advice = "without a shared home, copy it to every host then"
+            return Finding("security", MISSING, f"{which}; no secret {path} yet: rank 0 makes it", advice)
+        # Within a host nothing of it is needed.
+        state = BROKEN if is_secured(config, Place()) else MISSING
+        return Finding("security", state, f"{which}; {error}", "until then no job spans hosts")
+    return Finding("security", OK, f"{which}; the secret {path} is yours alone")
 
 
 def _shared_memory(config: Config) -> tuple[float | None, Finding]:

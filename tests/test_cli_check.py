@@ -271,3 +271,28 @@ def test_a_device_that_no_file_reads_is_wrong_use(cli):
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("there is no such device; there are: auto, amd, host, nvml, simulated\n")
+
+
+def test_it_says_who_can_read_reports_and_whether_the_secret_is_well(cli, tmp_path):
+    def said(**variables):
+        found = json.loads(cli.run("check", "--device", "simulated", "--json", **variables).stdout)
+        return next((one["state"], one["text"]) for one in found["findings"] if one["name"] == "security")
+
+    file = tmp_path / "secret"
+    named = {"EFFICIENTLLM_SECRET_FILE": str(file)}
+    assert said(**named)[1].endswith(f"no secret {file} yet: rank 0 makes it")
+
+    file.write_text("a" * 64)
+    file.chmod(0o600)
+    assert said(**named) == (
+        "ok",
+        f"auto: nothing within a host, CURVE between hosts; the secret {file} is yours alone",
+    )
+
+    file.chmod(0o640)
+    state, text = said(**named)
+    assert (state, text.endswith(f"chmod 600 {file}")) == ("missing", True)
+    assert said(**named, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
+
+    state, text = said(EFFICIENTLLM_SECURITY="none")
+    assert (state, text) == ("missing", "none: off loopback, whoever reaches the port can read and forge reports")
