@@ -6,6 +6,7 @@ import struct
 import time
 
 import jobs
+import psutil
 import pytest
 from after_fault import assert_readable, assert_whole
 
@@ -118,3 +119,103 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
     assert (summary.status, summary.attempts) == ("completed", 2)
     assert summary.tokens == 10_000 + kept
     assert [row.tokens for row in job.ledger.ranks][: len(rows)] == [row.tokens for row in rows]
+
+
+#: Ends in one of the ways that a trainer can end, and says when it began to.
+ENDS = """
+import os, signal, struct, sys, time
+import effllm.efficientllm_metrics as effllm
+
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+for iteration in range(1, 26):
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(100, 2)
+with open("began", "wb") as file:
+    file.write(struct.pack("d", time.monotonic()))
+{
+    "returns": lambda: None,
+    "finalizes": effllm.finalize_efficientllm_metrics,
+    "sys.exit()": lambda: sys.exit(),
+    "sys.exit(3)": lambda: sys.exit(3),
+    "raises": lambda: 1 / 0,
+    "os._exit(0)": lambda: os._exit(0),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}[sys.argv[1]]()
+"""
+
+
+@pytest.mark.fault("exits")
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [
+        ("returns", 0, "completed"),
+        ("finalizes", 0, "completed"),
+        ("sys.exit()", 0, "completed"),
+        ("sys.exit(3)", 3, "completed"),
+        ("raises", 1, "failed"),
+        ("os._exit(0)", 0, "killed"),
+        ("SIGINT", -signal.SIGINT, "killed"),
+        ("SIGTERM", -signal.SIGTERM, "killed"),
+        ("SIGKILL", -signal.SIGKILL, "killed"),
+    ],
+)
+def test_the_end_of_a_trainer_is_hardly_delayed_and_its_last_iteration_is_kept(launch, end, code, status):
+    script = launch._folder / "ends.py"
+    script.write_text(ENDS)
+    job = launch.python(script, end).wait()
+    ended_s = time.monotonic()
+    (began_s,) = struct.unpack("d", (job.folder / "began").read_bytes())
+
+    print(f"{end}: the process was gone {ended_s - began_s:.2f} s later")
+    assert job.code == code
+    assert ended_s - began_s < 5.0
+    assert not job.left(within_s=5.0)
+    assert_whole(job.ledger, {0: 25}, status=status)
+
+
+#: Loads its data with workers that are forked after metrics have begun.
+LOADER = """
+import time, torch
+import effllm.efficientllm_metrics as effllm
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 400
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        collector = effllm.get_metrics_collector()
+        if collector:  # what a worker records is of no loop
+            collector.record_iteration_start()
+            collector.record_iteration_end(1_000_000, 1_000)
+        return torch.tensor(i)
+
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+loader = torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+for batch in loader:
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(100, 2)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+@pytest.mark.fault("forked-worker")
+@pytest.mark.torch
+@jobs.skip_without_torch
+def test_workers_of_a_data_loader_record_nothing_and_hold_no_port(launch):
+    job = launch.code(LOADER)
+    jobs.until(lambda: job.num_windows >= 3, within_s=30)
+    (server,) = job.find("effllm.server")
+    children = psutil.Process(job.process.pid).children()
+    workers = [child.pid for child in children if child.cmdline()[1:2] != ["-c"]]
+    ports = {pid: jobs.listening_ports(pid) for pid in (job.process.pid, *workers)}
+    assert len(workers) == 2
+    assert set().union(*ports.values()) == set()
+    assert jobs.listening_ports(server)
+    job.done()
+
+    assert_whole(job.ledger, {0: 200})
