@@ -35,6 +35,8 @@ class Holder(Struct, frozen=True):
     endpoint: str = ""
     host: str = ""
     pid: int = 0
+    secured: bool = False  # it listens with keys from the user's secret ...
+    salt: str = ""  # ... and this
 
 
 class Lock:

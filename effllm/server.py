@@ -29,6 +29,7 @@ from effllm.curve import AgentKeys, ServerKeys
 from effllm.descriptors import needed, raise_limit
 from effllm.discovery import openness
 from effllm.door import Door
+from effllm.interface import is_loopback
 from effllm.ledger import Ledger, restore
 from effllm.lost_agents import LostAgents
 from effllm.pacing import Pace, is_large, pause_s, report_every_s
@@ -160,7 +161,7 @@ class Server:
             yield None
             return
         orders, host = self._orders, platform.node()
-        own = run_lock.Holder(orders.run, orders.job, self.address, host, os.getpid())
+        own = run_lock.Holder(orders.run, orders.job, self.address, host, os.getpid(), orders.secured, orders.salt)
         try:
             lock = run_lock.take(Path(orders.folder), own, self._ask_to_end)
         except OSError as error:
@@ -185,8 +186,16 @@ class Server:
 
     def _ask_to_end(self, holder: run_lock.Holder) -> None:
         """Ask the aggregator of an earlier attempt, which waits for ranks that are gone, to let go of the folder."""
+        address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        if holder.host != platform.node() and is_loopback(address):
+            return  # at that address of this host is somebody else, or nobody
         if self._predecessor is None:
-            keys = AgentKeys.of(self._secret, holder.job) if self._secret else None
+            keys = None
+            if holder.secured:
+                try:
+                    keys = AgentKeys.of(self._secret or secret.read(secret_path(self._config)), holder.salt)
+                except secret.SecretError:
+                    return  # whoever has no secret asks for nothing
             self._predecessor = Link(self._context, holder.endpoint, keys)
             self._predecessor.connect()
         self._predecessor.send(Supersede(self._orders.run, self._orders.job))
@@ -288,6 +297,7 @@ class Server:
                 reason = "this attempt is over"
             reason = reason or aggregator.hello(message, now_s, time_s)
             if reason:
+                self._peers.turn_away()
                 self._socket.send(peer, Refused(reason, again=is_over))
                 return
             self._peers.introduce(peer, message, now_s)
