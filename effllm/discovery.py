@@ -68,6 +68,8 @@ def own_address(place: Place, config: Config) -> str:
     Raises:
         DiscoveryError: there is none; the message says which setting names it.
     """
+    if place.one_host:
+        return "127.0.0.1"  # whatever is named: nothing listens elsewhere without keys
     if config.interface:
         address = interface.of(config.interface)
         if not address:
@@ -75,8 +77,6 @@ def own_address(place: Place, config: Config) -> str:
         if interface.is_wildcard(address):
             raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface} is every interface: name one of them")
         return address
-    if place.one_host:
-        return "127.0.0.1"
     if place.master_addr:
         try:
             address = interface.towards(place.master_addr)

@@ -1,0 +1,255 @@
+"""effllm/discovery.py and interface.py: which address is told, where it is found, and which records count."""
+
+import json
+import os
+import socket
+import stat
+import threading
+
+import jobs
+import pytest
+
+from effllm import discovery, interface, secret
+from effllm.config import Config, Place, secret_path
+from effllm.discovery import DiscoveryError, Search, SharedFile, is_secured, listen, listen_within, own_address
+
+OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")
+ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")
+
+
+class Source:
+    """A place that holds what a test puts there."""
+
+    key = "run/1"
+
+    def __init__(self, record=None):
+        self.record = record
+
+    def connect(self):
+        return True
+
+    def publish(self, record):
+        self.record = record
+        return True
+
+    def look(self):
+        return self.record
+
+
+class Found:
+    """A rank that searches."""
+
+    def __init__(self, source, is_secured=False, config=None):
+        self.records, self.lines, self.welcome = [], [], ""
+        self.search = Search(
+            source,
+            config or Config(security="none"),
+            is_secured,
+            self.records.append,
+            self.lines.append,
+            lambda endpoint: endpoint == self.welcome,
+        )
+
+
+FIRST = {"endpoint": "tcp://10.0.0.1:1000", "job": "first"}
+SECOND = {"endpoint": "tcp://10.0.0.2:2000", "job": "second"}
+
+
+def threads():
+    return [one for one in threading.enumerate() if one.name == "effllm-discovery"]
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "expected"),
+    [
+        (Config(), Place(), False),
+        (Config(), ONE_HOST, False),
+        (Config(), OVER_HOSTS, True),
+        (Config(security="curve"), ONE_HOST, True),
+        (Config(security="none"), OVER_HOSTS, False),
+        (Config(endpoint="tcp://127.0.0.1:1"), OVER_HOSTS, False),
+        (Config(endpoint="tcp://[::1]:1"), OVER_HOSTS, False),
+        (Config(endpoint="tcp://localhost:1"), OVER_HOSTS, False),
+        (Config(endpoint="tcp://10.0.0.1:1"), Place(), True),
+        (Config(endpoint="tcp://[fd00::1]:1"), Place(), True),
+        (Config(endpoint="tcp://node7:1"), Place(), True),
+        (Config(endpoint="tcp://node7:1", security="none"), Place(), False),
+    ],
+)
+def test_there_are_keys_off_loopback_unless_it_is_told_otherwise(config, place, expected):
+    assert is_secured(config, place) == expected
+
+
+def test_a_job_on_one_host_listens_on_loopback_whatever_the_master_is_called():
+    assert own_address(ONE_HOST, Config()) == "127.0.0.1"
+    assert own_address(Place(), Config()) == "127.0.0.1"
+    assert own_address(ONE_HOST, Config(interface="10.0.0.5")) == "127.0.0.1", "nothing listens elsewhere without keys"
+
+
+def test_an_interface_or_an_address_that_is_named_is_taken():
+    assert own_address(OVER_HOSTS, Config(interface="lo")) == "127.0.0.1"
+    assert own_address(OVER_HOSTS, Config(interface="10.0.0.5")) == "10.0.0.5"
+    assert own_address(OVER_HOSTS, Config(interface="[fd00::5]")) == "fd00::5"
+    assert interface.endpoint("fd00::5", 1) == "tcp://[fd00::5]:1"
+    with pytest.raises(DiscoveryError, match="EFFICIENTLLM_INTERFACE=ib7: this host has no such interface"):
+        own_address(OVER_HOSTS, Config(interface="ib7"))
+    for every in ("0.0.0.0", "::"):
+        with pytest.raises(DiscoveryError, match="is every interface: name one"):
+            own_address(OVER_HOSTS, Config(interface=every))
+
+
+def test_the_address_is_that_on_the_way_to_the_master_never_loopback(monkeypatch):
+    monkeypatch.setattr(interface, "by_default_route", lambda: "")
+    with pytest.raises(
+        DiscoveryError, match=r"MASTER_ADDR=127.0.0.1 leads to no address .* set EFFICIENTLLM_INTERFACE"
+    ):
+        own_address(OVER_HOSTS, Config())
+
+    monkeypatch.setattr(interface, "by_default_route", lambda: "10.0.0.9")
+    assert own_address(OVER_HOSTS, Config()) == "10.0.0.9"
+    nameless = Place(world_size=2, local_world_size=1, master_addr="no.such.host.invalid")
+    with pytest.raises(DiscoveryError, match="cannot be reached"):
+        own_address(nameless, Config())
+
+
+def test_the_first_free_port_of_the_range_is_taken():
+    with listen("127.0.0.1") as taken:
+        low = taken.getsockname()[1]
+        with pytest.raises(DiscoveryError, match=f"no port of EFFICIENTLLM_PORTS={low}-{low} is free on 127.0.0.1"):
+            listen_within("127.0.0.1", f"{low}-{low}")
+        if low < 65535:
+            with listen_within("127.0.0.1", f"{low}-65535") as listener:
+                assert low < listener.getsockname()[1] < 65536
+    with listen_within("127.0.0.1", "") as listener:
+        assert listener.getsockname()[1]
+    with pytest.raises(OSError, match="assign"):
+        listen_within("203.0.113.1", "29700-29799")
+
+
+def test_the_search_goes_on_until_the_agent_is_welcome_where_it_was_sent(monkeypatch):
+    monkeypatch.setattr(discovery, "LOOK_AGAIN_S", 0.01)
+    source = Source(FIRST)
+    rank = Found(source)
+    rank.search.start()
+    assert rank.records == [FIRST], "at once"
+
+    rank.welcome = "tcp://10.9.9.9:1"  # somewhere else
+    source.record = SECOND
+    jobs.until(lambda: len(rank.records) == 2)
+    assert rank.records == [FIRST, SECOND]
+    assert threads()
+
+    rank.welcome = SECOND["endpoint"]
+    jobs.until(lambda: not threads())
+    source.record = FIRST
+    assert (rank.records, rank.lines) == ([FIRST, SECOND], [])
+
+
+def test_a_refusal_of_rank_0_is_no_address():
+    rank = Found(Source({"refused": "no way"}))
+    rank.search._look()
+
+    assert (rank.records, rank.lines) == ([], [])
+
+
+def test_only_a_record_that_is_signed_for_this_run_counts_and_each_objection_is_told_once(tmp_path):
+    config = Config(secret_file=str(tmp_path / "secret"))
+    source = Source(FIRST)
+    rank = Found(source, True, config)
+    rank.search._look()
+    rank.search._look()
+    assert (rank.records, len(rank.lines)) == ([], 1)
+    assert "there is no secret" in rank.lines[0]
+
+    known = secret.create(secret_path(config))
+    for forged in (FIRST, secret.sign(b"x" * 64, FIRST, source.key), secret.sign(known, FIRST, "run/2")):
+        source.record = forged
+        rank.search._look()
+    assert (rank.records, len(rank.lines)) == ([], 2)
+    assert "is not signed with the secret" in rank.lines[1]
+
+    source.record = secret.sign(known, SECOND, source.key)
+    rank.search._look()
+    assert rank.records == [SECOND]
+
+
+# --- the file of srun and mpirun
+
+
+def test_the_file_is_the_users_alone_named_after_the_launch_and_goes_with_its_job(tmp_path):
+    config = Config(run_dir=str(tmp_path / "runs"))
+    source = SharedFile(OVER_HOSTS, config, 1)
+
+    assert source.look() is None
+    assert source.publish(FIRST)
+    assert source.path.name == ".address-4711.0-1"
+    assert stat.S_IMODE(source.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(source.path.parent.stat().st_mode) == 0o700
+    assert SharedFile(OVER_HOSTS, config, 1).look() == FIRST
+    assert source.publish(SECOND)
+
+    discovery.remove(source.path, "first")
+    assert source.look() == SECOND, "another job's by now"
+    discovery.remove(source.path, "second")
+    assert list(source.path.parent.iterdir()) == []
+
+
+def test_a_launch_without_an_id_is_refused_with_what_to_set():
+    with pytest.raises(DiscoveryError, match="set EFFICIENTLLM_RUN_NAME"):
+        discovery.source(Place(world_size=2, launcher="openmpi"), Config(), 1)
+    assert SharedFile(Place(world_size=2, launcher="openmpi"), Config(run_name="mine"), 1).key == "mine/1"
+    assert discovery.source(Place(launcher="openmpi"), Config(), 1) is None
+
+
+def test_a_name_of_a_launch_cannot_leave_the_folder(tmp_path):
+    place = Place(world_size=2, launcher="openmpi", launch_id="../../etc/x@1")
+    assert SharedFile(place, Config(run_dir=str(tmp_path)), 1).path == tmp_path / ".address-..-..-etc-x-1-1"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"endpoint": 5}',
+        '{"endpoint": ["a"]}',
+        "[" * 3000,
+        '{"a": "' + "x" * 5000 + '"}',
+        "\ud800",
+    ],
+    ids=range(9),
+)
+def test_what_is_no_record_is_none(tmp_path, content):
+    source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
+    source.path.write_bytes(content.encode(errors="surrogatepass"))
+
+    assert source.look() is None
+
+
+def test_a_link_a_pipe_and_another_users_file_are_no_records(tmp_path):
+    source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
+    (tmp_path / "real").write_text(json.dumps(FIRST))
+    source.path.symlink_to("real")
+    assert source.look() is None
+
+    source.path.unlink()
+    os.mkfifo(source.path)
+    assert source.look() is None
+
+    source.path.unlink()
+    if os.geteuid() == 0:
+        source.path.write_text(json.dumps(FIRST))
+        os.chown(source.path, 12345, 12345)
+        assert source.look() is None
+
+
+def test_loopback_and_every_interface_are_known_in_all_their_spellings():
+    assert all(interface.is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", "[::1]", "localhost"))
+    assert not any(interface.is_loopback(one) for one in ("10.0.0.1", "fd00::1", "node7", "0.0.0.0", "::"))
+    assert all(interface.is_wildcard(one) for one in ("0.0.0.0", "::", "[::]", "*", ""))
+    assert not interface.is_wildcard("10.0.0.1")
+    assert interface.towards("127.0.0.1") == ""
+    if socket.has_ipv6:
+        assert interface.of("::1") == "::1"
