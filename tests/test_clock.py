@@ -117,10 +117,10 @@ def test_sixteen_exchanges_are_soon_there_and_then_they_are_seldom():
     assert clocks.due_s(0.0) == 10 + PACE_S
 
 
-def test_ten_thousand_ranks_ask_a_thousand_times_a_second_at_first_and_then_two_hundred_times():
+def test_ten_thousand_ranks_ask_five_hundred_times_a_second_at_first_and_then_two_hundred_times():
     ranks = [Exchanges(10_000, rank) for rank in range(0, 10_000, 7)]
     first = [clocks.due_s(0.0) for clocks in ranks]
-    assert min(first) < 0.2 and 9.5 < max(first) < 10.0  # spread over the first pace, 10 s
+    assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # spread over the first pace, 20 s
 
     for i in range(MOST + 1):
         exchange(ranks[0], 100 * S * (i + 1), 1, 1, 1)
