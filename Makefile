@@ -52,6 +52,10 @@ fuzz: $(VENV)/.fuzzer ## Look for bytes that do harm, in frames, rings and run f
 bench: $(VENV)/.ready ## Measure what measuring costs
 	@$(BIN)/python -m benchmarks
 
+# Five minutes.  ARGUMENTS: --keep, --quick, --ranks 100,1000, --arrival even, --security none
+bench-scale: $(VENV)/.ready ## Measure what an aggregator takes for ten thousand ranks
+	@$(BIN)/python -m benchmarks.scale $(ARGUMENTS)
+
 # Ten minutes.  ARGUMENTS: --keep, --quick, --set tuning, --tools effllm,Zeus
 bench-energy: $(VENV)/.ready $(PEERS)/.ready ## Measure how true the energy of windows is, beside other tools
 	@$(BIN)/python -m benchmarks.energy $(ARGUMENTS)

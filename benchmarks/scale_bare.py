@@ -1,0 +1,91 @@
+"""What the aggregator is compared with: pyzmq and msgspec alone, which take every frame, decode it and do nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+
+from effllm import discovery, secret
+from effllm.curve import Gate, ServerKeys
+from effllm.descriptors import raise_limit
+from effllm.schema import Ack, Bye, ByeSeen, Hello, Welcome
+from effllm.spawn import spawn
+from effllm.transport import ServerSocket, decode_from_agent, encode, make_context
+
+EVERYTHING = 2**61  # a sequence that confirms all
+
+
+class Bare:
+    """The loop in a process of its own.
+
+    Args:
+        secret_file: of the keys; empty for none.
+    """
+
+    def __init__(self, secret_file: str) -> None:
+        listener = discovery.listen("127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        arguments = json.dumps([self.endpoint, listener.fileno(), secret_file, os.getpid()])
+        self._process = spawn("benchmarks.scale_bare", [arguments], [listener.fileno()])
+        listener.close()
+        self._about = psutil.Process(self._process.pid)
+
+    def cpu_s(self) -> float:
+        times = self._about.cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self) -> int:
+        return int(self._about.memory_info().rss)
+
+    def descriptors(self) -> int:
+        return int(self._about.num_fds())
+
+    def has_failed(self) -> bool:
+        return self._process.poll() is not None
+
+    def summary(self) -> dict[str, Any]:
+        return {}
+
+    def close(self, is_waited_for: bool) -> None:  # noqa: ARG002
+        self._process.kill()
+        self._process.wait()
+
+
+def main(arguments: list[str]) -> None:
+    """Serve on a descriptor until the benchmark is gone."""
+    endpoint, descriptor, secret_file, parent = json.loads(arguments[0])
+    raise_limit()
+    context = make_context()
+    keys = ServerKeys.of(secret.read(Path(secret_file)), "") if secret_file else None
+    gate = Gate(context, keys) if keys else None
+    server = ServerSocket(context, keys)
+    server.listen(endpoint, descriptor)
+    socket, poller = server.socket, zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    if gate:
+        poller.register(gate.socket, zmq.POLLIN)
+    while os.getppid() == parent:
+        poller.poll(500)
+        if gate:
+            gate.answer()
+        try:
+            while True:
+                peer, frame = socket.recv_multipart(zmq.NOBLOCK)
+                message = decode_from_agent(frame)
+                if isinstance(message, Hello):
+                    socket.send_multipart((peer, encode(Welcome(1))))
+                elif isinstance(message, Bye):
+                    socket.send_multipart((peer, encode(Ack(EVERYTHING))))
+                    socket.send_multipart((peer, encode(ByeSeen(message.rank))))
+        except zmq.Again:
+            pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
