@@ -60,6 +60,28 @@ class Job:
         return self.aggregator.summary(self.now_s + 1000.0, ended)
 
 
+# --- who comes too late ------------------------------------------------------------------------
+
+
+def test_whoever_comes_after_rank_0s_trainer_died_is_of_the_next_attempt():
+    job = Job(3).join(0, 1)
+
+    assert job.aggregator.is_too_late(hello(1, 3, agent="another"))
+    assert job.aggregator.is_too_late(hello(2, 3))
+    assert not job.aggregator.is_too_late(hello(1, 3)), "it is known"
+    job.bye(0, "killed")
+    assert job.aggregator.is_too_late(hello(2, 3))
+
+
+def test_an_agent_that_is_late_for_a_short_job_is_not_of_the_next():
+    job = Job(2)
+    assert not job.aggregator.is_too_late(hello(0, 2)), "the trainer was over before any agent came"
+
+    job.join(0)
+    job.bye(0)
+    assert not job.aggregator.is_too_late(hello(1, 2)), "the trainer came to a good end"
+
+
 # --- closing -----------------------------------------------------------------------------------
 
 
