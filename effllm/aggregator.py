@@ -83,6 +83,7 @@ class Aggregator:
         self._notes: dict[int, int] = {}  # of each rank
         self._last_report: ClusterReport | None = None
         self._boot = boot
+        self._heard_s: float | None = None  # when any rank was heard last
         self._stalls = Stalls(config, self._roster, self._ledger, self._event)
         self._stragglers = StragglerWatch(self._ledger, self._event)
         self.garbage = 0  # frames that were not messages
@@ -101,10 +102,9 @@ class Aggregator:
             self._event("joined", f"rank {message.rank} joined from {message.host}", time_s, message.rank)
         self._stalls.hello(message, is_new, now_s)
         self._stragglers.hello(message, is_new)
-        self._pass_time(now_s, time_s)
-        self._ledger.goodput.hear()
-        self._ledger.goodput.join(message.rank, message.world_size, message.offset, message.is_numbered, is_new)
         self._hear(message.rank, now_s, time_s)
+        self._pass_time(now_s, time_s)
+        self._ledger.goodput.join(message.rank, message.world_size, message.offset, message.is_numbered, is_new)
         for device in message.devices:
             for sentence in device.not_measured:
                 self._tell("not_measured", sentence, time_s)
@@ -152,8 +152,6 @@ class Aggregator:
             self._lose(message.rank, rank, message.lost, time_s)
             self._stalls.beat(message, now_s)
             self._stragglers.beat(message, now_s)
-            self._pass_time(now_s, time_s)
-            self._ledger.goodput.hear()
 
     def stack(self, message: Stack, now_s: float, time_s: float) -> None:
         """Take what a trainer that stands was doing; what nobody has asked for is counted as garbage."""
@@ -182,7 +180,6 @@ class Aggregator:
         self._lose(message.rank, rank, message.lost, time_s)
         self._spend(rank, message)
         self._pass_time(now_s, time_s)
-        self._ledger.goodput.hear()
         self._ledger.goodput.leave(message.rank)
         if self._roster.leave(rank, message.status, now_s):
             self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
@@ -346,7 +343,6 @@ class Aggregator:
             if not overdue and self._roster.is_behind(window, now_s):
                 return
             self._pass_time(now_s)
-            self._ledger.goodput.hear()
             self._close(window)
 
     def _deadline_s(self) -> float:
@@ -466,6 +462,8 @@ class Aggregator:
 
     def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
         set_by_s = self._ledger.goodput.clock.advance(now_s, time_s, self._boot)
+        if self._heard_s is not None:
+            self._ledger.goodput.hear(now_s - self._heard_s)
         if set_by_s is not None and time_s is not None:
             text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s: no time of this run counts that"
             self._event("clock", text, time_s)
@@ -482,6 +480,7 @@ class Aggregator:
         self._ledger.serving_cpu_s, self._ledger.serving_bytes = cpu_s, received_bytes
 
     def _hear(self, rank: int, now_s: float, time_s: float) -> None:
+        self._heard_s = now_s
         if self._roster.hear(rank, now_s):
             self._event("back", f"rank {rank} is back", time_s, rank)
 

@@ -236,14 +236,15 @@ class Goodput(Struct):
 
     # --- what comes in ---
 
-    def hear(self) -> None:
-        """Note a sign of life of any rank, now."""
+    def hear(self, ago_s: float = 0.0) -> None:
+        """Note that so long ago was the last sign of life of any rank."""
         attempt, at_s = self.attempt, self.clock.at_s or 0.0
-        if attempt.begin_s is None:
-            attempt.begin_s = at_s
         if not attempt.zero_time_s:
             attempt.zero_time_s = self.clock.time_s - at_s
-        attempt.heard_s = at_s
+        at_s -= max(ago_s, 0.0)
+        if attempt.begin_s is None:
+            attempt.begin_s = at_s
+        attempt.heard_s = max(attempt.heard_s, at_s)
 
     def join(self, rank: int, world_size: int, offset: int, is_numbered: bool, is_new: bool) -> None:
         """Take an introduction; ``is_new`` where it is the agent's first."""
@@ -272,7 +273,7 @@ class Goodput(Struct):
                 for name, spent_s in row.phases_s.items():
                     known = name if name in CLASSES else OTHER
                     phases[known] = phases.get(known, 0.0) + spent_s
-        begin_s = attempt.ranks.lay([row.rank for row in rows], sequences, finals, seconds, self.clock.at_s or 0.0)
+        begin_s = attempt.ranks.lay([row.rank for row in rows], sequences, finals, seconds, attempt.heard_s)
         attempt.begin_s = begin_s if attempt.begin_s is None else min(attempt.begin_s, begin_s)
         attempt.told_s += float(seconds.sum())
         for name, spent_s in phases.items():
