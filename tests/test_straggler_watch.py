@@ -1,0 +1,177 @@
+"""Stragglers in the aggregator: from reports and beats to verdicts, events, totals and what a replacement knows."""
+
+import pytest
+from builders import device_window, gpu, hello, reports, row
+
+import effllm
+from effllm import collector as module
+from effllm.aggregator import Aggregator
+from effllm.clock import DRIFT
+from effllm.config import Config
+from effllm.ledger import restore
+from effllm.schema import Beat, Clock, Verdict
+from effllm.transport import decode_from_aggregator, encode
+
+
+class Job:
+    """Four ranks of two nodes, of which one takes 0.6 s of an iteration for itself, the others 0.5 s."""
+
+    def __init__(self, snapshot=None, ranks=4, **hellos):
+        self.aggregator = Aggregator(Config(), "job", 1, 1000.0, snapshot)
+        self.ranks = range(ranks)
+        for rank in self.ranks:
+            changes = {name: value(rank) for name, value in hellos.items()}
+            message = hello(rank, ranks, host=f"node{rank // 2}", **changes)
+            assert self.aggregator.hello(message, 0.0, 1000.0) == ""
+
+    def run(self, first, last, slow=2, own_s=0.6):
+        for window in range(first, last + 1):
+            for rank in self.ranks:
+                own = own_s if rank == slow else 0.5 + 0.001 * rank
+                one = row(rank, window, own_steps=10, own_step_s=10 * own, own_median_s=own)
+                self.aggregator.reports(reports(one), 10.0 * window, 1000.0 + 10.0 * window)
+        return self
+
+    def closed(self):
+        return [one.report for one in self.aggregator.take_closed()]
+
+    def told(self, *kinds):
+        return [event for event in self.aggregator.take_events() if event.kind in kinds]
+
+    def summary(self):
+        return self.aggregator.summary(2000.0, ended=True)
+
+    def beat(self, rank, now_s, offset_s, error_s):
+        message = Beat(f"agent-{rank}", rank, 1, "", 0.0, offset_s=offset_s, offset_error_s=error_s)
+        self.aggregator.beat(message, now_s, 1000.0 + now_s)
+
+
+def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
+    job = Job().run(1, 8)
+    reports_of = job.closed()
+
+    (event,) = job.told("straggler")
+    assert event.rank == 2
+    assert event.text.startswith("straggler: rank 2 (node node1, GPU-2) 19.")
+    (verdict,) = reports_of[-1].stragglers
+    assert (verdict.ranks, verdict.host, verdict.device, verdict.peers) == ((2,), "node1", "GPU-2", 3)
+    # The median of 0.5, 0.501, 0.503 and 0.6 is 0.502: in ten iterations three ranks at 100 W wait for 0.98 s.
+    assert reports_of[-1].last.straggling_s == pytest.approx(0.98)
+    assert reports_of[-1].values["straggler/waiting_ratio"] == pytest.approx(0.098)
+    summary = job.summary()
+    assert summary.stragglers == (verdict,)
+    assert verdict.gpu_seconds == pytest.approx(8 * 3 * 0.98)
+    assert verdict.joules == pytest.approx(8 * 3 * 0.98 * 100)
+    assert summary.metrics["straggler/waiting_gpu_seconds"].value == pytest.approx(verdict.gpu_seconds)
+    assert summary.metrics["straggler/waiting_joules"].value == pytest.approx(verdict.joules)
+    assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds)
+
+
+def test_a_replacement_keeps_the_totals_and_learns_the_verdict_anew():
+    job = Job().run(1, 8)
+    before = job.summary().stragglers[0].gpu_seconds
+
+    after = Job(restore(job.aggregator.snapshot())).run(9, 16)
+
+    assert len(after.told("straggler")) == 1
+    assert after.summary().stragglers[0].gpu_seconds == pytest.approx(before + 8 * 3 * 0.98)
+
+
+def test_ranks_of_other_groups_and_roles_are_no_peers():
+    stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # of two ranks each: 20 % are not enough
+    assert stages.told("straggler") == []
+    roles = Job(role=lambda rank: "trainer" if rank == 2 else "rollout").run(1, 8)
+    assert roles.told("straggler") == []
+
+
+def test_a_sensor_of_the_node_is_not_the_device_of_a_rank():
+    psu = gpu("PSU", only_power=True, is_gpu=False)
+    job = Job(devices=lambda rank: (psu, gpu(f"GPU-{rank}"))).run(1, 8)
+
+    assert job.summary().stragglers[0].device == "GPU-2"
+
+
+def test_where_no_rank_tells_its_own_time_there_is_no_number_of_stragglers():
+    job = Job()
+    for rank in job.ranks:
+        job.aggregator.reports(reports(row(rank)), 10.0, 1010.0)
+
+    (report,) = job.closed()
+    assert report.last.straggling_s is None
+    assert not any(tag.startswith("straggler/") for tag in report.values)
+
+
+def test_the_error_of_the_worst_clock_is_published_and_grows_with_age():
+    job = Job()
+    job.beat(0, 1.0, 1e6, 1e-5)
+    job.beat(1, 2.0, -1e6, 2e-5)
+    job.beat(2, 21.0, 0.0, 1e-5)
+    job.run(1, 1)
+
+    (report,) = job.closed()
+    assert report.values["health/clock_error_s"] == pytest.approx(1e-5 + 20 * DRIFT)  # rank 0: 2e-5 + 19 of rank 1 are less
+
+
+def test_another_agent_of_a_rank_has_another_clock():
+    job = Job()
+    job.beat(0, 1.0, 1e6, 1e-5)
+    job.aggregator.hello(hello(0, 4, agent="another"), 100.0, 1100.0)
+    job.run(1, 1)  # which the other agent's reports do not complete
+    job.aggregator.close_all()
+
+    assert "health/clock_error_s" not in job.closed()[0].values
+
+
+def test_the_hot_reason_of_a_rank_is_found_in_its_reports():
+    job = Job()
+    for window in range(1, 9):
+        for rank in job.ranks:
+            hot = {"throttled_s": {"sw_thermal": 9.0, "any": 9.0}} if rank == 2 else {}
+            one = row(
+                rank,
+                window,
+                own_steps=10,
+                own_median_s=0.6 if rank == 2 else 0.5,
+                devices=(device_window(f"GPU-{rank}", throttle_covered_s=10.0, **hot),),
+            )
+            job.aggregator.reports(reports(one), 10.0 * window, 1000.0)
+
+    (event,) = job.told("straggler")
+    assert " since iteration 1: thermal slowdown; cost " in event.text
+
+
+def test_an_answer_about_the_clock_arrives_as_it_was():
+    assert decode_from_aggregator(encode(Clock(1, 2, 3))) == Clock(1, 2, 3)
+
+
+def test_a_verdict_is_bounded_however_many_are_slow():
+    job = Job(ranks=100)
+    for window in range(1, 9):
+        for rank in job.ranks:
+            own = 0.6 if rank < 40 else 0.5
+            one = row(rank, window, own_steps=10, own_median_s=own)
+            job.aggregator.reports(reports(one), 10.0 * window, 1000.0)
+
+    last = job.closed()[-1]
+    assert len(last.stragglers) == 16 and last.last.stragglers == 40
+    assert all(isinstance(one, Verdict) for one in last.stragglers)
+    assert len(job.told("straggler")) == 20, "a line for each node of two"
+
+
+def test_the_calls_do_nothing_where_nothing_is_collected(monkeypatch):
+    monkeypatch.setattr(module, "_collector", None)
+
+    effllm.sync_point()
+    effllm.set_peer_group("stage 3", "replica 0")
+
+    facts = effllm.get_metrics_collector()._facts
+    assert (facts["peer_group"], facts["replica"]) == ("stage 3", "replica 0")
+
+
+@pytest.mark.parametrize("name", [None, 7, "x" * 10_000, object()])
+def test_whatever_a_group_is_named_it_fits_the_wire(monkeypatch, name):
+    monkeypatch.setattr(module, "_collector", None)
+    effllm.set_peer_group(name)
+
+    group = effllm.get_metrics_collector()._facts["peer_group"]
+    assert isinstance(group, str) and len(group) <= 200
