@@ -25,6 +25,7 @@ AGAIN_FRAMES = 64  # are free again before a peer that sent too much is told to 
 TOLD_FROM = 3  # a reconnecting agent may say something before its HELLO, and says it again after it
 
 STRANGER, IMPOSTOR, THROTTLED, GARBAGE = "stranger", "impostor", "throttled", "garbage"
+TURNED_AWAY = "turned_away"
 STRANGE = "a connection without a HELLO"
 
 
@@ -112,6 +113,10 @@ class Peers:
         one.agent, one.rank, one.host = message.agent, message.rank, message.host
         one.is_held = False
         self._of_rank[message.rank] = peer
+
+    def turn_away(self) -> None:
+        """Count an introduction that was refused, whoever told why."""
+        self.refused[TURNED_AWAY] = self.refused.get(TURNED_AWAY, 0) + 1
 
     def garbage(self, peer: bytes, reason: str) -> str:
         """Count a frame that was no message; return the reason with the name of who sent it."""

@@ -3,6 +3,7 @@
 import time
 
 import jobs
+import msgspec
 import pytest
 import zmq
 from builders import gpu, hello, reports, row
@@ -20,6 +21,7 @@ from effllm.peers import (
     STRANGER,
     STRANGER_FRAMES,
     THROTTLED,
+    TURNED_AWAY,
     Peers,
 )
 from effllm.schema import MOST_DEVICES, Beat, Bye, Note, Supersede
@@ -266,6 +268,11 @@ def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(
         agent.say(introduction(rank))
         agent.hear("Welcome")
 
+    other = voice(aggregator.port)
+    other.say(introduction(5), msgspec.structs.replace(introduction(1), job="another"))
+    assert other.hear("Refused").reason.startswith("rank 5 lies outside")
+    assert other.hear("Refused").reason == "it belongs to another job"
+
     # It knows the other's id, which nobody should, and is a member of the job.
     stolen = row(1, agent="secret-1", tokens=10**9, devices=())
     zero.say(reports(stolen), Bye("secret-1", 1, "failed", 10))
@@ -280,6 +287,9 @@ def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(
     summary = aggregator.ledger.summary
     assert (summary.status, summary.tokens) == ("completed", 2000)
     assert summary.events[IMPOSTOR] == 2
+    assert summary.events[TURNED_AWAY] == 2
+    assert any("lies outside a world of 2" in text for text in aggregator.ledger.told("refused"))
+    assert any("belongs to another job" in text for text in aggregator.ledger.told("refused"))
     assert any("spoke for rank 1" in text for text in aggregator.ledger.told("refused"))
 
 
