@@ -480,7 +480,8 @@ class Aggregator:
         self._ledger.serving_cpu_s, self._ledger.serving_bytes = cpu_s, received_bytes
 
     def _hear(self, rank: int, now_s: float, time_s: float) -> None:
-        self._heard_s = now_s
+        if not self._ledger.ranks[rank].bye:  # an agent stays on a while, for the summary
+            self._heard_s = now_s
         if self._roster.hear(rank, now_s):
             self._event("back", f"rank {rank} is back", time_s, rank)
 

@@ -1,0 +1,81 @@
+"""Rank 0 starts again on another host, while the aggregator of before may still wait on the first one."""
+
+import os
+import signal
+
+import jobs
+import psutil
+import pytest
+
+pytestmark = pytest.mark.faults
+
+LOOP = ("loop.py", "--iterations", 400, "--step-s", 0.02)
+
+
+@pytest.fixture
+def start(launch, tmp_path, monkeypatch):
+    """Start one rank on each host as Slurm does, and again after a requeue: under the same id."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # one home for all hosts, with one secret
+
+    def ranks(*hosts):
+        step = {"JOB_ID": "77", "STEP_ID": "0", "NTASKS": len(hosts), "LOCALID": "0"}
+        step |= {"STEP_TASKS_PER_NODE": f"1(x{len(hosts)})"}
+        return [
+            launch.on(host).python(
+                *LOOP,
+                environ={f"SLURM_{name}": str(value) for name, value in {**step, "PROCID": rank}.items()}
+                | {"MASTER_ADDR": hosts[0].address},
+            )
+            for rank, host in enumerate(hosts)
+        ]
+
+    return ranks
+
+
+def reporting(job):
+    windows = job.ledger.windows if job.num_windows else []
+    return windows[-1].coverage.ranks_reporting if windows else 0
+
+
+def stop(job, module):
+    for pid in job.find(module):
+        os.kill(pid, signal.SIGSTOP)
+    return [psutil.Process(pid) for pid in job.find(module)]
+
+
+@pytest.mark.fault("rank-0-moves")
+@pytest.mark.parametrize("first_host", ["is lost", "still has an aggregator, which waits for a rank"])
+def test_rank_0_starts_again_on_another_host_and_the_folder_is_continued(hosts, start, first_host):
+    one, two, three = hosts(3)
+    first, second = start(one, two)
+    jobs.until(lambda: first.num_windows >= 5 and reporting(first) == 2, within_s=40)
+    if first_host == "is lost":
+        for job in (first, second):
+            job.end()
+    else:
+        # Rank 1 cannot say goodbye, and is there as far as the aggregator can see.
+        stopped = stop(second, "effllm.agent")
+        for job in (first, second):
+            job.process.kill()
+            job.process.wait()
+
+    again = start(two, three)
+    for job in again:
+        assert job.wait(60).code == 0, job.stderr
+    if first_host != "is lost":
+        for process in stopped:
+            process.kill()
+    assert not again[0].left(within_s=8.0) and not first.left(within_s=8.0)
+    ledger = again[0].ledger  # of the only folder
+    summary = ledger.summary
+
+    assert (summary.status, summary.attempts) == ("completed", 2)
+    before, after = summary.goodput.attempts
+    assert (before.first, after.first, after.last) == (1, 1, 400)
+    assert summary.goodput.redone_iterations == before.last, "it began at 1 again, by the numbers that it logs"
+    assert summary.goodput.seconds["restart_gap"] > 0.0
+    assert sum(summary.goodput.seconds.values()) == pytest.approx(summary.goodput.elapsed_s, rel=1e-6)
+    of_second = [row for row in ledger.ranks if row.attempt == 2]
+    assert {row.rank for row in of_second} == {0, 1}
+    assert {row.host for row in of_second} == {two.name, three.name}
+    assert sum(row.tokens for row in of_second) == 2 * 400 * 100
