@@ -174,6 +174,44 @@ def test_a_device_with_an_impossible_gauge_or_error_is_refused(changes):
         decode_from_agent(encode(reports(row(devices=(device_window(**changes),)))))
 
 
+GAUGE = Gauge(1.0, 1.0, 1.0, 1.0)
+LARGE = [
+    reports(row(devices=(device_window(gauges=dict.fromkeys(map(str, range(65)), GAUGE)),))),
+    reports(row(devices=(device_window(phases=dict.fromkeys(map(str, range(33)), Integrals())),))),
+    reports(row(devices=(device_window(power_histogram_s=dict.fromkeys(range(1001), 1.0)),))),
+    reports(row(devices=(device_window(throttled_s=dict.fromkeys(map(str, range(65)), 1.0)),))),
+    reports(row(devices=(device_window(),) * 65)),
+    reports(row(devices=(device_window("x" * 256),))),
+    reports(row(phases_s=dict.fromkeys(map(str, range(65)), 0.0))),
+    reports(row(agent="x" * 256)),
+    hello(host="x" * 256),
+    hello(devices=(gpu(name="x" * 256),)),
+    hello(devices=(gpu(),) * 65),
+    hello(facts=dict.fromkeys(map(str, range(501)), 1)),
+    hello(facts={"x" * 256: 1}),
+    Beat("agent", 3, 17, "x" * 256, 0.5),
+    Note("agent", 3, "agent", "x" * 8001, 1.0),
+    Note("agent", 3, "x" * 41, "text", 1.0),
+    Bye("agent", 3, "x" * 256, 20),
+]
+
+
+@pytest.mark.parametrize("message", LARGE)
+def test_what_has_more_than_it_may_have_is_refused(message):
+    with pytest.raises(FrameError, match=r"length <=|matching"):
+        decode_from_agent(encode(message))
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\nb", "a\x00b", "a\x9bb", "a\u202eb"], ids=ascii)
+def test_names_with_control_characters_are_refused(text):
+    for message in (
+        hello(host=text), hello(role=text), hello(agent=text), hello(job=text), hello(devices=(gpu(text),)),
+        hello(devices=(gpu(name=text),)),
+    ):  # fmt: skip
+        with pytest.raises(FrameError, match="control characters"):
+            decode_from_agent(encode(message))
+
+
 def crowded_row(sequence=1):
     """Return a row with everything in it that a GPU and two sensors of its node may tell."""
     part = full(1 / 3)
