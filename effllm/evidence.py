@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, ge, sub
+from operator import attrgetter
 
 from msgspec import Struct
 
+from effllm.account import Rows
 from effllm.clock import NS, Offset
 from effllm.robust import median
 from effllm.schema import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, RankReport
@@ -15,8 +16,6 @@ from effllm.standing_out import FLOOR, Track, Z
 #: An arrival counts as late from so many times the error of the clocks on.
 CLOCK_ERRORS = 3.0
 
-_FIRST, _LAST, _WAIT = attrgetter("iteration_first"), attrgetter("iteration_last"), attrgetter("wait_s")
-_RANK = attrgetter("rank")
 _OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
 
 Key = tuple[str, str]  # a group, and a kind of evidence
@@ -37,6 +36,7 @@ class Peers:
 
     def __init__(self) -> None:
         self.known: dict[int, Peer] = {}
+        self._most = -1  # the largest rank that is known
         self.groups: dict[str, set[int]] = {}
         self.hosts: dict[str, set[int]] = {}
         self.replicas: dict[str, set[int]] = {}
@@ -45,6 +45,7 @@ class Peers:
         """Learn who a rank is, or that it has become somebody else."""
         old = self.known.get(rank)
         self.known[rank] = peer
+        self._most = max(self._most, rank)
         for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
             if old is not None:
                 sets[getattr(old, name)].discard(rank)
@@ -57,9 +58,12 @@ class Peers:
 
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
         """Return the rows that hold an iteration, of ranks that are known."""
-        if all(map(ge, map(_LAST, rows), map(_FIRST, rows))) and self.known.keys() >= set(map(_RANK, rows)):
+        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._know_all(rows.ranks):
             return rows
         return [row for row in rows if row.iterations > 0 and row.rank in self.known]
+
+    def _know_all(self, ranks: Sequence[int]) -> bool:
+        return len(self.known) == self._most + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
 
     def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
         """Return the rows of each group."""
@@ -133,8 +137,11 @@ def _track(tracks: dict[Key, Track], group: str, evidence: str) -> Track:
 
 
 def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
-    least = min(map(sub, map(_LAST, rows), map(_FIRST, rows))) + 1
-    if max(map(_WAIT, rows)) < Z * FLOOR * whole_s * least and not is_needed:
+    if isinstance(rows, Rows):
+        longest_wait_s = float((rows.numbers["wait_s"] / rows.numbers["iterations"]).max())
+    else:
+        longest_wait_s = max(row.wait_s / row.iterations for row in rows)
+    if longest_wait_s < Z * FLOOR * whole_s and not is_needed:
         track.pass_by(rows)
         return
     waits = [row.wait_s / row.iterations for row in rows]

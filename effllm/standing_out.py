@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from effllm.account import Rows
 from effllm.robust import MAD_SIGMA, median, median_distance, of_few
 from effllm.schema import RankReport
 
@@ -90,7 +91,7 @@ class Track:
         if ordered[-1] >= limit:
             late = ((index, values[index] - centre) for index in np.flatnonzero(found >= limit).tolist())
             flags = {rows[index].rank: excess_s for index, excess_s in late if is_late(index, excess_s)}
-        self._add(rows, Look(*_place(rows), list(map(_RANK, rows)), values, centre, scale_s, base_s, flags))
+        self._add(rows, Look(*_place(rows), _ranks(rows), values, centre, scale_s, base_s, flags))
 
     def pass_by(self, rows: Sequence[RankReport]) -> None:
         """Note a window in which nobody can stand out."""
@@ -155,6 +156,10 @@ def persistence(ranks: int, share: float) -> float:
         if ranks * math.comb(WINDOWS, times) * share**times <= FALSE_ALARMS:
             return times
     return math.inf
+
+
+def _ranks(rows: Sequence[RankReport]) -> Sequence[int]:
+    return rows.ranks if isinstance(rows, Rows) else list(map(_RANK, rows))
 
 
 def _place(rows: Sequence[RankReport]) -> tuple[int, int, int]:

@@ -27,6 +27,10 @@ FLOORS = """
 0.8  door
 1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
 1.0  plain_text
+1.0.1  robust  diagnosis
+1.0.2  change_point
+1.0.3  slowdown
+1.0.4  straggler_text
 1.0.1 config  pacing  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal  unkept
 1.0.3 node_power.redfish_sources
@@ -40,13 +44,11 @@ FLOORS = """
 1.2.2.5 columns
 1.2.3 energy_account  power_scope  goodput
 1.3  account
+1.3.1  standing_out
+1.3.2  evidence
+1.3.3  stragglers
 1.4  ledger
 1.5  roster
-1.0.1  robust  diagnosis
-1.0.2  change_point  standing_out
-1.0.3  slowdown  evidence
-1.0.4  straggler_text
-1.0.5  stragglers
 1.6  reporting  stalls
 1.7  straggler_watch
 2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks

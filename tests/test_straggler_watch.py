@@ -109,7 +109,7 @@ def test_the_error_of_the_worst_clock_is_published_and_grows_with_age():
     job.run(1, 1)
 
     (report,) = job.closed()
-    assert report.values["health/clock_error_s"] == pytest.approx(1e-5 + 20 * DRIFT)  # rank 0: 2e-5 + 19 of rank 1 are less
+    assert report.values["health/clock_error_s"] == pytest.approx(1e-5 + 20 * DRIFT)  # of rank 0
 
 
 def test_another_agent_of_a_rank_has_another_clock():
