@@ -15,6 +15,8 @@ from effllm.standing_out import FLOOR, Track, Z
 
 #: An arrival counts as late from so many times the error of the clocks on.
 CLOCK_ERRORS = 3.0
+#: Groups from this size on have their arrivals looked at in every fourth window: aligning clocks is what takes longest.
+LARGE, SELDOM = 1024, 4
 
 _OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
 
@@ -103,14 +105,14 @@ def gather(
     told, values = own_times(rows)
     if len(told) > 1:
         _track(tracks, group, OWN_TIME).look(told, values)
-    has_profiles = any(map(_PROFILE, rows))
+    has_profiles = rows.profile is not None if isinstance(rows, Rows) else any(map(_PROFILE, rows))
     profiles = [(row, row.profile) for row in rows if row.profile is not None] if has_profiles else []
     profiles = [(row, profile) for row, profile in profiles if profile.iterations and profile.computing_s]
     if len(profiles) > 1:
         computing = [profile.computing_s / profile.iterations for _, profile in profiles]
         _track(tracks, group, PROFILE).look([row for row, _ in profiles], computing)
     _look_at_data(_track(tracks, group, DATA_WAIT), rows, whole_s, is_named_for_data)
-    if not any(map(_ARRIVAL, rows)) or not offsets:
+    if not offsets or (len(rows) >= LARGE and rows[0].window % SELDOM) or not any(map(_ARRIVAL, rows)):
         return
     last = rows[0].iteration_last
     came = [row for row in rows if row.arrival_ns and row.iteration_last == last and row.rank in offsets]
