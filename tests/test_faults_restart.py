@@ -1,11 +1,8 @@
 """Jobs that are started again: by torchrun, by hand, with fewer ranks and with more."""
 
 import json
-import os
-import signal
 
 import jobs
-import psutil
 import pytest
 
 pytestmark = [pytest.mark.faults, *jobs.needs_torch]
@@ -63,27 +60,6 @@ def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redo
     assert goodput.joules["redone"] > 0.0
     assert sum(row.tokens for row in job.ledger.ranks) == summary.tokens
     assert {report.attempt for report in job.ledger.windows} == {1, 2}
-
-
-def agent_of(job, trainer):
-    return next((pid for pid in job.find("effllm.agent") if psutil.Process(pid).ppid() == trainer), None)
-
-
-@pytest.mark.fault("worker-killed")
-def test_the_next_attempt_takes_the_folder_over_from_an_aggregator_that_waits_for_the_dead(launch):
-    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
-    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 60, "--iterations", 100)
-    # Rank 1 loses its agent, as with a host that is lost: its farewell never comes, and is waited for.
-    (started,) = jobs.until(lambda: starts(job.folder, rank=1), within_s=60)
-    os.kill(jobs.until(lambda: agent_of(job, started["pid"])), signal.SIGKILL)
-    assert job.wait(90).code == 0, job.stderr
-    assert not job.left(within_s=8.0)
-    summary = job.ledger.summary  # of the only folder
-
-    assert (summary.status, summary.attempts) == ("completed", 2)
-    assert [one.world_size for one in summary.goodput.attempts] == [2, 2]
-    assert summary.goodput.rank_seconds["unknown"] > 0.0
-    assert adds_up(summary.goodput)
 
 
 @pytest.mark.fault("elastic-restart")

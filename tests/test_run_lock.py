@@ -1,0 +1,148 @@
+"""effllm/run_lock.py: one writer at a time, the next attempt of a job after it, and nobody else's."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from effllm import run_lock
+from effllm.run_lock import Holder, holder_of, name_of_run, take
+
+FIRST = Holder(run="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
+NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
+OTHER = Holder(run="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
+
+
+def test_the_lock_says_who_holds_it_and_is_the_users_alone(tmp_path):
+    lock = take(tmp_path / "runs" / "one", FIRST)
+
+    assert (lock.folder, lock.instead_of) == (tmp_path / "runs" / "one", None)
+    assert holder_of(lock.folder / "lock") == FIRST
+    assert stat.S_IMODE((lock.folder / "lock").stat().st_mode) == 0o600
+    assert stat.S_IMODE(lock.folder.stat().st_mode) == 0o700
+    lock.release()
+    assert not (lock.folder / "lock").exists()
+
+
+def test_the_next_attempt_asks_until_the_folder_is_let_go(tmp_path):
+    lock = take(tmp_path / "one", FIRST)
+    asked = []
+
+    def ask(holder):
+        asked.append(holder)
+        if len(asked) == 2:
+            threading.Thread(target=lock.release).start()
+
+    after = take(tmp_path / "one", NEXT, ask, wait_s=20.0)
+
+    assert asked == [FIRST, FIRST]
+    assert (after.folder, after.instead_of) == (tmp_path / "one", None)
+    assert holder_of(after.folder / "lock") == NEXT
+    after.release()
+
+
+@pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
+def test_another_job_asks_nobody_and_has_a_folder_beside(tmp_path, one):
+    first = take(tmp_path / "one", FIRST if one.run else Holder(job="first"))
+    asked = []
+
+    second = take(tmp_path / "one", one, asked.append, wait_s=0.1)
+    third = take(tmp_path / "one", one, asked.append, wait_s=0.1)
+
+    assert (second.folder.name, third.folder.name, asked) == ("one-2", "one-3", [])
+    assert second.instead_of == third.instead_of == tmp_path / "one"
+    for lock in (first, second, third):
+        lock.release()
+
+
+def test_a_holder_that_does_not_answer_is_waited_for_so_long_and_no_longer(tmp_path):
+    lock = take(tmp_path / "one", FIRST)
+
+    beside = take(tmp_path / "one", NEXT, wait_s=0.2)
+
+    assert beside.folder.name == "one-2"
+    lock.release()
+    beside.release()
+
+
+def test_a_lock_of_the_dead_is_free(tmp_path):
+    program = f"""
+import os
+from pathlib import Path
+from effllm.run_lock import Holder, take
+lock = take(Path({str(tmp_path)!r}) / "one", Holder(run="77", job="first"))
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    assert (tmp_path / "one" / "lock").exists()
+
+    lock = take(tmp_path / "one", NEXT, wait_s=0.1)
+
+    assert lock.folder == tmp_path / "one"
+    lock.release()
+
+
+def test_what_is_completed_is_not_continued_and_what_was_killed_is(tmp_path):
+    for name, status in (("one", "completed"), ("one-2", "killed")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"status": status}))
+
+    lock = take(tmp_path / "one", FIRST)
+
+    assert (lock.folder.name, lock.instead_of) == ("one-2", None)
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b"\xff" * 9000])
+def test_a_lock_file_that_says_nothing_is_held_all_the_same(tmp_path, content):
+    lock = take(tmp_path / "one", FIRST)
+    (tmp_path / "one" / "lock").write_bytes(content)
+    asked = []
+
+    beside = take(tmp_path / "one", NEXT, asked.append, wait_s=0.1)
+
+    assert (beside.folder.name, asked) == ("one-2", [])
+    lock.release()
+    beside.release()
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "one" / "lock").symlink_to(tmp_path / "mine")
+
+    with pytest.raises(OSError):
+        take(tmp_path / "one", FIRST)
+
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_descriptor_that_somebody_inherited_is_no_lock_of_ours(tmp_path):
+    lock = take(tmp_path / "one", FIRST)
+
+    assert not os.get_inheritable(lock._descriptor)
+    lock.release()
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ({"run_id": "4711", "launcher": "slurm"}, "4711"),
+        ({"run_id": "", "launcher": "torchrun", "master_addr": "127.0.0.1", "master_port": 29500},
+         "127.0.0.1:29500 on node0"),
+        ({"run_id": "", "launcher": "torchrun"}, ""),
+        ({"run_id": "", "launcher": "none"}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_run_is_what_its_attempts_share(place, name):
+    assert name_of_run(place, "node0") == name
+
+
+def test_the_folder_is_waited_for_no_longer_than_an_aggregator_takes_to_end():
+    assert 5.0 < run_lock.LOCK_WAIT_S < 10.0
