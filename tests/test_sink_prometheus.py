@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -214,6 +215,25 @@ def test_it_listens_on_loopback_alone_and_tells_where_if_nobody_chose(tmp_path):
     assert sink.port not in jobs.listening_ports(jobs.os.getpid())
 
 
+def test_connections_that_say_nothing_take_few_threads_and_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
+    sink = open_sink("prometheus", make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}))
+    silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(100)]
+    try:
+        jobs.until(lambda: threads() == prometheus.MOST_AT_ONCE)
+        jobs.until(lambda: threads() == 0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=5) as answer:
+            assert b"efficientllm_fresh" in answer.read()
+    finally:
+        for one in silent:
+            one.close()
+        sink.close()
+
+
+def threads():
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
 # --- a real Prometheus ---
 
 without_prometheus = pytest.mark.skipif(
@@ -285,7 +305,7 @@ def test_a_real_prometheus_scrapes_a_job_and_answers_for_it(launch, tmp_path):
     server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
     try:
         job = launch.python(
-            "loop.py", "--iterations", 2000, sinks="console,runfolder,prometheus", prometheus_port=port, run_name="mine"
+            "loop.py", "--iterations", 1200, sinks="console,runfolder,prometheus", prometheus_port=port, run_name="mine"
         )
         (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'), within_s=30.0)
         (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'), within_s=30.0)

@@ -9,9 +9,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,6 +28,9 @@ BASE = "over"  # the label that says which totals a value is of: run, window or 
 #: A report is shown for so many of its window's lengths, and for so long at least.
 FRESH_WINDOWS = 3.0
 FRESH_S = 60.0
+MOST_AT_ONCE = 16  # requests
+TIMEOUT_S = 5.0  # for each
+POLL_S = 0.1
 MOST_KINDS = 50  # of events; what a name is made of comes from ranks
 
 #: Prometheus wants base units: what a name says -> what it says instead, and by what the value is multiplied.
@@ -53,7 +58,7 @@ def open_sink(run: Run) -> Prometheus:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(values)
     try:
-        server, thread = start_http_server(port, ADDRESS, registry)
+        server = make_server(ADDRESS, port, make_wsgi_app(registry), _Server, _Handler)
     except OSError as error:
         raise SinkUnavailable(
             f"port {port} of {ADDRESS} cannot be listened on: {error.strerror or error}; "
@@ -61,7 +66,42 @@ def open_sink(run: Run) -> Prometheus:
         ) from error
     if not port:
         run.tell(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")
+    thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="sink-prometheus-http", daemon=True)
+    thread.start()
     return Prometheus(values, server, thread)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: stderr is the job's."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each request, but never many: whoever else is on this host may connect as well."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of connections that end in the middle."""
 
 
 class Prometheus:
