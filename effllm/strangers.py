@@ -15,7 +15,7 @@ NO_PROTOCOL = "it does not speak as agents do"
 
 MOST_ADDRESSES = 1000
 MOST_EXPECTED = 2**20
-MOST_WAITING = 1000
+MOST_WAITING = 20_000  # of a second
 NAMED_WITHIN_S = 0.5  # the kernel tells of the end of a connection once its peer has confirmed it
 
 
@@ -69,23 +69,34 @@ class Strangers:
 
     def take(self, now_s: float) -> list[str]:
         """Return what is to be told since the last call."""
-        while self._strange and (self._failed or now_s - self._strange[0][0] > NAMED_WITHIN_S):
-            _, address = self._strange.popleft()
-            if self._failed:
-                self._count(address, self._failed.popleft()[1])
-            else:
-                self._accounted += 1  # its end was taken for an agent's
-                self._count(address, NO_PROTOCOL)
-        while self._failed and now_s - self._failed[0][0] > NAMED_WITHIN_S:
-            since_s, why = self._failed.popleft()
+        while self._failed and now_s - self._failed[0][0] > 2 * NAMED_WITHIN_S:
+            self._name_burst()
+        while self._strange and now_s - self._strange[0][0] > 2 * NAMED_WITHIN_S:
+            self._accounted += 1  # its end was taken for an agent's
+            self._count(self._strange.popleft()[1], NO_PROTOCOL)
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _name_burst(self) -> None:
+        """Put the oldest failure, and those about as old, together with who hung up then."""
+        since_s = self._failed[0][0]
+        reasons = _taken(self._failed, since_s + NAMED_WITHIN_S)
+        strange = _taken(self._strange, since_s + 2 * NAMED_WITHIN_S)
+        if len(set(reasons)) > 1 and len(set(strange)) > 1:  # who failed for which of them is not known
+            reasons = [" or ".join(sorted(set(reasons)))] * len(reasons)
+        for why in reasons:
+            if strange:
+                self._count(strange.pop(0), why)
+                continue
             while self._usual and self._usual[0][0] < since_s - NAMED_WITHIN_S:
                 self._usual.popleft()
             if not self._usual:
                 self._count("", why)
             elif why != NO_PROTOCOL:  # else an agent of ours broke off
                 self._count(self._usual.popleft()[1], why)
-        lines, self._lines = self._lines, []
-        return lines
+        for address in strange:  # more than failed: the ends of these were taken for agents'
+            self._accounted += 1
+            self._count(address, NO_PROTOCOL)
 
     def _count(self, address: str, why: str) -> None:
         self.count += 1
@@ -98,3 +109,11 @@ class Strangers:
         elif len(self._told) == MOST_ADDRESSES:
             self._told.add(("", ""))
             self._lines.append(f"strangers at {MOST_ADDRESSES} addresses were refused; further ones are only counted")
+
+
+def _taken(seen: deque[tuple[float, str]], until_s: float) -> list[str]:
+    """Take what was seen until then."""
+    taken = []
+    while seen and seen[0][0] <= until_s:
+        taken.append(seen.popleft()[1])
+    return taken

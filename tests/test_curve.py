@@ -83,7 +83,8 @@ class Door:
 
 
 @pytest.fixture
-def door():
+def door(monkeypatch):
+    monkeypatch.setattr("effllm.strangers.NAMED_WITHIN_S", 0.1)
     made = []
 
     def make(*arguments, **more):
@@ -169,7 +170,7 @@ def test_what_is_no_agent_is_counted_and_named_and_does_no_harm(door, word):
     secured.link(AgentKeys.of(SECRET, JOB))
     assert secured.serve(lambda: secured.heard), "it lives on"
     secured.links.pop().close()
-    secured.serve(lambda: False, within_s=0.7)
+    secured.serve(lambda: False, within_s=0.4)
     assert secured.strangers.count == 1, "an agent that goes is no stranger"
 
 
@@ -247,9 +248,24 @@ def test_a_failure_and_who_hung_up_are_put_together_whichever_is_seen_first(fail
         assert strangers.take(1.2) == []
         strangers.fail(OTHER_SECRET, 1.3)
 
-    assert strangers.take(1.4) == ["a stranger at 10.9.0.7 was refused: another secret"]
+    assert strangers.take(1.9) == []
+    assert strangers.take(2.4) == ["a stranger at 10.9.0.7 was refused: another secret"]
     assert strangers.take(9.0) == []
     assert strangers.count == 1
+
+
+def test_of_two_that_fail_at_once_nobody_is_told_the_others_reason():
+    strangers = Strangers()
+    strangers.fail(OTHER_SECRET, 1.0)
+    strangers.hang_up("10.9.0.7", 1.0)
+    strangers.fail(NO_KEY, 1.1)
+    strangers.hang_up("10.9.0.8", 1.1)
+
+    told = strangers.take(2.0)
+    assert told == []
+    told = strangers.take(2.1)
+    assert told == [f"a stranger at 10.9.0.{n} was refused: another secret or no key" for n in (7, 8)]
+    assert strangers.count == 2
 
 
 def test_a_stranger_on_a_host_of_agents_is_named_and_an_agent_that_breaks_off_is_none():
@@ -257,25 +273,25 @@ def test_a_stranger_on_a_host_of_agents_is_named_and_an_agent_that_breaks_off_is
     strangers.admit("10.0.0.2")
     strangers.fail(NO_KEY, 1.0)
     strangers.hang_up("10.0.0.2", 1.1)
-    assert strangers.take(1.6) == ["a stranger at 10.0.0.2 was refused: no key"]
+    assert strangers.take(2.1) == ["a stranger at 10.0.0.2 was refused: no key"]
 
-    strangers.fail(NO_PROTOCOL, 2.0)
-    strangers.hang_up("10.0.0.2", 2.1)
-    assert strangers.take(2.6) == []
+    strangers.fail(NO_PROTOCOL, 3.0)
+    strangers.hang_up("10.0.0.2", 3.1)
+    assert strangers.take(4.1) == []
     assert strangers.count == 1
 
 
 def test_what_nobody_saw_is_counted_and_told_without_an_address():
     strangers = Strangers()
     strangers.fail(NO_KEY, 1.0)
-    assert strangers.take(1.4) == []
-    assert strangers.take(1.6) == ["a stranger whose address could not be seen was refused: no key"]
+    assert strangers.take(1.9) == []
+    assert strangers.take(2.1) == ["a stranger whose address could not be seen was refused: no key"]
 
     strangers.account()  # an agent is let in, and leaves
     strangers.end(5.0)
     assert (strangers.take(9.0), strangers.count) == ([], 1)
     strangers.end(10.0)  # one more has ended than was let in
-    assert strangers.take(11.0) == [f"a stranger whose address could not be seen was refused: {NO_PROTOCOL}"]
+    assert strangers.take(11.1) == [f"a stranger whose address could not be seen was refused: {NO_PROTOCOL}"]
     assert strangers.count == 2
 
 
@@ -284,7 +300,7 @@ def test_one_that_ends_unnoticed_beside_agents_is_counted_once():
     strangers.account()
     strangers.end(1.0)  # a stranger's, taken for the agent's
     strangers.hang_up("10.9.0.7", 1.0)
-    assert strangers.take(1.6) == [f"a stranger at 10.9.0.7 was refused: {NO_PROTOCOL}"]
+    assert strangers.take(2.1) == [f"a stranger at 10.9.0.7 was refused: {NO_PROTOCOL}"]
     strangers.end(5.0)  # the agent's
     assert strangers.take(9.0) == []
     assert strangers.count == 1
