@@ -23,6 +23,7 @@ _WHOLE = ClusterTotals(
     temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
     profile=Profile(1, 1.0), device_steps=1, device_step_s=1.0,
     baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
+    stalled_s=0.0,
 )  # fmt: skip
 
 GAUGES: dict[str, dict[str, Any]] = {
@@ -57,13 +58,24 @@ NEEDS: dict[str, dict[str, Any]] = {
     "carbon intensity": {"carbon_g_per_kwh": None},
     "price": {"price_per_kwh": None},
     "rent": {"price_per_gpu_hour": None},
+    "where it stands": {"stalled_s": None},
 }
 
 #: Read from the device, beside its gauges.
 READ = ("gpu", "memory", "utilization", "energy")
 
 #: Told by the training loop, not measured by us.
-TOLD = ("iterations", "tokens", "samples", "parameters", "FLOPs", "hardware FLOPs", "generated tokens", "steps on CUDA")
+TOLD = (
+    "iterations",
+    "tokens",
+    "samples",
+    "parameters",
+    "FLOPs",
+    "hardware FLOPs",
+    "generated tokens",
+    "steps on CUDA",
+    "where it stands",
+)
 
 #: Told by the settings: the variable, and what to set it to.
 SET: dict[str, tuple[str, str]] = {
