@@ -61,6 +61,7 @@ TICK_S = 0.5
 QUIET_S = 1.0  # whoever was heard since needs no other sign of life
 SUMMARY_EVERY_S = 60.0
 KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
+KEEPER_OPENS_S = 2.0
 SINKS_STOP_S = 3.0
 DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for us then
 MOST_UNSAFE = 64  # states that are not written yet
@@ -127,13 +128,16 @@ class Server:
         keys = ServerKeys.of(known, orders.salt) if known else None
         self._door = Door(context, keys)
         self._socket = ServerSocket(context, keys)
-        descriptor = orders.listen_descriptor
-        self.address = self._socket.listen(orders.endpoint, descriptor if descriptor >= 0 else None)
-        self._door.watch(self._socket.socket)
+        # A socket that listens already has its address, and who comes waits in its queue until the run folder is open:
+        # those who come may take all descriptors that there are.
+        self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
         if not known and (line := openness(self.address)):
             self._warn(line, "security")
         with self._run_folder() as folder:
             self._start(folder)
+            if orders.listen_descriptor >= 0:
+                self.address = self._socket.listen(orders.endpoint, orders.listen_descriptor)
+            self._door.watch(self._socket.socket)
             try:
                 self._loop()
             finally:
@@ -219,6 +223,9 @@ class Server:
             sink = SinkThread(name, run, self._warn)
             sink.start()
             self._sinks.append(sink)
+        for sink in self._sinks:
+            if sink.name == KEEPER:
+                sink.opened.wait(KEEPER_OPENS_S)
 
     def _restore(self) -> Ledger | None:
         if self._folder is None:

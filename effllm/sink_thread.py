@@ -19,6 +19,7 @@ class SinkThread:
         self._report = report
         self._work: queue.Queue[tuple[int, Callable[[Sink], None]] | None] = queue.Queue(most)
         self._thread = threading.Thread(target=self._loop, name=f"sink-{name}", daemon=True)
+        self.opened = threading.Event()  # or not to be opened
         self._told: set[str] = set()
         self._dropped = self._failed = self._at_work = 0  # windows
 
@@ -66,6 +67,7 @@ class SinkThread:
 
     def _loop(self) -> None:
         sink = self._open()
+        self.opened.set()
         while (item := self._work.get()) is not None:
             if sink is not None:
                 self._at_work, work = item

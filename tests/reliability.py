@@ -60,8 +60,7 @@ FAULTS = {
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
-        "the soft limit is raised at start; what is still too low is said once, with the number needed; no spinning",
-        UNWRITTEN,
+        "the soft limit is raised at start; what is still too low is said once, with the number needed; others are served",
     ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",
