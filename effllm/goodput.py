@@ -186,6 +186,7 @@ class Span(Struct, array_like=True):
         self.joules += later.joules
 
 
+NUMBERS = ("iteration_first", "iteration_last", "iteration_shown", "busy_s", "wait_s")
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
 
@@ -260,11 +261,16 @@ class Goodput(Struct):
         """Take a farewell."""
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0)
 
-    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
-        """Enter the rows of a window, each of which may be entered once."""
+    def count_rows(self, window: int, rows: Sequence[RankReport], numbers: Mapping[str, Array] | None = None) -> None:
+        """Enter the rows of a window, each of which may be entered once.
+
+        ``numbers`` are the columns of `NUMBERS`, where somebody has them already.
+        """
         attempt = self.attempt
-        numbers = fields_of(rows, ("sequence", "final", "iteration_first", "iteration_last", "busy_s", "wait_s"))
-        sequences, finals, firsts, lasts, busy_s, wait_s = numbers.T
+        if numbers is None:
+            numbers = dict(zip(NUMBERS, fields_of(rows, NUMBERS).T, strict=True))
+        firsts, lasts, shown, busy_s, wait_s = (numbers[name] for name in NUMBERS)
+        sequences, finals = fields_of(rows, ("sequence", "final")).T
         seconds = busy_s + wait_s
         phases: dict[str, float] = {}
         for i, row in enumerate(rows):
@@ -282,18 +288,15 @@ class Goodput(Struct):
         first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
         if last:
             attempt.first, attempt.last = min(attempt.first or first, first), max(attempt.last, last)
-        self._number(rows)
+        # Any rank's word for the numbers that people know, where it is not what all said at the start.
+        offsets = (shown - lasts)[shown - lasts != attempt.offset_at_start]
+        if offsets.size:
+            attempt.offset = int(offsets[0])
         added = Span(window, window, first, last, float(busy_s.sum()), float(wait_s.sum()))
         added.shutdown_s = phases.get(SHUTDOWN, 0.0)
         self._enter(window, added)
         if window in attempt.hangs:
             self._hang(window, attempt.hangs.pop(window))
-
-    def _number(self, rows: Sequence[RankReport]) -> None:
-        """Learn by which number people know the iterations: from any rank, the newest word."""
-        attempt = self.attempt
-        told = (row.iteration_shown - row.iteration_last for row in rows)
-        attempt.offset = next((offset for offset in told if offset != attempt.offset_at_start), attempt.offset)
 
     def _enter(self, window: int, added: Span) -> Span:
         """Add to the span of a window, which is made where there is none."""

@@ -140,7 +140,7 @@ class Ledger(Struct):
             account.add_rows(rows)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
-        self.goodput.count_rows(window, rows)
+        self.goodput.count_rows(window, rows, rows.numbers)
 
     def count_devices(
         self,
