@@ -29,6 +29,7 @@ TARGETS: dict[str, str] = {
     "transformers.generation.utils": "generate:attach",
     "vllm.entrypoints.llm": "vllm:attach",
     "accelerate.optimizer": "accelerate:attach",
+    "accelerate.accelerator": "accelerate:attach_accelerator",
     "torchtitan.components.metrics": "torchtitan:attach",
     "torchtitan.trainer": "torchtitan:attach_trainer",
     "torchtitan.train": "torchtitan:attach_trainer",

@@ -10,12 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from effllm import ownership
+from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._rounds import Rounds
 from effllm.hooks._wrap import Call, Guard, around
 
 _ROUNDS = Rounds(ownership.ACCELERATE, "accelerate")
 _GUARD = Guard("accelerate")
+_SYNC_GUARD = Guard("accelerate's own time of ranks")
 
 
 def attach(module: ModuleType) -> None:
@@ -23,6 +25,22 @@ def attach(module: ModuleType) -> None:
     optimizer = getattr(module, "AcceleratedOptimizer", None)
     if optimizer is None or not around(optimizer, "step", _GUARD, before=_before, after=_after):
         raise Unknown("accelerate.optimizer has no AcceleratedOptimizer.step")
+
+
+def attach_accelerator(module: ModuleType) -> None:
+    """Hook the last backward pass of an iteration, in which gradients are summed: of ``accelerate.accelerator``.
+
+    Raises:
+        Unknown: there is no ``Accelerator.backward``.
+    """
+    accelerator = getattr(module, "Accelerator", None)
+    if accelerator is None or not around(accelerator, "backward", _SYNC_GUARD, before=_backward):
+        raise Unknown("accelerate.accelerator has no Accelerator.backward: ranks do not tell what time is their own")
+
+
+def _backward(call: Call) -> None:
+    if call.args[0].sync_gradients:  # else they are accumulated, and nobody is waited for
+        get_metrics_collector().sync_point()
 
 
 def _before(call: Call) -> Any:

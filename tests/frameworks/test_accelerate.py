@@ -72,6 +72,8 @@ def test_accelerate_launch_starts_two_ranks_of_one_run(launch, script):
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
     # Each rank has 12 of 24 batches, which make 6 steps.
     assert (summary.iterations, summary.samples, summary.parameters) == (5, 2 * 5 * 8, 36)
+    # The last backward pass of an iteration begins at a sync point.
+    assert {window.straggler.is_own for window in job.ledger.windows if window.straggler} == {True}
 
 
 def test_losses_are_the_same_to_the_bit(launch, script):
