@@ -1,0 +1,143 @@
+"""Nothing that grows for ever: a week of windows through the aggregator, the run folder and an agent's outbox."""
+
+import json
+import statistics
+from collections import deque
+
+import msgspec
+import psutil
+import pytest
+from builders import device_window, hello, reports, row
+
+from effllm.account import Rows
+from effllm.aggregator import Aggregator
+from effllm.columns import Table
+from effllm.config import Config
+from effllm.schema import Beat
+from effllm.sinks.runfolder import RunFolder
+from effllm.transport import Outbox
+
+RANKS = 4
+WINDOW_S = 60.0
+WEEK = int(7 * 86400 / WINDOW_S)
+SEGMENT_BYTES = 4 * 2**20
+
+
+def items_in(root):
+    """Return how many items all containers hold that can be reached from an object of ours."""
+    count, waiting, seen = 0, [root], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (str, bytes, int, float, type, type(None))):
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            inner = [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset, deque)):
+            inner = list(one)
+        elif isinstance(one, msgspec.Struct):
+            inner = [getattr(one, name) for name in one.__struct_fields__]
+        elif type(one).__module__.startswith("effllm"):
+            inner = list(getattr(one, "__dict__", {}).values())
+            inner += [getattr(one, name) for name in getattr(type(one), "__slots__", ()) if hasattr(one, name)]
+        else:
+            inner = []
+        if isinstance(one, (Rows, Table)):
+            inner += list(one.__dict__.values())
+        count += len(inner)
+        waiting += inner
+    return count
+
+
+class Week:
+    """A job of some ranks, whose clock is the test's."""
+
+    def __init__(self, folder):
+        self.aggregator = Aggregator(Config(), "job", 1, 0.0)
+        self.sink = RunFolder(folder, {}, segment_bytes=SEGMENT_BYTES)
+        self.now_s = 0.0
+        self.events = 0
+        for rank in range(RANKS):
+            assert self.aggregator.hello(hello(rank, RANKS), 0.0, 0.0) == ""
+
+    def window(self, number):
+        """One window, with what happens now and then: a rank that is late, one that is silent, garbage, duplicates."""
+        self.now_s += WINDOW_S
+        aggregator, late = self.aggregator, number % 50 == 7
+        times = {"busy_s": 0.9 * WINDOW_S, "wait_s": 0.1 * WINDOW_S, "start_time_s": self.now_s - WINDOW_S}
+        rows = [
+            row(rank, number, devices=(device_window(f"GPU-{rank}", WINDOW_S),), end_time_s=self.now_s, **times)
+            for rank in range(RANKS)
+        ]
+        for one in rows[: RANKS - late]:
+            aggregator.reports(reports(one), self.now_s, self.now_s)
+        if late:
+            for _ in range(40):  # its agent is away for 200 s
+                self.now_s += 5.0
+                for rank in range(RANKS - 1):
+                    beat = Beat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
+                    aggregator.beat(beat, self.now_s, self.now_s)
+                aggregator.tick(self.now_s, self.now_s)
+            aggregator.reports(reports(rows[-1]), self.now_s, self.now_s)
+        if number % 100 == 0:
+            aggregator.reports(reports(rows[0]), self.now_s, self.now_s)
+            aggregator.reject(self.now_s, f"garbage {number}")
+        aggregator.tick(self.now_s, self.now_s)
+        for closed in aggregator.take_closed():
+            self.sink.write(closed.report, closed.rows)
+        for event in aggregator.take_events():
+            self.events += 1
+            self.sink.event(event)
+        aggregator.take_asked()
+        self.sink.keep(aggregator.snapshot())
+
+
+@pytest.mark.faults
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys):
+    week = Week(tmp_path / "run")
+    memory, items, states = [], {}, {}
+    for number in range(1, WEEK + 1):
+        week.window(number)
+        if number % (WEEK // 20) == 0:
+            memory.append((number, psutil.Process().memory_info().rss))
+            items[number] = items_in(week.aggregator)
+            states[number] = (tmp_path / "run" / "state.json").stat().st_size
+    week.sink.close()
+
+    second_half = memory[len(memory) // 2 :]
+    slope = statistics.linear_regression(*zip(*second_half, strict=True)).slope
+    with capsys.disabled():
+        print(
+            f"\nsoak: {WEEK} windows, {week.events} events; RSS {memory[0][1] >> 20} to {memory[-1][1] >> 20} MiB, "
+            f"{slope:+.1f} bytes a window in the second half; items {min(items.values())} to {max(items.values())}; "
+            f"state {min(states.values())} to {max(states.values())} bytes"
+        )
+    assert week.aggregator.summary(week.now_s, ended=False).tokens == WEEK * RANKS * 1000
+    # 10,080 windows of 8 kB are 80 MB: a hundredth of each that stayed would be seen.
+    assert slope < 80.0
+    filled = list(items.values())[5:]  # what is bounded by a number of windows has reached it
+    assert max(filled) <= filled[0] + MOST_TOLD_ITEMS
+    sizes = list(states.values())
+    assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
+    segments = sorted((tmp_path / "run").glob("windows-*.jsonl"))
+    assert len(segments) > 5
+    assert max(path.stat().st_size for path in segments) < 1.5 * SEGMENT_BYTES
+    assert json.loads(segments[-1].read_text().splitlines()[-1])["window"] == WEEK
+
+
+#: Lines that were told stay known, so that they are told once: a thousand of a kind, and here one in a hundred windows.
+MOST_TOLD_ITEMS = 3 * WEEK // 100
+
+
+def test_an_outbox_that_nobody_empties_holds_so_many_reports_and_counts_the_rest():
+    outbox = Outbox(1000)
+    for number in range(1, 20_001):
+        outbox.add(row(window=number, devices=()))
+        outbox.sent(1)
+        if number % 7 == 0:
+            outbox.send_again()
+
+    assert (len(outbox), outbox.lost, outbox.num_unsent <= 1000) == (1000, 19_000, True)
+    assert items_in(outbox) < 40_000
