@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import jobs
 import pytest
@@ -84,3 +85,18 @@ def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(
     assert summary.goodput.attempts[1].gap_before_s > 0.0
     assert summary.overhead.agents_cpu_s > 0.0
     assert summary.overhead.sent_bytes <= summary.overhead.received_bytes * 1.1
+
+
+@pytest.mark.fault("exits")
+def test_a_trainer_that_was_killed_before_its_agent_was_heard_has_its_iterations_in_the_folder(launch):
+    job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill")
+    (agent,) = jobs.until(lambda: job.find("effllm.agent"))
+    jobs.until(lambda: job.find("effllm.server"))  # which it has started first of all
+    os.kill(agent, signal.SIGSTOP)
+    job.wait()
+    time.sleep(2.0)  # four looks of the aggregator at whether the job is over
+    os.kill(agent, signal.SIGCONT)
+    assert not job.left(within_s=8.0)
+
+    summary = job.ledger.summary
+    assert (summary.status, summary.iterations, summary.tokens) == ("killed", 57, 5700)
