@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from pathlib import Path
-
-_NOBODY = 65534  # whom a file of root belongs to on a file system that trusts no root of another host
 
 
 def make_folder(folder: Path) -> None:
@@ -35,14 +34,17 @@ def check_folder(folder: Path) -> None:
     about = folder.stat()
     if not stat.S_ISDIR(about.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    if not _is_ours(about):
+    if not _is_ours(about, folder):
         raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
-    if about.st_mode & stat.S_IWOTH:
+    if about.st_mode & stat.S_IWOTH and _keeps_modes(folder):
         raise PermissionError(errno.EPERM, "everybody can write to it: chmod o-w", str(folder))
     absolute = Path(os.path.abspath(folder))  # noqa: PTH100 - the way as it is written, links and all
     for one in (absolute, *absolute.parents[:-1]):
         # What lies in a folder that everybody can write to, /tmp say, anybody may have laid there.
-        if one.parent.stat().st_mode & stat.S_IWOTH and not _is_ours(one.lstat(), or_root=True):
+        if not one.parent.stat().st_mode & stat.S_IWOTH:
+            continue
+        laid = one.lstat()
+        if laid.st_uid != 0 and not _is_ours(laid, one.parent) and _keeps_modes(one.parent):
             raise PermissionError(errno.EPERM, f"{one} belongs to another user", str(folder))
 
 
@@ -54,7 +56,7 @@ def open_file(path: Path, flags: int) -> int:
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     about = os.fstat(descriptor)
-    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about):
+    if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
         return descriptor
     os.close(descriptor)
     raise PermissionError(errno.EPERM, "it is no file of our own", str(path))
@@ -70,6 +72,29 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
-def _is_ours(about: os.stat_result, or_root: bool = False) -> bool:
-    own = os.geteuid()
-    return about.st_uid == own or (own == 0 and about.st_uid == _NOBODY) or (or_root and about.st_uid == 0)
+def _is_ours(about: os.stat_result, folder: Path) -> bool:
+    if about.st_uid == os.geteuid():
+        return True
+    # Over a network what is ours may be shown as another's: root's as nobody's (NFS), everybody's as one user's (SMB).
+    shown = _what_we_make(folder)
+    return shown is not None and shown.st_uid != os.geteuid() and about.st_uid == shown.st_uid
+
+
+def _keeps_modes(folder: Path) -> bool:
+    """Whether modes mean something there: on SMB and FAT all files may have the same, whatever they are made with."""
+    shown = _what_we_make(folder)
+    return shown is None or not shown.st_mode & 0o077
+
+
+def _what_we_make(folder: Path) -> os.stat_result | None:
+    """Return how a file that we make in a folder is shown there; ``None`` where none can be made."""
+    path = folder / f".own.{os.getpid()}.{secrets.token_hex(4)}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)

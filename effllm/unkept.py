@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from effllm import own_files
 from effllm.runfolder import segments
 
 #: Windows are kept at a pace; what lies between two states is far less.
@@ -38,8 +40,8 @@ class _Line(Struct):
 def written_beyond_state(folder: Path, job: str) -> Written:
     """Return what is written of windows that closed after the state was kept; nothing where the job is another."""
     try:
-        state = msgspec.json.decode((folder / "state.json").read_bytes(), type=_State)
-    except (OSError, msgspec.MsgspecError):
+        state = msgspec.json.decode(own_files.read_file(folder / "state.json"), type=_State)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Written()
     if not job or state.job != job:
         return Written()
@@ -57,7 +59,7 @@ def written_beyond_state(folder: Path, job: str) -> Written:
 def _newest(folder: Path, stem: str) -> Iterator[_Line]:
     decoder = msgspec.json.Decoder(_Line)
     for path in segments(folder, stem)[-2:]:
-        with path.open("rb") as file:
+        with os.fdopen(own_files.open_file(path, os.O_RDONLY), "rb") as file:
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
             for text in file:
                 try:

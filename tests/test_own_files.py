@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,7 @@ def test_a_sink_does_not_write_through_what_lies_in_the_place_of_its_files(tmp_p
 
 
 @pytest.mark.parametrize("place", [pipe, link, second_name])
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["summary.json", "run.json", "state.json"])
 def test_a_file_that_is_replaced_is_neither_waited_for_nor_written_through(tmp_path, place, name):
     place(tmp_path / name)
@@ -238,3 +240,40 @@ def test_a_pipe_in_the_place_of_a_summary_holds_nobody_up(launch, tmp_path):
     job = launch.python("loop.py", run_name="mine").done()
 
     assert job.ledger.summary.tokens == 2000
+
+
+# --- file systems that show what is ours as another's ---
+
+
+@pytest.fixture
+def shown_as(monkeypatch):
+    """Have the file system of a folder show every file and folder as one user's, with one mode, as SMB may."""
+    real = {"stat": os.stat, "fstat": os.fstat, "lstat": os.lstat}
+
+    def show(folder, user, mode):
+        def changed(name):
+            def look(where, **options):
+                about = real[name](where, **options)
+                path = Path(f"/proc/self/fd/{where}").readlink() if isinstance(where, int) else os.fspath(where)
+                if not str(path).startswith(str(folder)):
+                    return about
+                return os.stat_result((stat.S_IFMT(about.st_mode) | mode, *about[1:4], user, user, *about[6:]))
+
+            return look
+
+        for name in real:
+            monkeypatch.setattr(os, name, changed(name))
+
+    return show
+
+
+@pytest.mark.parametrize("user", [0, 65534, STRANGER])
+def test_what_a_file_system_shows_as_one_users_is_ours_if_what_we_make_is_too(tmp_path, shown_as, user):
+    folder = tmp_path / "share" / "runs"
+    own_files.make_folder(folder)
+    (folder / "file").write_bytes(b"x")
+    shown_as(tmp_path / "share", user, 0o777)
+
+    own_files.make_folder(folder)
+    assert own_files.read_file(folder / "file") == b"x"
+    assert [path.name for path in folder.iterdir()] == ["file"], "what was made to look is gone"
