@@ -91,10 +91,12 @@ def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(
 def test_a_trainer_that_was_killed_before_its_agent_was_heard_has_its_iterations_in_the_folder(launch):
     job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill")
     (agent,) = jobs.until(lambda: job.find("effllm.agent"))
-    jobs.until(lambda: job.find("effllm.server"))  # which it has started first of all
     os.kill(agent, signal.SIGSTOP)
     job.wait()
-    time.sleep(2.0)  # four looks of the aggregator at whether the job is over
+    os.kill(agent, signal.SIGCONT)
+    jobs.until(lambda: job.find("effllm.server"))  # which it starts first of all
+    os.kill(agent, signal.SIGSTOP)
+    time.sleep(2.5)  # some looks of the aggregator at whether the job is over
     os.kill(agent, signal.SIGCONT)
     assert not job.left(within_s=8.0)
 
