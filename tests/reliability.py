@@ -60,7 +60,7 @@ FAULTS = {
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
-        "the soft limit is raised at start; what is still too low is said once, with the number needed; others are served",
+        "the soft limit is raised at start; what is still too low is said once, with the number needed",
     ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",
@@ -77,7 +77,6 @@ FAULTS = {
     "elastic-restart": Fault(
         "the job restarts with fewer or more ranks",
         "one run folder, a new attempt; redone iterations are counted as redone",
-        UNWRITTEN,
     ),
     "forked-worker": Fault(
         "the trainer forks (DataLoader workers)",
@@ -112,7 +111,6 @@ FAULTS = {
     "aggregator-by-hand": Fault(
         "the aggregator is started anew by hand on the same run",
         "it takes over the folder; totals go on; agents reconnect",
-        UNWRITTEN,
     ),
     "agent-cannot-start": Fault(
         "an agent cannot be started",
@@ -122,17 +120,14 @@ FAULTS = {
     "worker-killed": Fault(
         "torchrun --max-restarts, with a worker killed",
         "attempt 2 continues the same folder; lost iterations are counted as redone work",
-        UNWRITTEN,
     ),
     "rank-0-moves": Fault(
         "rank 0 starts again on another host",
         "the agents find it, the folder is continued",
-        UNWRITTEN,
     ),
     "two-jobs": Fault(
         "two jobs on one node",
         "two aggregators, two folders; neither sees the other's ranks",
-        UNWRITTEN,
     ),
     "clock-off": Fault(
         "the clock of one node is an hour off",
