@@ -32,7 +32,7 @@ from effllm.door import Door
 from effllm.interface import is_loopback
 from effllm.ledger import Ledger, restore
 from effllm.lost_agents import LostAgents
-from effllm.pacing import Pace, is_large, pause_s, report_every_s
+from effllm.pacing import Pace, is_large, keep_every_s, pause_s, report_every_s
 from effllm.peers import Peers
 from effllm.provenance import boot_id, gather
 from effllm.roster import SILENT_AFTER_S
@@ -103,6 +103,7 @@ class Server:
         self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
         self._heard_until_s = time.monotonic()
+        self._told_facts_s = float("-inf")
         self._has_room_for = 0  # ranks, by the limit of open files
         self._pace = Pace(self._config.history_size)
         self._acknowledged: Mapping[int, int] = {}
@@ -239,6 +240,8 @@ class Server:
             return None
         if snapshot.job == self._orders.job or not self._orders.job:
             return snapshot
+        before = f"attempt {snapshot.attempt}, which was {snapshot.status()} at iteration {snapshot.iteration_shown}"
+        self._warn(f"attempt {snapshot.attempt + 1} goes on in {self._folder} after {before}", "restarted")
         return snapshot.next_attempt(self._orders.job)
 
     # --- the loop ---
@@ -354,7 +357,7 @@ class Server:
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         self._look_for_lost(now_s)
         self._aggregator.tick(now_s, time.time(), self._heard_until_s)
-        self._tell_facts()
+        self._tell_facts(keep_every_s(self._aggregator.world_size))  # those of ten thousand ranks are 8 MB
 
     def _look_for_lost(self, now_s: float) -> None:
         """When the job ends, wait no more for agents that were killed."""
@@ -367,9 +370,10 @@ class Server:
         peer = self._peers.of_rank(rank)
         return peer is not None and self._socket.send(peer, Ack(0))  # which says nothing
 
-    def _tell_facts(self) -> None:
-        if self._facts_changed:
-            self._facts_changed = False
+    def _tell_facts(self, every_s: float = 0.0) -> None:
+        now_s = time.monotonic()
+        if self._facts_changed and now_s - self._told_facts_s >= every_s:
+            self._facts_changed, self._told_facts_s = False, now_s
             known = {"ranks": dict(self._facts["ranks"]), "parameters": self._aggregator.parameters()}
             facts = {**self._facts, **known}
             self._to_sinks(lambda sink: sink.update_facts(facts))
@@ -532,6 +536,7 @@ class Server:
     def _finish(self) -> str:
         self._aggregator.close_all()
         self._tick(time.monotonic())
+        self._tell_facts()
         self._hand_out(time.monotonic())
         deadline_s = time.monotonic() + SINKS_STOP_S
         # The run folder last: its summary counts what the others have not written by then.

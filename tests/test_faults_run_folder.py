@@ -83,6 +83,7 @@ def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(
     # It began at 1 again and says so, by the numbers that it logs.
     assert summary.goodput.redone_iterations == 57
     assert summary.goodput.attempts[1].gap_before_s > 0.0
+    assert "attempt 2 goes on" in two.stdout and "killed at iteration 57" in two.stdout
     assert summary.overhead.agents_cpu_s > 0.0
     assert summary.overhead.sent_bytes <= summary.overhead.received_bytes * 1.1
 
