@@ -90,10 +90,12 @@ class Hang:
 
     Args:
         stall_s: from when on a loop that does not move has stopped, unless its iterations are longer.
+        earlier_s: what an iteration took before this began to watch; 0 where that is not known.
     """
 
-    def __init__(self, stall_s: float = STALL_S) -> None:
+    def __init__(self, stall_s: float = STALL_S, earlier_s: float = 0.0) -> None:
         self._stall_s = stall_s
+        self._earlier_s = earlier_s
         self.ranks: dict[int, Stand] = {}
         self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: seconds of an iteration, one of a window
         self._durations_s: dict[str, deque[float]] = {}  # by role: of iterations between beats, until there are windows
@@ -142,7 +144,9 @@ class Hang:
             # A beat may have waited somewhere, but none came before it was sent.
             stand.since_s = min(stand.since_s, now_s - beat.since_s)
         else:
-            self._place(beat.rank, stand, beat.ordinal, beat.state, max(now_s - beat.since_s, stand.since_s))
+            since_s = now_s - beat.since_s  # before it joined, for all we know
+            since_s = max(since_s, stand.since_s) if stand.state else since_s
+            self._place(beat.rank, stand, beat.ordinal, beat.state, since_s)
         stand.seen_s, stand.said_s, stand.process = now_s, beat.since_s, beat.process
         stand.utilization, stand.power_w = beat.utilization, beat.power_w
 
@@ -170,9 +174,8 @@ class Hang:
         if ended > 0 and had_said:
             if before == 0:
                 self._longest_s[STARTUP] = max(self._longest_s.get(STARTUP, 0.0), since_s - stand.joined_s)
-            else:
-                durations_s = self._durations_s.setdefault(stand.role, deque(maxlen=33))
-                durations_s.append((since_s - stood_since_s) / ended)
+            # The first is longer than the others, and for the second it is all that is known.
+            self._durations_s.setdefault(stand.role, deque(maxlen=33)).append((since_s - stood_since_s) / ended)
             # All of them after it was last heard.
             self._twice_s = max(self._twice_s, stand.seen_s if ended > 1 else stand.ended_s)
             stand.ended_s = stand.seen_s
@@ -270,7 +273,7 @@ class Hang:
         if windows := self._windows.get(role):
             return statistics.median(seconds for _, seconds in windows)
         durations_s = self._durations_s.get(role)
-        return statistics.median(durations_s) if durations_s else 0.0
+        return statistics.median(durations_s) if durations_s else self._earlier_s
 
     def _move(self, rank: int, at_s: float) -> None:
         if self._since_s is not None:

@@ -162,6 +162,12 @@ class Ledger(Struct):
             self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
         self.goodput.count_energy(window, energy.iterations_j, energy.phases_j, sign)
 
+    def iteration_s(self) -> float:
+        """Return the mean time of an iteration so far; 0 where there was none."""
+        ranks = self.run.ranks
+        iterations = float(ranks.column("iterations").sum())
+        return float(ranks.column("time_s").sum()) / iterations if iterations else 0.0
+
     def note_hang(self, seconds: float) -> None:
         """Enter so many more seconds in which no rank of the job moved on."""
         if seconds > 0:

@@ -37,7 +37,7 @@ class Stalls:
     """
 
     def __init__(self, config: Config, roster: Roster, ledger: Ledger, tell: Tell) -> None:
-        self._hang = Hang(config.stall_seconds)
+        self._hang = Hang(config.stall_seconds, ledger.iteration_s())
         self._roster, self._ledger, self._tell = roster, ledger, tell
         self._shown_minus_ordinal: int | None = None
         self._asked: dict[int, float] = {}  # ranks whose stack is on its way, and until when it is waited for
@@ -53,6 +53,8 @@ class Stalls:
 
     def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
         """Take an introduction."""
+        if is_new:
+            self._left.pop(message.rank, None)
         last = message.total_iterations - message.offset if message.total_iterations else None
         self._hang.join(message.rank, message.role, last, is_new, now_s)
 

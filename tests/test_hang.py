@@ -93,6 +93,35 @@ def test_iterations_that_no_window_has_told_of_yet_are_known_by_beats():
     assert [140 <= when_s <= 150 for when_s, _ in told] == [True]
 
 
+def test_in_the_second_iteration_the_first_is_all_that_is_known():
+    job = Job(ranks=1)
+    job.beat(0, 1, STEP, 0.0, 20)
+    told = [job.look(20)]
+    for now_s in range(25, 80, 5):
+        job.beat(0, 1, STEP, now_s - 20.0, now_s)
+        told += [job.look(now_s)]
+    assert not any(told)
+
+    assert [260 <= when_s <= 270 for when_s, _ in job.told(80, 300, {0: (2, STEP, 80)})] == [True]  # 3 x 60 s
+
+
+def test_who_begins_to_watch_in_a_stall_knows_of_it_by_the_words_of_the_agents():
+    job = Job(ranks=1, at_s=1000)
+    job.beat(0, 71, STEP, 600.0, 1000.5)
+
+    (stall,) = job.look(1001)
+    assert stall.stood_s == pytest.approx(600.5)
+
+
+def test_who_begins_to_watch_in_a_long_iteration_is_told_how_long_they_are():
+    job = Job(ranks=1, at_s=1000)
+    job.hang = Hang(30.0, earlier_s=300.0)
+    job.hang.join(0, "trainer", None, True, 1000)
+    job.beat(0, 71, STEP, 600.0, 1000.5)
+
+    assert job.look(1001) == []
+
+
 def test_it_is_told_again_after_five_minutes_half_an_hour_and_every_two_hours():
     job = Job(ranks=1)
     job.run(100)

@@ -5,6 +5,7 @@ from builders import gpu, hello, row
 
 from effllm.aggregator import Aggregator
 from effllm.config import Config
+from effllm.ledger import restore
 from effllm.schema import Beat, Bye, Reports, Stack
 
 UNIX_S = 1_700_000_000.0
@@ -211,3 +212,30 @@ def test_an_agent_that_has_died_is_said_to_be_silent_and_its_rank_is_not_said_to
     assert stalled.startswith("stalled: all 3 ranks at iteration 1011 for 3")
     assert "; rank 2 (node node0, GPU-2): its agent has said nothing for " in stalled
     assert 2 not in job.aggregator.take_asked()
+
+
+def test_a_rank_that_came_back_is_not_gone():
+    job = Job()
+    bye(job, 3, "killed", 100.0)
+    job.aggregator.hello(hello(3, 4, agent="another", devices=()), 101.0, UNIX_S + 101)
+    job.stand({rank: place for rank, place in BEHIND.items() if rank != 3}, from_s=105.0)
+
+    (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
+    assert "gone" not in stalled
+
+
+def test_a_replacement_tells_of_a_stall_by_the_words_of_the_agents_and_counts_its_time_once():
+    job = Job()
+    state = job.aggregator.snapshot()
+    job.stand(BEHIND)
+    assert job.summary().metrics["health/stalled_s"].value > 40
+    job.aggregator = Aggregator(Config(), "job", 1, UNIX_S, restore(state))
+    for rank in range(4):
+        job.aggregator.hello(hello(rank, 4), 150.0, UNIX_S + 150)
+    job.beat(BEHIND, 100.0, 150.0)
+    job.tick(150.5)
+
+    ((kind, text),) = job.events()
+    assert kind == "stalled"
+    assert " for 50 s" in text
+    assert job.summary().metrics["health/stalled_s"].value == pytest.approx(50.5)
