@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
-from effllm.schema import GoodputSummary, Profile, Summary, Value
+from effllm.schema import GoodputSummary, Profile, Summary, Value, Verdict
 
 WIDTH = 78
 
@@ -111,6 +111,15 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "goodput", _goodput(summary.goodput)
     elif summary.time_by_class:
         yield "time", _shares(summary.time_by_class)
+    if summary.stragglers:
+        yield "stragglers", _stragglers(summary.stragglers)
+
+
+def _stragglers(verdicts: Sequence[Verdict]) -> str:
+    """Return who held the others up, the costliest of them, and for how many seconds of the others."""
+    named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
+    more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""
+    return f"{', '.join(named)}{more}: GPU time of the ranks that waited"
 
 
 def _goodput(goodput: GoodputSummary) -> str:

@@ -10,6 +10,7 @@ from effllm.clock import DRIFT
 from effllm.config import Config
 from effllm.ledger import restore
 from effllm.schema import Beat, Clock, Verdict
+from effllm.summary_text import summary_text
 from effllm.transport import decode_from_aggregator, encode
 
 
@@ -65,6 +66,12 @@ def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
     assert summary.metrics["straggler/waiting_gpu_seconds"].value == pytest.approx(verdict.gpu_seconds)
     assert summary.metrics["straggler/waiting_joules"].value == pytest.approx(verdict.joules)
     assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds)
+
+
+def test_the_table_at_the_end_names_who_held_the_others_up():
+    lines = summary_text(Job().run(1, 8).summary(), None, None).splitlines()
+
+    assert "  stragglers    rank 2 (24 s): GPU time of the ranks that waited" in lines  # 8 * 3 * 0.98 s
 
 
 def test_a_replacement_keeps_the_totals_and_learns_the_verdict_anew():
