@@ -50,7 +50,7 @@ def end(aggregator, ranks):
 @pytest.mark.fault("trainer-stopped")
 def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothing_is_lost(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=2)
-    ranks = launch.ranks(aggregator, 3, LOCKSTEP, meeting, "--iterations", 150, stall_seconds=2)
+    ranks = launch.ranks(aggregator, 3, LOCKSTEP, meeting, "--iterations", 250, stall_seconds=2)
     ledger = aggregator.ledger
     jobs.until(lambda: ledger.num_windows >= 3)
     stopped_s = time.monotonic()
@@ -68,7 +68,7 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
     assert min(between) - 2 <= int(stall["watts"]) <= max(between) + 2
     assert 60 <= int(stall["percent"]) <= 96
     assert len(ledger.told("resumed")) == 1
-    summary = assert_whole(ledger, dict.fromkeys(range(3), 150))
+    summary = assert_whole(ledger, dict.fromkeys(range(3), 250))
     assert 1.5 <= summary.metrics["health/stalled_s"].value <= told_s - stopped_s + 2
     assert "[EfficientLLM] stalled: rank 1 " in aggregator.job.stdout
     assert "[EfficientLLM] resumed after " in aggregator.job.stdout
@@ -143,6 +143,25 @@ def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
     assert ledger.summary.is_over
     assert "[EfficientLLM] Run stalled" in aggregator.job.stdout
     assert ledger.told("resumed") == []
+
+
+@pytest.mark.fault("trainer-stopped", "aggregator-sigkill")
+def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_of_it(launch):
+    job = launch.python("loop.py", "--iterations", 500, stall_seconds=1)
+    jobs.until(lambda: job.num_windows >= 3)
+    stopped_s = time.monotonic()
+    os.kill(job.process.pid, signal.SIGSTOP)
+    jobs.until(lambda: in_event_file(job.ledger, "stalled"))
+    (server,) = job.find("effllm.server")
+    os.kill(server, signal.SIGKILL)
+    jobs.until(lambda: len(job.ledger.told("stalled")) == 2)
+    os.kill(job.process.pid, signal.SIGCONT)
+    stood_s = time.monotonic() - stopped_s
+    job.done()
+
+    assert job.ledger.told("resumed")
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (500, 50_000)
+    assert job.ledger.summary.metrics["health/stalled_s"].value == pytest.approx(stood_s, abs=0.5)
 
 
 SERVE = """
