@@ -726,6 +726,11 @@ class Account(Struct):
             **known,
         )
 
+    def iteration_s(self) -> float:
+        """Return the mean iteration of the rank with the longest ones; 0 where there are none."""
+        time_s, iterations = self.ranks.column("time_s"), self.ranks.column("iterations")
+        return float(_means(time_s, iterations).max(initial=0.0))
+
     def _gauge(self, name: str) -> GaugeSums:
         return self.gauges.get(name) or GaugeSums()
 

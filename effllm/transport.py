@@ -151,7 +151,7 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
         zmq.HEARTBEAT_TIMEOUT: 30_000,
         zmq.HEARTBEAT_TTL: 60_000,  # at most 65.5 s: libzmq#4226
         zmq.TCP_KEEPALIVE: 1,
-        zmq.HANDSHAKE_IVL: 10_000,
+        zmq.HANDSHAKE_IVL: 30_000,  # ten thousand with keys at once take seconds of processor time
         zmq.SNDBUF: 64 * 1024,  # bounds what a peer parks in the kernel to about 200 messages
         zmq.RCVBUF: 64 * 1024,
     }

@@ -43,7 +43,18 @@ def test_make_alone_says_what_there_is(clone):
     assert done.returncode == 0
     targets = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
     tests = ["test", "test-long", "test-faults", "test-frameworks", "test-llama-factory"]
-    assert targets == ["help", "demo", *tests, "check", "fuzz", "bench", "bench-scale", "bench-energy", "bench-gpu", "clean"]
+    assert targets == [
+        "help",
+        "demo",
+        *tests,
+        "check",
+        "fuzz",
+        "bench",
+        "bench-scale",
+        "bench-energy",
+        "bench-gpu",
+        "clean",
+    ]
 
 
 @pytest.mark.parametrize(

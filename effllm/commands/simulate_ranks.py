@@ -25,6 +25,7 @@ HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
 LOOK_EVERY = 64  # peers, between two looks at what rank 0 is told
 IDLE_S = 0.005
+AT_THE_DOOR = 250  # of a process; more handshakes at once on one machine only take each other's time
 MOST_ROWS = 100_000
 
 
@@ -141,10 +142,12 @@ class Crowd:
         os.write(self._part.output_descriptor, self._encoder.encode(news) + b"\n")
 
     def _join(self) -> None:
-        for peer in self._peers:
-            peer.link.connect()
-        waiting = list(self._peers)
-        while waiting:
+        waiting: list[_Peer] = []
+        coming = list(reversed(self._peers))
+        while waiting or coming:
+            while coming and len(waiting) < AT_THE_DOOR:
+                waiting.append(coming.pop())
+                waiting[-1].link.connect()
             now_s = time.monotonic()
             for peer in waiting:
                 peer.take()
@@ -153,8 +156,8 @@ class Crowd:
                     raise SystemExit(1)
                 peer.introduce(now_s)
             before, waiting = len(waiting), [peer for peer in waiting if not peer.welcome]
-            if len(waiting) != before or not waiting:
-                self._tell(News(joined=self._part.count - len(waiting)))
+            if len(waiting) != before:
+                self._tell(News(joined=self._part.count - len(waiting) - len(coming)))
             time.sleep(0.02)
             self._give_up_if_alone()
 

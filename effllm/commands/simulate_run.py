@@ -25,7 +25,7 @@ from effllm.server import Orders
 from effllm.spawn import pidfd, spawn
 
 RANKS_OF_A_PROCESS = 2500
-JOIN_S = 120.0
+JOIN_S = 300.0
 ENDS_S = 40.0
 SPREAD = {"burst": 0.02, "even": 0.9}  # share of the interval over which the reports of a window come
 
