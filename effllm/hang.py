@@ -24,6 +24,7 @@ PHASE_STALLS, PHASE_TIMES = 20, 10
 STARTUP_STALLS = 60
 BEATS = 6  # an agent beats so many times in the seconds of a stall ...
 LOOKS = 15  # ... and a stall is looked for so many times
+UNDER_WAY_S = 5.0  # no beat takes longer to come: whoever was seen later than another has moved later
 SLEPT_S = 10.0  # the aggregator looks twice a second, unless it was stopped
 TOLD_AGAIN_S = (300.0, 1800.0)
 TOLD_EVERY_S = 7200.0
@@ -219,7 +220,7 @@ class Hang:
                 self._tell_s = self._since_s + _again_s(stood_s)
                 told.append(Stall(_groups(heard), stood_s))
         elif self._since_s is None:
-            alone = {rank: heard[rank] for rank in stuck if heard[rank].since_s < self._twice_s}
+            alone = {rank: heard[rank] for rank in stuck if heard[rank].since_s < self._twice_s - UNDER_WAY_S}
             due = {rank: one for rank, one in alone.items() if now_s >= self._alone.get(rank, (0.0, 0.0))[1]}
             for rank, one in due.items():
                 self._alone[rank] = (one.since_s, one.since_s + _again_s(now_s - one.since_s))

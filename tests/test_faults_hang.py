@@ -111,7 +111,7 @@ def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
 @pytest.mark.fault("trainer-stopped")
 def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=1)
-    options = ("--iterations", 300, "--stand", 40, "--seconds", 4, "--lone")
+    options = ("--iterations", 600, "--stand", 40, "--seconds", 10, "--lone")
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
     end(aggregator, ranks)
     ledger = aggregator.ledger

@@ -268,6 +268,19 @@ def test_a_window_that_comes_late_does_not_make_its_rank_faster_than_it_was():
         assert job.look(now_s) == []
 
 
+def test_a_beat_that_was_under_way_for_a_moment_makes_nobody_slower_than_others():
+    job = Job(ranks=2)
+    job.run(100)
+    # Rank 1 has come to 140 by 104 s, where it saves; what it said of 130 at 103 s came a second and a half later.
+    job.beat(1, 130, STEP, 0.0, 104.5)
+    job.beat(0, 141, STEP, 0.5, 104.6)
+    job.beat(1, 140, "checkpoint", 1.0, 105.0)
+    for now_s in range(110, 300, 5):
+        job.beat(0, 141, STEP, now_s - 104.0, now_s)
+        job.beat(1, 140, "checkpoint", now_s - 104.0, now_s)
+        assert job.look(now_s) == []
+
+
 def test_after_the_aggregator_was_stopped_nobody_stands_alone_by_what_came_all_at_once():
     job = Job(ranks=2)
     job.run(100)
