@@ -1,0 +1,181 @@
+"""Worlds too large to answer everybody at once: the pace of acknowledgements, late rows together, exact medians."""
+
+import msgspec
+import numpy as np
+import pytest
+from builders import device_window, hello, reports, row
+
+from effllm import pacing
+from effllm.aggregator import Aggregator
+from effllm.columns import from_json, to_json
+from effllm.config import Config
+from effllm.ledger import Ledger, restore
+from effllm.pacing import Pace
+from effllm.schema import Beat
+from effllm.sinks.runfolder import MOST_ROWS, outliers
+
+RANKS = 1200
+
+
+def aggregator_of(ranks, ledger=None):
+    aggregator = Aggregator(Config(), "job", 1, 0.0, ledger)
+    for rank in range(ranks):
+        assert aggregator.hello(hello(rank, ranks, host=f"node{rank // 8}"), 0.0, 0.0) == ""
+    return aggregator
+
+
+def report(aggregator, window, ranks, now_s, **changes):
+    for rank in ranks:
+        aggregator.reports(reports(row(rank, window, **changes)), now_s, now_s)
+
+
+def told(aggregator):
+    return [one.report for one in aggregator.take_closed()]
+
+
+# --- the pace -----------------------------------------------------------------------------------
+
+
+def test_a_small_world_is_acknowledged_after_every_window():
+    pace = Pace(1000)
+    assert not pace.is_due(0.0, 8, is_ending=False)
+    pace.closed(1)
+    assert pace.is_due(0.0, 8, is_ending=False)
+    pace.kept(0.0)
+    assert not pace.is_due(100.0, 8, is_ending=False)
+
+
+def test_a_large_world_is_acknowledged_every_second_for_each_thousand_ranks():
+    pace = Pace(1000)
+    pace.closed(1)
+    assert pace.is_due(0.0, 10_000, is_ending=False), "the first"
+    pace.kept(0.0)
+    pace.closed(1)
+    assert [pace.is_due(at_s, 10_000, is_ending=False) for at_s in (1.0, 9.9, 10.0)] == [False, False, True]
+
+
+def test_the_last_words_are_acknowledged_within_a_second():
+    pace = Pace(1000)
+    pace.kept(0.0)
+    pace.closed(1)
+    assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (0.9, 1.0)] == [False, True]
+
+
+def test_windows_that_follow_each_other_fast_leave_agents_seven_eighths_of_their_buffers():
+    pace = Pace(1000)
+    pace.kept(0.0)
+    pace.closed(124)
+    assert not pace.is_due(0.1, 10_000, is_ending=False)
+    pace.closed(1)
+    assert pace.is_due(0.1, 10_000, is_ending=False)
+
+
+def test_agents_of_small_worlds_are_asked_for_nothing():
+    assert (pacing.report_every_s(1000), pacing.pause_s(1000), pacing.late_every_s(1000)) == (0.0, 0.0, 0.0)
+    assert pacing.report_every_s(1001) > 0
+
+
+# --- windows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_behind", "closes_at_s"), [(False, 17), (True, 32)])
+def test_nobody_is_late_for_what_waits_unread_with_us(is_behind, closes_at_s):
+    aggregator = aggregator_of(2)
+    report(aggregator, 1, [0, 1], 1.0)
+    report(aggregator, 2, [0], 2.0)
+    told(aggregator)
+
+    closed_at_s = []
+    for now_s in range(3, 40):
+        aggregator.tick(float(now_s), 0.0, heard_until_s=2.5 if is_behind else None)
+        closed_at_s += [now_s for _ in told(aggregator)]
+
+    # Rank 1 was heard at 1 s, and is silent after 15 s; we may be 15 s behind.
+    assert closed_at_s == [closes_at_s]
+
+
+def test_late_rows_of_a_large_world_come_in_together_and_every_joule_once():
+    aggregator = aggregator_of(RANKS)
+    report(aggregator, 1, range(RANKS), 1.0)
+    for window in (2, 3):
+        report(aggregator, window, range(10, RANKS), 1.0 + window)
+    for now_s in range(5, 60):
+        for rank in range(RANKS):
+            aggregator.beat(Beat(f"agent-{rank}", rank, 1, "", 0.0), float(now_s), 0.0)
+        aggregator.tick(float(now_s), float(now_s))
+    first, *others = told(aggregator)
+    assert [one.coverage.ranks_reporting for one in (first, *others)] == [RANKS, RANKS - 10, RANKS - 10]
+    assert others[-1].job.energy_j == 1000.0 * RANKS, "windows with holes are in no sum"
+
+    report(aggregator, 2, range(10), 60.0)
+    report(aggregator, 3, range(10), 60.0)
+    assert told(aggregator) == [], "they wait for more of them"
+    safe = aggregator.safe()
+    assert (safe[0], safe[10]) == (1, 3), "what waits is not acknowledged"
+    aggregator.tick(61.0, 61.0)
+
+    corrections = told(aggregator)
+    assert [(one.window, one.correction) for one in corrections] == [(2, True), (3, True)]
+    job = corrections[-1].job
+    assert (job.tokens, job.energy_complete) == (3 * 1000 * RANKS, True)
+    assert job.energy_j == pytest.approx(3 * 1000.0 * RANKS)
+    assert job.energy_tokens == job.tokens
+    assert aggregator.safe()[0] == 3
+    late = [event for event in aggregator.take_events() if event.kind == "late"]
+    assert len(late) == 2
+    assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
+
+
+def test_a_replacement_of_a_large_world_s_aggregator_has_the_same_sums():
+    aggregator = aggregator_of(RANKS)
+    for window in (1, 2):
+        report(aggregator, window, range(RANKS), float(window), tokens=1000 + window)
+    before = told(aggregator)[-1]
+
+    ledger = restore(aggregator.snapshot())
+    other = aggregator_of(RANKS, ledger)
+    report(other, 3, range(RANKS), 3.0)
+    report(aggregator, 3, range(RANKS), 3.0)
+
+    after, expected = told(other)[-1], told(aggregator)[-1]
+    assert before.job.tokens == RANKS * (1001 + 1002)
+    assert after.job == expected.job
+    assert other.summary(3.0, ended=False).energy.by_device == aggregator.summary(3.0, ended=False).energy.by_device
+
+
+def test_a_state_that_is_no_state_is_refused():
+    text = msgspec.json.encode(Ledger(1, "job", 0.0), enc_hook=to_json).replace(b'"values":""', b'"values":"AAAA"')
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=Ledger, dec_hook=from_json)
+
+
+# --- over ranks ---------------------------------------------------------------------------------
+
+
+def test_of_ten_thousand_ranks_the_outliers_and_the_median_are_exact():
+    chance = np.random.default_rng(0)
+    busy_s = 9.0 + 0.01 * chance.standard_normal(10_000)
+    slow = [17, 4711, 9999]
+    busy_s[slow] = [10.0, 12.0, 11.0]
+    rows = [
+        row(rank, busy_s=float(seconds), devices=(device_window(f"GPU-{rank}", float(seconds) + 1.0),))
+        for rank, seconds in enumerate(busy_s)
+    ]
+
+    found = outliers(rows)
+
+    assert [one.rank for one in found] == slow
+    rows = [row(rank, busy_s=9.0 + (rank % 2) * rank) for rank in range(10_000)]
+    assert len(outliers(rows)) == MOST_ROWS
+
+
+def test_the_slowest_of_a_large_world_stands_against_the_exact_median():
+    aggregator = aggregator_of(RANKS)
+    for rank in range(RANKS):
+        aggregator.reports(reports(row(rank, busy_s=9.0 + rank / RANKS)), 1.0, 1.0)
+
+    [one] = told(aggregator)
+
+    times = sorted(10.0 + rank / RANKS for rank in range(RANKS))
+    assert one.straggler.rank == RANKS - 1
+    assert one.straggler.median_s == pytest.approx((times[RANKS // 2 - 1] + times[RANKS // 2]) / 2)
