@@ -16,6 +16,7 @@ NO_PROTOCOL = "it does not speak as agents do"
 MOST_ADDRESSES = 1000
 MOST_EXPECTED = 2**20
 MOST_WAITING = 20_000  # of a second
+NAMELESS_AFTER_S = 5.0  # a peer that is busy confirms late
 NAMED_WITHIN_S = 0.5  # the kernel tells of the end of a connection once its peer has confirmed it
 
 
@@ -23,14 +24,20 @@ class Strangers:
     """Connections that failed, addresses that hung up, and what is told of them."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._counted = 0
         self._told: set[tuple[str, str]] = set()
         self._expected: set[str] = set()
         self._lines: list[str] = []
         self._accounted = 0  # connections that may end without being a stranger's
         self._failed: deque[tuple[float, str]] = deque()  # when, and why
         self._strange: deque[tuple[float, str]] = deque()  # when hung up who was never seen at the gate
+        self._late: deque[tuple[float, str]] = deque()  # failures whose address has not come yet
         self._usual: deque[tuple[float, str]] = deque(maxlen=MOST_WAITING)  # ... and who was
+
+    @property
+    def count(self) -> int:
+        """How many were refused."""
+        return self._counted + len(self._failed) + len(self._late)
 
     # --- what is seen
 
@@ -71,35 +78,42 @@ class Strangers:
         """Return what is to be told since the last call."""
         while self._failed and now_s - self._failed[0][0] > 2 * NAMED_WITHIN_S:
             self._name_burst()
-        while self._strange and now_s - self._strange[0][0] > 2 * NAMED_WITHIN_S:
-            self._accounted += 1  # its end was taken for an agent's
-            self._count(self._strange.popleft()[1], NO_PROTOCOL)
+        while self._strange and now_s - self._strange[0][0] > 3 * NAMED_WITHIN_S:  # no failure to come
+            self._count_end(self._strange.popleft()[1])
+        while self._late and now_s - self._late[0][0] > NAMELESS_AFTER_S:
+            self._count("", self._late.popleft()[1])
         lines, self._lines = self._lines, []
         return lines
 
     def _name_burst(self) -> None:
         """Put the oldest failure, and those about as old, together with who hung up then."""
         since_s = self._failed[0][0]
-        reasons = _taken(self._failed, since_s + NAMED_WITHIN_S)
-        strange = _taken(self._strange, since_s + 2 * NAMED_WITHIN_S)
-        if len(set(reasons)) > 1 and len(set(strange)) > 1:  # who failed for which of them is not known
+        reasons = []
+        while self._failed and self._failed[0][0] <= since_s + NAMED_WITHIN_S:
+            reasons.append(self._failed.popleft()[1])
+        near = {address for seconds, address in self._strange if seconds <= since_s + 2 * NAMED_WITHIN_S}
+        if len(set(reasons)) > 1 and len(near) > 1:  # who failed for which of them is not known
             reasons = [" or ".join(sorted(set(reasons)))] * len(reasons)
+        while self._usual and self._usual[0][0] < since_s - NAMED_WITHIN_S:
+            self._usual.popleft()
         for why in reasons:
-            if strange:
-                self._count(strange.pop(0), why)
-                continue
-            while self._usual and self._usual[0][0] < since_s - NAMED_WITHIN_S:
-                self._usual.popleft()
-            if not self._usual:
-                self._count("", why)
+            if self._strange and self._strange[0][0] <= since_s + 2 * NAMED_WITHIN_S:
+                self._count(self._strange.popleft()[1], why)
+            elif not self._usual:
+                self._late.append((since_s, why))
             elif why != NO_PROTOCOL:  # else an agent of ours broke off
                 self._count(self._usual.popleft()[1], why)
-        for address in strange:  # more than failed: the ends of these were taken for agents'
-            self._accounted += 1
-            self._count(address, NO_PROTOCOL)
+
+    def _count_end(self, address: str) -> None:
+        """Count who hung up when nothing failed."""
+        if self._late:
+            self._count(address, self._late.popleft()[1])
+            return
+        self._accounted += 1  # its end was taken for an agent's
+        self._count(address, NO_PROTOCOL)
 
     def _count(self, address: str, why: str) -> None:
-        self.count += 1
+        self._counted += 1
         if (address, why) in self._told:
             return
         if len(self._told) < MOST_ADDRESSES:
@@ -109,11 +123,3 @@ class Strangers:
         elif len(self._told) == MOST_ADDRESSES:
             self._told.add(("", ""))
             self._lines.append(f"strangers at {MOST_ADDRESSES} addresses were refused; further ones are only counted")
-
-
-def _taken(seen: deque[tuple[float, str]], until_s: float) -> list[str]:
-    """Take what was seen until then."""
-    taken = []
-    while seen and seen[0][0] <= until_s:
-        taken.append(seen.popleft()[1])
-    return taken

@@ -285,14 +285,36 @@ def test_what_nobody_saw_is_counted_and_told_without_an_address():
     strangers = Strangers()
     strangers.fail(NO_KEY, 1.0)
     assert strangers.take(1.9) == []
-    assert strangers.take(2.1) == ["a stranger whose address could not be seen was refused: no key"]
+    assert strangers.take(5.9) == []
+    assert strangers.take(6.1) == ["a stranger whose address could not be seen was refused: no key"]
 
     strangers.account()  # an agent is let in, and leaves
-    strangers.end(5.0)
+    strangers.end(7.0)
     assert (strangers.take(9.0), strangers.count) == ([], 1)
     strangers.end(10.0)  # one more has ended than was let in
-    assert strangers.take(11.1) == [f"a stranger whose address could not be seen was refused: {NO_PROTOCOL}"]
+    assert (strangers.take(11.1), strangers.count) == ([], 2)
+    assert strangers.take(15.1) == [f"a stranger whose address could not be seen was refused: {NO_PROTOCOL}"]
     assert strangers.count == 2
+
+
+def test_who_tries_again_and_again_is_told_one_reason():
+    strangers = Strangers()
+    for i in range(20):
+        strangers.fail(OTHER_SECRET, 1.0 + 0.2 * i)
+        strangers.hang_up("10.9.0.7", 1.02 + 0.2 * i)
+    told = [line for i in range(100) for line in strangers.take(1.0 + 0.1 * i)]
+
+    assert told == ["a stranger at 10.9.0.7 was refused: another secret"]
+    assert strangers.count == 20
+
+
+def test_an_address_that_comes_late_is_still_the_failures():
+    strangers = Strangers()
+    strangers.fail(OTHER_SECRET, 1.0)
+    assert (strangers.take(2.5), strangers.count) == ([], 1)
+    strangers.hang_up("10.9.0.7", 3.0)
+    assert strangers.take(4.6) == ["a stranger at 10.9.0.7 was refused: another secret"]
+    assert (strangers.take(9.0), strangers.count) == ([], 1)
 
 
 def test_one_that_ends_unnoticed_beside_agents_is_counted_once():
@@ -300,7 +322,7 @@ def test_one_that_ends_unnoticed_beside_agents_is_counted_once():
     strangers.account()
     strangers.end(1.0)  # a stranger's, taken for the agent's
     strangers.hang_up("10.9.0.7", 1.0)
-    assert strangers.take(2.1) == [f"a stranger at 10.9.0.7 was refused: {NO_PROTOCOL}"]
+    assert strangers.take(2.6) == [f"a stranger at 10.9.0.7 was refused: {NO_PROTOCOL}"]
     strangers.end(5.0)  # the agent's
     assert strangers.take(9.0) == []
     assert strangers.count == 1

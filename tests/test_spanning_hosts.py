@@ -257,6 +257,7 @@ def test_where_the_master_is_a_loopback_address_the_default_route_tells(hosts, l
     assert jobs.Ledger(is_one_job_named[0].runs()[0]).summary.tokens == 2 * ITERATIONS * TOKENS
 
 
+@pytest.mark.fault("strangers")
 def test_strangers_are_refused_counted_and_named(hosts, launch):
     one, two, *others = hosts(6)
     nodes = ranks(launch, (one, two), "--step-s", "0.25", ports="29700-29700", run_name="run")
@@ -374,6 +375,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.long
+@pytest.mark.fault("elastic-restart")
 def test_after_a_restart_the_address_of_the_first_attempt_misleads_nobody(hosts, launch, tmp_path):
     pair = hosts(2)
     script = tmp_path / "restarted.py"
