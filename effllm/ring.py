@@ -332,7 +332,9 @@ def _is_possible(slot: Slot) -> bool:
     least, end = _WHAT.get(slot.kind, (0, 0))
     if not least <= slot.what < end or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
         return False
-    if slot.kind in (ITERATION, PROFILE, DEVICE_TIME, OWN_TIME) and not (slot.number >= 0 and 0 <= slot.value < math.inf):
+    if slot.kind in (ITERATION, PROFILE, DEVICE_TIME, OWN_TIME) and not (
+        slot.number >= 0 and 0 <= slot.value < math.inf
+    ):
         return False
     return min(slot[3], *slot[8:]) >= 0
 
