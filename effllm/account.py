@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from effllm.columns import Array, Positions, Table, fields_of
 from effllm.energy_account import EnergySums, Stretch, Stretches, WindowEnergy
 from effllm.power_scope import Scope
-from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, Profile, RankReport
+from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Gauge, Integrals, Profile, RankReport
 from effllm.window import add_profiles, iterations_only
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
@@ -221,27 +221,31 @@ class GpuReadings(Struct):
     power_histogram_s: dict[int, float] = {}
     power_peak_w: float | None = None
 
-    def add(self, window: DeviceWindow) -> None:
-        """Add those of one GPU."""
-        for name, gauge in window.gauges.items():
-            if name not in GAUGES:
-                continue
-            sums = self.gauges.get(name)
-            if sums is None:
-                self.gauges[name] = GaugeSums(gauge.value_seconds, gauge.covered_s, gauge.most)
-                continue
-            sums.value_seconds += gauge.value_seconds
-            sums.covered_s += gauge.covered_s
-            if sums.most is None or gauge.most > sums.most:
-                sums.most = gauge.most
-        if window.throttled_s:
-            self.throttled_s += window.throttled_s.get("any", 0.0)
-        self.throttle_covered_s += window.throttle_covered_s
-        for step, seconds in window.power_histogram_s.items():
-            self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + seconds
-        peak_w = window.power_peak_w
-        if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
-            self.power_peak_w = peak_w
+    @classmethod
+    def of(cls, windows: Iterable[DeviceWindow]) -> GpuReadings:
+        """Return those of GPUs in one window."""
+        gauges: dict[str, list[Gauge]] = {}
+        histogram_s: dict[int, float] = {}
+        throttled_s = throttle_covered_s = 0.0
+        peak_w: float | None = None
+        for window in windows:
+            for name, gauge in window.gauges.items():
+                if name in gauges:
+                    gauges[name].append(gauge)
+                elif name in GAUGES:
+                    gauges[name] = [gauge]
+            for step, seconds in window.power_histogram_s.items():
+                histogram_s[step] = histogram_s.get(step, 0.0) + seconds
+            if window.throttled_s:
+                throttled_s += window.throttled_s.get("any", 0.0)
+            throttle_covered_s += window.throttle_covered_s
+            if window.power_peak_w is not None and (peak_w is None or window.power_peak_w > peak_w):
+                peak_w = window.power_peak_w
+        sums = {}
+        for name, ones in gauges.items():
+            values = fields_of(ones, ("value_seconds", "covered_s", "most"))
+            sums[name] = GaugeSums(float(values[:, 0].sum()), float(values[:, 1].sum()), float(values[:, 2].max()))
+        return cls(sums, throttled_s, throttle_covered_s, histogram_s, peak_w)
 
     def joined(self, more: GpuReadings) -> GpuReadings:
         """Return these readings and more."""
@@ -301,10 +305,8 @@ class Merged(Mapping[str, MergedDevice]):
             both = [tuple(getattr(one, name) for name in _FIELDS) for one in (special.wall, special.iterations)]
             self.wall[at], self.iterations[at] = np.array(both, np.float64)
             self.peaks[at] = np.nan if special.memory_peak_bytes is None else special.memory_peak_bytes
-        self.gpus = GpuReadings()
-        for device, window in zip(self.devices, self._windows, strict=True):
-            if device.is_gpu:
-                self.gpus.add(window)
+        pairs = zip(self.devices, self._windows, strict=True)
+        self.gpus = GpuReadings.of(window for device, window in pairs if device.is_gpu)
 
     def _iterations(self) -> Array:
         """Return what the devices did less the phases; see `iterations_only`."""
