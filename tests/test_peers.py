@@ -24,8 +24,17 @@ from effllm.peers import (
     TURNED_AWAY,
     Peers,
 )
-from effllm.schema import MOST_DEVICES, Beat, Bye, Note, Supersede
-from effllm.transport import MAGIC, MOST_BYTES, MOST_ROWS, decode_from_aggregator, encode
+from effllm.schema import MOST_DEVICES, Ack, Beat, Bye, Hello, Note, Reports, Supersede, Welcome
+from effllm.transport import (
+    MAGIC,
+    MOST_BYTES,
+    MOST_ROWS,
+    ServerSocket,
+    decode_from_agent,
+    decode_from_aggregator,
+    encode,
+    make_context,
+)
 
 HISTORY = 1000
 BURST = BURST_FRAMES + HISTORY
@@ -321,3 +330,40 @@ def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_m
     assert summary.events[THROTTLED] >= 1000
     assert summary.tokens == 20_000
     assert [window.window for window in aggregator.ledger.windows] == list(range(1, 21))
+
+
+@pytest.mark.faults
+@pytest.mark.fault("hostile-frames")
+def test_a_real_agent_that_is_told_so_introduces_itself_and_sends_all_that_was_not_confirmed(launch):
+    context = make_context()
+    server = ServerSocket(context)
+    port = server.listen("tcp://127.0.0.1:*").rpartition(":")[2]
+    heard = []
+
+    def hear():
+        while received := server.receive():
+            heard.append((received[0], decode_from_agent(received[1])))
+        return heard
+
+    def sequences(since=0):
+        return [row.sequence for _, said in heard[since:] if isinstance(said, Reports) for row in said.rows]
+
+    try:
+        job = launch.python("loop.py", "--iterations", 400, endpoint=f"127.0.0.1:{port}")
+        peer, said = jobs.until(hear)[0]
+        assert isinstance(said, Hello)
+        server.send(peer, Welcome(1))
+        jobs.until(lambda: hear() and len(set(sequences())) >= 3)
+        server.send(peer, Ack(1))
+        before, at = sequences(), len(heard)
+        server.send(peer, Welcome(1, again=True))
+        jobs.until(lambda: hear() and {2, 3} <= set(sequences(at)))
+        again = next(number for number, (_, said) in enumerate(heard[at:]) if isinstance(said, Hello))
+        after = [row.sequence for _, said in heard[at + again :] if isinstance(said, Reports) for row in said.rows]
+    finally:
+        job.end()
+        server.close()
+        context.destroy(linger=0)
+
+    assert before[:3] == [1, 2, 3]
+    assert after[:2] == [2, 3], "the one that was confirmed is not among them"
