@@ -121,14 +121,17 @@ class Aggregator:
                 self.garbage += 1
                 continue
             self._hear(row.rank, now_s, time_s)
-            self._spend(rank, message)
-            self._lose(row.rank, rank, message.lost, time_s)
+            if row is message.rows[-1]:
+                self._spend(rank, message)
+            if message.lost > rank.lost:
+                self._lose(row.rank, rank, message.lost, time_s)
             if row.sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
             rank.take(row.sequence)
             self._lose(row.rank, rank, rank.gaps, time_s)
-            rank.last_window = max(rank.last_window, row.window)
+            if row.window > rank.last_window:
+                rank.last_window = row.window
             rank.iteration = row.iteration_last
             self._stalls.row(row, now_s)
             if row.window <= self._ledger.closed:
