@@ -10,7 +10,6 @@ from effllm.sinks import sink_names
 from effllm.switches import PREFIX
 
 
-
 def problems(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that a run would not take, or would not do what it says."""
     found = [str(error) for _, error in _wrong_values(environ)]
