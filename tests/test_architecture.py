@@ -25,19 +25,22 @@ FLOORS = """
 0.6  secret  strangers  hangups
 0.7  curve  connections
 0.8  door
-1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock  hardware  runfolder  devices
+1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock
+1.0  hardware  runfolder  devices
 1.0  plain_text
 1.0.1  robust  diagnosis
 1.0.2  change_point
 1.0.3  slowdown
 1.0.4  straggler_text
-1.0.1 config  pacing  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event  node_power.credentials  node_power.redfish_records
+1.0.1 config  pacing  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event
+1.0.1 node_power.credentials  node_power.redfish_records
 1.0.2 node_power.https  node_power.rapl_counters  journal  unkept
 1.0.3 node_power.redfish_sources
 1.0.4 node_power.*
 1.0.4 power_spread
 1.0.5 tick_energy  cross_check
-1.1  peers  lost_agents  hang  energy  node_power  log  summary_text  measurable  devices._nvml_call  devices._nvml_identity
+1.1  peers  lost_agents  hang  energy  node_power  log  summary_text  measurable  devices._nvml_call
+1.1  devices._nvml_identity
 1.2  window  stall_text  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
 1.2.1 devices._nvml_slices
 1.2.2 devices.*
