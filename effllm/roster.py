@@ -195,9 +195,9 @@ class Roster:
     def is_behind(self, window: int, now_s: float) -> bool:
         """Whether a window waits for a rank that has not passed it."""
         # Asked for each of ten thousand reports: one that is behind answers for all, until it is not any more.
-        if self._last_behind is not None and self._is_waited_for(self._last_behind, now_s):
-            if self._has_not_passed(self._last_behind, window):
-                return True
+        last = self._last_behind
+        if last is not None and self._is_waited_for(last, now_s) and self._has_not_passed(last, window):
+            return True
         behind = [rank for rank in self.waited_for(now_s) if self._has_not_passed(rank, window)]
         self._last_behind = self._chance.choice(behind) if behind else None
         return bool(behind)
