@@ -110,6 +110,7 @@ def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.fault("trainer-stopped")
 def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=1)
