@@ -225,8 +225,9 @@ class Series:
         """Yield neighbouring samples that are near enough, with the seconds between them inside of a stretch."""
         for first, second in pairwise(self._samples):
             inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
-            is_near = second.time_ns - first.time_ns <= self._longest_gap_ns and first.time_ns not in self._folded
-            if inside_ns > 0 and is_near:
+            if inside_ns <= 0 or second.time_ns - first.time_ns > self._longest_gap_ns:
+                continue
+            if first.time_ns not in self._folded:
                 yield first, second, inside_ns * NS
 
     def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
