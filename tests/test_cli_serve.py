@@ -74,7 +74,11 @@ def test_a_port_in_use_is_one_line_and_1(cli):
     [
         (["--bind", "0.0.0.0:5555"], {}, "is every interface: name the address that the job reaches"),
         (["--bind", "[::]:5555"], {}, "is every interface"),
-        (["--bind", "10.0.0.1:5555"], {"EFFICIENTLLM_SECRET_FILE": "/dev/null"}, "the secret /dev/null is no regular file"),
+        (
+            ["--bind", "10.0.0.1:5555"],
+            {"EFFICIENTLLM_SECRET_FILE": "/dev/null"},
+            "the secret /dev/null is no regular file",
+        ),
         (["--bind", "5555"], {}, "is not HOST:PORT"),
         (["--bind", "127.0.0.1:70000"], {}, "is not HOST:PORT"),
         (["--run-name", "../up"], {}, "EFFICIENTLLM_RUN_NAME='../up' is not usable"),
