@@ -147,10 +147,11 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
     options = {
         zmq.IPV6: 1,  # a v6 address without it fails silently
         zmq.MAXMSGSIZE: MOST_BYTES,  # the default lets one peer take all memory
-        zmq.HEARTBEAT_IVL: 10_000,
-        zmq.HEARTBEAT_TIMEOUT: 30_000,
-        zmq.HEARTBEAT_TTL: 60_000,  # at most 65.5 s: libzmq#4226
         zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: 30,
+        zmq.TCP_KEEPALIVE_INTVL: 10,
+        zmq.TCP_KEEPALIVE_CNT: 3,
+        zmq.TCP_MAXRT: 60_000,  # where something is under way, there are no probes
         zmq.HANDSHAKE_IVL: 30_000,  # ten thousand with keys at once take seconds of processor time
         zmq.SNDBUF: 64 * 1024,  # bounds what a peer parks in the kernel to about 200 messages
         zmq.RCVBUF: 64 * 1024,
@@ -167,6 +168,11 @@ class Link:
         _set_common(self.socket)
         if keys:
             keys.secure(self.socket)
+        # ZeroMQ's heartbeats from this end alone, and without a time to live: each is a timer at whoever receives it, and
+        # libzmq looks through all its timers to stop one.  Of ten thousand peers that took half a core; there the
+        # kernel's probes find out who is gone.
+        self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing queues for a connection that does not exist
         self.socket.set(zmq.SNDHWM, 8)  # ZeroMQ keeps the oldest when full; the outbox decides instead
