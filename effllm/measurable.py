@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.metrics import METRICS
-from effllm.schema import ClusterTotals, Profile
+from effllm.schema import ClusterTotals, Overhead, Profile
 
 _WHOLE = ClusterTotals(
     parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
@@ -23,7 +23,10 @@ _WHOLE = ClusterTotals(
     temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
     profile=Profile(1, 1.0), device_steps=1, device_step_s=1.0,
     baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
-    stalled_s=0.0,
+    stalled_s=0.0, clock_error_s=1.0, straggling_s=1.0, straggling_j=1.0, elapsed_s=1.0, rank_seconds=1.0,
+    class_s=dict.fromkeys(("kept", "redone", "restart_gap", "startup", "checkpoint", "unknown"), 1.0),
+    class_j={"redone": 1.0, "straggling": 1.0, "hang": 1.0},
+    overhead=Overhead(1.0, 1.0, 1.0, 1, 1),
 )  # fmt: skip
 
 GAUGES: dict[str, dict[str, Any]] = {
@@ -42,7 +45,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "memory": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")},
     "utilization": {f"utilization_{kind}": None for kind in ("mean", "min", "max")},
     "energy": {f"energy_{kind}": None for kind in ("j", "gpus_j", "measured_j", "error_j", "gain_error_j")}
-    | {"energy_complete": False},
+    | {"energy_complete": False, "straggling_j": None, "class_j": {}},
     **GAUGES,
     "iterations": {"time_s": 0.0, "slowest_iterations": 0, "iterations": 0, "energy_time_s": 0.0},
     "tokens": {"tokens": 0, "energy_tokens": 0},
@@ -59,6 +62,10 @@ NEEDS: dict[str, dict[str, Any]] = {
     "price": {"price_per_kwh": None},
     "rent": {"price_per_gpu_hour": None},
     "where it stands": {"stalled_s": None},
+    "own time": {"straggling_s": None},
+    "elapsed time": {"elapsed_s": 0.0, "rank_seconds": 0.0},
+    "own cost": {"overhead": None},
+    "clocks of ranks": {"clock_error_s": None},
 }
 
 #: Read from the device, beside its gauges.
@@ -75,7 +82,11 @@ TOLD = (
     "generated tokens",
     "steps on CUDA",
     "where it stands",
+    "own time",
 )
+
+#: Told by effllm's own processes, of any job.
+OWN = ("elapsed time", "own cost", "clocks of ranks")
 
 #: Told by the settings: the variable, and what to set it to.
 SET: dict[str, tuple[str, str]] = {

@@ -21,7 +21,7 @@ from effllm import __version__, node_power, secret
 from effllm.config import VARIABLES, Config, Place, cache_folder, read_config, secret_path
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.discovery import is_secured
-from effllm.measurable import GAUGES, READ, SET, TOLD, Measurable, Source, measurable
+from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
 from effllm.power_scope import Scope, choose
 from effllm.preflight import problems, usable
@@ -81,6 +81,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     if scope.label and node:
         sources["energy"] = Source(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
     sources |= {need: Source(by=f"your loop: {need}") for need in TOLD}
+    sources |= {need: Source(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting(config, need) for need in SET}
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = _shared_memory(config)
