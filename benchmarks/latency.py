@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from benchmarks.figure import Figure, median
 from effllm.config import Config
+from effllm.orders import Orders
 from effllm.schema import Bye, Hello, Parameters, RankReport, Reports
-from effllm.server import Orders, Server
+from effllm.server import Server
 from effllm.transport import AgentLink, make_context
 
 RANKS, WINDOWS = 64, 50

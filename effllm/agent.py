@@ -35,6 +35,7 @@ from effllm.inspection import Finding
 from effllm.inspection import Orders as InspectionOrders
 from effllm.inspection_child import InspectionChild
 from effllm.log import Log
+from effllm.orders import Orders
 from effllm.ring import BETWEEN, ITERATION, PHASE_STATE, STARTUP, STATE_NAMES, STEP, Board, RingReader, Slot
 from effllm.ring import END as END_RECORD
 from effllm.run_lock import name_of_run
@@ -59,7 +60,6 @@ from effllm.schema import (
     Stack,
     Welcome,
 )
-from effllm.server import Orders
 from effllm.track import EDGE_WAIT_S, Track
 from effllm.transport import AgentLink, Outbox, make_context
 from effllm.window import Series, WindowCutter

@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from effllm.log import Log
-from effllm.server import Orders
+from effllm.orders import Orders
 from effllm.spawn import pidfd, spawn
 
 

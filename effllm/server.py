@@ -20,7 +20,6 @@ from typing import Any, TextIO
 
 import msgspec
 import zmq
-from msgspec import Struct
 
 from effllm import own_files, run_lock, secret
 from effllm.aggregator import Aggregator, Closed
@@ -32,6 +31,7 @@ from effllm.door import Door
 from effllm.interface import is_loopback
 from effllm.ledger import Ledger, restore
 from effllm.lost_agents import LostAgents
+from effllm.orders import Orders
 from effllm.pacing import Pace, is_large, keep_every_s, pause_s, report_every_s
 from effllm.peers import Peers
 from effllm.provenance import boot_id, gather
@@ -69,22 +69,6 @@ STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else
 MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
-
-
-class Orders(Struct, frozen=True):
-    """What an aggregator is started with."""
-
-    config: dict[str, Any]
-    job: str
-    endpoint: str
-    folder: str  # the run folder, absolute; empty for none
-    listen_descriptor: int = -1
-    stdout_descriptor: int = 1
-    trainer_descriptor: int = -1  # pidfd of rank 0's trainer
-    facts: dict[str, Any] = {}
-    run: str = ""  # what all attempts of the job have in common, by effllm/run_lock.py
-    secured: bool = False  # with keys from the user's secret ...
-    salt: str = ""  # ... and this: the job's id where its agents know it
 
 
 class Server:

@@ -168,9 +168,9 @@ class Link:
         _set_common(self.socket)
         if keys:
             keys.secure(self.socket)
-        # ZeroMQ's heartbeats from this end alone, and without a time to live: each is a timer at whoever receives it, and
-        # libzmq looks through all its timers to stop one.  Of ten thousand peers that took half a core; there the
-        # kernel's probes find out who is gone.
+        # Heartbeats from this end alone, and without a time to live: each is a timer at whoever receives it, and libzmq
+        # looks through all its timers to stop one.  Of ten thousand peers that took half a core; there the kernel's
+        # probes find out who is gone.
         self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
         self.socket.set(zmq.LINGER, 500)

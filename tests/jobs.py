@@ -27,9 +27,9 @@ import psutil
 import pytest
 
 from effllm.config import Config
+from effllm.orders import Orders
 from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.schema import ClusterReport, Event, Summary
-from effllm.server import Orders
 from effllm.spawn import spawn
 
 if TYPE_CHECKING:

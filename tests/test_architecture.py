@@ -59,6 +59,7 @@ FLOORS = """
 2.1  watched_recorder  sinks.*  sink_thread  preflight  track
 2.3  inspection
 2.4  inspection_child
+2.5  orders
 3.0  server
 3.1  aggregator_child
 3.2  agent
@@ -121,6 +122,13 @@ def imports(module):
                 inner = f"{node.module}.{alias.name}"
                 if (node.module, alias.name) != ("effllm", "__version__"):
                     yield inner if inner in MODULES else node.module
+
+
+def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
+    code = "import sys, effllm.agent; print({'numpy', 'tensorboard', 'effllm.server', 'effllm.account'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "set()"
 
 
 def test_there_are_modules_to_look_at():

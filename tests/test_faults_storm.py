@@ -20,8 +20,8 @@ from effllm.aggregator_child import AggregatorChild
 from effllm.config import read_config
 from effllm.discovery import listen
 from effllm.log import Log
+from effllm.orders import Orders
 from effllm.schema import Ack, Bye, ByeSeen, Device, Hello, Parameters, Reports, Welcome
-from effllm.server import Orders
 from effllm.transport import AgentLink, Outbox, make_context
 
 pytestmark = pytest.mark.faults

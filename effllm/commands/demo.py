@@ -13,7 +13,8 @@ from types import FrameType
 
 from effllm import discovery
 from effllm.config import Config, ConfigError, read_config
-from effllm.server import Orders, Server
+from effllm.orders import Orders
+from effllm.server import Server
 from effllm.spawn import pidfd, spawn
 from effllm.switches import PREFIX, this_process
 

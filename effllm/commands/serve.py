@@ -13,8 +13,9 @@ from pathlib import Path
 
 from effllm import discovery, interface, secret
 from effllm.config import Place, read_config, secret_path
+from effllm.orders import Orders
 from effllm.preflight import problems
-from effllm.server import Orders, Server
+from effllm.server import Server
 from effllm.switches import PREFIX, this_process
 
 _BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")

@@ -21,7 +21,7 @@ from msgspec import Struct
 from effllm import discovery, secret
 from effllm.commands.simulate_ranks import News, Part, lines
 from effllm.config import Config, secret_path
-from effllm.server import Orders
+from effllm.orders import Orders
 from effllm.spawn import pidfd, spawn
 
 RANKS_OF_A_PROCESS = 2500

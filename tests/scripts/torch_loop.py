@@ -36,7 +36,7 @@ for iteration in range(1, given.iterations + 1):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
-    time.sleep(0.01)
+    time.sleep(0.02)
     collector.record_iteration_end(samples * SEQUENCE_LENGTH, samples)
     if effllm.should_log_metrics(iteration):
         values = collector.log_metrics(iteration, loss.item())
