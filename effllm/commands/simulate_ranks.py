@@ -23,6 +23,7 @@ from effllm.transport import Link, Outbox, make_context
 BEAT_S = 5.0  # as agents do
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
+CONFIRMED_S = 1.5  # what is said last may be lost when both ends are ending; agents wait no longer either
 LOOK_EVERY = 64  # peers, between two looks at what rank 0 is told
 IDLE_S = 0.005
 AT_THE_DOOR = 250  # of a process; more handshakes at once on one machine only take each other's time
@@ -75,6 +76,7 @@ class _Peer:
         self.welcome = self.bye_sent = self.bye_seen = False
         self.refused = ""
         self.seen = 0  # iteration of the newest report
+        self.bye_seen_s = 0.0
 
     def take(self) -> None:
         """Take what has arrived."""
@@ -87,7 +89,7 @@ class _Peer:
                     self.outbox.send_again()
                 self.welcome = True
             elif isinstance(message, ByeSeen):
-                self.bye_seen = True
+                self.bye_seen, self.bye_seen_s = True, time.monotonic()
             elif isinstance(message, Refused):
                 self.refused = message.reason
 
@@ -106,6 +108,10 @@ class _Peer:
             self.beat_s = time.monotonic()  # a sign of life as well
             count += len(rows)
         return count
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nothing more is to be waited for."""
+        return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRMED_S)
 
     def beat(self, now_s: float, ordinal: int) -> None:
         """Give a sign of life, as agents do."""
@@ -210,7 +216,7 @@ class Crowd:
                 if not peer.bye_sent and not peer.outbox.unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
             self._look()
-            waiting = [peer for peer in waiting if not peer.bye_seen or len(peer.outbox)]
+            waiting = [peer for peer in waiting if not peer.is_over(time.monotonic())]
             time.sleep(0.02)
         ranks = [peer.rank for peer in self._peers]
         done = News(
@@ -219,7 +225,7 @@ class Crowd:
             tokens=sum(rank.tokens for rank in ranks),
             energy_j=sum(rank.energy_j for rank in ranks),
             lost=sum(peer.outbox.lost for peer in self._peers),
-            unconfirmed=sum(len(peer.outbox) for peer in self._peers),
+            unconfirmed=sum(len(peer.outbox) for peer in self._peers if not peer.bye_seen),
         )
         self._tell(done)
 
