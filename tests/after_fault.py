@@ -36,7 +36,9 @@ def assert_whole(
     for rank, count in iterations.items():
         rows[rank].sort(key=lambda row: (row.attempt, row.window))  # late ones stand behind
         held = [i for row in rows[rank] for i in range(row.iteration_first, row.iteration_last + 1)]
-        assert held == list(range(1, count + 1))
+        truth = set(range(1, count + 1))
+        twice = {one for one in held if held.count(one) > 1}
+        assert held == sorted(truth), f"rank {rank} lacks {sorted(truth - set(held))}, twice there are {sorted(twice)}"
         assert sum(row.tokens for row in rows[rank]) == tokens * count
         # A machine that is busy elsewhere may leave a hole, which a row says; what it does tell is right.
         measured = [row for row in rows[rank] if row.energy_j is not None and row.coverage > WHOLE_COVERAGE]

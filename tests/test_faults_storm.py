@@ -197,7 +197,7 @@ def test_an_aggregator_whose_limit_of_descriptors_is_too_low_says_so_once_and_se
             time.sleep(0.02)
         return sum(agent.is_welcome for agent in agents)
 
-    welcome = jobs.until(lambda: (count := talk(0.5)) > 40 and count)
+    welcome = jobs.until(lambda: (count := talk(0.5)) > 40 and count, within_s=45.0)
     server = psutil.Process(job.process.pid)
     before, began_s = server.cpu_times(), time.monotonic()
     welcome = talk(3.0)
