@@ -13,7 +13,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-faults test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
+.PHONY: help demo test test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -28,10 +28,13 @@ test: $(VENV)/.ready ## Run the tests
 	@$(BIN)/python -m pytest && echo 'Tests passed.'
 
 test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
-	@$(BIN)/python -m pytest -m long && echo 'Long tests passed.'
+	@$(BIN)/python -m pytest -m "long and not faults" && echo 'Long tests passed.'
 
 test-faults: $(VENV)/.ready ## Run the tests that break things: killed processes, full disks, cut networks, strangers
 	@$(BIN)/python -m pytest -m "faults and not long" && echo 'Tests of faults passed.'
+
+test-faults-long: $(VENV)/.ready ## Run those of them that take their time
+	@$(BIN)/python -m pytest -m "faults and long" && echo 'Long tests of faults passed.'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
 	@$(FRAMEWORKS)/bin/python -m pytest -m "" --timeout 300 tests/frameworks && echo 'Tests with frameworks passed.'

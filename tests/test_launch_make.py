@@ -42,7 +42,7 @@ def test_make_alone_says_what_there_is(clone):
 
     assert done.returncode == 0
     targets = re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE)
-    tests = ["test", "test-long", "test-faults", "test-frameworks", "test-llama-factory"]
+    tests = ["test", "test-long", "test-faults", "test-faults-long", "test-frameworks", "test-llama-factory"]
     assert targets == [
         "help",
         "demo",
@@ -58,7 +58,18 @@ def test_make_alone_says_what_there_is(clone):
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "test-long", "test-faults", "test-frameworks", "test-llama-factory", "check", "bench"]
+    "target",
+    [
+        "demo",
+        "test",
+        "test-long",
+        "test-faults",
+        "test-faults-long",
+        "test-frameworks",
+        "test-llama-factory",
+        "check",
+        "bench",
+    ],
 )
 def test_an_old_python_is_refused_by_its_version(clone, target):
     done = make(clone, target, python_where(clone, "sys.version_info = (3, 9, 18)"))
