@@ -260,7 +260,8 @@ def source(place: Place, config: Config, generation: int) -> Source | None:
     """
     if place.world_size == 1:
         return None
-    return Store(place, generation) if place.launcher == "torchrun" else SharedFile(place, config, generation)
+    has_store = place.launcher in ("torchrun", "torch.distributed")  # the second: of the process group that is there
+    return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
 def publish(source: Source, record: dict[str, str], failed: Callable[[str], None]) -> None:
