@@ -89,7 +89,7 @@ class Sensor(Struct, frozen=True, array_like=True):
 
     tick_s: Amount = 0.0  # between two moves of the counter; 0: it moves all the time
     tick_error_s: Amount = 0.0  # half-width of what is open about it
-    lag_s: Amount = 0.0  # what is read now is the energy up to so long ago
+    lag_s: Number = 0.0  # what is read now is the energy up to so long ago
     lag_error_s: Amount = 0.0
     duty: Amount = 1.0  # share of each tick in which power is really measured
     is_held: bool = False  # the power reading, too, changes at ticks only

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from effllm import transport
-from effllm.schema import GAUGES, Ack, Beat, Bye, ByeSeen, Gauge, Integrals, Note, Parameters, Refused, Welcome
+from effllm.schema import GAUGES, Ack, Beat, Bye, ByeSeen, Gauge, Integrals, Note, Parameters, Refused, Sensor, Welcome
 from effllm.transport import (
     MAGIC,
     MOST_BYTES,
@@ -140,6 +140,12 @@ def test_a_device_with_an_impossible_integral_is_refused(field, bad):
     for device in (device_window(wall=broken), device_window(phases={"evaluation": broken})):
         with pytest.raises(FrameError, match="Expected `float`"):
             decode_from_agent(encode(reports(row(devices=(device,)))))
+
+
+def test_a_sensor_may_be_ahead_of_its_device():
+    ahead = msgspec.structs.replace(gpu(), sensor=Sensor(lag_s=-0.0372))
+
+    assert decode_from_agent(encode(hello(devices=(ahead,)))).devices[0].sensor.lag_s == -0.0372
 
 
 @pytest.mark.parametrize(
