@@ -198,6 +198,7 @@ class Agent:
             job=self._facts["job"],
             endpoint=self._facts["endpoint"],
             folder=self._facts["run_folder"],
+            by_agent=True,
             listen_descriptor=listen,
             stdout_descriptor=self._facts["stdout_descriptor"],
             trainer_descriptor=self._trainer,

@@ -21,3 +21,4 @@ class Orders(Struct, frozen=True):
     run: str = ""  # what all attempts of the job have in common, by effllm/run_lock.py
     secured: bool = False  # with keys from the user's secret ...
     salt: str = ""  # ... and this: the job's id where its agents know it
+    by_agent: bool = False  # it was started by rank 0's agent, its parent

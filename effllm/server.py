@@ -98,7 +98,7 @@ class Server:
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
         self._trainer_ended_s: float | None = None
-        self._agent = os.getppid()
+        self._agent = os.getppid() if orders.by_agent else -1
 
     def run(self) -> str:
         """Serve until the job is over; return its status.
