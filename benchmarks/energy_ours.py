@@ -1,6 +1,6 @@
 """effllm: for each GPU a process that does what an agent does with its device, told of the edges by a pipe.
 
-All that knows effllm's own code is in `_Agent`; it opens, samples and integrates as `effllm.agent` does.
+All that knows effllm's own code is in `_Agent`; it opens, samples and integrates as `effllm.agents.agent` does.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from msgspec.structs import replace
 
 from benchmarks.energy_driver import Calls, Reading, Tool, drive
 from effllm import __version__
-from effllm.calibration import calibrate
+from effllm.agents.sampler import Sampler
+from effllm.agents.track import EDGE_WAIT_S, Track
 from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
-from effllm.sampler import Sampler
+from effllm.energy.calibration import calibrate
 from effllm.schema import Device, Integrals, Sample, Sensor
-from effllm.track import EDGE_WAIT_S, Track
 
-NICENESS = 5  # as in effllm.agent.main
+NICENESS = 5  # as in effllm.agents.agent.main
 #: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.
 PROFILED = "BENCHMARK_PROFILED"
 

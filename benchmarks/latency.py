@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 
 from benchmarks.figure import Figure, median
+from effllm.aggregation.orders import Orders
+from effllm.aggregation.server import Server
 from effllm.config import Config
-from effllm.orders import Orders
+from effllm.network.transport import AgentLink, make_context
 from effllm.schema import Bye, Hello, Parameters, RankReport, Reports
-from effllm.server import Server
-from effllm.transport import AgentLink, make_context
 
 RANKS, WINDOWS = 64, 50
 

@@ -23,8 +23,8 @@ from typing import Any
 import pynvml
 
 from benchmarks.figure import Figure, interval_95, median
+from effllm.agents.sampler import Sampler
 from effllm.devices import Reader, Site, open_device
-from effllm.sampler import Sampler
 from tests.nvml_library import Gpu, Trace, build, flat, square
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,10 +21,10 @@ from rich.table import Table
 from benchmarks.figure import Figure
 from benchmarks.machine import machine
 from benchmarks.scale_bare import Bare
-from effllm import secret
 from effllm.commands.simulate_run import Findings, Run, Simulation, SimulationError
 from effllm.config import Config
-from effllm.descriptors import needed, raise_limit
+from effllm.network import secret
+from effllm.network.descriptors import needed, raise_limit
 
 RESULTS = Path(__file__).parent / "results"
 RANKS, QUICK_RANKS = (100, 1_000, 4_000, 10_000), (100, 1_000)

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import zmq
 
-from effllm import discovery, secret
-from effllm.curve import Gate, ServerKeys
-from effllm.descriptors import raise_limit
+from effllm.network import discovery, secret
+from effllm.network.curve import Gate, ServerKeys
+from effllm.network.descriptors import raise_limit
+from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
 from effllm.schema import Ack, Bye, ByeSeen, Hello, Welcome
 from effllm.spawn import spawn
-from effllm.transport import ServerSocket, decode_from_agent, encode, make_context
 
 EVERYTHING = 2**61  # a sequence that confirms all
 

@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from effllm import ownership
 from effllm.config import Config, ConfigError, Place, read_config, read_place
-from effllm.discovery import DiscoveryError
-from effllm.facts import count as positive_count
-from effllm.facts import plain, positive, text
-from effllm.recorder import Recorder, whole_number
-from effllm.ring import RingError
-from effllm.session import AgentError, Session
+from effllm.network.discovery import DiscoveryError
 from effllm.switches import is_enabled, this_process
+from effllm.training import ownership
+from effllm.training.facts import count as positive_count
+from effllm.training.facts import plain, positive, text
+from effllm.training.recorder import Recorder, whole_number
+from effllm.training.ring import RingError
+from effllm.training.session import AgentError, Session
 
 NAN = float("nan")
 

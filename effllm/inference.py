@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from effllm import ownership
 from effllm.collector import get_metrics_collector
 from effllm.config import ConfigError, read_place
-from effllm.recorder import Recorder
 from effllm.switches import this_process
+from effllm.training import ownership
+from effllm.training.recorder import Recorder
 
 _told_first = False
 

@@ -45,7 +45,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
             allowed = f"there is no sink {name!r}; there are: {', '.join(sinks)}"
             yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), allowed)
     if config.endpoint:
-        from effllm import discovery, secret  # only here: it would double the time this takes
+        from effllm.network import discovery, secret  # only here: it would double the time this takes
 
         if discovery.is_secured(config, Place()):
             try:

@@ -347,7 +347,7 @@ class ClusterTotals(Struct, frozen=True):
     straggling_j: float | None = None  # ... and what their devices drew then
     stalled_s: float | None = None  # for which the job has stood, no rank moving, of its whole run
     stragglers: int = 0  # ranks that are named at the end of the window
-    elapsed_s: float = 0.0  # of the whole job, over its attempts: effllm/goodput.py
+    elapsed_s: float = 0.0  # of the whole job, over its attempts: effllm/aggregation/goodput.py
     class_s: dict[str, float] = {}  # where it went
     class_j: dict[str, float | None] = {}
     rank_seconds: float = 0.0  # elapsed, summed over ranks
@@ -660,7 +660,7 @@ class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
 
 
 class Clock(Struct, frozen=True, array_like=True, tag=10):
-    """The aggregator's answer to a beat that asks for it: by whose clock each stamp is, stands in effllm/clock.py."""
+    """The aggregator's answer to a beat that asks for it; by whose clock each stamp is, stands in health/clock.py."""
 
     sent_ns: Count  # of the beat
     received_ns: Count

@@ -17,22 +17,23 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
-from effllm import __version__, node_power, secret
+from effllm import __version__, node_power
+from effllm.aggregation.roster import peak_of
 from effllm.config import VARIABLES, Config, Place, cache_folder, read_config, secret_path
 from effllm.devices import DeviceUnavailable, Site, open_device
-from effllm.discovery import is_secured
+from effllm.energy.power_scope import Scope, choose
 from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
-from effllm.power_scope import Scope, choose
+from effllm.network import secret
+from effllm.network.discovery import is_secured
+from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 from effllm.preflight import problems, usable
 from effllm.profiling.known import Known, known
-from effllm.recorder import Recorder
-from effllm.ring import RingError, RingWriter, make_memory, ring_bytes
-from effllm.roster import peak_of
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device
 from effllm.spawn import pidfd
 from effllm.switches import PREFIX, is_enabled
-from effllm.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
+from effllm.training.recorder import Recorder
+from effllm.training.ring import RingError, RingWriter, make_memory, ring_bytes
 
 READS = 15
 READS_APART_S = 0.02

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from effllm import recorder as recorder_module
-from effllm import ring
-from effllm.recorder import Recorder
-from effllm.ring import RingReader, RingWriter
 from effllm.schema import Device, DeviceWindow, Hello, Integrals, Parameters, RankReport, Reports
+from effllm.training import recorder as recorder_module
+from effllm.training import ring
+from effllm.training.recorder import Recorder
+from effllm.training.ring import RingReader, RingWriter
 
 GIB = 2**30
 NS = 1_000_000_000

@@ -15,18 +15,18 @@ from pathlib import Path
 import msgspec
 from builders import hello, row
 
-from effllm import ring
-from effllm.aggregator import Aggregator
+from effllm.agents.window import WindowCutter
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.ledger import restore
-from effllm.peers import Peers
-from effllm.ring import Board, RingError, RingReader
-from effllm.run_lock import holder_of, status_of
-from effllm.runfolder import read_events, read_ranks, read_windows
+from effllm.network.peers import Peers
+from effllm.network.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
+from effllm.runs.run_lock import holder_of, status_of
+from effllm.runs.runfolder import read_events, read_ranks, read_windows
 from effllm.schema import MARKED_PHASES, Beat, Bye, Hello, Note, Reports, Stack
 from effllm.sinks.runfolder import RunFolder
-from effllm.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
-from effllm.window import WindowCutter
+from effllm.training import ring
+from effllm.training.ring import Board, RingError, RingReader
 
 CORPUS = Path(__file__).parent / "corpus"
 

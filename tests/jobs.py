@@ -26,9 +26,9 @@ import msgspec
 import psutil
 import pytest
 
+from effllm.aggregation.orders import Orders
 from effllm.config import Config
-from effllm.orders import Orders
-from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
+from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.schema import ClusterReport, Event, Summary
 from effllm.spawn import spawn
 
@@ -369,7 +369,7 @@ class Aggregator:
             )
             with memory_file(msgspec.json.encode(orders)) as file, pytest.MonkeyPatch.context() as patch:
                 patch.setenv(*job.token.split("="))
-                job.process = spawn("effllm.server", [str(file)], [file, listener.fileno(), out.fileno()])
+                job.process = spawn("effllm.aggregation.server", [str(file)], [file, listener.fileno(), out.fileno()])
         (job.folder / "stderr.txt").touch()
 
 

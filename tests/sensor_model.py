@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from effllm.energy import Energy, EnergyLedger
+from effllm.energy.device_energy import Energy, EnergyLedger
 from effllm.schema import COUNTER, Device, Sample, Sensor
 
 NS = 1_000_000_000
 BEGIN_S = 1000.0
-EDGE_WAIT_S = 1.0  # as in effllm/track.py
+EDGE_WAIT_S = 1.0  # as in effllm/agents/track.py
 HORIZON_S = 5000.0  # so long a telegraph runs
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from effllm.clock import Offset
+from effllm.health.clock import Offset
+from effllm.health.stragglers import News, Peer, Stragglers, Straggling
 from effllm.schema import DeviceWindow, Gauge, Integrals, RankReport
-from effllm.stragglers import News, Peer, Stragglers, Straggling
 
 ITERATION_S = 0.5
 COMMUNICATION_S = 0.05

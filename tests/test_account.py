@@ -1,4 +1,4 @@
-"""effllm/account.py: each token, joule and second of the cluster is counted once."""
+"""effllm/aggregation/account.py: each token, joule and second of the cluster is counted once."""
 
 import pytest
 from builders import GIB, device_window, full, gpu, row
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.account import Account, is_covered, merge_devices, window_energy
-from effllm.ledger import Ledger
+from effllm.aggregation.account import Account, is_covered, merge_devices, window_energy
+from effllm.aggregation.ledger import Ledger
 from effllm.schema import Gauge, Integrals
 
 

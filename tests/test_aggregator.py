@@ -1,4 +1,4 @@
-"""effllm/aggregator.py: when windows close, what enters the totals, and who is told what."""
+"""effllm/aggregation/aggregator.py: when windows close, what enters the totals, and who is told what."""
 
 from itertools import count
 
@@ -8,10 +8,10 @@ from builders import GIB, device_window, full, gpu, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.aggregator import RECENT, Aggregator
+from effllm.aggregation.aggregator import RECENT, Aggregator
+from effllm.aggregation.ledger import restore
+from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
-from effllm.ledger import restore
-from effllm.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters, Straggler
 
 

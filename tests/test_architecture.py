@@ -19,71 +19,67 @@ MODULES = {
 
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
-0    schema
-0.5  timeline
-0.9  own_files
-0.6  secret  strangers  hangups
-0.7  curve  connections
-0.8  door
-1.0  interface  run_lock  switches  ownership  clock  ring  facts  metrics  spawn  transport  provenance  tick_clock
-1.0  hardware  runfolder  devices
-1.0  plain_text
-1.0.1  robust  diagnosis
-1.0.2  change_point
-1.0.3  slowdown
-1.0.4  straggler_text
-1.0.1 config  pacing  trainer_process  flight_recorder  ptracer  node_power.reader  node_power.perf_event
-1.0.1 node_power.credentials  node_power.redfish_records
-1.0.2 node_power.https  node_power.rapl_counters  journal  unkept
-1.0.3 node_power.redfish_sources
-1.0.4 node_power.*
-1.0.4 power_spread
-1.0.5 tick_energy  cross_check
-1.1  peers  lost_agents  hang  energy  node_power  log  summary_text  measurable  devices._nvml_call
-1.1  devices._nvml_identity
-1.2  window  stall_text  calibration  devices._nvml_power  devices._nvml_chip  devices._nvml_gpm  devices._nvml_watch
-1.2.1 devices._nvml_slices
-1.2.2 devices.*
-1.2.2.5 columns
-1.2.3 energy_account  power_scope  goodput
-1.3  account
-1.3.1  standing_out
-1.3.2  evidence
-1.3.3  stragglers
-1.4  ledger
-1.5  roster
-1.6  reporting  stalls
-1.7  straggler_watch
-2.0  device_time  torch_profile  recorder  sampler  aggregator  discovery  sinks
-2.2  gpu_energy
-2.1  watched_recorder  sinks.*  sink_thread  preflight  track
-2.3  inspection
-2.4  inspection_child
-2.5  orders
-3.0  server
-3.1  aggregator_child
-3.2  agent
-2.0  descriptors simulation
-4.0  session
-4.1  collector
-4.1.1  inference
-4.1.2  performance_monitor
-4.2  profiling.record  profiling.torch_child
-4.3  profiling.estimates  profiling.load  profiling.nvml_facts
-4.4  profiling.watching  hooks._rounds
-4.5  profiling.*
-4.2  hooks._imports  hooks._wrap  hooks._batch  hooks._late  hooks._parameters  hooks.megatron
-4.3  hooks._steps  hooks
-5    hooks.*  analysis  analysis.*  survey  profiling  serving
-5.1  hooks.trl
-6    attach
-7.0  effllm
-7.0.1 commands.simulate_ranks
-7.0.2 commands.simulate_run
-7.1  efficientllm_metrics  commands  commands.*
-7.2  commands.app
-7.3  cli
-7.4  __main__
+0       agents  aggregation  energy  health  network  runs  schema  training
+0.5     training.timeline
+0.6     network.hangups  network.secret  network.strangers
+0.7     network.connections  network.curve
+0.8     network.door
+0.9     runs.own_files
+1.0     devices  energy.tick_clock  hardware  health.clock  metrics  network.interface  network.transport
+1.0     runs.plain_text  runs.provenance  runs.run_lock  runs.runfolder  spawn  switches  training.facts
+1.0     training.ownership  training.ring
+1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust
+1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
+1.0.1   training.ptracer
+1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.unkept
+1.0.3   health.slowdown  node_power.redfish_sources
+1.0.4   energy.power_spread  health.straggler_text  node_power.*
+1.0.5   energy.cross_check  energy.tick_energy
+1.1     agents.log  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
+1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
+1.2     agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
+1.2     energy.calibration  health.stall_text
+1.2.1   devices._nvml_slices
+1.2.2   devices.*
+1.2.2.5 aggregation.columns
+1.2.3   aggregation.goodput  energy.energy_account  energy.power_scope
+1.3     aggregation.account
+1.3.1   health.standing_out
+1.3.2   health.evidence
+1.3.3   health.stragglers
+1.4     aggregation.ledger
+1.5     aggregation.roster
+1.6     aggregation.reporting  health.stalls
+1.7     health.straggler_watch
+2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.descriptors  network.discovery
+2.0     sinks  training.device_time  training.recorder  training.torch_profile
+2.1     agents.track  aggregation.sink_thread  preflight  sinks.*  training.watched_recorder
+2.2     energy.gpu_energy
+2.3     agents.inspection
+2.4     agents.inspection_child
+2.5     aggregation.orders
+3.0     aggregation.server
+3.1     agents.aggregator_child
+3.2     agents.agent
+4.0     training.session
+4.1     collector
+4.1.1   inference
+4.1.2   performance_monitor
+4.2     hooks._batch  hooks._imports  hooks._late  hooks._parameters  hooks._wrap  hooks.megatron  profiling.record
+4.2     profiling.torch_child
+4.3     hooks  hooks._steps  profiling.estimates  profiling.load  profiling.nvml_facts
+4.4     hooks._rounds  profiling.watching
+4.5     profiling.*
+5       analysis  analysis.*  hooks.*  profiling  serving  survey
+5.1     hooks.trl
+6       attach
+7.0     effllm
+7.0.1   commands.simulate_ranks
+7.0.2   commands.simulate_run
+7.1     commands  commands.*  efficientllm_metrics
+7.2     commands.app
+7.3     cli
+7.4     __main__
 """
 ROOMS = [(line.split()[0], pattern) for line in FLOORS.strip().splitlines() for pattern in line.split()[1:]]
 
@@ -92,12 +88,12 @@ IN_TRAINING = [
     "effllm",
     "effllm.collector",
     "effllm.inference",
-    "effllm.recorder",
-    "effllm.watched_recorder",
-    "effllm.ring",
+    "effllm.training.recorder",
+    "effllm.training.watched_recorder",
+    "effllm.training.ring",
     "effllm.config",
-    "effllm.secret",
-    "effllm.discovery",
+    "effllm.network.secret",
+    "effllm.network.discovery",
     "effllm.attach",
     "effllm.hooks",
 ]
@@ -125,8 +121,8 @@ def imports(module):
 
 
 def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
-    heavy = ["numpy", "tensorboard", "effllm.server", "effllm.account"]
-    code = f"import sys, effllm.agent; print(set({heavy}) & set(sys.modules))"
+    heavy = ["numpy", "tensorboard", "effllm.aggregation.server", "effllm.aggregation.account"]
+    code = f"import sys, effllm.agents.agent; print(set({heavy}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "set()"
@@ -134,8 +130,8 @@ def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
 
 def test_there_are_modules_to_look_at():
     assert {"effllm", "effllm.schema", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
-    assert "effllm.window" in set(imports("effllm.account"))
-    assert "effllm.metrics" in set(imports("effllm.reporting")), "from effllm import metrics"
+    assert "effllm.agents.window" in set(imports("effllm.aggregation.account"))
+    assert "effllm.metrics" in set(imports("effllm.aggregation.reporting")), "from effllm import metrics"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -197,7 +193,9 @@ def test_importing_the_package_imports_none_of_its_modules():
 
 
 def test_the_stamps_of_a_loop_need_no_schema_and_no_sockets():
-    assert not {"effllm.schema", "effllm.transport", "zmq", "msgspec"} & modules_that_come_with("effllm.collector")
+    assert not {"effllm.schema", "effllm.network.transport", "zmq", "msgspec"} & modules_that_come_with(
+        "effllm.collector"
+    )
 
 
 def names():

@@ -276,7 +276,7 @@ def test_the_parameters_that_the_script_says_stand_and_a_nearer_hook_replaces_th
     job = train(
         launch,
         """
-        from effllm import ownership
+        from effllm.training import ownership
         from effllm.hooks._steps import Steps
         from effllm.collector import get_metrics_collector
         for _ in range(3):
@@ -437,7 +437,7 @@ def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
                         optimizer.step()
                 sys.path.insert(0, sys.argv[2])
                 import jobs
-                print("agents", len(jobs.Job.find(Here, "effllm.agent")))
+                print("agents", len(jobs.Job.find(Here, "effllm.agents.agent")))
             """
         ).replace("Here", "type('Here', (), {'token': 'TESTS_OF_JOB=' + os.environ['TESTS_OF_JOB']})")
     )

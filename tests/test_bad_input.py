@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import zmq
 
+from effllm.network.transport import MAGIC, encode
 from effllm.schema import Beat, Bye, Device, Hello, Note, Parameters, RankReport, Reports
-from effllm.transport import MAGIC, encode
 
 LOOP = "loop.py"
 

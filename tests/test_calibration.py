@@ -1,4 +1,4 @@
-"""effllm/calibration.py: two seconds of reads, and what is kept of them."""
+"""effllm/energy/calibration.py: two seconds of reads, and what is kept of them."""
 
 import datetime
 import math
@@ -12,9 +12,9 @@ from builders import NS
 from msgspec.structs import replace
 from nvml_library import Gpu, square
 
-from effllm import calibration
-from effllm.calibration import KEPT_DAYS, Calibration, calibrate, is_held, load, store, tick_of
 from effllm.devices import Site
+from effllm.energy import calibration
+from effllm.energy.calibration import KEPT_DAYS, Calibration, calibrate, is_held, load, store, tick_of
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
 H100 = Device("GPU-1", "nvml", "NVIDIA H100 80GB HBM3", energy_method=COUNTER, driver="570.1")

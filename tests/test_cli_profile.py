@@ -19,9 +19,10 @@ import pytest
 from known_load import KnownLoad
 from nvml_library import Gpu, Trace, bursts, flat, steps
 
-from effllm import calibration, profiling
+from effllm import profiling
 from effllm.config import cache_folder
 from effllm.devices import Site
+from effllm.energy import calibration
 from effllm.profiling.load import LoadUnavailable, TorchLoad
 from effllm.schema import Sensor
 

@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from effllm import descriptors
-from effllm.simulation import TOKENS, SimulatedRank
+from effllm.aggregation.simulation import TOKENS, SimulatedRank
+from effllm.network import descriptors
 
 
 def test_what_a_simulated_rank_reports_is_what_it_counts():

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from effllm.clock import DRIFT, MOST, PACE_S, Exchanges, aged
+from effllm.health.clock import DRIFT, MOST, PACE_S, Exchanges, aged
 
 MS, S = 1_000_000, 1_000_000_000
 

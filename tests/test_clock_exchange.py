@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from effllm.clock import MOST, Exchanges
+from effllm.health.clock import MOST, Exchanges
+from effllm.network.transport import AgentLink, ServerSocket, decode_from_agent, make_context
 from effllm.schema import Beat, Clock
-from effllm.transport import AgentLink, ServerSocket, decode_from_agent, make_context
 
 pytestmark = pytest.mark.faults
 

@@ -1,4 +1,4 @@
-"""effllm/curve.py, connections.py, strangers.py: who is let in over real sockets, and who is told of."""
+"""effllm/network/curve.py, connections.py, strangers.py: who is let in over real sockets, and who is told of."""
 
 import errno
 import os
@@ -11,12 +11,12 @@ import time
 import pytest
 import zmq
 
-from effllm.connections import Connections
-from effllm.curve import AgentKeys, Gate, KeyPair, ServerKeys
-from effllm.discovery import listen
+from effllm.network.connections import Connections
+from effllm.network.curve import AgentKeys, Gate, KeyPair, ServerKeys
+from effllm.network.discovery import listen
+from effllm.network.strangers import MOST_ADDRESSES, NO_KEY, NO_PROTOCOL, OTHER_JOB, OTHER_SECRET, Strangers
+from effllm.network.transport import AgentLink, ServerSocket, make_context
 from effllm.schema import Beat
-from effllm.strangers import MOST_ADDRESSES, NO_KEY, NO_PROTOCOL, OTHER_JOB, OTHER_SECRET, Strangers
-from effllm.transport import AgentLink, ServerSocket, make_context
 
 SECRET, JOB = b"s" * 64, "job-1"
 BEAT = Beat("agent", 0, 0, "step", 0.0)
@@ -84,7 +84,7 @@ class Door:
 
 @pytest.fixture
 def door(monkeypatch):
-    monkeypatch.setattr("effllm.strangers.NAMED_WITHIN_S", 0.1)
+    monkeypatch.setattr("effllm.network.strangers.NAMED_WITHIN_S", 0.1)
     made = []
 
     def make(*arguments, **more):

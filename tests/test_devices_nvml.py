@@ -380,9 +380,9 @@ def test_two_readers_of_one_gpu_read_the_same(trace):
 
 HANGS = """
 import json, os, sys, time
-from effllm import sampler
+from effllm.agents import sampler
 from effllm.devices import Site, open_device
-from effllm.track import Track
+from effllm.agents.track import Track
 
 sampler.STALE_AFTER_S = 0.3
 lines, events, num_samples = [], [], 0

@@ -1,4 +1,4 @@
-"""effllm/discovery.py and interface.py: which address is told, where it is found, and which records count."""
+"""effllm/network/discovery.py and interface.py: which address is told, where it is found, and which records count."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import threading
 import jobs
 import pytest
 
-from effllm import discovery, interface, secret
 from effllm.config import Config, Place, secret_path
-from effllm.discovery import DiscoveryError, Search, SharedFile, is_secured, listen, listen_within, own_address
+from effllm.network import discovery, interface, secret
+from effllm.network.discovery import DiscoveryError, Search, SharedFile, is_secured, listen, listen_within, own_address
 
 OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")
 ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")

@@ -12,8 +12,8 @@ import jobs
 import pytest
 from nvml_library import GIB, Gpu, Trace, flat, square
 
-from effllm.calibration import Calibration, store
-from effllm.runfolder import RankRow
+from effllm.energy.calibration import Calibration, store
+from effllm.runs.runfolder import RankRow
 from effllm.schema import Sensor, Summary
 
 LOOP = "loop.py"

@@ -27,7 +27,7 @@ def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_
     killed, ports = [], []
     for windows in (3, 12):
         jobs.until(lambda windows=windows: job.num_windows >= windows)
-        (pid,) = jobs.until(lambda: [pid for pid in job.find("effllm.server") if pid not in killed])
+        (pid,) = jobs.until(lambda: [pid for pid in job.find("effllm.aggregation.server") if pid not in killed])
         killed.append(pid)
         ports.append(jobs.listening_ports(pid))
         os.kill(pid, signal.SIGKILL)
@@ -50,7 +50,7 @@ def without_agent(launch):
     aggregator = launch.aggregator()
     ranks = launch.ranks(aggregator, 2, LOOP, "--iterations", 700)
     jobs.until(lambda: aggregator.ledger.num_windows)
-    (agent,) = ranks[1].find("effllm.agent")
+    (agent,) = ranks[1].find("effllm.agents.agent")
     os.kill(agent, signal.SIGKILL)
     return aggregator, ranks
 
@@ -99,7 +99,7 @@ def test_a_trainer_that_is_killed_before_its_first_iteration_leaves_a_summary(la
 def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch):
     job = launch.python(LOOP, "--iterations", 300)
     jobs.until(lambda: job.num_windows)
-    stopped = job.find("effllm.agent") + job.find("effllm.server")
+    stopped = job.find("effllm.agents.agent") + job.find("effllm.aggregation.server")
     assert len(stopped) == 2
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -196,7 +196,7 @@ def test_log_metrics_returns_its_six_keys_at_once(launch):
 
 def test_agents_take_a_small_part_of_a_cpu(launch):
     job = launch.python(LOOP, "--iterations", 10, "--step-s", 0.3, collection_interval=1.0)
-    (agent,) = jobs.until(lambda: job.find("effllm.agent"))
+    (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
     jobs.until(lambda: job.runs() and (job.ledger.folder / "run.json").exists())
     before = psutil.Process(agent).cpu_times()
     time.sleep(1.5)

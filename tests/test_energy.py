@@ -1,4 +1,4 @@
-"""effllm/energy.py: each joule once, none that nobody measured, and errors that are as large as they are said to be."""
+"""energy/device_energy.py: each joule once, none that nobody measured, and errors as large as they are said to be."""
 
 import math
 import random
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_of, simulate
 
-from effllm.energy import EnergyLedger
-from effllm.power_spread import PowerSpread
+from effllm.energy.device_energy import EnergyLedger
+from effllm.energy.power_spread import PowerSpread
+from effllm.energy.tick_energy import beat, in_tick
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
-from effllm.tick_energy import beat, in_tick
 
 LIMIT_W = 700.0
 GAP_S = 5.0
@@ -722,7 +722,7 @@ def test_a_sound_counter_is_not_suspected_because_power_is_a_square_wave_sampled
         sensor = BoardSensor(power, 0.1, 1.0, chance.uniform(0, 0.1))
         one = ledger_of(Sensor(tick_s=0.1))
         for i in range(400):
-            shown_s = BEGIN_S + i + chance.random()  # somewhere in it, as effllm/sampler.py does
+            shown_s = BEGIN_S + i + chance.random()  # somewhere in it, as effllm/agents/sampler.py does
             one.add(Sample(round(shown_s * NS), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
 
         assert one.take_events() == []

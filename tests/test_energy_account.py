@@ -1,4 +1,4 @@
-"""effllm/energy_account.py: what windows and GPUs together may be off by, by hand and as properties."""
+"""effllm/energy/energy_account.py: what windows and GPUs together may be off by, by hand and as properties."""
 
 import math
 
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.account import Account, merge_devices, window_energy
-from effllm.energy_account import (
+from effllm.aggregation.account import Account, merge_devices, window_energy
+from effllm.energy.energy_account import (
     OPEN_WINDOWS,
     EnergySums,
     Stretch,

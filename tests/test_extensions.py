@@ -11,9 +11,9 @@ from sink_examples import make_report, make_run
 import effllm.devices
 import effllm.sinks
 from effllm import metrics
+from effllm.aggregation.sink_thread import SinkThread
 from effllm.devices import Site, device_names, open_device
-from effllm.runfolder import read_windows
-from effllm.sink_thread import SinkThread
+from effllm.runs.runfolder import read_windows
 from effllm.sinks import open_sink, sink_names
 
 DEVICE = """

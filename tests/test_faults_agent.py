@@ -19,7 +19,7 @@ def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch):
     aggregator = launch.aggregator()
     ranks = launch.ranks(aggregator, 2, LOOP, "--iterations", 150)
     jobs.until(lambda: aggregator.ledger.num_windows)
-    (agent,) = ranks[1].find("effllm.agent")
+    (agent,) = ranks[1].find("effllm.agents.agent")
     os.kill(agent, signal.SIGKILL)
     for rank in ranks:
         rank.done()
@@ -48,7 +48,7 @@ def test_without_the_first_ranks_agent_there_is_a_summary_all_the_same(launch, n
         options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
         job = launch.torchrun(options, "torch_loop.py", "--iterations", 150)
     jobs.until(lambda: job.num_windows, within_s=30)
-    (server,) = job.find("effllm.server")
+    (server,) = job.find("effllm.aggregation.server")
     os.kill(psutil.Process(server).ppid(), signal.SIGKILL)
     job.wait()
     if num_ranks == 2:

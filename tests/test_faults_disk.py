@@ -159,9 +159,9 @@ def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run,
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 5)
-    (server,) = job.find("effllm.server")
+    (server,) = job.find("effllm.aggregation.server")
     os.kill(server, signal.SIGKILL)
-    jobs.until(lambda: any(pid != server for pid in job.find("effllm.server")))
+    jobs.until(lambda: any(pid != server for pid in job.find("effllm.aggregation.server")))
     disk.empty()
     job.done()
 
@@ -174,7 +174,7 @@ def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_co
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 30)  # agents give up what is acknowledged anyway, once twenty windows wait
-    (server,) = job.find("effllm.server")
+    (server,) = job.find("effllm.aggregation.server")
     os.kill(server, signal.SIGKILL)
     disk.empty()
     job.done()

@@ -155,7 +155,7 @@ def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_o
     stopped_s = time.monotonic()
     os.kill(job.process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(job.ledger, "stalled"))
-    (server,) = job.find("effllm.server")
+    (server,) = job.find("effllm.aggregation.server")
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: len(job.ledger.told("stalled")) == 2)
     os.kill(job.process.pid, signal.SIGCONT)

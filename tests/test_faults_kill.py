@@ -211,7 +211,7 @@ effllm.finalize_efficientllm_metrics()
 def test_workers_of_a_data_loader_record_nothing_and_hold_no_port(launch):
     job = launch.code(LOADER)
     jobs.until(lambda: job.num_windows >= 3, within_s=30)
-    (server,) = job.find("effllm.server")
+    (server,) = job.find("effllm.aggregation.server")
     children = psutil.Process(job.process.pid).children()
     workers = [child.pid for child in children if child.cmdline()[1:2] != ["-c"]]
     ports = {pid: jobs.listening_ports(pid) for pid in (job.process.pid, *workers)}

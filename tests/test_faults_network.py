@@ -52,7 +52,7 @@ def longest_step_s(job):
 
 
 def server_of(job):
-    (pid,) = job.find("effllm.server")
+    (pid,) = job.find("effllm.aggregation.server")
     return psutil.Process(pid)
 
 

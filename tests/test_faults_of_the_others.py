@@ -19,14 +19,14 @@ from builders import NS
 from nvml_library import GIB, Gpu, Trace, flat, square
 from powercap_tree import Powercap
 
-from effllm.calibration import Calibration, calibrate, store
+from effllm.agents.sampler import Sampler
+from effllm.agents.window import Series
 from effllm.devices import Reader, Site, host
 from effllm.devices.nvml import choose_uuid
-from effllm.energy import EnergyLedger
+from effllm.energy.calibration import Calibration, calibrate, store
+from effllm.energy.device_energy import EnergyLedger
 from effllm.node_power.rapl import open_rapl
-from effllm.sampler import Sampler
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
-from effllm.window import Series
 
 LOOP = "loop.py"
 
@@ -37,7 +37,7 @@ def reading(trace, gpus, code):
     script = f"""
 import json, os, time
 from effllm.devices import Site, open_device
-from effllm.energy import EnergyLedger
+from effllm.energy.device_energy import EnergyLedger
 
 def fault(*lines):
     path = os.environ["NVML_TRACE"] + ".faults"

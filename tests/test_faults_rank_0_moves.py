@@ -54,7 +54,7 @@ def test_rank_0_starts_again_on_another_host_and_the_folder_is_continued(hosts, 
             job.end()
     else:
         # Rank 1 cannot say goodbye, and is there as far as the aggregator can see.
-        stopped = stop(second, "effllm.agent")
+        stopped = stop(second, "effllm.agents.agent")
         for job in (first, second):
             job.process.kill()
             job.process.wait()

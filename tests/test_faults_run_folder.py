@@ -91,11 +91,11 @@ def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(
 @pytest.mark.fault("exits")
 def test_a_trainer_that_was_killed_before_its_agent_was_heard_has_its_iterations_in_the_folder(launch):
     job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill")
-    (agent,) = jobs.until(lambda: job.find("effllm.agent"))
+    (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
     os.kill(agent, signal.SIGSTOP)
     job.wait()
     os.kill(agent, signal.SIGCONT)
-    jobs.until(lambda: job.find("effllm.server"))  # which it starts first of all
+    jobs.until(lambda: job.find("effllm.aggregation.server"))  # which it starts first of all
     os.kill(agent, signal.SIGSTOP)
     time.sleep(2.5)  # some looks of the aggregator at whether the job is over
     os.kill(agent, signal.SIGCONT)

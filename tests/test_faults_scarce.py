@@ -52,7 +52,7 @@ def test_a_job_in_a_container_whose_dev_shm_and_tmp_are_full_is_measured_as_any_
 #: Takes something away until metrics have tried to start, then trains.
 WITHOUT = """
 import argparse, json, os, resource, sys, threading
-import effllm.collector, effllm.discovery, effllm.session  # what is imported later cannot be opened
+import effllm.collector, effllm.network.discovery, effllm.training.session  # what is imported later cannot be opened
 import effllm.efficientllm_metrics as effllm
 
 kind, sys.argv = sys.argv[1], sys.argv[2:]
@@ -93,7 +93,7 @@ def test_a_trainer_for_whose_ring_there_is_no_room_trains_without_metrics_and_is
     print(line)
     assert "metrics" in line
     assert job.runs() == []
-    assert job.find("effllm.agent") == []
+    assert job.find("effllm.agents.agent") == []
 
 
 #: A step that computes, so that it feels whoever is on its core.
@@ -123,8 +123,8 @@ def test_agents_stay_on_their_trainers_one_core_step_back_there_and_still_sample
     script = launch._folder / "busy.py"
     script.write_text(BUSY)
     job = launch.python(script, core, 100, collection_interval=0.1)
-    (agent,) = jobs.until(lambda: job.find("effllm.agent"))
-    (server,) = jobs.until(lambda: job.find("effllm.server"))
+    (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
+    (server,) = jobs.until(lambda: job.find("effllm.aggregation.server"))
     jobs.until(lambda: job.num_windows >= 3)
     trainer = job.process.pid
     masks = {os.sched_getaffinity(pid).__repr__() for pid in (trainer, agent, server)}

@@ -16,13 +16,13 @@ import pytest
 import zmq
 from sink_examples import make_row
 
-from effllm.aggregator_child import AggregatorChild
+from effllm.agents.aggregator_child import AggregatorChild
+from effllm.agents.log import Log
+from effllm.aggregation.orders import Orders
 from effllm.config import read_config
-from effllm.discovery import listen
-from effllm.log import Log
-from effllm.orders import Orders
+from effllm.network.discovery import listen
+from effllm.network.transport import AgentLink, Outbox, make_context
 from effllm.schema import Ack, Bye, ByeSeen, Device, Hello, Parameters, Reports, Welcome
-from effllm.transport import AgentLink, Outbox, make_context
 
 pytestmark = pytest.mark.faults
 
@@ -136,7 +136,7 @@ def test_forty_agents_lose_nothing_when_their_aggregator_is_killed_five_times(ag
         for agent in agents:
             agent.talk(measured == WINDOWS)
         child.look(now_s)
-        servers = job.find("effllm.server") if measured % 10 == 0 or killed_s is not None else []
+        servers = job.find("effllm.aggregation.server") if measured % 10 == 0 or killed_s is not None else []
         if killed_s is not None and servers and all(one.is_welcome and one.link.connected for one in agents):
             back_s.append(now_s - killed_s)
             killed_s = None

@@ -12,9 +12,9 @@ import jobs
 import msgspec
 import pytest
 
-from effllm.curve import ServerKeys
+from effllm.network.curve import ServerKeys
+from effllm.network.secret import create
 from effllm.schema import ClusterReport
-from effllm.secret import create
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("strangers")]
 

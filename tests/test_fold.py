@@ -7,9 +7,9 @@ import pytest
 from builders import gpu, looping
 from pytest import approx
 
-from effllm.energy import LEAST_MARGIN_NS, runs_between
+from effllm.agents.window import Series, WindowCutter
+from effllm.energy.device_energy import LEAST_MARGIN_NS, runs_between
 from effllm.schema import Integrals, Sample, Sensor
-from effllm.window import Series, WindowCutter
 
 NS = 10**9
 DAY_S = 86_400

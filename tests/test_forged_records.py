@@ -3,7 +3,7 @@
 import pytest
 
 from effllm.config import Config
-from effllm.discovery import Search
+from effllm.network.discovery import Search
 
 
 class Place:

@@ -6,8 +6,8 @@ from builders import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effllm.network.transport import FrameError, decode_from_agent, encode
 from effllm.schema import MOST_ROWS, Reports
-from effllm.transport import FrameError, decode_from_agent, encode
 
 CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(target)]
 

@@ -1,16 +1,16 @@
-"""effllm/goodput.py: where the elapsed time went; the classes add up to it, whatever happens."""
+"""effllm/aggregation/goodput.py: where the elapsed time went; the classes add up to it, whatever happens."""
 
 import pytest
 from builders import device_window, full, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.aggregator import Aggregator
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Goodput
+from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Goodput
-from effllm.ledger import restore
+from effllm.runs.summary_text import summary_text
 from effllm.schema import Bye
-from effllm.summary_text import summary_text
 
 JOB = "job"
 

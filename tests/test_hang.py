@@ -1,4 +1,4 @@
-"""effllm/hang.py: whether a job stands, who is where, that nobody is accused who has moved; the clock is the test's."""
+"""health/hang.py: whether a job stands, who is where, that nobody is accused who has moved; the clock is the test's."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from builders import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
+from effllm.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
+from effllm.health.stall_text import Names, resumed_text, stall_text
 from effllm.schema import Beat
-from effllm.stall_text import Names, resumed_text, stall_text
 
 
 class Job:

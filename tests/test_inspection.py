@@ -15,10 +15,11 @@ from pathlib import Path
 import jobs
 import pytest
 
-from effllm import flight_recorder, inspection, ptracer, trainer_process
-from effllm.inspection import Orders, bounded, inspect, top_of
-from effllm.inspection_child import InspectionChild
+from effllm.agents import flight_recorder, inspection, trainer_process
+from effllm.agents.inspection import Orders, bounded, inspect, top_of
+from effllm.agents.inspection_child import InspectionChild
 from effllm.schema import MOST_STACK
+from effllm.training import ptracer
 
 PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
 needs_py_spy = pytest.mark.skipif(not os.access(PY_SPY, os.X_OK), reason="py-spy is not installed")
@@ -173,7 +174,7 @@ def test_an_inspection_runs_beside_the_agent_and_one_at_a_time(no_recorder):
 def test_an_inspection_that_takes_too_long_is_given_up(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
-        "effllm.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
+        "effllm.agents.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
     )
     child.start(orders(os.getpid(), -1), 0.0)
     assert child.look(24.0) is None
@@ -186,7 +187,7 @@ def test_an_inspection_that_cannot_be_started_says_why(monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("effllm.inspection_child.spawn", refuse)
+    monkeypatch.setattr("effllm.agents.inspection_child.spawn", refuse)
 
     assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
 

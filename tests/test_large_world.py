@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from builders import device_window, hello, reports, row
 
-from effllm import pacing
-from effllm.aggregator import Aggregator
-from effllm.columns import from_json, to_json
+from effllm.aggregation import pacing
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.columns import from_json, to_json
+from effllm.aggregation.ledger import Ledger, restore
+from effllm.aggregation.pacing import Pace
 from effllm.config import Config
-from effllm.ledger import Ledger, restore
-from effllm.pacing import Pace
 from effllm.schema import Beat
 from effllm.sinks.runfolder import MOST_ROWS, outliers
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from effllm.log import Log
+from effllm.agents.log import Log
 
 
 def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):

@@ -1,14 +1,14 @@
-"""effllm/lost_agents.py: whoever has no connection for two seconds is gone; and what a socket knows of that."""
+"""effllm/health/lost_agents.py: whoever has no connection for two seconds is gone; and what a socket knows of that."""
 
 import jobs
 import pytest
 from builders import hello
 
-from effllm.aggregator import Aggregator
+from effllm.aggregation.aggregator import Aggregator
 from effllm.config import Config
-from effllm.lost_agents import LostAgents
+from effllm.health.lost_agents import LostAgents
+from effllm.network.transport import AgentLink, ServerSocket, make_context
 from effllm.schema import Ack, Bye
-from effllm.transport import AgentLink, ServerSocket, make_context
 
 
 def test_an_agent_is_gone_when_it_was_out_of_reach_for_two_seconds():

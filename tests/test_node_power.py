@@ -9,9 +9,9 @@ import pytest
 from redfish_service import PASSWORD, USER, Service, chassis, supply, tree
 
 from effllm import node_power
+from effllm.agents.sampler import Sampler
 from effllm.devices import DeviceUnavailable
 from effllm.node_power import hwmon, ipmi, rapl
-from effllm.sampler import Sampler
 
 
 @pytest.fixture

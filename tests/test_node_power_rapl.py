@@ -8,7 +8,7 @@ import pytest
 from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
 
 from effllm.devices import DeviceUnavailable
-from effllm.energy import EnergyLedger
+from effllm.energy.device_energy import EnergyLedger
 from effllm.node_power.perf_event import PerfEvent
 from effllm.node_power.rapl import INTERVAL_S, NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
 from effllm.node_power.rapl_counters import perf_events, powercap_zones

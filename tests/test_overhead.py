@@ -4,11 +4,11 @@ import pytest
 from builders import hello, reports, row
 
 from effllm import metrics
-from effllm.aggregator import Aggregator
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.ledger import restore
-from effllm.recorder import pair_s
 from effllm.schema import Bye
+from effllm.training.recorder import pair_s
 
 
 def served(ledger=None, job="job"):

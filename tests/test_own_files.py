@@ -1,4 +1,4 @@
-"""effllm/own_files.py: whatever somebody else lays in the way is neither followed, nor written to, nor waited for."""
+"""runs/own_files.py: whatever somebody else lays in the way is neither followed, nor written to, nor waited for."""
 
 import os
 import stat
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from effllm import own_files
 from effllm.config import ConfigError, read_config
-from effllm.run_lock import Holder, status_of, take
+from effllm.runs import own_files
+from effllm.runs.run_lock import Holder, status_of, take
 from effllm.sinks import SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder
 

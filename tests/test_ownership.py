@@ -2,8 +2,8 @@
 
 import pytest
 
-from effllm import ownership
-from effllm.ownership import ACCELERATE, CORE, EXPLICIT, FRAMEWORK, OPTIMIZER
+from effllm.training import ownership
+from effllm.training.ownership import ACCELERATE, CORE, EXPLICIT, FRAMEWORK, OPTIMIZER
 
 
 @pytest.fixture(autouse=True)

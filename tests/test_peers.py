@@ -1,4 +1,4 @@
-"""effllm/peers.py: a connection speaks for the rank and agent of its HELLO, and for no more than its share."""
+"""effllm/network/peers.py: a connection speaks for the rank and agent of its HELLO, and for no more than its share."""
 
 import time
 
@@ -8,9 +8,9 @@ import pytest
 import zmq
 from builders import gpu, hello, reports, row
 
-from effllm.aggregator import MOST_NOTES, Aggregator
+from effllm.aggregation.aggregator import MOST_NOTES, Aggregator
 from effllm.config import Config
-from effllm.peers import (
+from effllm.network.peers import (
     AGAIN_EVERY_S,
     BURST_BYTES,
     BURST_FRAMES,
@@ -24,8 +24,7 @@ from effllm.peers import (
     TURNED_AWAY,
     Peers,
 )
-from effllm.schema import MOST_DEVICES, Ack, Beat, Bye, Hello, Note, Reports, Supersede, Welcome
-from effllm.transport import (
+from effllm.network.transport import (
     MAGIC,
     MOST_BYTES,
     MOST_ROWS,
@@ -35,6 +34,7 @@ from effllm.transport import (
     encode,
     make_context,
 )
+from effllm.schema import MOST_DEVICES, Ack, Beat, Bye, Hello, Note, Reports, Supersede, Welcome
 
 HISTORY = 1000
 BURST = BURST_FRAMES + HISTORY

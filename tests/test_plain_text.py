@@ -1,8 +1,8 @@
-"""effllm/plain_text.py: what strangers write moves no cursor, forges no line and fills no screen."""
+"""effllm/runs/plain_text.py: what strangers write moves no cursor, forges no line and fills no screen."""
 
 import pytest
 
-from effllm.plain_text import MOST_SHOWN, one_line
+from effllm.runs.plain_text import MOST_SHOWN, one_line
 
 HOSTILE = [
     "node\x1b[2J\x1b[1;1H7",

@@ -1,12 +1,12 @@
-"""effllm/power_scope.py: whose energy is the job's, and what becomes of it in a job."""
+"""effllm/energy/power_scope.py: whose energy is the job's, and what becomes of it in a job."""
 
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
 
-from effllm.aggregator import Aggregator
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.ledger import restore
 from effllm.config import VARIABLES, Config
-from effllm.ledger import restore
-from effllm.power_scope import CHOICES, choose, keep, scopes
+from effllm.energy.power_scope import CHOICES, choose, keep, scopes
 from effllm.schema import Bye, Device, Integrals
 
 # --- what every node has ------------------------------------------------------------------------

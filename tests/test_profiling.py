@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from sensed_gpu import IDLE_W, LOADED_W, NS, SensedGpu
 
-from effllm.energy import EnergyLedger
+from effllm.energy.device_energy import EnergyLedger
 from effllm.profiling import profile, to_calibration
 from effllm.profiling.estimates import Load, ticks_of
 from effllm.profiling.load import LoadUnavailable, pattern

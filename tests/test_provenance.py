@@ -1,11 +1,11 @@
-"""effllm/provenance.py: what run.json says about where its numbers come from, and what it must not say."""
+"""effllm/runs/provenance.py: what run.json says about where its numbers come from, and what it must not say."""
 
 import json
 import subprocess
 
 import pytest
 
-from effllm.provenance import gather, without_secrets
+from effllm.runs.provenance import gather, without_secrets
 
 QUIET = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
 

@@ -17,7 +17,7 @@ import effllm
 from effllm import collector as module
 from effllm import efficientllm_metrics as original
 from effllm.collector import EfficientLLMMetrics, MetricsCollector
-from effllm.transport import decode_from_agent, encode
+from effllm.network.transport import decode_from_agent, encode
 
 TAGS = {
     "efficientllm/amu_gb",

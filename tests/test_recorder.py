@@ -1,4 +1,4 @@
-"""effllm/recorder.py: what the training loop's calls write, and that they never hurt it."""
+"""effllm/training/recorder.py: what the training loop's calls write, and that they never hurt it."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from builders import MADE_NS, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm import ring
+from effllm.training import ring
 
 
 @pytest.fixture
@@ -378,8 +378,8 @@ def test_a_forked_child_records_nothing_and_its_parent_goes_on():
     # In a process of its own: forking one that other tests gave threads is warned of since Python 3.12.
     program = """
 import os
-from effllm.recorder import Recorder
-from effllm.ring import RingReader, RingWriter
+from effllm.training.recorder import Recorder
+from effllm.training.ring import RingReader, RingWriter
 
 writer = RingWriter(16)
 recorder = Recorder(writer, 1)

@@ -1,4 +1,4 @@
-"""effllm/ring.py: what one process writes the other reads whole, or not at all."""
+"""effllm/training/ring.py: what one process writes the other reads whole, or not at all."""
 
 import errno
 import fcntl
@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm import ring
-from effllm.ring import Board, RingError, RingReader, RingWriter
 from effllm.schema import MARKED_PHASES
-from effllm.timeline import KINDS
+from effllm.training import ring
+from effllm.training.ring import Board, RingError, RingReader, RingWriter
+from effllm.training.timeline import KINDS
 
 ZEROS = (0,) * 9
 
@@ -261,7 +261,7 @@ def test_no_room_for_the_ring_is_an_error_of_ours_and_leaves_nothing_open(monkey
 def test_a_limit_on_file_sizes_is_an_error_of_ours():
     # In a process of its own, because the limit cannot be raised again and its signal would kill us.
     program = (
-        "import resource, signal; from effllm.ring import RingError, RingWriter\n"
+        "import resource, signal; from effllm.training.ring import RingError, RingWriter\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: RingWriter(1000)\n"

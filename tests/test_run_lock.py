@@ -1,4 +1,4 @@
-"""effllm/run_lock.py: one writer at a time, the next attempt of a job after it, and nobody else's."""
+"""effllm/runs/run_lock.py: one writer at a time, the next attempt of a job after it, and nobody else's."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from effllm import run_lock
-from effllm.run_lock import Holder, holder_of, name_of_run, take
+from effllm.runs import run_lock
+from effllm.runs.run_lock import Holder, holder_of, name_of_run, take
 
 FIRST = Holder(run="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
 NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
@@ -73,7 +73,7 @@ def test_a_lock_of_the_dead_is_free(tmp_path):
     program = f"""
 import os
 from pathlib import Path
-from effllm.run_lock import Holder, take
+from effllm.runs.run_lock import Holder, take
 lock = take(Path({str(tmp_path)!r}) / "one", Holder(run="77", job="first"))
 os._exit(9)
 """

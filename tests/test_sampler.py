@@ -1,4 +1,4 @@
-"""effllm/sampler.py: samples come in time and on demand, and a device that hangs holds up nobody."""
+"""effllm/agents/sampler.py: samples come in time and on demand, and a device that hangs holds up nobody."""
 
 import os
 import select
@@ -8,9 +8,9 @@ import time
 import pytest
 from builders import NS
 
-from effllm import sampler as sampler_module
+from effllm.agents import sampler as sampler_module
+from effllm.agents.sampler import Sampler
 from effllm.devices import DeviceUnavailable
-from effllm.sampler import Sampler
 from effllm.schema import Device, Sample, Sensor
 
 SELDOM_S = 3600.0

@@ -1,4 +1,4 @@
-"""effllm/secret.py: one file per user, refused where others can read it, and what is derived from it."""
+"""effllm/network/secret.py: one file per user, refused where others can read it, and what is derived from it."""
 
 import os
 import stat
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from effllm import secret
-from effllm.secret import SecretError
+from effllm.network import secret
+from effllm.network.secret import SecretError
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of
 
 from effllm import metrics
+from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
 from effllm.schema import Coverage, EnergySummary, Event, Profile, Straggler, Value
 from effllm.sinks import console, open_sink
-from effllm.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sink_examples import complete_totals, make_report, make_row, make_run, make_summary
 
 from effllm import metrics
-from effllm.runfolder import RankRow, read_events, read_ranks, read_windows
+from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.schema import Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
 from effllm.sinks import Keeper, SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder

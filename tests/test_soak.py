@@ -9,13 +9,13 @@ import psutil
 import pytest
 from builders import device_window, hello, reports, row
 
-from effllm.account import Rows
-from effllm.aggregator import Aggregator
-from effllm.columns import Table
+from effllm.aggregation.account import Rows
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.columns import Table
 from effllm.config import Config
+from effllm.network.transport import Outbox
 from effllm.schema import Beat
 from effllm.sinks.runfolder import RunFolder
-from effllm.transport import Outbox
 
 RANKS = 4
 WINDOW_S = 60.0

@@ -10,8 +10,8 @@ from pathlib import Path
 import jobs
 import pytest
 
-from effllm import secret
 from effllm.config import Config, secret_path
+from effllm.network import secret
 
 pytestmark = [pytest.mark.faults, *jobs.needs_torch]
 
@@ -22,9 +22,9 @@ LOOP = jobs.SCRIPTS / "loop.py"
 #: Says BEAT to an aggregator as somebody who has these keys; prints whether it was let in.
 STRANGER = """
 import sys, time, os
-from effllm.curve import AgentKeys, KeyPair
+from effllm.network.curve import AgentKeys, KeyPair
 from effllm.schema import Beat
-from effllm.transport import AgentLink, make_context
+from effllm.network.transport import AgentLink, make_context
 kind, endpoint, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 secret, job = sys.argv[4].encode(), "another job"
 keys = {
@@ -211,7 +211,7 @@ def test_the_interface_and_the_ports_are_those_that_were_named(hosts, launch):
     assert taken.stdout.readline() == b"ready\n"
     try:
         nodes = ranks(launch, pair, "--step-s", "0.1", interface="ib0", ports="29700-29702")
-        aggregator = jobs.until(lambda: nodes[0].find("effllm.server"), 20)[0]
+        aggregator = jobs.until(lambda: nodes[0].find("effllm.aggregation.server"), 20)[0]
         listening = jobs.until(lambda: listeners(aggregator), 20)
         is_one_job([node.done(60) for node in nodes], 2)
     finally:

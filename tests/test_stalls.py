@@ -3,9 +3,9 @@
 import pytest
 from builders import gpu, hello, row
 
-from effllm.aggregator import Aggregator
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.ledger import restore
 from effllm.schema import Beat, Bye, Reports, Stack
 
 UNIX_S = 1_700_000_000.0

@@ -5,13 +5,13 @@ from builders import device_window, gpu, hello, reports, row
 
 import effllm
 from effllm import collector as module
-from effllm.aggregator import Aggregator
-from effllm.clock import DRIFT
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.ledger import restore
+from effllm.health.clock import DRIFT
+from effllm.network.transport import decode_from_aggregator, encode
+from effllm.runs.summary_text import summary_text
 from effllm.schema import Beat, Clock, Verdict
-from effllm.summary_text import summary_text
-from effllm.transport import decode_from_aggregator, encode
 
 
 class Job:

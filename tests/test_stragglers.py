@@ -1,4 +1,4 @@
-"""effllm/stragglers.py and what it stands on, by a seeded model of synchronous training."""
+"""effllm/health/stragglers.py and what it stands on, by a seeded model of synchronous training."""
 
 import re
 import time
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
 
-from effllm.change_point import LEARNT, Level
-from effllm.diagnosis import UNKNOWN, explain
-from effllm.robust import MAD_SIGMA, median, median_distance
-from effllm.standing_out import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
-from effllm.straggler_text import ranks_text
+from effllm.health.change_point import LEARNT, Level
+from effllm.health.diagnosis import UNKNOWN, explain
+from effllm.health.robust import MAD_SIGMA, median, median_distance
+from effllm.health.standing_out import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
+from effllm.health.straggler_text import ranks_text
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):

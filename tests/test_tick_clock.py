@@ -1,4 +1,4 @@
-"""effllm/tick_clock.py: all clocks that explain the reads, and no other; the true one is always among them."""
+"""effllm/energy/tick_clock.py: all clocks that explain the reads, and no other; the true one is always among them."""
 
 import math
 import random
@@ -8,7 +8,7 @@ from builders import NS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.tick_clock import TickClock
+from effllm.energy.tick_clock import TickClock
 
 TICK_NS = NS // 10
 START_NS = 1000 * NS

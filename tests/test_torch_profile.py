@@ -1,4 +1,4 @@
-"""effllm/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
+"""effllm/training/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ import types
 import jobs
 import pytest
 
-from effllm import timeline
-from effllm.torch_profile import TorchProfile, device_split
+from effllm.training import timeline
+from effllm.training.torch_profile import TorchProfile, device_split
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = jobs.needs_torch
@@ -253,7 +253,7 @@ def test_beside_graphs_of_the_compiler_nothing_is_profiled(monkeypatch, warned):
 def test_the_compiler_is_not_imported_for_it():
     program = """
 import sys, time, torch
-from effllm.torch_profile import TorchProfile
+from effllm.training.torch_profile import TorchProfile
 had, profile = set(sys.modules), TorchProfile(1, print)
 profile.start(1)
 torch.ones(2) + 1

@@ -1,4 +1,4 @@
-"""effllm/track.py: a sampler's readings become a series, and its edges are asked for once."""
+"""effllm/agents/track.py: a sampler's readings become a series, and its edges are asked for once."""
 
 import os
 import threading
@@ -8,10 +8,10 @@ import pytest
 from builders import NS
 from test_sampler import SELDOM_S, FakeReader, until, woken
 
-from effllm import sampler as sampler_module
-from effllm.sampler import Sampler
+from effllm.agents import sampler as sampler_module
+from effllm.agents.sampler import Sampler
+from effllm.agents.track import Track
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
-from effllm.track import Track
 
 
 class Gpu(FakeReader):

@@ -1,4 +1,4 @@
-"""effllm/transport.py: frames that are ours and possible, or an error; an outbox that forgets nothing silently."""
+"""network/transport.py: frames that are ours and possible, or an error; an outbox that forgets nothing silently."""
 
 import math
 import select
@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from effllm import transport
-from effllm.schema import GAUGES, Ack, Beat, Bye, ByeSeen, Gauge, Integrals, Note, Parameters, Refused, Sensor, Welcome
-from effllm.transport import (
+from effllm.network import transport
+from effllm.network.transport import (
     MAGIC,
     MOST_BYTES,
     MOST_ROWS,
@@ -27,6 +26,7 @@ from effllm.transport import (
     encode,
     make_context,
 )
+from effllm.schema import GAUGES, Ack, Beat, Bye, ByeSeen, Gauge, Integrals, Note, Parameters, Refused, Sensor, Welcome
 
 FROM_AGENT = [
     hello(

@@ -78,7 +78,7 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell(name):
 
 
 def test_the_files_that_are_looked_at_are_there():
-    assert {"effllm/transport.py", "benchmarks/__main__.py", "tests/scripts/loop.py", "setup.py"} <= set(FILES)
+    assert {"effllm/network/transport.py", "benchmarks/__main__.py", "tests/scripts/loop.py", "setup.py"} <= set(FILES)
     assert any(name.startswith("integration/") for name in FILES)
 
 

@@ -1,4 +1,4 @@
-"""effllm/watched_recorder.py and effllm/device_time.py with stand-ins for torch: what of it reaches the windows."""
+"""training/watched_recorder.py and training/device_time.py with stand-ins for torch: what of it reaches the windows."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,18 +7,18 @@ import builders
 import pytest
 from pytest import approx
 
-from effllm import ring
-from effllm import watched_recorder as watched
-from effllm.account import Account
-from effllm.device_time import MOST_PENDING, DeviceTime
+from effllm.agents.window import WindowCutter, add_profiles
+from effllm.aggregation.account import Account
 from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
-from effllm.ring import RingReader, RingWriter
+from effllm.network.transport import FrameError, decode_from_agent, encode
 from effllm.schema import Profile
-from effllm.timeline import KINDS, Split
-from effllm.torch_profile import Profiled
-from effllm.transport import FrameError, decode_from_agent, encode
-from effllm.watched_recorder import WatchedRecorder
-from effllm.window import WindowCutter, add_profiles
+from effllm.training import ring
+from effllm.training import watched_recorder as watched
+from effllm.training.device_time import MOST_PENDING, DeviceTime
+from effllm.training.ring import RingReader, RingWriter
+from effllm.training.timeline import KINDS, Split
+from effllm.training.torch_profile import Profiled
+from effllm.training.watched_recorder import WatchedRecorder
 
 MS = 1_000_000
 

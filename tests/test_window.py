@@ -1,4 +1,4 @@
-"""effllm/window.py: samples and records to sums that hold, and to seconds that say what they cover."""
+"""effllm/agents/window.py: samples and records to sums that hold, and to seconds that say what they cover."""
 
 import tracemalloc
 from itertools import pairwise
@@ -8,9 +8,9 @@ from builders import GIB, MADE_NS, NS, gpu, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm import ring
+from effllm.agents.window import Series, WindowCutter, add, iterations_only, subtract
 from effllm.schema import DeviceWindow, Integrals, Sample
-from effllm.window import Series, WindowCutter, add, iterations_only, subtract
+from effllm.training import ring
 
 GAP_S = 5.0
 

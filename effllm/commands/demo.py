@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from effllm import discovery
+from effllm.aggregation.orders import Orders
+from effllm.aggregation.server import Server
 from effllm.config import Config, ConfigError, read_config
-from effllm.orders import Orders
-from effllm.server import Server
+from effllm.network import discovery
 from effllm.spawn import pidfd, spawn
 from effllm.switches import PREFIX, this_process
 

@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from effllm import calibration, profiling
+from effllm import profiling
 from effllm.config import Config, cache_folder, read_config
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.energy import calibration
 from effllm.preflight import usable
 from effllm.profiling.load import TorchLoad
 from effllm.profiling.nvml_facts import Facts

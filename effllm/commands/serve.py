@@ -11,11 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from effllm import discovery, interface, secret
+from effllm.aggregation.orders import Orders
+from effllm.aggregation.server import Server
 from effllm.config import Place, read_config, secret_path
-from effllm.orders import Orders
+from effllm.network import discovery, interface, secret
 from effllm.preflight import problems
-from effllm.server import Server
 from effllm.switches import PREFIX, this_process
 
 _BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")

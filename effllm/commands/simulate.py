@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from effllm import secret
 from effllm.commands.simulate_run import SPREAD, Findings, Run, Simulation, SimulationError
 from effllm.config import ConfigError, read_config, secret_path
-from effllm.descriptors import needed, raise_limit
+from effllm.network import secret
+from effllm.network.descriptors import needed, raise_limit
 from effllm.switches import this_process
 
 __all__ = ["SPREAD", "Simulation", "main"]

@@ -13,12 +13,12 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from effllm import secret
-from effllm.curve import AgentKeys
-from effllm.descriptors import raise_limit
+from effllm.aggregation.simulation import SimulatedRank
+from effllm.network import secret
+from effllm.network.curve import AgentKeys
+from effllm.network.descriptors import raise_limit
+from effllm.network.transport import Link, Outbox, make_context
 from effllm.schema import Ack, Beat, ByeSeen, Refused, Reports, Welcome
-from effllm.simulation import SimulatedRank
-from effllm.transport import Link, Outbox, make_context
 
 BEAT_S = 5.0  # as agents do
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds

@@ -18,10 +18,10 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from effllm import discovery, secret
+from effllm.aggregation.orders import Orders
 from effllm.commands.simulate_ranks import News, Part, lines
 from effllm.config import Config, secret_path
-from effllm.orders import Orders
+from effllm.network import discovery, secret
 from effllm.spawn import pidfd, spawn
 
 RANKS_OF_A_PROCESS = 2500
@@ -175,7 +175,7 @@ class OwnAggregator:
         memory = os.memfd_create("effllm-orders", 0)
         try:
             os.write(memory, msgspec.json.encode(orders))
-            self.process = spawn("effllm.server", [str(memory)], [memory, listener.fileno(), output, own])
+            self.process = spawn("effllm.aggregation.server", [str(memory)], [memory, listener.fileno(), output, own])
         finally:
             os.close(memory)
             os.close(own)

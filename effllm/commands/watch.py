@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from effllm.config import ConfigError, read_config
-from effllm.gpu_energy import GpuEnergy
+from effllm.energy.gpu_energy import GpuEnergy
 from effllm.serving import Interval, NotVllm, Page, Unreachable, address, between, fetch
 from effllm.switches import this_process
 

@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from effllm import ownership
 from effllm.collector import get_metrics_collector
 from effllm.config import read_place
 from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, place
 from effllm.switches import this_process
+from effllm.training import ownership
 
 PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is given up
 

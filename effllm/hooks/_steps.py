@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from effllm import ownership
 from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
 from effllm.config import Place, read_place
 from effllm.switches import this_process
+from effllm.training import ownership
 
 
 class Steps:

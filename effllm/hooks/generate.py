@@ -10,10 +10,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from effllm import ownership
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.inference import Process, Requests
+from effllm.training import ownership
 
 _GUARD = Guard("generate of transformers")
 _REQUESTS = Requests(ownership.GENERATION, "generation")

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from effllm import ownership
 from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard, around
 from effllm.switches import is_attached, this_process
+from effllm.training import ownership
 
 _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
 _GUARD = Guard("Lightning")

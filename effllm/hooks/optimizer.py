@@ -41,8 +41,8 @@ def _stepped(optimizer: Any) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _rounds() -> Any:
-    from effllm import ownership
     from effllm.hooks._rounds import Rounds
+    from effllm.training import ownership
 
     return Rounds(ownership.OPTIMIZER, "torch")
 

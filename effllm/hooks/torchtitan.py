@@ -12,11 +12,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from effllm import ownership
 from effllm.hooks import Unknown
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.training import ownership
 
 _STEPS = Steps(ownership.FRAMEWORK, "torchtitan", "Step")
 _GUARD = Guard("torchtitan")

@@ -13,13 +13,13 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from effllm import ownership
 from effllm.hooks import Unknown
 from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
 from effllm.hooks._parameters import CONVENTION, Parameters, config_of, flops_per_token, parameters_of, unwrapped
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.training import ownership
 
 #: What of a Trainer is no iteration.
 PHASES = {

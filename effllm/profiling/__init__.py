@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from effllm.calibration import Calibration
 from effllm.devices import Reader
+from effllm.energy.calibration import Calibration
 from effllm.profiling.finding import MEASURED, PROFILED, Found
 from effllm.profiling.load import Loader, LoadUnavailable, pattern
 from effllm.profiling.nvml_facts import Facts

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from effllm.calibration import DENSE_S, LEAST_MOVES
+from effllm.energy.calibration import DENSE_S, LEAST_MOVES
 from effllm.profiling.record import Edge, Ratio, Response, Rhythm
 
 NS = 1e-9

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from effllm import __version__, calibration
-from effllm.calibration import Seen
+from effllm import __version__
+from effllm.energy import calibration
+from effllm.energy.calibration import Seen
 from effllm.profiling.estimates import (
     LONGEST_DELAY_S,
     LONGEST_WINDOW_S,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pynvml
 from msgspec import Struct
 
-from effllm.calibration import calibrate
 from effllm.devices import Reader
+from effllm.energy.calibration import calibrate
 from effllm.profiling.nvml_facts import Facts
 
 

@@ -1,7 +1,7 @@
 """Where reports go.  A name in ``EFFICIENTLLM_SINKS`` is a file in this folder.
 
 Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one
-sentence where it cannot work.  Every sink is called from a thread of its own (effllm/server.py), so it
+sentence where it cannot work.  Every sink is called from a thread of its own (effllm/aggregation/server.py), so it
 may block; what it raises silences nobody else.
 """
 

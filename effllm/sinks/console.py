@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from effllm import metrics
+from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run
-from effllm.summary_text import duration, errors_text, readable, rounded_up, summary_text
 from effllm.switches import this_process
 
 #: Kinds of events that a person should see while the job runs; the others are in events.jsonl alone.

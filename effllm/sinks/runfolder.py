@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from effllm import own_files
-from effllm.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.runfolder import RankRow, coverage_of, rank_row
+from effllm.runs import own_files
+from effllm.runs.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
+from effllm.runs.runfolder import RankRow, coverage_of, rank_row
+from effllm.runs.unkept import Written, written_beyond_state
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
-from effllm.unkept import Written, written_beyond_state
 
 #: Worlds up to this size are kept whole; of larger ones at most so many rows a window, the strangest.
 MOST_ROWS = 256

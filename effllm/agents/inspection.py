@@ -1,0 +1,142 @@
+"""What a trainer is doing that stands: a process of its own, started by the agent, for looking takes its time.
+
+It looks at the agent's own trainer and at nothing else, and does not stop it: py-spy reads its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from effllm.agents import flight_recorder, trainer_process
+from effllm.schema import MOST_STACK
+from effllm.switches import this_process
+
+PY_SPY_S = 10.0
+INSTALL = "pip install 'effllm[forensics]'"
+MOST_TOP = 200
+
+
+class Orders(Struct, frozen=True):
+    """What is looked at, and where what was found goes."""
+
+    pid: int
+    rank: int
+    trainer: int  # pidfd, or -1
+    folder: str  # for copies of dumps; empty for none
+    name: str  # of these
+
+
+class Finding(Struct, frozen=True):
+    """What was found."""
+
+    text: str
+    top: str  # where the main thread stands, in a few words
+
+
+def inspect(orders: Orders) -> Finding:
+    """Look at a trainer, in ten seconds for its stacks and ten for the dump of its NCCL flight recorder."""
+    if has_ended(orders.trainer):
+        return Finding("the process has ended\n", "ended")
+    began_s = time.time()
+    environ = this_process()
+    # It is to be written while the stacks are looked at; a stopped process will not.
+    was_asked = flight_recorder.ask(orders.rank, environ)
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
+    process = trainer_process.description(orders.pid)
+    stacks, top = _stacks(orders.pid)
+    dump = _dump(orders, was_asked, began_s)
+    parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
+    return Finding(bounded("\n\n".join(parts) + "\n"), top or _by_kernel(process))
+
+
+def bounded(text: str) -> str:
+    """Return as much of a text as a message takes: its beginning, for stacks of the first threads come first."""
+    return text if len(text) <= MOST_STACK else text[: MOST_STACK - 20] + "\n... (cut off)\n"
+
+
+def top_of(stacks: str, pid: int) -> str:
+    """Return the innermost frame of the main thread in what py-spy printed, without its file's folder."""
+    threads = re.findall(r'^Thread (\S+)[^\n]*?((?:: "[^"\n]*")?)\n((?:[ \t]+[^\n]+\n?)+)', stacks, re.MULTILINE)
+    if not threads:
+        return ""
+    main = next(
+        (frames for number, name, frames in threads if number == str(pid) or "MainThread" in name), threads[0][2]
+    )
+    return str(main.splitlines()[0].strip()[:MOST_TOP])
+
+
+def has_ended(trainer: int) -> bool:
+    """Whether a pidfd says that its process is gone."""
+    return trainer >= 0 and bool(select.select([trainer], [], [], 0)[0])
+
+
+def _stacks(pid: int) -> tuple[str, str]:
+    beside = Path(sys.executable).parent / "py-spy"
+    program = shutil.which("py-spy") or (str(beside) if beside.exists() else "")
+    if not program:
+        return f"no stacks: py-spy is not installed ({INSTALL})", ""
+    try:
+        # Without --nonblocking it would stop the process while it looks, and let it go on where it was stopped before.
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PY_SPY_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no stacks: {error}", ""
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())[:500]
+        return f"no stacks: py-spy failed: {said}", ""
+    # Before the line of the version stands the command, which may hold what is nobody's business, line breaks too.
+    _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
+    stacks = (mark + stacks).strip()
+    return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
+
+
+def _by_kernel(process: str) -> str:
+    return process.partition("\n")[0].removeprefix("state: ")
+
+
+def _dump(orders: Orders, was_asked: bool, began_s: float) -> str:
+    paths = flight_recorder.dump_paths(orders.rank, this_process())
+    try:
+        if was_asked:
+            dump = flight_recorder.wait(paths, began_s)
+        else:  # torch may have written one by itself, when its own time-out had passed
+            dump = flight_recorder.newest(paths, Path(f"/proc/{orders.pid}").stat().st_mtime)
+        if dump is None:
+            return "the NCCL flight recorder was asked for a dump and wrote none" if was_asked else ""
+        text = f"dump of the NCCL flight recorder: {dump}"
+        if orders.folder and Path(orders.folder).is_dir():
+            copied = Path(orders.folder) / "stacks" / f"{orders.name}.nccl"
+            if flight_recorder.copy(dump, copied):
+                text += (
+                    f", copied to stacks/{copied.name}; python -m torch.distributed.flight_recorder.fr_trace reads it"
+                )
+    except OSError as error:
+        return f"no dump of the NCCL flight recorder: {error}"
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Look at what the JSON on the first descriptor says, and write what is found to the second."""
+    source, target = map(int, arguments)
+    os.lseek(source, 0, os.SEEK_SET)
+    with os.fdopen(source, "rb") as file:
+        orders = msgspec.json.decode(file.read(), type=Orders)
+    body = msgspec.json.encode(inspect(orders))
+    with os.fdopen(target, "wb") as file:
+        file.write(body)
+    return 0

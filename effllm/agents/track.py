@@ -1,0 +1,87 @@
+"""One device of a rank: what its sampler reads becomes the series that windows are cut from."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from effllm.agents.sampler import Sampler
+from effllm.agents.window import Series
+from effllm.schema import Device, Sample
+
+LONGEST_GAP_INTERVALS = 5
+LEAST_INTERVAL_S = 0.2
+#: Devices that are read more seldom than this are not asked at edges: their value stands that long.
+LONGEST_PROMPT_S = 2.0
+#: A device whose sample at an edge has not come by then is not waited for.
+EDGE_WAIT_S = 1.0
+
+
+class Track:
+    """A sampler and the series it fills.
+
+    Args:
+        sampler: reads the device.
+        interval_s: seconds between its samples.
+    """
+
+    def __init__(self, sampler: Sampler, interval_s: float) -> None:
+        self.sampler = sampler
+        self._is_prompt = interval_s <= LONGEST_PROMPT_S
+        self.series: Series | None = None  # None until the device is open
+        self._longest_gap_s = LONGEST_GAP_INTERVALS * max(interval_s, LEAST_INTERVAL_S)
+        self._asked_ns = 0  # the last edge that was asked for
+        self._is_stale = False
+
+    def take(self) -> bool:
+        """Take the samples that have come; say whether something about the device is new."""
+        is_new = False
+        if self.series is not None and self.sampler.slowed_s is not None:
+            self.series.allow_gap(LONGEST_GAP_INTERVALS * self.sampler.slowed_s)
+        for item in self.sampler.take():
+            if self.series is None and self.sampler.device is not None:
+                self.series = Series(self.sampler.device, self._longest_gap_s)
+                is_new = True
+            if isinstance(item, Sample) and self.series is not None:
+                self.series.add(item)
+            elif isinstance(item, Device) and self.series is not None:
+                self.series.calibrate(item)
+                is_new = True
+        return is_new
+
+    def ask(self, edge_ns: int) -> None:
+        """Have the samples taken that tell what happened until an edge, once for each; edges come in their order."""
+        if edge_ns <= self._asked_ns or not self._is_prompt:
+            return
+        since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
+        self._asked_ns = edge_ns
+        times = self.series.reads_for(edge_ns) if self.series else [edge_ns]
+        self.sampler.ask(times, within_s=max(since_s, 0.0))
+
+    def is_settled(self, edge_ns: int) -> bool:
+        """Whether nothing to come could tell an edge better, or nothing will come."""
+        if self.series is None:
+            return True
+        if self.sampler.is_calibrating and self.sampler.stale_s() is None:
+            return False  # what is told before would not fit to what is told after
+        return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
+
+    def note_baseline(self, start_ns: int, end_ns: int) -> bool:
+        """Learn the device's idle power from a stretch before the first iteration; say whether that could be done."""
+        if self.series is None or not self.is_settled(end_ns):
+            return False
+        idle = self.series.integrals(start_ns, end_ns)
+        if idle.energy_j is not None:
+            self.series.device = replace(self.series.device, baseline_w=idle.energy_j / idle.energy_covered_s)
+        return True
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Return what happened to the device since the last call, as (kind, text)."""
+        events = self.series.take_events() if self.series else []
+        stale_s, was_stale = self.sampler.stale_s(), self._is_stale
+        self._is_stale = stale_s is not None
+        name = self.series.device.key if self.series else "the device"
+        if stale_s is not None and not was_stale:
+            events.append(("stale", f"{name} is stale: a read has not come back for {stale_s:.0f} s"))
+        elif was_stale and stale_s is None:
+            events.append(("stale", f"{name} answers again"))
+        return [(kind, f"{name}: {text}" if name not in text else text) for kind, text in events]

@@ -1,0 +1,612 @@
+"""Samples and iterations of one rank to the sums of its windows, pure: no clock, no device, no file.
+
+Integrals are time-weighted over irregular samples.  A stretch next to a failed reading, or one in which
+no sample was taken for long, is not covered, and says so in the seconds that its integral covers.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from effllm.energy.device_energy import NS, EnergyLedger, runs_between
+from effllm.schema import (
+    MARKED_PHASES,
+    POWER_STEP_W,
+    SHUTDOWN,
+    STARTUP,
+    Device,
+    DeviceWindow,
+    Gauge,
+    Integrals,
+    Iteration,
+    Phase,
+    Profile,
+    RankReport,
+    Sample,
+)
+from effllm.training import ring
+from effllm.training.timeline import KINDS
+
+_NO_TOTALS = (0,) * 13
+
+
+class Series:
+    """The samples of one device that a window may still need.
+
+    Args:
+        device: what they are samples of.
+        longest_gap_s: samples further apart than this leave a hole between them.
+    """
+
+    def __init__(self, device: Device, longest_gap_s: float) -> None:
+        self.device = device
+        self._longest_gap_ns = int(longest_gap_s / NS)
+        self._samples: deque[Sample] = deque()
+        self._folded: dict[int, DeviceWindow] = {}  # what lay between a sample and the next that is kept, by its time
+        self._energy = EnergyLedger(device, longest_gap_s)
+        self._newest_ns = 0
+        self._events: list[tuple[str, str]] = []
+
+    @property
+    def newest_ns(self) -> int:
+        """Time of the newest sample, 0 before the first."""
+        return self._newest_ns
+
+    @property
+    def newest(self) -> Sample | None:
+        """The newest sample that says more than energy."""
+        return self._samples[-1] if self._samples else None
+
+    @property
+    def oldest_ns(self) -> int:
+        """Time of the oldest sample that is kept, 0 before the first."""
+        return self._samples[0].time_ns if self._samples else 0
+
+    def allow_gap(self, longest_gap_s: float) -> None:
+        """Let samples lie further apart: the device is read more seldom than it was meant to be."""
+        self._longest_gap_ns = max(self._longest_gap_ns, int(longest_gap_s / NS))
+        self._energy.allow_gap(longest_gap_s)
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample; one that is not newer than the last is dropped."""
+        if sample.time_ns <= self.newest_ns:
+            return
+        self._newest_ns = sample.time_ns
+        self._energy.add(sample)
+        if not sample.energy_only:
+            self._samples.append(sample)
+            self._events += sample.events
+
+    def calibrate(self, device: Device) -> None:
+        """Take what has been learnt of the device's sensor since the samples began."""
+        self.device = replace(self.device, sensor=device.sensor)
+        self._energy.calibrate(device.sensor)
+
+    def set_rhythm(self, step_s: float, deviation_s: float) -> None:
+        """Tell how long iterations take and how much that varies, for the sensor may beat with them."""
+        self._energy.set_rhythm(step_s, deviation_s)
+
+    def take_events(self) -> list[tuple[str, str]]:
+        """Return what happened to the device and its measurement since the last call, as (kind, text)."""
+        events, self._events = self._events + self._energy.take_events(), []
+        return events
+
+    def reads_for(self, edge_ns: int) -> list[int]:
+        """Return the moments at which a sample would tell what happened until an edge, soonest first."""
+        return self._energy.reads_for(edge_ns)
+
+    def is_settled(self, edge_ns: int) -> bool:
+        """Whether no sample to come could tell an edge better."""
+        return self.newest_ns >= edge_ns and self._energy.is_settled(edge_ns)
+
+    @property
+    def num_kept(self) -> int:
+        """How many samples are kept."""
+        return len(self._samples)
+
+    def fold(self, edges_ns: Collection[int], until_ns: int) -> None:
+        """Sum up the samples of which no stretch that is to come will have a part: all of them or none.
+
+        A stretch that begins or ends inside of such a block after all gets its share of it by time.
+
+        Args:
+            edges_ns: moments at which a stretch may begin or end.
+            until_ns: ... as at every one from here on.
+        """
+        margin_ns = max(self._energy.margin_ns, 2 * self._longest_gap_ns)
+        for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
+            samples = list(self._samples)
+            first, last = samples[run.start], samples[run.stop - 1]
+            block = self._sums(first.time_ns, last.time_ns)
+            for sample in samples[run.start : run.stop - 1]:
+                self._folded.pop(sample.time_ns, None)
+            self._folded[first.time_ns] = block
+            self._samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
+        self._energy.fold(edges_ns, until_ns, margin_ns)
+
+    def forget_before(self, time_ns: int) -> None:
+        """Drop the samples that no stretch from ``time_ns`` on needs."""
+        while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
+            self._folded.pop(self._samples.popleft().time_ns, None)
+        self._energy.forget_before(time_ns)
+
+    def integrals(self, start_ns: int, end_ns: int) -> Integrals:
+        """Return the integrals over ``[start_ns, end_ns]``."""
+        return self._with_energy(start_ns, end_ns, self._levels(start_ns, end_ns))
+
+    def _levels(self, start_ns: int, end_ns: int) -> Integrals:
+        """Return the integrals of all but energy."""
+        memory, utilization = _Sum(), _Sum()
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            if first.memory_bytes is not None and second.memory_bytes is not None:
+                level = _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes)
+                memory.add(level * covered_s, covered_s)
+            if second.utilization is not None:  # the mean since the sample before
+                utilization.add(second.utilization * covered_s, covered_s)
+        for block, share in self._blocks(start_ns, end_ns):
+            memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
+            utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
+        return Integrals(None, 0.0, *memory.pair(), *utilization.pair())
+
+    def _with_energy(self, start_ns: int, end_ns: int, levels: Integrals) -> Integrals:
+        energy = self._energy.energy(start_ns, end_ns)
+        return replace(
+            levels,
+            energy_j=energy.joules,
+            energy_covered_s=energy.covered_s,
+            energy_start_j2=energy.start_j2,
+            energy_end_j2=energy.end_j2,
+            energy_inside_j2=energy.inside_j2,
+            energy_estimated_j=energy.estimated_j,
+        )
+
+    def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
+        """Return what the device did in ``[start_ns, end_ns]``, of which ``phases`` are parts."""
+        sums = self._sums(start_ns, end_ns)
+        return replace(
+            sums,
+            wall=self._with_energy(start_ns, end_ns, sums.wall),
+            phases=phases,
+            energy_method=self._energy.method_in(start_ns, end_ns),
+            energy_gain_error=self.device.sensor.gain_error if self.device.energy_method else None,
+        )
+
+    def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:
+        """Return all but the energy."""
+        gauges: dict[str, Gauge] = {}
+        throttled_s: dict[str, float] = {}
+        histogram_s: dict[int, float] = {}
+        throttle_covered_s = 0.0
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            for name, value in second.gauges.items():
+                before = first.gauges.get(name, value)
+                mean = value if name in SINCE_LAST else _level(first, second, start_ns, end_ns, before, value)
+                gauges[name] = _with(gauges.get(name), Gauge(mean * covered_s, covered_s, value, value))
+            if second.throttled_by is not None:
+                throttle_covered_s += covered_s
+                for reason in (*second.throttled_by, *(["any"] if second.throttled_by else [])):
+                    throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
+            if second.power_w is not None:
+                step = int(second.power_w // POWER_STEP_W)
+                histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
+        for block, share in self._blocks(start_ns, end_ns):
+            for name, gauge in block.gauges.items():
+                part = replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
+                gauges[name] = _with(gauges.get(name), part)
+            throttle_covered_s += block.throttle_covered_s * share
+            for reason, seconds in block.throttled_s.items():
+                throttled_s[reason] = throttled_s.get(reason, 0.0) + seconds * share
+            for step, seconds in block.power_histogram_s.items():
+                histogram_s[step] = histogram_s.get(step, 0.0) + seconds * share
+        return DeviceWindow(
+            device=self.device.key,
+            wall=self._levels(start_ns, end_ns),
+            memory_peak_bytes=self.peak(start_ns, end_ns, "memory_bytes"),
+            power_peak_w=self.peak(start_ns, end_ns, "power_w"),
+            gauges=gauges,
+            throttled_s=throttled_s,
+            throttle_covered_s=throttle_covered_s,
+            power_histogram_s=histogram_s,
+        )
+
+    def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
+        """Return the largest reading of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
+        values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
+        values += [getattr(block, PEAKS[field]) for block, _ in self._blocks(start_ns, end_ns)]
+        return max((value for value in values if value is not None), default=None)
+
+    def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
+        """Yield neighbouring samples that are near enough, with the seconds between them inside of a stretch."""
+        for first, second in pairwise(self._samples):
+            inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
+            if inside_ns <= 0 or second.time_ns - first.time_ns > self._longest_gap_ns:
+                continue
+            if first.time_ns not in self._folded:
+                yield first, second, inside_ns * NS
+
+    def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
+        """Yield what was folded, with the share of its time that lies inside of a stretch: all of it, as a rule."""
+        if not self._folded:
+            return
+        for first, second in pairwise(self._samples):
+            if (block := self._folded.get(first.time_ns)) is not None:
+                inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
+                if inside_ns > 0:
+                    yield block, inside_ns / (second.time_ns - first.time_ns)
+
+
+PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
+
+#: Gauges that are means since the sample before; the others are values of a moment.
+SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
+
+
+def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
+    """Return the mean of a straight line between two readings over the part of it inside of a stretch."""
+    from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
+    middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
+    return before + (after - before) * middle
+
+
+def _with(gauge: Gauge | None, part: Gauge) -> Gauge:
+    if gauge is None:
+        return part
+    return Gauge(
+        gauge.value_seconds + part.value_seconds,
+        gauge.covered_s + part.covered_s,
+        min(gauge.least, part.least),
+        max(gauge.most, part.most),
+    )
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self._value, self._covered_s = 0.0, 0.0
+
+    def add(self, value: float, covered_s: float) -> None:
+        self._value += value
+        self._covered_s += covered_s
+
+    def pair(self) -> tuple[float | None, float]:
+        return (self._value, self._covered_s) if self._covered_s > 0 else (None, 0.0)
+
+
+def subtract(whole: Integrals, parts: Iterable[Integrals]) -> Integrals:
+    """Return the integrals over what is left of ``whole`` without ``parts``, which lie inside it."""
+    values = list(_fields(whole))
+    inside_j2, estimated_j = whole.energy_inside_j2, whole.energy_estimated_j
+    for part in parts:
+        for i, (value, covered_s) in enumerate(_fields(part)):
+            if value is not None and values[i][0] is not None:
+                left = values[i][0] - value  # type: ignore[operator]
+                values[i] = (max(left, 0.0), max(values[i][1] - covered_s, 0.0))  # sums of floats differ by a rounding
+        # Where the part begins and ends, what is left ends and begins.
+        inside_j2 += part.energy_start_j2 + part.energy_end_j2 - part.energy_inside_j2
+        estimated_j -= part.energy_estimated_j
+    # Below a microsecond what is left is rounding, and its quotient would be noise.
+    left_over = _integrals([pair if pair[1] > 1e-6 else (None, 0.0) for pair in values])
+    return _with_error(left_over, whole.energy_start_j2, whole.energy_end_j2, inside_j2, estimated_j)
+
+
+def _integrals(pairs: Sequence[tuple[float | None, float]]) -> Integrals:
+    (energy_j, energy_s), (memory, memory_s), (utilization, utilization_s) = pairs
+    return Integrals(energy_j, energy_s, memory, memory_s, utilization, utilization_s)
+
+
+def _with_error(
+    integrals: Integrals, start_j2: float, end_j2: float, inside_j2: float, estimated_j: float
+) -> Integrals:
+    if integrals.energy_j is None:
+        return integrals
+    return replace(
+        integrals,
+        energy_start_j2=start_j2,
+        energy_end_j2=end_j2,
+        energy_inside_j2=max(inside_j2, 0.0),
+        energy_estimated_j=max(estimated_j, 0.0),
+    )
+
+
+def _fields(integrals: Integrals) -> tuple[tuple[float | None, float], ...]:
+    return (
+        (integrals.energy_j, integrals.energy_covered_s),
+        (integrals.memory_byte_seconds, integrals.memory_covered_s),
+        (integrals.utilization_seconds, integrals.utilization_covered_s),
+    )
+
+
+class WindowCutter:
+    """Cuts the records of one rank's ring into windows.
+
+    Args:
+        agent: random id of the agent.
+        rank: rank in the job.
+        log_interval: iterations per window.
+        offset: iteration number less ordinal, as known at start on every rank.
+        origin_ns: where the first row begins.
+        unix_minus_monotonic_s: what makes unix times of monotonic ones.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        rank: int,
+        log_interval: int,
+        offset: int,
+        origin_ns: int,
+        unix_minus_monotonic_s: float,
+    ) -> None:
+        self._agent, self._rank = agent, rank
+        self._log_interval, self._offset = log_interval, offset
+        self._unix_minus_monotonic_s = unix_minus_monotonic_s
+        self._row_start_ns = origin_ns
+        self._row_first = 1  # ordinal of the row's first iteration
+        self._totals: tuple[int, ...] = _NO_TOTALS  # at the row's start
+        self._newest: Iteration | None = None
+        self._newest_totals: tuple[int, ...] = _NO_TOTALS
+        self._open: deque[tuple[Iteration, tuple[int, ...], int]] = deque()  # windows that ended, not yet cut
+        self._phases: list[Phase] = []
+        self._first_start_ns = 0
+        self._losses: deque[tuple[int, float]] = deque()
+        self._profiles: deque[tuple[int, Profile]] = deque()
+        self._device_times: deque[tuple[int, int, float]] = deque()  # ordinal, iterations timed so far, their seconds
+        self._device_time = (0, 0.0)  # at the row's start
+        self._device_own_times: deque[tuple[int, int, float]] = deque()  # the same until the sync point
+        self._device_own_time = (0, 0.0)
+        self._own: deque[tuple[int, int, int]] = deque()  # ordinal, own time, arrival, of iterations that told
+        self._shown_minus_ordinal = offset
+        self._reset_at = 0
+        self._sequence = 0
+        self._seen = 0  # iterations whose record was read
+        self._overrun = 0  # ... and was not, so far
+        self._row_overrun = 0  # of those, at the row's start
+        self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, data wait included
+        self._last_wait_ns = 0
+
+    @property
+    def last_ordinal(self) -> int:
+        """Ordinal of the last iteration that ended."""
+        return self._newest.ordinal if self._newest else 0
+
+    @property
+    def ended(self) -> Iteration | None:
+        """Last iteration of the oldest window that has ended and is not cut yet."""
+        return self._open[0][0] if self._open else None
+
+    @property
+    def edges_ns(self) -> list[int]:
+        """Ends of the windows that have ended and are not cut yet, oldest first."""
+        return [iteration.end_ns for iteration, _, _ in self._open]
+
+    @property
+    def moments_ns(self) -> list[int]:
+        """Moments until now at which a stretch of a row to come may begin or end."""
+        known = [
+            self._row_start_ns,
+            self._first_start_ns,
+            *self.edges_ns,
+            *([self._newest.end_ns] if self._newest else []),
+        ]
+        return known + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
+
+    def window_of(self, ordinal: int) -> int:
+        """Return the number of the window in which an iteration lies."""
+        return -(-(ordinal + self._offset) // self._log_interval)
+
+    def add(self, slot: ring.Slot) -> None:
+        """Take the next record of the ring."""
+        if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
+            self._row_start_ns = min(self._row_start_ns, slot.start_ns)  # the loop was faster than its agent
+        if slot.kind == ring.ITERATION:
+            self._add_iteration(slot)
+        elif slot.kind == ring.PHASE:
+            if slot.end_ns > slot.start_ns:
+                self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
+        elif slot.kind == ring.LOSS:
+            self._shown_minus_ordinal = slot.number - slot.ordinal
+            if math.isfinite(slot.value):  # nan: none was given, or training diverged
+                self._losses.append((slot.ordinal, slot.value))
+        elif slot.kind == ring.RESET:
+            self._reset_at = max(slot.ordinal, 1)
+        elif slot.kind == ring.PROFILE:
+            self._profiles.append((slot.ordinal, _profile(slot)))
+        elif slot.kind == ring.DEVICE_TIME:
+            self._device_times.append((slot.ordinal, slot.number, slot.value))
+        elif slot.kind == ring.OWN_TIME:
+            self._device_own_times.append((slot.ordinal, slot.number, slot.value))
+        if slot.kind in (ring.PHASE, ring.END):
+            self._newest_totals = slot[8:21]
+
+    def _add_iteration(self, slot: ring.Slot) -> None:
+        totals = slot[8:21]
+        iteration = Iteration(
+            ordinal=slot.ordinal,
+            start_ns=slot.start_ns,
+            end_ns=slot.end_ns,
+            step_ns=slot.step_ns,
+            wait_ns=slot.wait_ns,
+            phase_ns=(slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns, slot.generating_ns),
+            tokens=slot.tokens,
+            tokens_processed=slot.tokens_processed,
+            tokens_loss=slot.tokens_loss,
+            samples=slot.samples,
+        )
+        if not self._first_start_ns:
+            self._first_start_ns = slot.start_ns
+        if slot.number > 0:
+            self._own.append((slot.ordinal, slot.number, int(slot.value)))
+        self._durations_s.append((slot.end_ns - slot.start_ns + max(slot.wait_ns - self._last_wait_ns, 0)) * NS)
+        self._last_wait_ns = slot.wait_ns
+        self._seen += 1
+        self._overrun = iteration.ordinal - self._seen
+        # An overrun may have taken the record on a boundary: then the window is told by the next one on it.
+        self._newest, self._newest_totals = iteration, totals
+        if (iteration.ordinal + self._offset) % self._log_interval == 0:
+            self._open.append((iteration, totals, self._overrun))
+
+    def cut(self, series: Sequence[Series]) -> RankReport | None:
+        """Return the oldest window that has ended, or ``None``."""
+        if not self._open:
+            return None
+        iteration, totals, overrun = self._open.popleft()
+        return self._row(iteration.ordinal, iteration.end_ns, totals, overrun, series, final=False)
+
+    def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
+        """Return the last row: what ran since the last boundary, and the shut-down until ``end_ns``."""
+        end_ns = max(end_ns, self._row_start_ns)
+        return self._row(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
+
+    def _row(
+        self, last: int, end_ns: int, totals: tuple[int, ...], overrun: int, series: Sequence[Series], final: bool
+    ) -> RankReport:
+        start_ns = self._row_start_ns
+        change = [now - before for now, before in zip(totals, self._totals, strict=True)]
+        step_ns, wait_ns, phases_ns = change[0], change[1], [*change[2:5], change[9]]
+        phases_s = {name: ns * NS for name, ns in zip(MARKED_PHASES, phases_ns, strict=True) if ns}
+        # What no total claims lies before the first iteration or after the last one.
+        rest_ns = max(end_ns - start_ns - step_ns - wait_ns - sum(phases_ns), 0)
+        startup_ns = 0
+        if self._row_first == 1:
+            startup_ns = self._startup_ns(start_ns, end_ns, rest_ns)
+            if startup_ns:
+                phases_s[STARTUP] = startup_ns * NS
+        if rest_ns - startup_ns:
+            phases_s[SHUTDOWN] = (rest_ns - startup_ns) * NS
+        losses = [loss for ordinal, loss in self._losses if self._row_first <= ordinal <= last]
+        while self._losses and self._losses[0][0] <= last:
+            self._losses.popleft()
+        profile = None
+        while self._profiles and self._profiles[0][0] <= last:  # one that came late is of this row
+            profile = add_profiles(profile, self._profiles.popleft()[1])
+        device_steps, device_step_s = self._device_time
+        while self._device_times and self._device_times[0][0] <= last:
+            self._device_time = self._device_times.popleft()[1:]
+        device_own_steps, device_own_step_s = self._device_own_time
+        while self._device_own_times and self._device_own_times[0][0] <= last:
+            self._device_own_time = self._device_own_times.popleft()[1:]
+        own_s, arrival_ns = [], 0
+        while self._own and self._own[0][0] <= last:
+            ordinal, own_ns, came_ns = self._own.popleft()
+            own_s.append(own_ns * NS)
+            arrival_ns = came_ns if ordinal == last else 0
+        inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
+        self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
+        self._sequence += 1
+        if len(self._durations_s) > 1:
+            for one in series:
+                one.set_rhythm(statistics.median(self._durations_s), statistics.stdev(self._durations_s))
+        report = RankReport(
+            agent=self._agent,
+            sequence=self._sequence,
+            rank=self._rank,
+            window=self.window_of(max(last, self._row_first)),
+            iteration_first=self._row_first,
+            iteration_last=last,
+            iteration_shown=last + self._shown_minus_ordinal,
+            start_time_s=start_ns * NS + self._unix_minus_monotonic_s,
+            end_time_s=end_ns * NS + self._unix_minus_monotonic_s,
+            wall_s=(end_ns - start_ns) * NS,
+            busy_s=step_ns * NS,
+            wait_s=wait_ns * NS,
+            phases_s=phases_s,
+            tokens=change[5],
+            tokens_processed=change[6],
+            tokens_loss=change[7],
+            samples=change[8],
+            generated_tokens=change[10],
+            generation_s=change[11] * NS,
+            prompt_tokens=change[12],
+            loss=losses[-1] if losses else None,
+            devices=tuple(self._device(one, start_ns, end_ns, inside, phases_s) for one in series),
+            final=final,
+            reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
+            iterations_overrun=overrun - self._row_overrun,
+            profile=profile,
+            device_steps=self._device_time[0] - device_steps,
+            device_step_s=max(self._device_time[1] - device_step_s, 0.0),
+            own_steps=len(own_s),
+            own_step_s=sum(own_s),
+            own_median_s=statistics.median(own_s) if own_s else None,
+            arrival_ns=arrival_ns,
+            device_own_steps=self._device_own_time[0] - device_own_steps,
+            device_own_step_s=max(self._device_own_time[1] - device_own_step_s, 0.0),
+        )
+        if report.reset:
+            self._reset_at = 0
+        self._row_start_ns, self._row_first, self._totals, self._row_overrun = end_ns, last + 1, totals, overrun
+        for one in series:
+            one.forget_before(end_ns)
+        return report
+
+    def _startup_ns(self, start_ns: int, end_ns: int, rest_ns: int) -> int:
+        if not self.last_ordinal:
+            return rest_ns  # no iteration ever ended: all of it was start-up
+        marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
+        return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), rest_ns)
+
+    def _device(
+        self, series: Series, start_ns: int, end_ns: int, inside: Sequence[Phase], phases_s: dict[str, float]
+    ) -> DeviceWindow:
+        phases: dict[str, Integrals] = {}
+        for phase in inside:
+            part = series.integrals(max(phase.start_ns, start_ns), phase.end_ns)
+            phases[phase.name] = add(phases[phase.name], part) if phase.name in phases else part
+        if STARTUP in phases_s:
+            until_ns = min(self._first_start_ns or end_ns, end_ns)
+            before = [series.integrals(max(p.start_ns, start_ns), p.end_ns) for p in inside if p.end_ns <= until_ns]
+            phases[STARTUP] = subtract(series.integrals(start_ns, until_ns), before)
+        if SHUTDOWN in phases_s and self._newest:
+            from_ns = self._newest.end_ns
+            after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
+            phases[SHUTDOWN] = subtract(series.integrals(from_ns, end_ns), after)
+        return series.window(start_ns, end_ns, phases)
+
+
+def add(first: Integrals, second: Integrals) -> Integrals:
+    """Return the integrals over two stretches that do not overlap."""
+    sums: list[tuple[float | None, float]] = []
+    for (one, one_s), (other, other_s) in zip(_fields(first), _fields(second), strict=True):
+        value = other if one is None else one if other is None else one + other
+        sums.append((value, one_s + other_s))
+    inside_j2 = first.energy_inside_j2 + second.energy_inside_j2 + first.energy_end_j2 + second.energy_start_j2
+    estimated_j = first.energy_estimated_j + second.energy_estimated_j
+    return _with_error(_integrals(sums), first.energy_start_j2, second.energy_end_j2, inside_j2, estimated_j)
+
+
+def _profile(slot: ring.Slot) -> Profile:
+    if slot.what == ring.WHOLE:
+        time_s = (slot.end_ns - slot.start_ns) * NS
+        return Profile(iterations=1, time_s=time_s, communication_s=slot.number * NS, exposed_s=slot.value)
+    if slot.what == ring.COMPUTING:
+        return Profile(computing_s=slot.number * NS, cost_s=slot.value)
+    return Profile(kinds={KINDS[slot.what]: (slot.number * NS, slot.value)})
+
+
+def add_profiles(first: Profile | None, second: Profile | None) -> Profile | None:
+    """Return the sums of both; ``None`` where neither was measured."""
+    if first is None or second is None:
+        return first or second
+    kinds = dict(first.kinds)
+    for kind, (communication_s, exposed_s) in second.kinds.items():
+        before = kinds.get(kind, (0.0, 0.0))
+        kinds[kind] = (before[0] + communication_s, before[1] + exposed_s)
+    return Profile(
+        iterations=first.iterations + second.iterations,
+        time_s=first.time_s + second.time_s,
+        communication_s=first.communication_s + second.communication_s,
+        exposed_s=first.exposed_s + second.exposed_s,
+        computing_s=first.computing_s + second.computing_s,
+        cost_s=first.cost_s + second.cost_s,
+        kinds=kinds,
+    )
+
+
+def iterations_only(window: DeviceWindow) -> Integrals:
+    """Return what a device did in a window's iterations: everything less the phases."""
+    return subtract(window.wall, window.phases.values())

@@ -1,0 +1,506 @@
+"""Messages and time in, reports of the cluster out: pure, so every rule here is tested without a socket.
+
+A window is keyed by its number, which is equal on all ranks, never by wall clock.  Windows close in
+order and once: when every live rank has passed them, or when their deadline has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from effllm.aggregation.account import Rows, merge_devices, window_energy
+from effllm.aggregation.ledger import Ledger, RankState
+from effllm.aggregation.pacing import is_large, late_every_s
+from effllm.aggregation.reporting import Window, doubts, report_of, summary_of
+from effllm.aggregation.roster import ABSENT_AFTER_S, Roster
+from effllm.config import Config
+from effllm.health.stalls import StackFile, Stalls
+from effllm.health.straggler_watch import StragglerWatch
+from effllm.runs.plain_text import one_line
+from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Stack, Summary
+
+LEAST_DEADLINE_S = 5.0
+RECENT = 8  # closed windows that a late report can still complete
+MOST_TOLD = 1000  # of a kind
+MOST_NOTES = 200  # of a rank: as many as its agent keeps
+MOST = 0.5
+MOST_NAMED = 8  # ranks in a line
+MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
+
+
+class Closed(NamedTuple):
+    """A window that closed, and which reports are safe once it is written."""
+
+    report: ClusterReport
+    rows: Sequence[RankReport]
+    safe: dict[int, int]  # rank -> sequence; in a large world it is asked for less often, by Aggregator.safe
+
+
+class _Pending(Struct):
+    first_s: float  # when its first row came
+    rows: dict[int, RankReport] = {}
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks by their numbers, a few of them."""
+    return ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
+
+
+class Aggregator:
+    """Combines what ranks report into the metrics of the whole job.
+
+    Args:
+        config: the job's settings.
+        job: random id of the job; empty takes the first that comes.
+        attempt: which start of the job this is, from 1.
+        time_s: unix time of the start.
+        ledger: what a killed predecessor left.
+        boot: tells this machine's monotonic clock from others; empty where nobody knows.
+    """
+
+    def __init__(
+        self, config: Config, job: str, attempt: int, time_s: float, ledger: Ledger | None = None, boot: str = ""
+    ) -> None:
+        self._config = config
+        self._ledger = ledger or Ledger(attempt=attempt, job=job, started_time_s=time_s)
+        self._roster = Roster(config, self._ledger)
+        self._pending: dict[int, _Pending] = {}
+        self._recent: dict[int, Window] = {}
+        self._spans_s: list[float] = []  # of the last windows, for the deadline
+        self._closed: list[Closed] = []
+        self._oldest = 0  # of the pending windows
+        self._late_s = -math.inf  # when late rows were last taken in
+        self._late_rows: dict[int, dict[int, RankReport]] = {}  # of windows that have closed
+        self._events: list[Event] = []
+        self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
+        self._notes: dict[int, int] = {}  # of each rank
+        self._last_report: ClusterReport | None = None
+        self._boot = boot
+        self._heard_s: float | None = None  # when any rank was heard last
+        self._stalls = Stalls(config, self._roster, self._ledger, self._event)
+        self._stragglers = StragglerWatch(self._ledger, self._event)
+        self.garbage = 0  # frames that were not messages
+        self.duplicates = 0
+
+    # --- what comes in ---
+
+    def hello(self, message: Hello, now_s: float, time_s: float) -> str:
+        """Take an introduction; return why it is refused, or an empty string."""
+        reason = self._roster.objection(message, now_s)
+        if reason:
+            self._tell("refused", f"rank {message.rank} on {message.host} was refused: {reason}", time_s, message.rank)
+            return reason
+        is_new = self._roster.admit(message, now_s)
+        if is_new:
+            self._event("joined", f"rank {message.rank} joined from {message.host}", time_s, message.rank)
+        self._stalls.hello(message, is_new, now_s)
+        self._stragglers.hello(message, is_new)
+        self._hear(message.rank, now_s, time_s)
+        self._pass_time(now_s, time_s)
+        self._ledger.goodput.join(message.rank, message.world_size, message.offset, message.is_numbered, is_new)
+        for device in message.devices:
+            for sentence in device.not_measured:
+                self._tell("not_measured", sentence, time_s)
+        disagreement = self._roster.disagreement(message)
+        if disagreement:
+            self._tell("disagreement", disagreement, time_s, message.rank, once="parameters")
+        return ""
+
+    def reports(self, message: Reports, now_s: float, time_s: float) -> None:
+        """Take windows of a rank; those taken before are dropped and counted."""
+        for row in message.rows:
+            rank = self._roster.rank_of(row.rank, row.agent)
+            if rank is None:
+                self.garbage += 1
+                continue
+            self._hear(row.rank, now_s, time_s)
+            if row is message.rows[-1]:
+                self._spend(rank, message)
+            if message.lost > rank.lost:
+                self._lose(row.rank, rank, message.lost, time_s)
+            if row.sequence <= rank.last_sequence:
+                self.duplicates += 1
+                continue
+            rank.take(row.sequence)
+            self._lose(row.rank, rank, rank.gaps, time_s)
+            if row.window > rank.last_window:
+                rank.last_window = row.window
+            rank.iteration = row.iteration_last
+            self._stalls.row(row, now_s)
+            if row.window <= self._ledger.closed:
+                self._late_rows.setdefault(row.window, {})[row.rank] = row
+                continue
+            pending = self._pending.get(row.window)
+            if pending is None:
+                pending = self._pending[row.window] = _Pending(first_s=now_s)
+                self._oldest = min(self._pending)
+            pending.rows[row.rank] = row
+        if self._late_rows and not is_large(self._ledger.world_size):
+            self._take_late(now_s, time_s)
+        if self._may_close():
+            self._close_ready(now_s)
+
+    def beat(self, message: Beat, now_s: float, time_s: float) -> None:
+        """Take a sign of life."""
+        rank = self._roster.rank_of(message.rank, message.agent)
+        if rank is not None:
+            self._hear(message.rank, now_s, time_s)
+            self._lose(message.rank, rank, message.lost, time_s)
+            self._stalls.beat(message, now_s)
+            self._stragglers.beat(message, now_s)
+
+    def stack(self, message: Stack, now_s: float, time_s: float) -> None:
+        """Take what a trainer that stands was doing; what nobody has asked for is counted as garbage."""
+        rank = self._roster.rank_of(message.rank, message.agent)
+        if rank is None or not self._stalls.stack(message, time_s):
+            self.garbage += 1
+        else:
+            self._hear(message.rank, now_s, time_s)
+
+    def note(self, message: Note, now_s: float, time_s: float) -> None:
+        """Take a line of an agent's log."""
+        if self._roster.rank_of(message.rank, message.agent) is not None:
+            self._hear(message.rank, now_s, time_s)
+            self._notes[message.rank] = count = self._notes.get(message.rank, 0) + 1
+            if count > MOST_NOTES:
+                return
+            self._tell(message.kind, f"rank {message.rank}: {message.text}", time_s, message.rank)
+
+    def bye(self, message: Bye, now_s: float, time_s: float) -> bool:
+        """Take a farewell; ``False`` where it comes from a stranger."""
+        rank = self._roster.rank_of(message.rank, message.agent)
+        if rank is None:
+            self.garbage += 1
+            return False
+        self._hear(message.rank, now_s, time_s)
+        self._lose(message.rank, rank, message.lost, time_s)
+        self._spend(rank, message)
+        self._pass_time(now_s, time_s)
+        self._ledger.goodput.leave(message.rank)
+        if self._roster.leave(rank, message.status, now_s):
+            self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
+            self._stalls.bye(message.rank, rank.bye, now_s)
+        if self._may_close():
+            self._close_ready(now_s)
+        return True
+
+    def reject(self, time_s: float, reason: str) -> None:
+        """Count a frame that was no message of ours."""
+        self.garbage += 1
+        self._tell("garbage", f"a frame was rejected: {reason}", time_s)
+
+    def refuse(self, time_s: float, reason: str, rank: int | None) -> None:
+        """Tell of a peer whose messages are not taken; they are counted where they are refused."""
+        self._tell("refused", reason, time_s, rank)
+
+    def is_too_late(self, message: Hello) -> bool:
+        """Whether who introduces itself when rank 0's trainer has ended is rather an agent of the next attempt.
+
+        It may be a late one of ours where that trainer came to a good end, or was over before rank 0's agent came.
+        """
+        first = self._ledger.ranks.get(0)
+        is_known = self._roster.rank_of(message.rank, message.agent) is not None
+        return not is_known and first is not None and first.bye != "completed"
+
+    def tick(self, now_s: float, time_s: float, heard_until_s: float | None = None) -> None:
+        """Let time pass: name ranks that fell silent, close windows whose deadline has passed.
+
+        Args:
+            now_s: the time.
+            time_s: unix time.
+            heard_until_s: all that had arrived by then has been taken; nobody is late for what waits with us.
+        """
+        until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MOST_BACKLOG_S)
+        for rank, seconds in self._roster.fall_silent(until_s).items():
+            self._event("silent", f"rank {rank} has said nothing for {seconds:.0f} s", time_s, rank)
+        self._pass_time(now_s, time_s)
+        if self._late_rows and now_s - self._late_s >= late_every_s(self._ledger.world_size):
+            self._take_late(now_s, time_s)
+        self._stalls.tick(now_s, time_s)
+        self._ledger.note_hang(self._stalls.take_s(now_s))
+        self._close_ready(now_s, until_s)
+
+    # --- what goes out ---
+
+    def take_closed(self) -> list[Closed]:
+        """Return the windows that closed since the last call, in order."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether no rank moves on, by all that is known."""
+        return self._stalls.is_status
+
+    def take_asked(self) -> list[int]:
+        """Return the ranks whose stacks are wanted, since the last call."""
+        return self._stalls.take_asked()
+
+    def take_stacks(self) -> list[StackFile]:
+        """Return the stacks that have come since the last call."""
+        return self._stalls.take_files()
+
+    def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
+        """Return the state as JSON, for a replacement."""
+        return self._ledger.encode(self.safe() if safe is None else safe)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the job has; 0 before the first has joined."""
+        return self._ledger.world_size
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether ranks have left."""
+        return self._roster.num_left > 0
+
+    @property
+    def attempt(self) -> int:
+        """Which start of the job this is."""
+        return self._ledger.attempt
+
+    @property
+    def job(self) -> str:
+        """Id of the job; empty before the first rank has joined."""
+        return self._ledger.job
+
+    @property
+    def last_report(self) -> ClusterReport | None:
+        """The newest report."""
+        return self._last_report
+
+    @property
+    def report_count(self) -> int:
+        """How many reports have been made, over restarts of the aggregator."""
+        return self._ledger.reports
+
+    def hellos(self) -> Iterable[Hello]:
+        """Return the introductions of all ranks."""
+        return self._roster.hellos.values()
+
+    def parameters(self) -> int | None:
+        """Return P: the whole model's, or the sum of all ranks' shares once all have come."""
+        return self._roster.parameters()
+
+    def finished(self, now_s: float) -> bool:
+        """Whether every rank has left, or will not come any more, and nothing is pending."""
+        return not self._pending and not self._late_rows and self._roster.everyone_left(now_s)
+
+    def awaited(self, before_s: float) -> list[int]:
+        """Return the ranks that have come and not left, and of whom nothing was heard since then."""
+        return self._roster.awaited(before_s)
+
+    def give_up(self, rank: int, time_s: float) -> None:
+        """Wait no more for a rank whose agent is known to be gone."""
+        self._roster.give_up(rank)
+        self._event("silent", f"rank {rank}: its agent has gone without a farewell", time_s, rank)
+
+    @property
+    def nobody_is_there(self) -> bool:
+        """Whether ranks have come, and all of them have left or are silent."""
+        return self._roster.nobody_is_there
+
+    def all_silent(self, now_s: float) -> bool:
+        """Whether nobody that has not left has been heard for long."""
+        return self._roster.all_silent(now_s)
+
+    def close_all(self) -> None:
+        """Close whatever is pending: the end has come."""
+        for window in sorted(self._pending):
+            self._close(window)
+        self._late_s = -math.inf
+
+    def summary(self, time_s: float, ended: bool) -> Summary:
+        """Return the run as it stands."""
+        kind = self._config.parameters
+        summary = summary_of(self._ledger, self._roster, kind, self._last_report, time_s, ended)
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # told once, counted each time
+        events = summary.events | {kind: count for kind, count in counts.items() if count}
+        status = "stalled" if self._stalls.is_status and summary.status != "completed" else summary.status
+        return msgspec.structs.replace(summary, events=events, status=status)
+
+    # --- windows ---
+
+    def _may_close(self) -> bool:
+        # A count, because this is asked for every report of up to 10,000 ranks; what it misses, a tick finds.
+        if not self._pending:
+            return False
+        return len(self._pending[self._oldest].rows) + self._roster.num_away >= self._ledger.world_size
+
+    def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
+        while self._pending:
+            window = self._oldest
+            overdue = heard_until_s - self._pending[window].first_s > self._deadline_s()
+            if not overdue and self._roster.is_behind(window, now_s):
+                return
+            self._pass_time(now_s)
+            self._close(window)
+
+    def _deadline_s(self) -> float:
+        return max(3 * statistics.median(self._spans_s), LEAST_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
+
+    def _close(self, number: int) -> None:
+        ledger = self._ledger
+        ledger.closed = number
+        window = self._weigh(number, self._pending.pop(number).rows)
+        self._oldest = min(self._pending, default=0)
+        rows = window.ordered
+        window.warming = ledger.warm(number, rows, self._config.warmup_iterations, self._config.warmup_seconds)
+        ledger.count_rows(number, rows)
+        self._count_devices(window)
+        ledger.advance(rows)
+        self._recent[number] = window.forgetful() if is_large(len(window.rows)) else window
+        while len(self._recent) > RECENT:
+            del self._recent[min(self._recent)]
+        if rows.iterations > 0:
+            self._spans_s = [*self._spans_s[-15:], float(rows.numbers["wall_s"].max())]
+        absent = sorted(self._roster.absent(window.ranks))
+        if absent:
+            self._event("missing", f"window {number} closed without rank {named(absent)}", rows[-1].end_time_s)
+        self._stragglers.close(rows)
+        self._emit(window)
+        if any(map(attrgetter("reset"), rows)):
+            ledger.reset_run(number)
+
+    def _weigh(self, number: int, rows: dict[int, RankReport]) -> Window:
+        window = Window(number, rows, None, None)
+        window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
+        self._weigh_energy(window)
+        return window
+
+    def _weigh_energy(self, window: Window) -> None:
+        roster, ranks = self._roster, window.ranks
+        assert window.merged is not None
+        devices = roster.expected(ranks)
+        unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
+        # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
+        weighed = [
+            (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope)) for scope in roster.scopes
+        ]
+        scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MOST))
+        roster.settle(scope)
+
+    def _count_devices(self, window: Window, sign: int = 1) -> None:
+        if window.merged is not None and window.energy is not None:
+            least = self._config.min_coverage
+            self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, least, sign)
+
+    def _take_late(self, now_s: float, time_s: float) -> None:
+        """Let late rows into the totals; the windows that they belong to stay as they were shown."""
+        self._late_s = now_s
+        self._pass_time(now_s, time_s)
+        late, self._late_rows = self._late_rows, {}
+        for number in sorted(late):
+            self._complete(number, late[number], time_s)
+
+    def _complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
+        self._ledger.late += len(rows)
+        ranks = sorted(rows)
+        for rank in ranks if len(ranks) <= MOST_NAMED else ():
+            self._event("late", f"rank {rank} reported window {number} after it had closed", time_s, rank)
+        if len(ranks) > MOST_NAMED:
+            text = f"{len(ranks)} ranks reported window {number} after it had closed: {named(ranks)}"
+            self._event("late", text, time_s)
+        window = late = Window(number, rows, None, None)
+        self._ledger.count_rows(number, window.ordered)
+        if recent := self._recent.get(number):
+            self._count_devices(recent, sign=-1)
+            window = self._weigh(number, {**recent.rows, **rows}) if recent.rows else self._join(recent, rows)
+            self._recent[number] = window
+            self._count_devices(window)
+        if self._last_report:
+            window.warming = self._last_report.warming_up
+            self._emit(window, late)
+
+    def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
+        """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
+        assert recent.merged is not None
+        news = [
+            msgspec.structs.replace(row, devices=tuple(one for one in row.devices if one.device not in recent.merged))
+            for row in rows.values()
+        ]
+        window = Window(recent.number, {}, None, None)
+        window.by_rank = recent.ordered.joined(Rows(news))
+        devices = self._roster.expected(window.ranks)
+        window.merged = recent.merged.joined(merge_devices(news, devices, self._roster.sitting(window.ranks)))
+        self._weigh_energy(window)
+        return window
+
+    def _emit(self, window: Window, late: Window | None = None) -> None:
+        """Report a window; of its correction the late rows alone are given out, for the others have been."""
+        least, last, correction = self._config.min_coverage, self._last_report, late is not None
+        report = report_of(window, self._ledger, self._roster, least, last, correction)
+        self._ledger.reports += 1
+        self._last_report = report
+        safe = {} if is_large(self._ledger.world_size) else self.safe()
+        self._closed.append(Closed(report, (late or window).ordered, safe))
+        if not correction:
+            for kind, text in doubts(report, window, self._roster):
+                self._tell(kind, text, report.time_s, once=kind)
+
+    def safe(self) -> dict[int, int]:
+        """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
+        pending: dict[int, int] = {}
+        for rows in (*(one.rows for one in self._pending.values()), *self._late_rows.values()):
+            for rank, row in rows.items():
+                pending[rank] = min(pending.get(rank, row.sequence), row.sequence)
+        return {
+            rank: pending[rank] - 1 if rank in pending else known.last_sequence
+            for rank, known in self._ledger.ranks.items()
+        }
+
+    # --- what is said ---
+
+    def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
+        set_by_s = self._ledger.goodput.clock.advance(now_s, time_s, self._boot)
+        if self._heard_s is not None:
+            self._ledger.goodput.hear(now_s - self._heard_s)
+        if set_by_s is not None and time_s is not None:
+            text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s: no time of this run counts that"
+            self._event("clock", text, time_s)
+
+    @staticmethod
+    def _spend(rank: RankState, message: Reports | Bye) -> None:
+        rank.agent_cpu_s = max(rank.agent_cpu_s, message.agent_cpu_s)
+        rank.sent_bytes = max(rank.sent_bytes, message.sent_bytes)
+        if message.recorder_cpu_s is not None:
+            rank.recorder_cpu_s = max(rank.recorder_cpu_s or 0.0, message.recorder_cpu_s)
+
+    def note_own(self, cpu_s: float, received_bytes: int) -> None:
+        """Take what this process has cost so far."""
+        self._ledger.serving_cpu_s, self._ledger.serving_bytes = cpu_s, received_bytes
+
+    def _hear(self, rank: int, now_s: float, time_s: float) -> None:
+        if not self._ledger.ranks[rank].bye:  # an agent stays on a while, for the summary
+            self._heard_s = now_s
+        if self._roster.hear(rank, now_s):
+            self._event("back", f"rank {rank} is back", time_s, rank)
+
+    def _lose(self, number: int, rank: RankState, lost: int, time_s: float) -> None:
+        if lost > rank.lost:
+            why = "an aggregator died before they were written" if lost == rank.gaps else "its buffer was full"
+            self._event("lost", f"rank {number} lost {lost - rank.lost} reports: {why}", time_s, number)
+            rank.lost = lost
+
+    def _event(self, kind: str, text: str, time_s: float, rank: int | None = None) -> None:
+        self._ledger.events[kind] = self._ledger.events.get(kind, 0) + 1
+        self._events.append(Event(time_s, kind, one_line(text), rank, self._ledger.attempt))
+
+    def _tell(self, kind: str, text: str, time_s: float, rank: int | None = None, once: str = "") -> None:
+        """Make an event of a line the first time it is heard, and at most so many of them."""
+        told = self._told.setdefault(kind, set())
+        if (once or text) not in told and len(told) < MOST_TOLD:
+            told.add(once or text)
+            self._event(kind, text, time_s, rank)

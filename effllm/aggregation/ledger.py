@@ -1,0 +1,252 @@
+"""The running state of a job, which a replacement of the aggregator goes on from, pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from effllm.aggregation.account import Account, Merged, Rows
+from effllm.aggregation.columns import from_json, to_json
+from effllm.aggregation.goodput import Goodput
+from effllm.energy.energy_account import DeviceEnergies, WindowEnergy
+from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport, Verdict
+
+CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
+
+
+class RankState(Struct):
+    """What the aggregator knows of one rank."""
+
+    agent: str
+    last_sequence: int = 0  # of the reports taken
+    last_window: int = 0
+    iteration: int = 0
+    bye: str = ""
+    lost: int = 0
+    agent_cpu_s: float = 0.0
+    sent_bytes: int = 0
+    recorder_cpu_s: float | None = None
+    gaps: int = 0  # reports that never came, though later ones did ...
+    newest_gap: int = 0  # ... those of them ...
+    newest_gap_before: int = 0  # ... that are missing before this sequence
+
+    def take(self, sequence: int) -> None:
+        """Note that a report has come, and what is missing before it."""
+        missing = sequence - self.last_sequence - 1
+        if missing > 0:
+            self.gaps += missing
+            self.newest_gap, self.newest_gap_before = missing, sequence
+        self.last_sequence = sequence
+
+
+class Spent(Struct):
+    """What the measurement has cost in processes that are no more."""
+
+    agents_cpu_s: float = 0.0
+    recorder_cpu_s: float = 0.0
+    sent_bytes: int = 0
+    aggregator_cpu_s: float = 0.0
+    received_bytes: int = 0
+
+    def add(self, rank: RankState) -> None:
+        """Take over from an agent that another one follows."""
+        self.agents_cpu_s += rank.agent_cpu_s
+        self.recorder_cpu_s += rank.recorder_cpu_s or 0.0
+        self.sent_bytes += rank.sent_bytes
+
+
+class Waited(Struct):
+    """What the last window brought of stragglers."""
+
+    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank tells what is its own
+    rank_seconds: float = 0.0  # the same, summed over those that waited ...
+    joules: float | None = None  # ... and what their devices drew then
+    verdicts: tuple[Verdict, ...] = ()
+    num_named: int = 0  # ranks
+    clock_error_s: float | None = None  # the largest, of the ranks' clocks
+
+
+class Ledger(Struct):
+    """The sums of a job, and how far each of its ranks is in them."""
+
+    attempt: int
+    job: str
+    started_time_s: float
+    world_size: int = 0
+    closed: int = 0
+    reports: int = 0
+    ranks: dict[int, RankState] = {}
+    run: Account = msgspec.field(default_factory=Account)
+    whole: Account = msgspec.field(default_factory=lambda: Account(wall=True))
+    devices: DeviceEnergies = msgspec.field(default_factory=DeviceEnergies)
+    classes_j: dict[str, float] = {}
+    classes_s: dict[str, float] = {}
+    late: int = 0
+    loss: float | None = None
+    iteration_last: int = 0
+    iteration_shown: int = 0
+    events: dict[str, int] = {}
+    warmed_s: float = 0.0  # iteration time that the warm-up has had
+    run_after: int = 0  # windows up to this one are not in the run-to-date values: warm-up, or a reset
+    warm_until: int = 0  # ... because of the warm-up of this attempt
+    warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
+    scope: str = ""  # whose energy the sums are of, once there are any
+    hang_s: float = 0.0  # for which the job has stood: stalls that are over, and one that is not, so far
+    goodput: Goodput = msgspec.field(default_factory=Goodput)
+    spent: Spent = msgspec.field(default_factory=Spent)
+    serving_cpu_s: float = 0.0  # of the aggregator that serves now
+    serving_bytes: int = 0  # that it has received
+    stragglers: dict[str, Verdict] = {}  # whoever was named, with all that it cost, by its ranks
+    straggling_s: float | None = None  # that all waited for whoever was named
+    straggling_gpu_s: float = 0.0
+    straggling_j: float | None = 0.0  # None: a part of it was not measured
+    waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
+
+    def next_attempt(self, job: str) -> Ledger:
+        """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
+        self.goodput.end_attempt(self.status())
+        for rank in self.ranks.values():
+            self.spent.add(rank)
+        self.attempt, self.job = self.attempt + 1, job
+        self.world_size = self.closed = self.run_after = self.warm_until = 0
+        self.ranks, self.warmed_s, self.waited = {}, 0.0, Waited()
+        for sums in (self.run.energy, self.whole.energy, self.devices):
+            sums.close()
+        return self
+
+    def accounts(self, window: int) -> Sequence[Account]:
+        """Return the accounts that a window enters."""
+        return (self.whole,) if window <= self.run_after else (self.whole, self.run)
+
+    def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
+        """Say whether a window lies in the warm-up, and leave it out of the run-to-date values if so."""
+        numbers = Rows.of(rows).numbers
+        warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
+        self.warmed_s += float(numbers["time_s"].max())
+        if warming:
+            self.run_after = self.warm_until = window
+        return warming
+
+    def reset_run(self, window: int) -> None:
+        """Let the run-to-date values start after a window."""
+        self.run, self.run_after = Account(), window
+
+    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
+        """Enter the times and counts of rows, each of which may be entered once."""
+        rows = Rows.of(rows)
+        for account in self.accounts(window):
+            account.add_rows(rows)
+        for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
+            self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
+        self.goodput.count_rows(window, rows, rows.numbers)
+
+    def count_devices(
+        self,
+        window: int,
+        rows: Sequence[RankReport],
+        merged: Merged,
+        energy: WindowEnergy,
+        least_coverage: float,
+        sign: int = 1,
+    ) -> None:
+        """Enter a window's devices and energy; with a sign of -1 take them back, for a late row changes all of it."""
+        for account in self.accounts(window):
+            account.add_devices(merged, sign)
+            account.add_energy(window, energy, rows, least_coverage, sign)
+        self.devices.add(window, energy.stretches, sign)
+        if window <= self.warm_until:
+            self.warmup_j += sign * energy.iterations_j
+        for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
+            self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
+        self.goodput.count_energy(window, energy.iterations_j, energy.phases_j, sign)
+
+    def iteration_s(self) -> float:
+        """Return the mean time of an iteration so far; 0 where there was none."""
+        ranks = self.run.ranks
+        iterations = float(ranks.column("iterations").sum())
+        return float(ranks.column("time_s").sum()) / iterations if iterations else 0.0
+
+    def note_hang(self, seconds: float) -> None:
+        """Enter so many more seconds in which no rank of the job moved on."""
+        if seconds > 0:
+            self.hang_s += seconds
+            self.goodput.note_hang(self.closed + 1, seconds)
+
+    def overhead(self) -> Overhead:
+        """Return what the measurement has cost so far, over all its processes and attempts."""
+        ranks, spent = self.ranks.values(), self.spent
+        recorders = [rank.recorder_cpu_s for rank in ranks if rank.recorder_cpu_s is not None]
+        return Overhead(
+            recorder_cpu_s=spent.recorder_cpu_s + sum(recorders) if recorders or spent.recorder_cpu_s else None,
+            agents_cpu_s=spent.agents_cpu_s + sum(rank.agent_cpu_s for rank in ranks),
+            aggregator_cpu_s=spent.aggregator_cpu_s + self.serving_cpu_s,
+            sent_bytes=spent.sent_bytes + sum(rank.sent_bytes for rank in ranks),
+            received_bytes=spent.received_bytes + self.serving_bytes,
+        )
+
+    def advance(self, rows: Sequence[RankReport]) -> None:
+        """Note where the rows of a closed window have brought the job."""
+        losses = [row.loss for row in rows if row.loss is not None]
+        self.loss = losses[0] if losses else self.loss
+        self.iteration_last = max(self.iteration_last, int(Rows.of(rows).numbers["iteration_last"].max()))
+        self.iteration_shown = max(row.iteration_shown for row in rows)
+
+    def time_by_class(self) -> dict[str, float]:
+        """Return the seconds of each class, mean over ranks."""
+        ranks = len(self.whole.ranks) or 1
+        return {name: self.classes_s[name] / ranks for name in CLASSES if name in self.classes_s}
+
+    def energy_by_class(self) -> dict[str, float | None]:
+        """Return the measured joules of each class."""
+        return {name: self.classes_j[name] for name in CLASSES if name in self.classes_j}
+
+    def status(self) -> str:
+        """Return how the job ended, from the farewells of its ranks."""
+        said = [rank.bye for rank in self.ranks.values()]
+        if "failed" in said:
+            return "failed"
+        complete = len(said) == self.world_size and all(word == "completed" for word in said)
+        return "completed" if complete and said else "killed"
+
+    def encode(self, safe: Mapping[int, int]) -> bytes:
+        """Return the state as JSON, for a replacement.
+
+        Rows of windows that are still open are not in it, so it says that they have not come: whoever
+        sent them will send them again.
+
+        Args:
+            safe: the last sequence of each rank whose report, and all before it, is in the sums.
+        """
+        replace = msgspec.structs.replace
+        ranks = {
+            rank: known
+            if safe[rank] == known.last_sequence
+            else replace(
+                known,
+                last_sequence=safe[rank],
+                last_window=self.closed,
+                bye="",
+                gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
+            )
+            for rank, known in self.ranks.items()
+        }
+        return msgspec.json.encode(replace(self, ranks=ranks), enc_hook=to_json)
+
+
+_decode: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_json).decode
+
+
+def restore(state: bytes) -> Ledger:
+    """Return the ledger that another process has kept, for this one to go on with.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    ledger = _decode(state)
+    ledger.goodput.clock.is_resumed = True
+    ledger.spent.aggregator_cpu_s += ledger.serving_cpu_s
+    ledger.spent.received_bytes += ledger.serving_bytes
+    ledger.serving_cpu_s, ledger.serving_bytes = 0.0, 0
+    return ledger

@@ -1,0 +1,294 @@
+"""The ledger and the roster to what sinks are given: reports of windows, and the summary; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from effllm import metrics
+from effllm.aggregation.account import ROUNDING, Account, Expected, Merged, Rows
+from effllm.aggregation.ledger import Ledger
+from effllm.aggregation.roster import Roster
+from effllm.energy.energy_account import MOST_RANDOM_ERROR, WindowEnergy, times_longer
+from effllm.schema import (
+    ClusterReport,
+    ClusterTotals,
+    Coverage,
+    EnergySummary,
+    GoodputSummary,
+    RankReport,
+    Straggler,
+    Summary,
+    Value,
+)
+
+#: Clocks of nodes agree to much less; this is what lies between two looks at ours.
+MOST_AHEAD_S = 5.0
+
+
+class Window(Struct):
+    """A window that has closed: its rows, and what they come to."""
+
+    number: int
+    rows: dict[int, RankReport]
+    merged: Merged | None  # None before it is known, and where the other rows of the window are forgotten
+    energy: WindowEnergy | None  # as of `merged`
+    warming: bool = False
+    by_rank: Rows | None = None
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Who reported it."""
+        return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
+
+    def forgetful(self) -> Window:
+        """Return what it came to, without its rows: a thousandth of the objects."""
+        assert self.merged is not None
+        sums = Window(self.number, {}, self.merged.forgetful(), self.energy, self.warming)
+        sums.by_rank = self.ordered.joined(Rows())
+        return sums
+
+    @property
+    def ordered(self) -> Rows:
+        """The rows by rank."""
+        if self.by_rank is None:
+            self.by_rank = Rows(self.rows[rank] for rank in sorted(self.rows))
+        return self.by_rank
+
+
+def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
+    """Return the totals of an account, with what the job is known to be."""
+    return account.totals(
+        parameters=roster.parameters(),
+        gpus=roster.num_gpus,
+        world_size=ledger.world_size,
+        peak_flops_per_s=roster.peak_flops_per_s,
+        flops_per_token=roster.flops_per_token,
+        hardware_flops_per_token=roster.hardware_flops_per_token,
+        power_limit_w=roster.power_limit_w,
+        baseline_w=roster.baseline_w,
+        carbon_g_per_kwh=roster.config.carbon_intensity,
+        pue=roster.config.pue,
+        price_per_kwh=roster.config.price_per_kwh,
+        price_per_gpu_hour=roster.config.price_per_gpu_hour,
+        stalled_s=ledger.hang_s,
+        clock_error_s=ledger.waited.clock_error_s,
+        stragglers=ledger.waited.num_named,
+        straggling_s=ledger.straggling_s,
+        straggling_gpu_s=ledger.straggling_gpu_s,
+        straggling_j=ledger.straggling_j,
+    )
+
+
+def with_goodput(whole: ClusterTotals, ledger: Ledger, goodput: GoodputSummary) -> ClusterTotals:
+    """Return the totals of a job with where its elapsed time went, and what measuring has cost."""
+    return msgspec.structs.replace(
+        whole,
+        elapsed_s=goodput.elapsed_s,
+        class_s=goodput.seconds,
+        class_j=goodput.joules,
+        rank_seconds=sum(goodput.rank_seconds.values()),
+        overhead=ledger.overhead(),
+    )
+
+
+def report_of(
+    window: Window,
+    ledger: Ledger,
+    roster: Roster,
+    least_coverage: float,
+    last: ClusterReport | None,
+    correction: bool,
+) -> ClusterReport:
+    """Return the report of a window that has closed, or its correction by a late row."""
+    rows = window.ordered
+    account = Account()
+    account.add_rows(rows)
+    if window.merged is not None:
+        account.add_devices(window.merged)
+    if window.energy:
+        account.add_energy(window.number, window.energy, rows, least_coverage)
+    run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
+    whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.measures_energy))
+    waited = ledger.waited
+    own = msgspec.structs.replace(
+        own, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
+    )
+    shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
+    numbers = rows.numbers
+    coverage = coverage_of(window, ledger, roster)
+    if window.energy is None and last:  # a row so late that nobody remembers the others of its window
+        coverage = msgspec.structs.replace(last.coverage, reports_late=ledger.late)
+    shown = int(numbers["iteration_shown"].max())
+    return ClusterReport(
+        attempt=ledger.attempt,
+        window=window.number,
+        iteration=ledger.iteration_shown if correction else shown,
+        iteration_first=int(numbers["iteration_first"].min()),
+        iteration_last=int(numbers["iteration_last"].max()),
+        time_s=_end_time_s(float(numbers["end_time_s"].max()), ledger),
+        loss=rows.loss,
+        run=run,
+        last=own,
+        job=whole,
+        values=metrics.evaluate(run, shown_of_window, whole),
+        coverage=coverage,
+        straggler=straggler_of(rows),
+        total_iterations=roster.total_iterations,
+        remaining_s=_remaining_s(whole, roster.total_iterations, shown),
+        style=roster.style,
+        simulated=roster.is_simulated,
+        power_scope=roster.scope.label if window.energy and window.energy.coverage is not None else None,
+        warming_up=window.warming,
+        final=rows.is_final,
+        correction=correction,
+        energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
+        time_by_class=ledger.time_by_class(),
+        stragglers=waited.verdicts,
+        energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MOST_RANDOM_ERROR,
+    )
+
+
+def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
+    """Return how much of the job a window stands on."""
+    rows: Collection[int] = window.ranks if window else ()
+    merged = window.merged if window else None
+    absent = roster.absent(rows) if window else set()
+    expected = roster.expected(rows) if window else Expected(roster.devices)
+    gpus = int(expected.is_gpu.sum())
+    unknown = len((absent - roster.hellos.keys()) | roster.blind(rows)) if gpus else 0
+    span_s, memory_s, busy_s = merged.covered_s() if merged is not None else (0.0, 0.0, 0.0)
+    return Coverage(
+        ranks_expected=ledger.world_size,
+        ranks_reporting=len(rows),
+        gpus_expected=gpus + unknown,
+        gpus_measured=merged.count_measured(expected) if merged is not None else 0,
+        reports_lost=sum(rank.lost for rank in ledger.ranks.values()),
+        reports_late=ledger.late,
+        missing_ranks=tuple(sorted(absent)),
+        energy=window.energy.coverage if window and window.energy else None,
+        memory=min(memory_s / span_s, 1.0) if span_s > 0 else None,
+        utilization=min(busy_s / span_s, 1.0) if span_s > 0 else None,
+    )
+
+
+def summary_of(
+    ledger: Ledger,
+    roster: Roster,
+    kind: str,
+    last: ClusterReport | None,
+    time_s: float,
+    ended: bool,
+) -> Summary:
+    """Return the run as it stands; ``kind`` says which parameters P is."""
+    run, whole = totals(ledger.run, ledger, roster), totals(ledger.whole, ledger, roster)
+    status = ledger.status() if ended else "running"
+    goodput = ledger.goodput.summary(ended, roster.measures_energy, status)
+    whole = with_goodput(whole, ledger, goodput)
+    # A run has no last window: what charts show of one, a summary shows of the run to date.
+    values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
+    return Summary(
+        status=status,
+        is_over=ended,
+        iterations=whole.iterations,
+        attempts=ledger.attempt,
+        parameters=run.parameters,
+        parameters_kind=kind,
+        metrics={
+            tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
+            for tag, value in values.items()
+            if (entry := metrics.describe(tag)) and not tag.startswith("window/")
+        },
+        energy=EnergySummary(
+            total_joules=whole.energy_j if whole.energy_complete else None,
+            measured_joules=whole.energy_measured_j if roster.measures_energy else None,
+            scope=roster.scope.label,
+            method=roster.energy_method,
+            joules_per_token=values.get("energy/joules_per_token"),
+            by_device=ledger.devices.joules(),
+            error_by_device=ledger.devices.errors_j(),
+            error_joules=whole.energy_error_j if roster.measures_energy else None,
+            gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
+            warmup_joules=ledger.warmup_j if roster.measures_energy else None,
+            estimated_joules=whole.energy_estimated_j if roster.measures_energy else None,
+            by_class=ledger.energy_by_class() if roster.measures_energy else {},
+        ),
+        coverage=last.coverage if last else coverage_of(None, ledger, roster),
+        overhead=ledger.overhead(),
+        started_time_s=ledger.started_time_s,
+        updated_time_s=time_s,
+        elapsed_s=ledger.goodput.clock.at_s or 0.0,
+        time_by_class=ledger.time_by_class(),
+        simulated=roster.is_simulated,
+        not_measured=roster.not_measured,
+        tokens=whole.tokens,
+        samples=whole.samples,
+        loss=ledger.loss,
+        events=dict(ledger.events),
+        peak=roster.peak_source if run.flops_per_token else "",
+        profile=run.profile,
+        stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
+        goodput=goodput,
+    )
+
+
+def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tuple[str, str]]:
+    """Yield what speaks against the values of a window, as kind and sentence."""
+    last = report.last
+    for name, flops in (("MFU", last.flops_per_token), ("HFU", last.hardware_flops_per_token)):
+        share = metrics.share_of_peak(last, flops)
+        if share is not None and share > 1 + ROUNDING:
+            yield (
+                "mfu",
+                f"{name} would be {share:.3g}, which cannot be, and is not shown: wrong are the {flops:.3g} FLOPs per "
+                f"token, the tokens, or the peak ({roster.peak_source})",
+            )
+    if report.energy_doubtful and window.energy and not report.final:
+        error = metrics.timing_error_ratio(last) or 0.0
+        times = times_longer(window.energy.iterations)
+        enough = ""
+        if math.isfinite(times):  # no length is enough for an energy of next to nothing
+            iterations = math.ceil(times * last.iterations - ROUNDING)
+            enough = f", from {iterations} on ({times * last.energy_time_s:.2g} s) it would be ±5 %"
+        yield (
+            "energy_doubtful",
+            f"a window's energy is known to ±{100 * error:.2g} % only: {last.iterations} iterations "
+            f"({last.energy_time_s:.2g} s) are too short for the sensor{enough}; run-to-date values are not affected",
+        )
+
+
+def straggler_of(rows: Rows) -> Straggler | None:
+    """Return the slowest rank, where there are ranks to compare: by their own times, where they tell them."""
+    numbers = rows.numbers
+    worked = np.flatnonzero(numbers["iterations"] > 0)
+    if len(worked) < 2:
+        return None
+    own_steps, own_step_s = numbers["own_steps"][worked], numbers["own_step_s"][worked]
+    is_own = bool(own_steps.all())
+    times = own_step_s / own_steps * numbers["iterations"][worked] if is_own else numbers["time_s"][worked]
+    slowest = int(times.argmax())
+    return Straggler(rows.ranks[worked[slowest]], float(times[slowest]), float(np.median(times)), is_own)
+
+
+def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:
+    return (None, None, None) if parts is None else (parts[0], None, parts[1])
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:
+    if total is None or not whole.iterations:
+        return None
+    return max(total - shown, 0) * whole.time_s / whole.iterations
+
+
+def _end_time_s(told_s: float, ledger: Ledger) -> float:
+    """Return when a window ended: as its last rank tells, or now, where the clock of that rank's node is ahead."""
+    now_s = ledger.goodput.clock.time_s
+    return now_s if ledger.goodput.clock.at_s is not None and told_s > now_s + MOST_AHEAD_S else told_s

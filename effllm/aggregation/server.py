@@ -1,0 +1,609 @@
+"""The aggregator's process: edges only.  Sockets, files, threads and clocks are here; rules are not.
+
+Started by rank 0's agent on a socket that already listens, or on its own by ``effllm serve``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import platform
+import queue
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import zmq
+
+from effllm.aggregation.aggregator import Aggregator, Closed
+from effllm.aggregation.ledger import Ledger, restore
+from effllm.aggregation.orders import Orders
+from effllm.aggregation.pacing import Pace, is_large, keep_every_s, pause_s, report_every_s
+from effllm.aggregation.roster import SILENT_AFTER_S
+from effllm.aggregation.sink_thread import SinkThread
+from effllm.config import Config, secret_path
+from effllm.health.lost_agents import LostAgents
+from effllm.network import secret
+from effllm.network.curve import AgentKeys, ServerKeys
+from effllm.network.descriptors import needed, raise_limit
+from effllm.network.discovery import openness
+from effllm.network.door import Door
+from effllm.network.interface import is_loopback
+from effllm.network.peers import Peers
+from effllm.network.transport import FrameError, Link, ServerSocket, decode_from_agent, make_context
+from effllm.runs import own_files, run_lock
+from effllm.runs.provenance import boot_id, gather
+from effllm.schema import (
+    Ack,
+    Beat,
+    ByeSeen,
+    Clock,
+    Event,
+    FromAgent,
+    Hello,
+    Inspect,
+    Note,
+    Refused,
+    Reports,
+    Stack,
+    Summary,
+    Supersede,
+    Welcome,
+)
+from effllm.sinks import Keeper, Run, Shelf, Sink
+
+TICK_S = 0.5
+QUIET_S = 1.0  # whoever was heard since needs no other sign of life
+SUMMARY_EVERY_S = 60.0
+KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
+KEEPER_OPENS_S = 2.0
+SINKS_STOP_S = 3.0
+DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for us then
+MOST_UNSAFE = 64  # states that are not written yet
+STATE = "state.json"
+KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
+MOST_FRAMES = 1000  # between two looks at everything else
+MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
+
+
+class Server:
+    """One aggregator with its socket and its sinks."""
+
+    def __init__(self, orders: Orders, stdout: TextIO) -> None:
+        self._orders = orders
+        self._config = Config.from_dict(orders.config)
+        self._stdout = stdout
+        self._stop_asked = False
+        self._warned_until_s = 0.0
+        self.address = ""  # known once `run` has bound it
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
+        self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
+        self._peers = Peers(self._config.history_size)
+        self._sinks: list[SinkThread] = []
+        self._heard_until_s = time.monotonic()
+        self._told_facts_s = float("-inf")
+        self._has_room_for = 0  # ranks, by the limit of open files
+        self._pace = Pace(self._config.history_size)
+        self._acknowledged: Mapping[int, int] = {}
+        self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
+        self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
+        self._facts_changed = False
+        self._lost = LostAgents()
+        self._was_stalled = False  # as the last summary has it: there may be no later one
+        self._predecessor: Link | None = None
+        self._trainer_ended_s: float | None = None
+        self._agent = os.getppid() if orders.by_agent else -1
+
+    def run(self) -> str:
+        """Serve until the job is over; return its status.
+
+        Raises:
+            zmq.ZMQError: the endpoint cannot be bound.
+            SecretError: there is no usable secret, and the job is to be secured.
+        """
+        raise_limit()
+        self._context = context = make_context()
+        orders, known = self._orders, self._secret
+        keys = ServerKeys.of(known, orders.salt) if known else None
+        self._door = Door(context, keys)
+        self._socket = ServerSocket(context, keys)
+        # A socket that listens already has its address, and who comes waits in its queue until the run folder is open:
+        # those who come may take all descriptors that there are.
+        self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
+        if not known and (line := openness(self.address)):
+            self._warn(line, "security")
+        with self._run_folder() as folder:
+            self._start(folder)
+            if orders.listen_descriptor >= 0:
+                self.address = self._socket.listen(orders.endpoint, orders.listen_descriptor)
+            self._door.watch(self._socket.socket)
+            try:
+                self._loop()
+            finally:
+                gc.enable()
+            status = self._finish()
+        self._door.close()
+        self._socket.close()
+        context.destroy(linger=500)
+        return status
+
+    def stop(self, *_: object) -> None:
+        """Ask for the end: what has come in is closed and written."""
+        self._stop_asked = True
+
+    def warn_of_kill(self, *_: object) -> None:
+        """Take a scheduler's warning: all may be killed soon, we among them."""
+        self._warned_until_s = time.monotonic() + KILLED_WITHIN_S
+
+    # --- start ---
+
+    @contextlib.contextmanager
+    def _run_folder(self) -> Iterator[Path | None]:
+        """Hold the run folder's lock; yield ``None`` where there is no folder to write to."""
+        if not self._orders.folder:
+            yield None
+            return
+        orders, host = self._orders, platform.node()
+        own = run_lock.Holder(orders.run, orders.job, self.address, host, os.getpid(), orders.secured, orders.salt)
+        try:
+            lock = run_lock.take(Path(orders.folder), own, self._ask_to_end)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._warn(f"no run folder: {orders.folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
+            yield None
+            return
+        finally:
+            if self._predecessor is not None:
+                self._predecessor.close()
+        if lock.instead_of is not None:
+            self._warn(
+                f"another run is writing to {lock.instead_of}: this one goes to {lock.folder}; "
+                "set EFFICIENTLLM_RUN_NAME to choose"
+            )
+        is_over = False
+        try:
+            yield lock.folder
+            is_over = True
+        finally:
+            lock.release(is_over)
+
+    def _ask_to_end(self, holder: run_lock.Holder) -> None:
+        """Ask the aggregator of an earlier attempt, which waits for ranks that are gone, to let go of the folder."""
+        address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        if holder.host != platform.node() and is_loopback(address):
+            return  # at that address of this host is somebody else, or nobody
+        if self._predecessor is None:
+            keys = None
+            if holder.secured:
+                try:
+                    keys = AgentKeys.of(self._secret or secret.read(secret_path(self._config)), holder.salt)
+                except secret.SecretError:
+                    return  # whoever has no secret asks for nothing
+            self._predecessor = Link(self._context, holder.endpoint, keys)
+            self._predecessor.connect()
+        self._predecessor.send(Supersede(self._orders.run, self._orders.job))
+
+    def _make_room(self, message: Supersede) -> None:
+        """End for the next attempt of our job, if our own trainer is gone: who is alive is ended by nobody."""
+        orders = self._orders
+        is_ours = bool(orders.run) and message.run == orders.run and message.job != orders.job
+        if is_ours and (orders.trainer_descriptor < 0 or _has_ended(orders.trainer_descriptor)):
+            self._stop_asked = True
+
+    def _start(self, folder: Path | None) -> None:
+        self._folder = folder
+        snapshot = self._restore()
+        self._aggregator = Aggregator(
+            self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot, boot_id()
+        )
+        event_files = _event_files(self._config, folder, self._facts)
+        run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts, self._warn)
+        for name in self._config.sinks:
+            sink = SinkThread(name, run, self._warn)
+            sink.start()
+            self._sinks.append(sink)
+        for sink in self._sinks:
+            if sink.name == KEEPER:
+                sink.opened.wait(KEEPER_OPENS_S)
+
+    def _restore(self) -> Ledger | None:
+        if self._folder is None:
+            return None
+        try:
+            snapshot = restore(own_files.read_file(self._folder / STATE))
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._warn(f"{self._folder / STATE} cannot be read, the totals start anew: {error}")
+            return None
+        if snapshot.job == self._orders.job or not self._orders.job:
+            return snapshot
+        before = f"attempt {snapshot.attempt}, which was {snapshot.status()} at iteration {snapshot.iteration_shown}"
+        self._warn(f"attempt {snapshot.attempt + 1} goes on in {self._folder} after {before}", "restarted")
+        return snapshot.next_attempt(self._orders.job)
+
+    # --- the loop ---
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        next_tick_s = next_summary_s = time.monotonic()
+        # Messages hold no cycles, and among those of ten thousand ranks the search for some costs more than all else.
+        gc.disable()
+        while not self._stop_asked:
+            self._door.wait_with(poller)
+            poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
+            for line in self._door.look(time.monotonic()):
+                self._aggregator.refuse(time.time(), line, None)
+            if self._receive():
+                self._heard_until_s = time.monotonic()
+                if seconds := pause_s(self._aggregator.world_size):
+                    time.sleep(seconds)
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._tick(now_s)
+                if now_s < self._warned_until_s:
+                    self._keep_as_killed()
+                if self._over(now_s):
+                    return
+            if now_s >= next_summary_s or self._aggregator.is_stalled != self._was_stalled:
+                next_summary_s = now_s + SUMMARY_EVERY_S
+                gc.collect()
+                self._was_stalled = self._aggregator.is_stalled
+                summary = self._summary(ended=False)
+                self._to_sinks(lambda sink, summary=summary: sink.summarize(summary))  # type: ignore[misc]
+            self._hand_out(now_s)
+            if self._aggregator.finished(now_s):
+                return
+
+    def _receive(self) -> bool:
+        """Take what has arrived; return whether that was all."""
+        for _ in range(MOST_FRAMES):
+            received = self._socket.receive()
+            if received is None:
+                return True
+            peer, frame = received
+            if not self._peers.admits(peer, len(frame), time.monotonic()):
+                continue  # not even decoded
+            try:
+                self._take(peer, decode_from_agent(frame))
+            except FrameError as error:
+                self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+        return False
+
+    def _take(self, peer: bytes, message: FromAgent) -> None:
+        if isinstance(message, Supersede):
+            self._make_room(message)
+            return
+        now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
+        reason = self._peers.objection(peer, message)
+        if isinstance(message, Hello):
+            is_over = _has_ended(self._orders.trainer_descriptor)
+            if not reason and is_over and aggregator.is_too_late(message):
+                reason = "this attempt is over"
+            reason = reason or aggregator.hello(message, now_s, time_s)
+            if reason:
+                self._peers.turn_away()
+                self._socket.send(peer, Refused(reason, again=is_over))
+                return
+            self._peers.introduce(peer, message, now_s)
+            self._allow(message.world_size)
+            self._learn(message)
+            every_s = report_every_s(message.world_size)
+            self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
+        elif reason:
+            if self._peers.is_to_send_again(peer, now_s):
+                self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), again=True))
+        elif isinstance(message, Reports):
+            aggregator.reports(message, now_s, time_s)
+        elif isinstance(message, Beat):
+            if message.sent_ns:
+                now_ns = time.monotonic_ns()  # it is answered as it is received
+                self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
+            aggregator.beat(message, now_s, time_s)
+        elif isinstance(message, Note):
+            aggregator.note(message, now_s, time_s)
+        elif isinstance(message, Stack):
+            aggregator.stack(message, now_s, time_s)
+        elif aggregator.bye(message, now_s, time_s):
+            self._socket.send(peer, ByeSeen(message.rank))
+
+    def _allow(self, world_size: int) -> None:
+        """Raise the limit of open files, and say so where it is too low for this world."""
+        if self._has_room_for < world_size:
+            self._has_room_for = world_size
+            if trouble := raise_limit(needed(world_size)):
+                self._warn(f"not all of {world_size} ranks can connect: {trouble}", "descriptors")
+
+    def _learn(self, hello: Hello) -> None:
+        ranks = self._facts.setdefault("ranks", {})
+        ranks[str(hello.rank)] = {
+            "host": hello.host,
+            "role": hello.role,
+            "devices": [msgspec.to_builtins(device) for device in hello.devices],
+        }
+        for name, value in hello.facts.items() if len(self._facts) < MOST_FACTS else ():
+            self._facts.setdefault(name, value)
+        self._facts["world_size"] = hello.world_size
+        self._facts_changed = True
+
+    def _tick(self, now_s: float) -> None:
+        for refusal in self._peers.take_refusals():
+            self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
+        self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
+        self._look_for_lost(now_s)
+        self._aggregator.tick(now_s, time.time(), self._heard_until_s)
+        self._tell_facts(keep_every_s(self._aggregator.world_size))  # those of ten thousand ranks are 8 MB
+
+    def _look_for_lost(self, now_s: float) -> None:
+        """When the job ends, wait no more for agents that were killed."""
+        if self._aggregator.is_ending or self._trainer_ended_s is not None:
+            waited_for = self._aggregator.awaited(before_s=now_s - QUIET_S)
+            for rank in self._lost.look(now_s, waited_for, self._reaches):
+                self._aggregator.give_up(rank, time.time())
+
+    def _reaches(self, rank: int) -> bool:
+        peer = self._peers.of_rank(rank)
+        return peer is not None and self._socket.send(peer, Ack(0))  # which says nothing
+
+    def _tell_facts(self, every_s: float = 0.0) -> None:
+        now_s = time.monotonic()
+        if self._facts_changed and now_s - self._told_facts_s >= every_s:
+            self._facts_changed, self._told_facts_s = False, now_s
+            known = {"ranks": dict(self._facts["ranks"]), "parameters": self._aggregator.parameters()}
+            facts = {**self._facts, **known}
+            self._to_sinks(lambda sink: sink.update_facts(facts))
+
+    def _over(self, now_s: float) -> bool:
+        """Whether rank 0's trainer is long gone and nobody has been heard for long, so that no farewell will come.
+
+        On a busy machine a trainer may have been killed before its agent, which has all it did and has started us, is
+        heard at all: as long as that one lives it is waited for.
+        """
+        if self._trainer_ended_s is None:
+            if _has_ended(self._orders.trainer_descriptor):
+                self._trainer_ended_s = now_s
+            return False
+        if self._aggregator.nobody_is_there and not self._aggregator.is_ending:
+            return True  # all were seen to have gone
+        is_long = now_s - self._trainer_ended_s > SILENT_AFTER_S or os.getppid() != self._agent
+        return is_long and self._aggregator.all_silent(now_s)
+
+    def _hand_out(self, now_s: float) -> None:
+        if closed := self._aggregator.take_closed():
+            self._write(closed, now_s)
+        self._keep(now_s)
+        if events := self._aggregator.take_events():  # ten thousand ranks that join at once would fill a queue
+
+            def tell(sink: Sink) -> None:
+                for event in events:
+                    sink.event(event)
+
+            self._to_sinks(tell)
+        self._inspect()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, Event):
+                    self._to_sinks(lambda sink, item=item: sink.event(item))  # type: ignore[misc]
+                else:
+                    self._acknowledge(item)
+
+    def _inspect(self) -> None:
+        """Ask agents what their trainers are doing, and keep what they answer."""
+        for rank in self._aggregator.take_asked():
+            if (peer := self._peers.of_rank(rank)) is not None:
+                self._socket.send(peer, Inspect("the job has stalled"))
+        if files := self._aggregator.take_stacks():
+
+            def store(sink: Sink) -> None:
+                if isinstance(sink, Shelf):
+                    for file in files:
+                        sink.store(f"stacks/{file.name}", file.text)
+
+            self._to_sinks(store)
+
+    def _write(self, closed: Sequence[Closed], now_s: float) -> None:
+        # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
+        self._tell_facts()  # a row names its host, which the run folder learns from them
+
+        def write(sink: Sink) -> None:
+            for report, rows, _ in closed:
+                sink.write(report, rows)
+
+        self._to_sinks(write, len(closed))
+        self._pace.closed(len(closed))
+        if is_large(self._aggregator.world_size) or len(self._unsafe) > 1:  # their acknowledgement takes its time
+            self._show()
+        self._keep(now_s)
+
+    def _keep(self, now_s: float) -> None:
+        """Have the state kept, and then acknowledge what is in it, where that is due."""
+        aggregator = self._aggregator
+        if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
+            return
+        self._pace.kept(now_s)
+        safe = aggregator.safe()
+        if not self._has_keeper:
+            self._acknowledge(safe)
+            return
+        self._unsafe.append(safe)
+        self._relieve()
+        state = aggregator.snapshot(safe)
+
+        def keep(sink: Sink) -> None:
+            if isinstance(sink, Keeper) and sink.keep(state):  # else the agents keep their copies
+                self._inbox.put(safe)
+                os.eventfd_write(self._wake, 1)
+
+        self._to_sinks(keep)
+
+    def _relieve(self) -> None:
+        """Acknowledge what a disk has not taken for so long that the agents' buffers are half full of it."""
+        while len(self._unsafe) > 1:
+            oldest, newest = self._unsafe[0], self._unsafe[-1]
+            waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
+            if waiting <= self._config.history_size // 2:
+                break
+            self._acknowledge(oldest)
+        if len(self._unsafe) > MOST_UNSAFE:
+            del self._unsafe[1:-1:2]
+
+    @property
+    def _has_keeper(self) -> bool:
+        return self._folder is not None and KEEPER in self._config.sinks
+
+    def _show(self) -> None:
+        """Tell the ranks whose loops show values of the newest report, ahead of what is safe."""
+        shown = {0, self._aggregator.world_size - 1}
+        self._send_acks({rank: self._acknowledged.get(rank, 0) for rank in shown})
+
+    def _acknowledge(self, safe: dict[int, int]) -> None:
+        for i, one in enumerate(self._unsafe):
+            if one is safe:
+                del self._unsafe[: i + 1]  # a later state holds all of an earlier one
+                break
+        self._acknowledged = safe
+        self._send_acks(safe)
+
+    def _send_acks(self, safe: Mapping[int, int]) -> None:
+        report = self._aggregator.last_report
+        values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
+        iteration = report.iteration if report else 0
+        for rank, sequence in safe.items():
+            peer = self._peers.of_rank(rank)
+            if peer is not None:
+                self._socket.send(peer, Ack(sequence, iteration, values, self._aggregator.report_count))
+
+    def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
+        for sink in self._sinks:
+            sink.put(work, windows)
+
+    def _warn(self, text: str, kind: str = "sink") -> None:
+        """Make an event of trouble of our own; called from any thread."""
+        self._inbox.put(Event(time.time(), kind, text))
+        os.eventfd_write(self._wake, 1)
+
+    # --- the end ---
+
+    def _summary(self, ended: bool) -> Summary:
+        self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
+        summary = self._aggregator.summary(time.time(), ended)
+        left_out = {
+            # What the run folder has not written yet stands before the summary in its queue.
+            sink.name: sink.left_out + (sink.unfinished if ended and sink.name != KEEPER else 0)
+            for sink in self._sinks
+        }
+        return msgspec.structs.replace(
+            summary,
+            events={**summary.events, **self._peers.refused, **self._door.refused},
+            left_out={name: count for name, count in left_out.items() if count},
+        )
+
+    def _keep_as_killed(self) -> None:
+        """Have the run folder say what will be true if we are killed before we can say it."""
+        summary = msgspec.structs.replace(self._summary(ended=False), status="killed")
+        for sink in self._sinks:
+            if sink.name == KEEPER:
+                sink.put(lambda sink: sink.summarize(summary))
+
+    def _finish(self) -> str:
+        self._aggregator.close_all()
+        self._tick(time.monotonic())
+        self._tell_facts()
+        self._hand_out(time.monotonic())
+        deadline_s = time.monotonic() + SINKS_STOP_S
+        # The run folder last: its summary counts what the others have not written by then.
+        others = [sink for sink in self._sinks if sink.name != KEEPER]
+        self._stop(others, deadline_s - SINKS_STOP_S / 2)
+        self._hand_out(time.monotonic())
+        keepers = [sink for sink in self._sinks if sink.name == KEEPER]
+        if self._folder is not None:  # with the farewells, by which the next attempt knows how this one ended
+            state = self._aggregator.snapshot()
+
+            def keep(sink: Sink) -> None:
+                if isinstance(sink, Keeper):
+                    sink.keep(state)
+
+            for sink in keepers:
+                sink.put(keep)
+        summary = self._stop(keepers, deadline_s)
+        if not all(sink.join(0.0) for sink in keepers):
+            self._let_go()
+            for sink in keepers:
+                sink.join(DISK_WAIT_S)
+        self._hand_out(time.monotonic())
+        if summary.status == "completed" and self._folder is not None:
+            with contextlib.suppress(OSError):  # what is over is not gone on with
+                (self._folder / STATE).unlink(missing_ok=True)
+        return summary.status
+
+    def _stop(self, sinks: Sequence[SinkThread], deadline_s: float) -> Summary:
+        """Give sinks the summary and let them end until then, all at once: one that stalls takes no other's time."""
+        summary = self._summary(ended=True)
+        for sink in sinks:
+            sink.stop(lambda sink: sink.summarize(summary))
+        for sink in sinks:
+            sink.join(deadline_s - time.monotonic())
+        return summary
+
+    def _let_go(self) -> None:
+        """Let whoever reads the job's output see its end, while a disk that stands still is waited for."""
+        if self._orders.trainer_descriptor >= 0:
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            for descriptor in (self._orders.stdout_descriptor, 2):
+                os.dup2(null, descriptor)
+            os.close(null)
+
+
+def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
+    """Return where TensorBoard's event file goes: where the user says, beside the framework's own, or the run folder.
+
+    TensorBoard forgets points where one folder has two event files at a time, so ours has a folder below the
+    framework's.  That one may be on another host's disk, as the framework may write from another rank.
+    """
+    if config.tensorboard_dir:
+        return Path(config.tensorboard_dir)
+    framework_folder = str(facts.get("tensorboard_dir") or "")
+    if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
+        return Path(framework_folder) / "efficientllm"
+    return folder / "tensorboard" if folder else None
+
+
+def _has_ended(pidfd: int) -> bool:
+    if pidfd < 0:
+        return False
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def main(arguments: list[str]) -> int:
+    """Run the aggregator that the JSON on the descriptor ``arguments[0]`` orders."""
+    # It ends with its job, by protocol; a scheduler's SIGTERM reaches trainers too, which may still save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until there is somebody to tell
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = int(arguments[0])
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with os.fdopen(descriptor, "rb") as file:
+        orders = msgspec.json.decode(file.read(), type=Orders)
+    stdout = os.fdopen(orders.stdout_descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
+    server = Server(orders, stdout)
+    signal.signal(signal.SIGTERM, server.warn_of_kill)
+    server.run()
+    # A sink that hangs has a thread that cannot be joined.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,303 @@
+"""How a device's energy sensor behaves: measured at start in two seconds at most, kept per model and driver.
+
+What standing still can show is measured here: how often the counter moves, whether the power reading
+moves with it, what a call takes.  How far readings lag behind shows only under a changing load, which
+``effllm profile`` applies; what it finds is kept in the same file.  See docs/calibration.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from effllm import hardware
+from effllm.runs import own_files
+from effllm.schema import COUNTER, Device, Sample, Sensor
+
+LONGEST_S = 2.0
+#: Between two moves of a counter that nobody has watched: 100 ms on all GPUs from Turing on (docs/hardware.md).
+USUAL_TICK_S = 0.1
+#: Reads of one calibration are at least so far apart; and each call may take so much of the time.
+LEAST_APART_S, MOST_BUSY = 0.002, 0.25
+LEAST_MOVES = 4
+#: A counter that moved between almost all reads moves all the time, if the reads were at most so far apart.
+DENSE_S = 0.006
+#: So many changes of the power reading tell whether it is held, against what the table says.
+LEAST_CHANGES = 8
+#: Firmware changes, and the driver's version does not tell: what is older is measured anew.
+KEPT_DAYS = 90
+#: A tick that is found anew may differ by so much from the one that is kept.
+SAME_TICK = 0.02
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """A file of the cache: how the sensor of a model behaves under a driver."""
+
+    name: str
+    driver: str
+    date: str
+    sensor: Sensor
+    measured_lag: bool = False  # under a load, not assumed
+    checked: str = ""  # the day on which it was last found to hold, where that is not its date
+
+    def is_fresh(self) -> bool:
+        """Whether it may be used unseen."""
+        try:
+            age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
+        except ValueError:
+            return False
+        return -1 <= age.days <= KEPT_DAYS
+
+    def told(self) -> Sensor:
+        """Return the sensor, which says from where it is known."""
+        verb = "profiled" if self.measured_lag else "measured"
+        return replace(self.sensor, source=f"{verb} {self.date}, kept in the cache")
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What reading a device that stands still has shown."""
+
+    call_s: float
+    tick: tuple[float, float] | None  # and the half-width of what is open about it
+    is_held: bool | None
+
+
+def calibrate(device: Device, read: Callable[[], Sample], folder: Path | None, *, keep: bool = True) -> Sensor:
+    """Return how the device's sensor behaves: from the cache, else measured now and kept there.
+
+    Args:
+        device: as it was opened; its sensor says what is known before.
+        read: takes one sample; each is also used as a measurement by whoever called.
+        folder: the cache; ``None`` is none.
+        keep: whether what is measured now is put there.
+    """
+    if device.simulated or not device.is_gpu:
+        return device.sensor
+    kept = load(folder, device.name, device.driver) if folder else None
+    if device.energy_method != COUNTER:
+        return kept.told() if kept is not None and kept.measured_lag else device.sensor
+    if kept is not None and kept.is_fresh():
+        _watch(read, 1.3 * kept.sensor.tick_s, kept.sensor.tick_s / 24)
+        return kept.told()
+    seen = _look(read)
+    if kept is not None and kept.measured_lag and _still_holds(kept.sensor, seen):
+        again = replace(kept, checked=_today())
+        if folder and keep and seen.tick is not None:
+            store(folder, again)
+        return again.told()
+    sensor = with_seen(assumed(device), seen)
+    if folder and keep and sensor.source.startswith("measured"):
+        store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor))
+    return sensor
+
+
+def assumed(device: Device) -> Sensor:
+    """Return what the hardware table says of a device's sensor, over what the device file said.
+
+    A GPU that it does not know has the tick that most have; when it ticks is known of neither.
+    """
+    if device.energy_method != COUNTER or device.simulated or not device.is_gpu:
+        return device.sensor
+    row = hardware.find(device.name)
+    sensor = _of_table(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
+    tick_s = sensor.tick_s or USUAL_TICK_S
+    return replace(sensor, tick_s=tick_s, tick_error_s=sensor.tick_error_s or tick_s)
+
+
+def _of_table(row: hardware.KnownSensor, sensor: Sensor) -> Sensor:
+    tick_s = row.update_s or sensor.tick_s
+    return replace(
+        sensor,
+        tick_s=tick_s,
+        duty=row.duty if row.duty is not None else sensor.duty,
+        lag_s=row.lag_s or 0.0,
+        lag_error_s=0.0 if row.lag_s is not None else tick_s,  # one board was seen to lag by a tick
+        is_held=True,
+        average_s=1.0,
+        gain_error=row.gain_error,
+        source="hardware table",
+    )
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def measure(sensor: Sensor, read: Callable[[], Sample]) -> Sensor:
+    """Watch the counter and the power reading move for two seconds, and return what they show."""
+    return with_seen(sensor, _look(read))
+
+
+def _look(read: Callable[[], Sample]) -> Seen:
+    samples, call_s = _watch(read, LONGEST_S, LEAST_APART_S)
+    tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
+    return Seen(call_s, tick, is_held(samples))
+
+
+def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
+    """Return what is assumed of a sensor, corrected by what was seen."""
+    if seen.tick is None:
+        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: the reads did not tell the tick")
+    tick_s, tick_error_s = seen.tick
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # by a tick, whichever it is
+    return replace(
+        sensor,
+        tick_s=tick_s,
+        tick_error_s=tick_error_s,
+        is_held=sensor.is_held if seen.is_held is None else seen.is_held,
+        lag_error_s=tick_s if lag_is_open else sensor.lag_error_s,
+        call_s=seen.call_s,
+        source="measured here",
+    )
+
+
+def _still_holds(sensor: Sensor, seen: Seen) -> bool:
+    if seen.tick is None:
+        return True  # nothing speaks against it
+    tick_s, error_s = seen.tick
+    return abs(tick_s - sensor.tick_s) <= SAME_TICK * sensor.tick_s + error_s + sensor.tick_error_s
+
+
+def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Return the period of a counter and the half-width of what is open about it, from dense readings.
+
+    Every move lies between two reads; the period is what explains all of them.  A counter that moved
+    from almost every read to the next moves all the time: its tick is 0.  ``None``: the reads do not tell.
+
+    Args:
+        readings: monotonic time in ns and joules.
+    """
+    reads = [(first[0], second[0], first[1] != second[1]) for first, second in pairwise(readings)]
+    moves = [(after, until) for after, until, has_moved in reads if has_moved]
+    if len(moves) < LEAST_MOVES:
+        return None
+    apart_ns = statistics.median(until - after for after, until, _ in reads)
+    if len(moves) > 0.6 * len(reads):
+        return (0.0, 0.0) if apart_ns <= DENSE_S * 1e9 else None
+    roughly_ns = statistics.median(later - earlier for (earlier, _), (later, _) in pairwise(moves))
+    runs = _runs(reads, max(1.5 * apart_ns, 0.5 * roughly_ns))
+    steps = [(after + until - since - before) / 2 for run in runs for (since, before), (after, until) in pairwise(run)]
+    if not steps:
+        return None
+    period = statistics.fmean(steps)
+    shortest, longest = 0.5 * period, 1.5 * period
+    for run in runs:
+        for i, (since, before) in enumerate(run):
+            for ticks, (after, until) in enumerate(run[i + 1 :], 1):
+                shortest = max(shortest, (after - before) / ticks)
+                longest = min(longest, (until - since) / ticks)
+    if shortest > longest:  # it jitters by more than reads are apart
+        return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
+    return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
+
+
+def _runs(reads: Sequence[tuple[int, int, bool]], most_ns: float) -> list[list[tuple[int, int]]]:
+    """Return the moves of each stretch in which no read was held up, so that each is a tick after the one before."""
+    runs: list[list[tuple[int, int]]] = [[]]
+    for after, until, has_moved in reads:
+        if until - after > most_ns:  # it may have moved more than once
+            runs.append([])
+        elif has_moved:
+            runs[-1].append((after, until))
+    return runs
+
+
+def is_held(samples: Sequence[Sample]) -> bool | None:
+    """Whether the power reading changes only when the counter does, as a sensor's that measures once per tick.
+
+    ``None``: it changed too seldom to tell.
+    """
+    pairs = [
+        (first, second)
+        for first, second in pairwise(samples)
+        if first.power_w is not None and second.power_w is not None
+    ]
+    changes = [(first, second) for first, second in pairs if first.power_w != second.power_w]
+    if len(changes) < LEAST_CHANGES:
+        return None
+    together = sum(first.energy_j != second.energy_j for first, second in changes)
+    return together >= 0.8 * len(changes)
+
+
+def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[list[Sample], float]:
+    """Read densely; return the samples and what one read takes."""
+    samples: list[Sample] = []
+    calls_s: list[float] = []
+    end_s = time.monotonic() + min(span_s, LONGEST_S)
+    while True:
+        began_s = time.monotonic()
+        if began_s >= end_s:
+            return samples, statistics.median(calls_s) if calls_s else 0.0
+        samples.append(read())
+        calls_s.append(time.monotonic() - began_s)
+        pause_s = max(apart_s - calls_s[-1], calls_s[-1] / MOST_BUSY)
+        time.sleep(max(min(pause_s, end_s - time.monotonic()), 0.0))
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def load(folder: Path, name: str, driver: str) -> Calibration | None:
+    """Return what is kept about a model and driver; ``None`` where nothing usable is."""
+    name = _model(name)
+    try:
+        kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
+        return None
+    return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
+
+
+def store(folder: Path, calibration: Calibration) -> None:
+    """Keep a calibration; a folder that cannot be written costs the next start two seconds."""
+    calibration = replace(calibration, name=_model(calibration.name))
+    path = _path(folder, calibration.name, calibration.driver)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        own_files.make_folder(folder)
+        draft.unlink(missing_ok=True)
+        descriptor = own_files.open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
+        draft.replace(path)
+
+
+def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
+    """Keep a calibration, but not one without a lag over a fresh one that has it."""
+    now = load(folder, calibration.name, calibration.driver)
+    if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
+        store(folder, calibration)
+
+
+def _model(name: str) -> str:
+    """Return the name of the chip, whose sensor its slices share."""
+    return re.sub(r"\s+MIG\b.*$", "", name)
+
+
+def _is_possible(sensor: Sensor) -> bool:
+    """Whether there can be such a sensor: a file may have been edited."""
+    return (
+        0 <= sensor.tick_s <= 10
+        and 0 <= sensor.tick_error_s <= 10
+        and -10 <= sensor.lag_s <= 10
+        and 0 <= sensor.lag_error_s <= 10
+        and 0 < sensor.duty <= 1
+        and 0 <= sensor.average_s <= 60
+        and 0 <= sensor.gain_error <= 1
+    )
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _path(folder: Path, name: str, driver: str) -> Path:
+    return folder / (re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-{driver}").strip("-")[:120] + ".json")

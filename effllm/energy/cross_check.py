@@ -1,0 +1,63 @@
+"""A counter against integrated power, once a minute; pure."""
+
+from __future__ import annotations
+
+import math
+
+from effllm.energy.power_spread import PowerSpread
+
+NS = 1e-9
+CROSS_CHECK_S = 60.0
+#: Counter and power may differ by so much, beyond what sampling explains, before the counter is suspect.
+DISAGREEMENT = 0.03
+
+
+class CrossCheck:
+    """Compares the counter with integrated power, and says when they begin to disagree and when they agree again."""
+
+    def __init__(self) -> None:
+        self._start: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None  # time and power
+        self._power_j = self._variance_j2 = 0.0
+        self._is_suspect = False
+
+    def forget(self) -> None:
+        """Begin anew: the counter was not read, or not believed."""
+        self._start = self._last = None
+
+    def add(self, time_ns: int, total_j: float, power_w: float, powers: PowerSpread) -> str | None:
+        """Take a reading of both; return what has changed, if a minute is full and something has.
+
+        Args:
+            time_ns: when.
+            total_j: the counter's.
+            power_w: the power's.
+            powers: how much it varies, for what sampling explains.
+        """
+        if self._start is None or self._last is None:
+            self._start, self._last = (time_ns, total_j), (time_ns, power_w)
+            self._power_j = self._variance_j2 = 0.0
+            return None
+        span_s = (time_ns - self._last[0]) * NS
+        self._power_j += (self._last[1] + power_w) / 2 * span_s
+        self._variance_j2 += powers.variance_w2 * span_s * max(span_s, 0.2)
+        self._last = (time_ns, power_w)
+        whole_s = (time_ns - self._start[0]) * NS
+        if whole_s < CROSS_CHECK_S:
+            return None
+        told = self._compare(total_j - self._start[1], whole_s)
+        self._start, self._power_j, self._variance_j2 = (time_ns, total_j), 0.0, 0.0
+        return told
+
+    def _compare(self, counter_j: float, span_s: float) -> str | None:
+        allowed_j = max(3 * math.sqrt(self._variance_j2), DISAGREEMENT * self._power_j)
+        was_suspect, self._is_suspect = self._is_suspect, abs(counter_j - self._power_j) > allowed_j
+        if self._is_suspect == was_suspect:
+            return None
+        if was_suspect:
+            return "the energy counter and integrated power agree again"
+        percent = 100 * (counter_j / self._power_j - 1) if self._power_j else math.inf
+        return (
+            f"over {span_s:.0f} s the energy counter says {counter_j:.0f} J and power integrates to "
+            f"{self._power_j:.0f} J ({percent:+.1f} %): the counter is used"
+        )

@@ -1,0 +1,123 @@
+"""The energy of all GPUs that are visible here, for whoever watches a process that is not ours."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+
+from effllm.agents.sampler import Sampler
+from effllm.agents.track import EDGE_WAIT_S, Track
+from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+
+_MOST_GPUS = 64
+_OPENED_WITHIN_S = 3.0
+
+
+class GpuEnergy:
+    """Samples every GPU that CUDA_VISIBLE_DEVICES shows, each once.
+
+    Args:
+        device: a name of `effllm.devices`; ``auto`` is nvml.
+        environ: where CUDA_VISIBLE_DEVICES and the like are.
+        interval_s: seconds between samples.
+    """
+
+    def __init__(self, device: str, environ: Mapping[str, str], interval_s: float) -> None:
+        self._device = "nvml" if device == "auto" else device
+        self._environ, self._interval_s = environ, interval_s
+        self._tracks: list[Track] = []
+        self._woken = -1
+        self.why_not = ""  # why no energy is measured
+        self.is_simulated = False
+
+    @property
+    def count(self) -> int:
+        """Number of GPUs whose energy is read, those of one module once."""
+        return len(self._by_owner())
+
+    def start(self) -> None:
+        """Open the GPUs, and wait for their first samples."""
+        readers = self._open_all()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        for reader in readers:
+            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _line: None, self._woken)  # type: ignore[misc]
+            self._tracks.append(Track(sampler, self._interval_s))
+            sampler.start()
+        until_s = time.monotonic() + _OPENED_WITHIN_S
+        while any(t.sampler.is_opening for t in self._tracks) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self._take()
+        if readers and not self.count:
+            self.why_not = "these GPUs tell neither energy nor power"
+
+    def joules(self, start_s: float, end_s: float) -> float | None:
+        """Return what the GPUs drew between two moments of the monotonic clock; ``None`` where a part is not known."""
+        end_ns = int(end_s * 1e9)
+        for track in self._tracks:
+            track.ask(end_ns)
+        until_s = time.monotonic() + EDGE_WAIT_S
+        while True:
+            self._take()
+            if all(track.is_settled(end_ns) for track in self._tracks) or time.monotonic() > until_s:
+                break
+            time.sleep(0.01)
+        total_j = 0.0
+        for track in self._by_owner().values():
+            assert track.series is not None
+            part = track.series.integrals(int(start_s * 1e9), end_ns)
+            track.series.forget_before(end_ns)
+            if part.energy_j is None or part.energy_covered_s < 0.99 * (end_s - start_s):
+                return None
+            total_j += part.energy_j
+        return total_j if self._by_owner() else None
+
+    def close(self) -> None:
+        """Stop sampling."""
+        for track in self._tracks:
+            track.sampler.stop(1.0)
+        self._tracks = []
+        if self._woken >= 0:
+            os.close(self._woken)
+            self._woken = -1
+
+    def _open_all(self) -> list[Reader]:
+        found: dict[str, Reader] = {}
+        if self._device == "host":
+            self.why_not = "EFFICIENTLLM_DEVICE=host is no GPU"
+            return []
+        for rank in range(_MOST_GPUS):
+            site = Site(
+                local_rank=rank,
+                trainer_pid=os.getpid(),
+                host=platform.node(),
+                visible_devices=self._environ.get("CUDA_VISIBLE_DEVICES"),
+                hip_visible_devices=self._environ.get("HIP_VISIBLE_DEVICES"),
+                rocr_visible_devices=self._environ.get("ROCR_VISIBLE_DEVICES"),
+            )
+            try:
+                reader = open_device(self._device, site)
+            except DeviceUnavailable as error:
+                self.why_not = "" if found else str(error)
+                break
+            if reader.device.key in found:  # the only one that is visible
+                reader.close()
+                break
+            found[reader.device.key] = reader
+            self.is_simulated = reader.device.simulated
+            if self.is_simulated:
+                break  # there are as many of these as one asks for
+        return list(found.values())
+
+    def _take(self) -> None:
+        for track in self._tracks:
+            track.take()
+
+    def _by_owner(self) -> dict[str, Track]:
+        """Return the tracks that tell energy, one for each whose energy it is."""
+        known: dict[str, Track] = {}
+        for track in self._tracks:
+            if track.series is not None and track.series.device.energy_method is not None:
+                known.setdefault(track.series.device.energy_key or track.series.device.key, track)
+        return known

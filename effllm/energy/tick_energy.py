@@ -1,0 +1,77 @@
+"""Within a tick of a counter: how its energy is split at a moment, and when ticks beat with iterations; pure."""
+
+from __future__ import annotations
+
+import math
+
+from effllm.energy.power_spread import PowerSpread
+
+#: A change of power is a step if it is so many times what power usually changes by from tick to tick.
+STEP = 8.0
+#: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016; others more).
+BEND = 0.04
+
+
+def in_tick(
+    since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
+) -> tuple[float, float, float]:
+    """Split the energy of one tick at a moment in it: return what flowed before it, the variance, and the power there.
+
+    Power of training moves in steps.  With the power of the ticks before and after, one step explains the
+    tick's energy if it lies where the energy says; where no single step does, or power swings smoothly, the
+    energy is taken as spread over the tick.
+    """
+    mean_w = joules / tick_s
+    rest_s = tick_s - since_s
+    flat_j = mean_w * since_s
+    if before_w is None or after_w is None:
+        return flat_j, powers.jump_j2(min(since_s, rest_s)), mean_w
+    rise_w = after_w - before_w
+    low_w, high_w = min(before_w, after_w), max(before_w, after_w)
+    noise_w = powers.noise_w()
+    # Power that bends smoothly: the parabola whose means over the three ticks are those.
+    x = since_s / tick_s
+    slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
+    start_w = mean_w - slope_w / 2 - bend_w / 3
+    smooth_j = tick_s * (start_w * x + slope_w * x**2 / 2 + bend_w * x**3 / 3)
+    change_w = max(abs(mean_w - before_w), abs(after_w - mean_w))
+    unseen_j2 = powers.unseen_w2(change_w) * tick_s**2 * 4 * x * (1 - x)
+    if low_w - noise_w <= mean_w <= high_w + noise_w and abs(rise_w) > STEP * noise_w:
+        step_s = min(max((joules - after_w * tick_s) / (before_w - after_w), 0.0), tick_s)
+        step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
+        return step_j, unseen_j2, before_w if since_s < step_s else after_w
+    outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
+    if outside_w > 3 * noise_w:  # something short happened within the tick, nobody knows where in it
+        excess_j = joules - (before_w + after_w) / 2 * tick_s
+        return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
+    return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
+
+
+def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
+    """Return how much more than independent ticks would the aliasing error of a stretch varies.
+
+    Iterations that take a multiple of the tick meet the sensor at the same phase each time, and their
+    errors add up instead of averaging out.  The phases of N iterations enter as the power of their
+    Fourier sums at the first harmonics of the tick, those of a step function.
+
+    Args:
+        step_s: iteration time.
+        deviation_s: its standard deviation.
+        tick_s: the sensor's period.
+        span_s: length of the stretch.
+    """
+    count = span_s / step_s if step_s > 0 else 1.0
+    if count < 1.5:
+        return 1.0
+    total = weights = 0.0
+    for harmonic in (1, 2, 3):
+        angle = 2 * math.pi * harmonic * step_s / tick_s
+        damping = math.exp(-0.5 * (2 * math.pi * harmonic * deviation_s / tick_s) ** 2)
+        z = damping * complex(math.cos(angle), math.sin(angle))
+        if abs(1 - z) < 1e-6:
+            power = count
+        else:
+            power = 1 + 2 * (z / (1 - z) - z * (1 - z**count) / (count * (1 - z) ** 2)).real
+        total += max(power, 0.0) / harmonic**2
+        weights += 1 / harmonic**2
+    return total / weights

@@ -1,0 +1,1 @@
+"""Who holds the job up, who has stopped, and why."""

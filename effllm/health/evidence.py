@@ -1,0 +1,166 @@
+"""What of a window is a rank's own, so that it can be compared with its peers: four kinds of evidence; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+from msgspec import Struct
+
+from effllm.aggregation.account import Rows
+from effllm.health.clock import NS, Offset
+from effllm.health.robust import median
+from effllm.health.standing_out import FLOOR, Track, Z
+from effllm.schema import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, RankReport
+
+#: An arrival counts as late from so many times the error of the clocks on.
+CLOCK_ERRORS = 3.0
+#: Groups from this size on have their arrivals looked at in every fourth window: aligning clocks is what takes longest.
+LARGE, SELDOM = 1024, 4
+
+_OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
+
+Key = tuple[str, str]  # a group, and a kind of evidence
+
+
+class Peer(Struct, frozen=True):
+    """What is known of a rank before it is compared."""
+
+    group: str = ""  # of ranks that do the same work: its role and peer group
+    host: str = ""
+    device: str = ""
+    replica: str = ""  # of ranks that wait for each other before the sync point
+    is_gpu: bool = True
+
+
+class Peers:
+    """The ranks of a job, and what they have in common."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Peer] = {}
+        self._most = -1  # the largest rank that is known
+        self.groups: dict[str, set[int]] = {}
+        self.hosts: dict[str, set[int]] = {}
+        self.replicas: dict[str, set[int]] = {}
+
+    def meet(self, rank: int, peer: Peer) -> None:
+        """Learn who a rank is, or that it has become somebody else."""
+        old = self.known.get(rank)
+        self.known[rank] = peer
+        self._most = max(self._most, rank)
+        for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
+            if old is not None:
+                sets[getattr(old, name)].discard(rank)
+            sets.setdefault(getattr(peer, name), set()).add(rank)
+
+    def mates(self, rank: int) -> set[int]:
+        """Return the ranks that wait for this one, and it for them, before the sync point."""
+        replica = self.known[rank].replica
+        return self.replicas[replica] if replica else {rank}
+
+    def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
+        """Return the rows that hold an iteration, of ranks that are known."""
+        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._know_all(rows.ranks):
+            return rows
+        return [row for row in rows if row.iterations > 0 and row.rank in self.known]
+
+    def _know_all(self, ranks: Sequence[int]) -> bool:
+        return len(self.known) == self._most + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
+
+    def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
+        """Return the rows of each group."""
+        groups = [group for group, ranks in self.groups.items() if ranks]
+        if len(groups) == 1:
+            return {groups[0]: rows}
+        members: dict[str, list[RankReport]] = {group: [] for group in groups}
+        for row in rows:
+            members[self.known[row.rank].group].append(row)
+        return members
+
+
+def iteration_s(rows: Sequence[RankReport]) -> float:
+    """Return the median iteration: of about 100 ranks, for in synchronous training they are all alike."""
+    return median(sorted(row.time_s / row.iterations for row in rows[:: max(len(rows) // 101, 1)]))
+
+
+def gather(
+    tracks: dict[Key, Track],
+    group: str,
+    rows: Sequence[RankReport],
+    whole_s: float,
+    offsets: Mapping[int, Offset],
+    is_named_for_data: bool,
+) -> None:
+    """Look at a group's window by all the evidence that there is.
+
+    Args:
+        tracks: where the looks go.
+        group: of these rows.
+        rows: of two ranks at least, each with an iteration at least.
+        whole_s: of an iteration.
+        offsets: of the ranks' clocks to ours, where known.
+        is_named_for_data: whether somebody is, who must be looked at to be cleared.
+    """
+    # Ten thousand rows are looked at in a few milliseconds: hence the maps, and the quick ways past what is not there.
+    told, values = own_times(rows)
+    if len(told) > 1:
+        _track(tracks, group, OWN_TIME).look(told, values)
+    has_profiles = rows.profile is not None if isinstance(rows, Rows) else any(map(_PROFILE, rows))
+    profiles = [(row, row.profile) for row in rows if row.profile is not None] if has_profiles else []
+    profiles = [(row, profile) for row, profile in profiles if profile.iterations and profile.computing_s]
+    if len(profiles) > 1:
+        computing = [profile.computing_s / profile.iterations for _, profile in profiles]
+        _track(tracks, group, PROFILE).look([row for row, _ in profiles], computing)
+    _look_at_data(_track(tracks, group, DATA_WAIT), rows, whole_s, is_named_for_data)
+    if not offsets or (len(rows) >= LARGE and rows[0].window % SELDOM) or not any(map(_ARRIVAL, rows)):
+        return
+    last = rows[0].iteration_last
+    came = [row for row in rows if row.arrival_ns and row.iteration_last == last and row.rank in offsets]
+    if len(came) > 2:
+        _look_at_arrivals(_track(tracks, group, ARRIVAL), came, whole_s, offsets)
+
+
+def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
+    """Return the rows that tell what is their own of an iteration, and that: on the device, where all do.
+
+    On the host it is the median of the window, which an iteration that was disturbed does not move.
+    """
+    if all(row.device_own_steps for row in rows):
+        return rows, [row.device_own_step_s / row.device_own_steps for row in rows]
+    medians = list(map(_OWN, rows))
+    if None not in medians:
+        return rows, medians
+    told = [row for row in rows if row.own_median_s is not None]
+    return told, [row.own_median_s for row in told if row.own_median_s is not None]
+
+
+def _track(tracks: dict[Key, Track], group: str, evidence: str) -> Track:
+    return tracks.setdefault((group, evidence), Track())
+
+
+def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
+    if isinstance(rows, Rows):
+        longest_wait_s = float((rows.numbers["wait_s"] / rows.numbers["iterations"]).max())
+    else:
+        longest_wait_s = max(row.wait_s / row.iterations for row in rows)
+    if longest_wait_s < Z * FLOOR * whole_s and not is_needed:
+        track.pass_by(rows)
+        return
+    waits = [row.wait_s / row.iterations for row in rows]
+    busy = [row.busy_s / row.iterations for row in rows]
+    longest_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
+    # Whoever holds others up by waiting for data is waited for in their steps, so that its own are shorter.
+    track.look(rows, waits, whole_s, lambda index, excess_s: longest_s - busy[index] >= excess_s / 2)
+
+
+def _look_at_arrivals(track: Track, rows: Sequence[RankReport], whole_s: float, offsets: Mapping[int, Offset]) -> None:
+    known = [offsets[row.rank] for row in rows]
+    times = [row.arrival_ns * NS + offset.offset_s for row, offset in zip(rows, known, strict=True)]
+    first_s = min(times)
+    error_s = median(sorted(offset.error_s for offset in known))
+    track.look(
+        rows,
+        [time_s - first_s for time_s in times],
+        whole_s,
+        lambda index, excess_s: excess_s >= CLOCK_ERRORS * (known[index].error_s + error_s),
+    )

@@ -1,0 +1,68 @@
+"""When a job became slower, whoever it is, and whether what is the ranks' own did; pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from effllm.health.change_point import Change, Level
+from effllm.schema import RankReport
+
+#: Windows that an unexplained change waits for a name.
+PATIENCE = 2
+
+
+class News(NamedTuple):
+    """One line for people."""
+
+    kind: str  # straggler, recovered, slower, faster
+    text: str
+    rank: int | None = None
+
+
+class Slowdown:
+    """When iterations became slower, whoever it is; and whether what is the ranks' own did."""
+
+    def __init__(self) -> None:
+        self._whole, self._own = Level(), Level()
+        self._change: Change | None = None  # that is not told yet
+        self._own_rose = 0  # iteration since which
+        self._patience = 0
+
+    def add(self, row: RankReport, whole_s: float, own_s: float | None, is_explained: bool) -> News | None:
+        """Take the medians of a window; return what there is to tell.
+
+        Args:
+            row: any of the window's.
+            whole_s: of iterations.
+            own_s: of what is the ranks' own of it, where they tell it.
+            is_explained: whether somebody is named.
+        """
+        shown = row.iteration_shown - row.iterations + 1
+        if own_s is not None and (own := self._own.add(shown, own_s)) is not None:
+            self._own_rose = own.since if own.ratio > 0 else 0
+        change = self._whole.add(shown, whole_s)
+        if change is not None and change.ratio < 0:
+            self._change = None
+            return News("faster", f"faster: {_change_text(change)}")
+        if change is not None:
+            self._change, self._patience = change, PATIENCE
+        elif self._change is not None:
+            self._patience -= 1
+        if self._change is None or (self._patience > 0 and not is_explained):
+            return None
+        change, self._change = self._change, None
+        return None if is_explained else News("slower", f"slower: {_change_text(change)}; {self._who(own_s)}")
+
+    def _who(self, own_s: float | None) -> str:
+        if own_s is None:
+            return "which rank it is, if it is one, is unknown: no rank tells its own time (effllm.sync_point)"
+        if self._own_rose:
+            return "nobody stands out: the ranks' own times rose alike"
+        return "nobody stands out: the ranks' own times are what they were, so it is communication or what follows it"
+
+
+def _change_text(change: Change) -> str:
+    return (
+        f"iterations take {change.after_s:.3g} s since iteration {change.since}, {change.before_s:.3g} s before "
+        f"({100 * change.ratio:+.0f} %)"
+    )

@@ -1,0 +1,173 @@
+"""What is done about a job that stands: it is told, agents are asked for stacks, and the time is counted; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from effllm.aggregation.ledger import Ledger
+from effllm.aggregation.roster import Roster
+from effllm.config import Config
+from effllm.health.hang import Hang, Stall
+from effllm.health.stall_text import MOST_NAMED, Names, resumed_text, stall_text
+from effllm.schema import Beat, Hello, RankReport, Stack
+
+MOST_STACKS = 100  # that one aggregator has kept
+ANSWER_S = 30.0  # an agent gives its stack until then, or there is none
+
+#: Makes an event of a kind and a line, of a rank or of none.
+Tell = Callable[[str, str, float, "int | None"], None]
+
+
+class StackFile(NamedTuple):
+    """A file for the run folder."""
+
+    name: str
+    text: str
+
+
+class Stalls:
+    """The stalls of a job.
+
+    Args:
+        config: the job's settings.
+        roster: who is who, and who is heard.
+        ledger: the job's state, where the time is counted.
+        tell: makes an event.
+    """
+
+    def __init__(self, config: Config, roster: Roster, ledger: Ledger, tell: Tell) -> None:
+        self._hang = Hang(config.stall_seconds, ledger.iteration_s())
+        self._roster, self._ledger, self._tell = roster, ledger, tell
+        self._shown_minus_ordinal: int | None = None
+        self._asked: dict[int, float] = {}  # ranks whose stack is on its way, and until when it is waited for
+        self._tops: dict[int, str] = {}  # where those that have come stand
+        self._to_ask: list[int] = []
+        self._files: list[StackFile] = []
+        self._kept = 0
+        self._counted_s = 0.0
+        self._is_told = self._failed_before = False
+        self._left: dict[int, str] = {}
+
+    # --- what comes in ---
+
+    def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
+        """Take an introduction."""
+        if is_new:
+            self._left.pop(message.rank, None)
+        last = message.total_iterations - message.offset if message.total_iterations else None
+        self._hang.join(message.rank, message.role, last, is_new, now_s)
+
+    def beat(self, message: Beat, now_s: float) -> None:
+        """Take where a rank stands."""
+        self._hang.beat(message, now_s)
+
+    def row(self, row: RankReport, now_s: float) -> None:
+        """Take a window of a rank."""
+        self._hang.row(row, now_s)
+        if row.iterations > 0:
+            self._shown_minus_ordinal = row.iteration_shown - row.iteration_last
+
+    def bye(self, rank: int, status: str, now_s: float) -> None:
+        """Take a farewell."""
+        self._hang.leave(rank, status == "completed", now_s)
+        if status != "completed":
+            self._left[rank] = status
+
+    def stack(self, message: Stack, time_s: float) -> bool:
+        """Take the stack of a rank; ``False`` where nobody has asked for it."""
+        if self._asked.pop(message.rank, None) is None:
+            return False
+        if self._kept < MOST_STACKS:
+            self._kept += 1
+            name = f"rank-{message.rank}-iteration-{message.ordinal + self._offset}.txt"
+            self._files.append(StackFile(name, message.text))
+        self._tops[message.rank] = message.top
+        self._tell_stacks(time_s)
+        return True
+
+    def tick(self, now_s: float, time_s: float) -> None:
+        """Let time pass."""
+        for verdict in self._hang.look(now_s, self._roster.silent):
+            if isinstance(verdict, Stall):
+                self._tell_stall(verdict, now_s, time_s)
+            else:
+                self._tell("resumed", resumed_text(verdict), time_s, verdict.rank)
+                self._asked, self._tops, self._is_told = {}, {}, False
+        overdue = [rank for rank, until_s in self._asked.items() if now_s > until_s]
+        for rank in overdue:
+            del self._asked[rank]
+            self._tops[rank] = "its agent has not answered"
+        if overdue:
+            self._tell_stacks(time_s)
+
+    # --- what goes out ---
+
+    def take_s(self, now_s: float) -> float:
+        """Return the seconds for which the job has stood and that this has not returned yet."""
+        # That it went on is known a moment later than it did: what was counted too much is left out of the next.
+        new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
+        self._counted_s += new_s
+        return new_s
+
+    def take_asked(self) -> list[int]:
+        """Return the ranks whose agents are to be asked for stacks, since the last call."""
+        asked, self._to_ask = self._to_ask, []
+        return asked
+
+    def take_files(self) -> list[StackFile]:
+        """Return the stacks that have come since the last call."""
+        files, self._files = self._files, []
+        return files
+
+    @property
+    def is_status(self) -> bool:
+        """Whether standing is how the job ends, if it ends now: nobody had failed before."""
+        return self._hang.since_s is not None and not self._failed_before
+
+    # --- what is said ---
+
+    @property
+    def _offset(self) -> int:
+        if self._shown_minus_ordinal is not None:
+            return self._shown_minus_ordinal
+        return next((hello.offset for hello in self._roster.hellos.values()), 0)
+
+    def _tell_stall(self, stall: Stall, now_s: float, time_s: float) -> None:
+        roster, world_size = self._roster, self._ledger.world_size
+        silent_s = {rank: now_s - roster.heard_s[rank] for rank in roster.silent if rank not in self._left}
+        left = {rank: status for rank, status in self._left.items() if rank < world_size}
+        missing = max(world_size - len(roster.hellos), 0)
+        names = Names(self._where, self._offset)
+        text = stall_text(stall, self._hang.ranks, names, now_s, silent_s, left, missing)
+        behind = stall.groups[0][1]
+        self._tell("stalled", text, time_s, behind[0] if len(behind) == 1 else None)
+        if not stall.is_partial and not self._is_told:
+            self._is_told, self._failed_before = True, "failed" in self._left.values()
+        self._ask(stall, now_s)
+
+    def _ask(self, stall: Stall, now_s: float) -> None:
+        """Ask for the stacks of those behind, and of one of the others, once for each stall."""
+        behind, *others = stall.groups
+        ranks = [*behind[1][:MOST_NAMED], *(others[-1][1][:1] if others else ())]
+        new = [rank for rank in ranks if rank not in self._asked and rank not in self._tops]
+        self._to_ask += new
+        self._asked |= dict.fromkeys(new, now_s + ANSWER_S)
+
+    def _tell_stacks(self, time_s: float) -> None:
+        if self._asked or not self._tops:
+            return
+        said: dict[str, list[int]] = {}
+        for rank, top in self._tops.items():
+            said.setdefault(top or "unknown", []).append(rank)
+        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in said.items()]
+        self._tell("stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}", time_s, None)
+
+    def _where(self, rank: int) -> str:
+        hello = self._roster.hellos[rank]
+        device = next((device.key for device in hello.devices if not device.only_power), "")
+        return f"node {hello.host}, {device}" if device else f"node {hello.host}"
+
+
+def _numbers(ranks: list[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,99 @@
+"""Between the aggregator and its rules about stragglers: who the ranks are, where clocks stand, what verdicts do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from effllm.aggregation.ledger import Ledger, Waited
+from effllm.health.clock import Offset, aged
+from effllm.health.evidence import Peer
+from effllm.health.stragglers import Stragglers
+from effllm.schema import Beat, Hello, RankReport
+
+Tell = Callable[[str, str, float, int | None], None]
+
+
+class StragglerWatch:
+    """Judges the windows of a job as they close, and enters in its ledger what comes of it.
+
+    Args:
+        ledger: the job's.
+        tell: makes an event of a kind, a text, a time and a rank.
+    """
+
+    def __init__(self, ledger: Ledger, tell: Tell) -> None:
+        self._ledger, self._tell = ledger, tell
+        self._stragglers = Stragglers(ledger.stragglers)
+        self._clocks = _Clocks()
+
+    def hello(self, message: Hello, is_new: bool) -> None:
+        """Learn what a rank is compared with; another agent's clock is another clock."""
+        if is_new:
+            self._clocks.forget(message.rank)
+        own = next((device for device in message.devices if not device.only_power), None)
+        self._stragglers.meet(
+            message.rank,
+            Peer(
+                group=f"{message.role} {message.peer_group}".rstrip(),
+                host=message.host,
+                device=own.key if own is not None else "",
+                replica=f"{message.role} {message.replica}" if message.replica else "",
+                is_gpu=own is not None and own.is_gpu,
+            ),
+        )
+
+    def beat(self, message: Beat, now_s: float) -> None:
+        """Take where a rank's clock stands."""
+        if message.offset_s is not None and message.offset_error_s is not None:
+            self._clocks.set(message.rank, Offset(message.offset_s, message.offset_error_s), now_s)
+
+    def close(self, rows: Sequence[RankReport]) -> None:
+        """Judge a window, in the order of windows."""
+        ledger, found = self._ledger, self._stragglers.close(rows, self._clocks)
+        for window, rank_seconds in found.by_window.items():
+            ledger.goodput.note_straggling(window, rank_seconds)
+        ledger.waited = Waited(
+            seconds=found.seconds,
+            rank_seconds=found.rank_seconds,
+            joules=found.joules,
+            verdicts=self._stragglers.verdicts,
+            num_named=self._stragglers.num_named,
+            clock_error_s=self._clocks.worst_s(),
+        )
+        if found.seconds is not None:
+            ledger.straggling_s = (ledger.straggling_s or 0.0) + found.seconds
+        if found.rank_seconds:
+            known = ledger.straggling_j is not None and found.joules is not None
+            ledger.straggling_j = ledger.straggling_j + found.joules if known else None  # type: ignore[operator]
+            ledger.straggling_gpu_s += found.rank_seconds
+        for news in found.news:
+            self._tell(news.kind, news.text, rows[-1].end_time_s, news.rank)
+
+
+class _Clocks(Mapping[int, Offset]):
+    """The offsets of the ranks' clocks to ours, older by as much as time has passed since they were told."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[Offset, float]] = {}
+        self._now_s = 0.0
+
+    def set(self, rank: int, offset: Offset, now_s: float) -> None:
+        self._told[rank] = offset, now_s
+        self._now_s = now_s
+
+    def forget(self, rank: int) -> None:
+        self._told.pop(rank, None)
+
+    def worst_s(self) -> float | None:
+        """Return the largest error, ``None`` where no offset is known."""
+        return max((aged(offset.error_s, self._now_s - told_s) for offset, told_s in self._told.values()), default=None)
+
+    def __getitem__(self, rank: int) -> Offset:
+        offset, told_s = self._told[rank]
+        return Offset(offset.offset_s, aged(offset.error_s, self._now_s - told_s))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._told)
+
+    def __len__(self) -> int:
+        return len(self._told)

@@ -1,0 +1,329 @@
+"""Which ranks hold the others up, why, and what that costs: windows of ranks in, verdicts out; pure.
+
+In synchronous training every rank's iterations take equally long, for the others wait.  So a rank is judged by what is
+its own: the time until it first waits for others, computation in profiled iterations, waiting for data, and the order
+of arrival.  It is compared with its peers alone, ranks that do the same work, by robust z; and it is named when it
+stands out in window after window.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from effllm.health.clock import Offset
+from effllm.health.diagnosis import MOST_PEERS, UNKNOWN, explain, power_w
+from effllm.health.evidence import Key, Peer, Peers, gather, iteration_s
+from effllm.health.slowdown import News, Slowdown
+from effllm.health.standing_out import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, Track
+from effllm.health.straggler_text import lines
+from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, DeviceWindow, RankReport, Verdict
+
+#: Verdicts in a report, ranks that totals are kept of, and ranks whose power is asked for.
+MOST_VERDICTS, MOST_KEPT, MOST_ASKED = 16, 64, 1024
+
+
+class Straggling(NamedTuple):
+    """What a window brought."""
+
+    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank tells what is its own
+    rank_seconds: float = 0.0  # the same, summed over those that waited ...
+    joules: float | None = None  # ... and what their devices drew then
+    by_window: Mapping[int, float] = {}  # rank-seconds, with those before of whom was named just now
+    news: Sequence[News] = ()
+
+
+Unit = tuple[int, ...]  # the ranks of a verdict
+
+
+class _Named(Struct):
+    """A verdict that holds."""
+
+    verdict: Verdict
+    lows: deque[bool]  # of the last windows: whether it stood out no more
+
+
+class Stragglers:
+    """Judges the windows of a job as they close.
+
+    Args:
+        totals: of whatever was named before, by its ranks; it is added to.
+    """
+
+    def __init__(self, totals: dict[str, Verdict] | None = None) -> None:
+        self._totals = {} if totals is None else totals
+        self._peers = Peers()
+        self._tracks: dict[Key, Track] = {}
+        self._named: dict[Unit, _Named] = {}
+        self._lately: dict[int, int] = {}  # rank -> window in which it was named last
+        self._told_s: dict[int, float] = {}  # rank-seconds by window, of the last ones
+        self._slowdown = Slowdown()
+
+    def meet(self, rank: int, peer: Peer) -> None:
+        """Learn who a rank is, or that it has become somebody else."""
+        self._peers.meet(rank, peer)
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Who is named now, the costliest first, at most `MOST_VERDICTS`."""
+        return tuple(_costliest(one.verdict for one in self._named.values())[:MOST_VERDICTS])
+
+    @property
+    def num_named(self) -> int:
+        """How many ranks are named now."""
+        return sum(map(len, self._named))
+
+    def totals(self) -> tuple[Verdict, ...]:
+        """Return who was ever named, with all that it cost, the costliest first."""
+        return tuple(_costliest(self._totals.values()))
+
+    def close(self, rows: Sequence[RankReport], offsets: Mapping[int, Offset] | None = None) -> Straggling:
+        """Judge a window by the rows of its ranks, in the order of windows.
+
+        Args:
+            rows: one a rank.
+            offsets: of the ranks' clocks to ours, where known.
+        """
+        worked = self._peers.at_work(rows)
+        if len(worked) < 2:
+            return Straggling()
+        window, whole_s = worked[0].window, iteration_s(worked)
+        is_named_for_data = any(one.verdict.evidence == DATA_WAIT for one in self._named.values())
+        for group, members in self._peers.grouped(worked).items():
+            if len(members) > 1:
+                gather(self._tracks, group, members, whole_s, offsets or {}, is_named_for_data)
+        newest = {key: track.looks[-1] for key, track in self._tracks.items() if track.looks}
+        looks = {key: look for key, look in newest.items() if look.window == window}
+        cleared = self._clear(looks)
+        fresh = self._name(looks, window)
+        straggling = self._count(looks, worked, fresh)
+        own = [look.median_s for (_, evidence), look in looks.items() if evidence == OWN_TIME]
+        slower = self._slowdown.add(worked[0], whole_s, sum(own) / len(own) if own else None, bool(self._named))
+        hosts, has_gpus = self._peers.hosts, self._peers.known[worked[0].rank].is_gpu
+        news = [
+            *lines("recovered", [one.verdict for one in cleared.values()], hosts, has_gpus),
+            *lines("straggler", [self._named[unit].verdict for unit in fresh], hosts, has_gpus),
+            *([slower] if slower else []),
+        ]
+        is_known = bool(own or self._named)
+        return straggling._replace(seconds=straggling.seconds if is_known else None, news=news)
+
+    # --- verdicts ---
+
+    def _look_of(self, rank: int, evidence: str, looks: Mapping[Key, Look]) -> Look | None:
+        return looks.get((self._peers.known[rank].group, evidence))
+
+    def _track_of(self, rank: int, evidence: str) -> Track:
+        return self._tracks[self._peers.known[rank].group, evidence]
+
+    def _name(self, looks: Mapping[Key, Look], window: int) -> list[Unit]:
+        """Name whoever stands out for long enough; return whom just now.
+
+        Ranks that wait for each other inside of an iteration come late together: where computation or data does not
+        tell which of them it is, all of them are named as one.
+        """
+        self._lately = {rank: last for rank, last in self._lately.items() if window - last <= HISTORY}
+        found: list[tuple[Unit, str]] = []
+        together: dict[tuple[str, str], list[int]] = {}
+        for evidence in EVIDENCE:
+            for (group, kind), look in looks.items():
+                if kind != evidence or not look.flags:
+                    continue
+                track = self._tracks[group, kind]
+                for rank in self._with_node(track, track.candidates(self._lately)):
+                    if len(self._peers.mates(rank)) > 1 and evidence in (OWN_TIME, ARRIVAL):
+                        together.setdefault((self._peers.known[rank].replica, evidence), []).append(rank)
+                    else:
+                        found.append(((rank,), evidence))
+        found += [(tuple(sorted(ranks)), evidence) for (_, evidence), ranks in together.items()]
+        fresh = []
+        taken = {rank for unit in self._named for rank in unit}
+        for unit, evidence in found:
+            if not any(taken & self._peers.mates(rank) for rank in unit):
+                self._named[unit] = _Named(self._verdict(unit, evidence), deque(maxlen=WINDOWS))
+                taken |= {*unit}
+                fresh.append(unit)
+        self._lately.update(dict.fromkeys(taken, window))
+        return fresh
+
+    def _with_node(self, track: Track, ranks: list[int]) -> list[int]:
+        """Return the candidates, with the rest of their nodes where all of these lag nearly as long."""
+        found = dict.fromkeys(ranks)
+        for host in {self._peers.known[rank].host for rank in ranks}:
+            mates = self._peers.hosts[host]
+            if len(mates) > 1 and all(track.times(mate) >= PERSIST - 1 for mate in mates):
+                found.update(dict.fromkeys(sorted(mates)))
+        return list(found)
+
+    def _verdict(self, unit: Unit, evidence: str) -> Verdict:
+        of = {rank: self._track_of(rank, evidence) for rank in unit}
+        worst = max(unit, key=lambda rank: of[rank].slowdown(rank))
+        hosts = {self._peers.known[rank].host for rank in unit}
+        return Verdict(
+            ranks=unit,
+            host=hosts.pop() if len(hosts) == 1 else "",
+            device=self._peers.known[worst].device if len(unit) == 1 else "",
+            since_iteration=min(track.standing_out(rank)[0].shown for rank, track in of.items()),
+            slowdown=of[worst].slowdown(worst),
+            z=of[worst].z(worst),
+            peers=len(of[worst].looks[-1].ranks) - 1,
+            evidence=evidence,
+        )
+
+    def _clear(self, looks: Mapping[Key, Look]) -> dict[Unit, _Named]:
+        """Take back the verdicts on those that stand out no more; return them."""
+        cleared = {}
+        for unit, named in self._named.items():
+            distances = [
+                excess_s / look.scale_s
+                for rank in unit
+                if (look := self._look_of(rank, named.verdict.evidence, looks)) is not None
+                and (excess_s := look.excess_s(rank)) is not None
+            ]
+            if distances:
+                named.lows.append(max(distances) < Z_CLEAR)
+                if named.lows[-1] and sum(named.lows) >= PERSIST:
+                    cleared[unit] = named
+        for unit in cleared:
+            del self._named[unit]
+        return cleared
+
+    # --- cost ---
+
+    def _count(self, looks: Mapping[Key, Look], rows: Sequence[RankReport], fresh: Sequence[Unit]) -> Straggling:
+        """Enter what the named have cost in this window, and those named just now in the windows before it.
+
+        All ranks wait for the slowest; of the seconds that they do, each one that is named has its share by how much
+        it was too slow itself.
+        """
+        if not self._named:
+            return Straggling(0.0)
+        excess = {unit: self._excess_s(unit, named.verdict.evidence, looks) for unit, named in self._named.items()}
+        waited = len(rows) - len(self._named)
+        seconds = max(excess.values())
+        by_window = {rows[0].window: seconds * waited}
+        whole_s = sum(excess.values())
+        shares = {unit: seconds * waited * one / whole_s if whole_s > 0 else 0.0 for unit, one in excess.items()}
+        for unit in fresh:
+            for window, late_s in self._late_before(unit, rows[0].window).items():
+                told_s = self._told_s.get(window, 0.0) + by_window.get(window, 0.0)
+                more_s = max(late_s * waited - told_s, 0.0)
+                by_window[window] = by_window.get(window, 0.0) + more_s
+                shares[unit] += more_s
+        for window, late_s in by_window.items():
+            self._told_s[window] = self._told_s.get(window, 0.0) + late_s
+        self._told_s = {window: late_s for window, late_s in self._told_s.items() if window > rows[0].window - WINDOWS}
+        power = self._waiting_w(rows)
+        for unit, share in shares.items():
+            self._enter(unit, share, None if power is None else share * power, looks, rows)
+        rank_seconds = sum(by_window.values())
+        return Straggling(seconds, rank_seconds, None if power is None else rank_seconds * power, by_window)
+
+    def _late_before(self, unit: Unit, window: int) -> dict[int, float]:
+        """Return by how many seconds the slowest of these was too slow in each window before this one."""
+        late_s: dict[int, float] = {}
+        for rank in unit:
+            for look in self._track_of(rank, self._named[unit].verdict.evidence).standing_out(rank):
+                if look.window < window:
+                    late_s[look.window] = max(late_s.get(look.window, 0.0), look.flags[rank] * look.iterations)
+        return late_s
+
+    def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look]) -> float:
+        """Return the seconds of the window by which the slowest of these was too slow; what is no more is 0."""
+        most_s = 0.0
+        for rank in unit:
+            look = self._look_of(rank, evidence, looks)
+            excess_s = look.excess_s(rank) if look is not None else None
+            if look is not None and excess_s is not None and excess_s >= Z_CLEAR * look.scale_s:
+                most_s = max(most_s, excess_s * look.iterations)
+        return most_s
+
+    def _enter(
+        self,
+        unit: Unit,
+        rank_seconds: float,
+        joules: float | None,
+        looks: Mapping[Key, Look],
+        rows: Sequence[RankReport],
+    ) -> None:
+        named, key = self._named[unit], ",".join(map(str, unit))
+        verdict = named.verdict
+        is_first = not verdict.gpu_seconds
+        if verdict.why == UNKNOWN:
+            verdict = replace(verdict, why=self._why(verdict, looks, rows))
+        look = self._look_of(unit[0], verdict.evidence, looks)
+        if len(unit) == 1 and look is not None and unit[0] in look.flags:
+            track = self._track_of(unit[0], verdict.evidence)
+            verdict = replace(verdict, slowdown=track.slowdown(unit[0]), z=track.z(unit[0]))
+        named.verdict = replace(
+            verdict,
+            gpu_seconds=verdict.gpu_seconds + rank_seconds,
+            joules=_sum(verdict.joules, joules, is_first),
+        )
+        total = self._totals.get(key)
+        self._totals[key] = replace(
+            named.verdict,
+            since_iteration=total.since_iteration if total else verdict.since_iteration,
+            why=total.why if total and verdict.why == UNKNOWN else verdict.why,
+            gpu_seconds=(total.gpu_seconds if total else 0.0) + rank_seconds,
+            joules=_sum(total.joules if total else None, joules, total is None),
+        )
+        if len(self._totals) > MOST_KEPT:
+            cheapest = min(self._totals, key=lambda one: self._totals[one].gpu_seconds)
+            del self._totals[cheapest]
+
+    def _waiting_w(self, rows: Sequence[RankReport]) -> float | None:
+        """Return the mean power of a rank that waits, each device once; ``None`` where one of them is not measured."""
+        named = {rank for unit in self._named for rank in unit}
+        powers: dict[str, float | None] = {}
+        waiting = [row for row in rows if row.rank not in named]
+        waiting = waiting[:: max(len(waiting) // MOST_ASKED, 1)]
+        for row in waiting:
+            device = self._peers.known[row.rank].device
+            if device not in powers:
+                one = _device_of(row, device)
+                powers[device] = power_w(one) if one is not None else None
+        known = [power for power in powers.values() if power is not None]
+        return sum(known) / len(waiting) if known and len(known) == len(powers) else None
+
+    def _why(self, verdict: Verdict, looks: Mapping[Key, Look], rows: Sequence[RankReport]) -> str:
+        by_rank = {row.rank: row for row in rows}
+        if verdict.evidence == DATA_WAIT:
+            look = self._look_of(verdict.ranks[0], DATA_WAIT, looks)
+            row = by_rank.get(verdict.ranks[0])
+            if look is None or row is None:
+                return UNKNOWN
+            own_s = row.wait_s / row.iterations
+            return f"it waits {1e3 * own_s:,.1f} ms of an iteration for data, they {1e3 * look.median_s:,.1f}"
+        if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
+            return UNKNOWN
+        rank = verdict.ranks[0]
+        peer, named = self._peers.known[rank], {one for unit in self._named for one in unit}
+
+        def windows(ranks: Iterable[int]) -> list[DeviceWindow]:
+            chosen = [by_rank[one] for one in sorted(ranks) if one in by_rank and one not in named]
+            chosen = chosen[:: max(len(chosen) // MOST_PEERS, 1)]
+            found = (_device_of(row, self._peers.known[row.rank].device) for row in chosen)
+            return [one for one in found if one is not None and one.device != peer.device]
+
+        own = _device_of(by_rank[rank], peer.device)
+        return explain(own, windows(self._peers.groups[peer.group]), windows(self._peers.hosts[peer.host]), peer.is_gpu)
+
+
+def _costliest(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    return sorted(verdicts, key=lambda one: -one.gpu_seconds)
+
+
+def _sum(before: float | None, more: float | None, is_first: bool) -> float | None:
+    """Return a sum in which one hole is enough to have none."""
+    if is_first:
+        return more
+    return None if before is None or more is None else before + more
+
+
+def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
+    return next((one for one in row.devices if one.device == key), None)

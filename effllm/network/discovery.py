@@ -1,0 +1,400 @@
+"""How the ranks of a job find their aggregator.  Standard library, and torch where it already is.
+
+``EFFICIENTLLM_ENDPOINT``, else the store that torchrun runs, else (srun, mpirun) a file beside the run folders, else a
+single process on loopback.  A record found there may be of an earlier attempt, so whoever looks goes on looking until
+its agent has been welcomed.  Where a job spans hosts a record counts only with the signature of the user's secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from effllm.config import Config, Place, secret_path
+from effllm.network import interface, secret
+
+PROBE_S = 0.5
+STORE_S = 5.0
+GIVE_UP_S = 300.0
+LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.5, 10.0  # whether an address that was found is still rank 0's
+BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
+MOST_RECORD_BYTES = 4096
+
+is_loopback = interface.is_loopback
+
+
+class DiscoveryError(RuntimeError):
+    """There is no way to the aggregator; the message is one line that says what to do."""
+
+
+def is_secured(config: Config, place: Place) -> bool:
+    """Whether the reports of a job are encrypted and strangers kept out: off loopback, unless told otherwise."""
+    if config.security != "auto":
+        return config.security == "curve"
+    if config.endpoint:
+        return not is_loopback(host_of(config.endpoint))
+    return not place.one_host
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of an endpoint, an IPv6 address in its brackets."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
+def openness(endpoint: str) -> str:
+    """Return what is to be said of an endpoint without keys: nothing on loopback."""
+    if is_loopback(host_of(endpoint)):
+        return ""
+    return (
+        f"EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
+        f"whoever reaches {endpoint} can read and forge them"
+    )
+
+
+def own_address(place: Place, config: Config) -> str:
+    """Return the address on which rank 0 listens: one that the other ranks can reach, never all of them.
+
+    Raises:
+        DiscoveryError: there is none; the message says which setting names it.
+    """
+    if place.one_host:
+        return "127.0.0.1"  # whatever is named: nothing listens elsewhere without keys
+    if config.interface:
+        address = interface.of(config.interface)
+        if not address:
+            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface}: this host has no such interface")
+        if interface.is_wildcard(address):
+            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface} is every interface: name one of them")
+        return address
+    if place.master_addr:
+        try:
+            address = interface.towards(place.master_addr)
+        except OSError as error:
+            raise DiscoveryError(
+                f"MASTER_ADDR={place.master_addr} cannot be reached ({error.strerror or error}): "
+                "set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
+            ) from error
+        if address:
+            return address
+    # Debian writes 127.0.1.1 into /etc/hosts, so that a host's own name may lead to no other host.
+    address = interface.by_default_route()
+    if not address:
+        raise DiscoveryError(
+            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others can reach, and there is no "
+            "default route: set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
+        )
+    return address
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on a port; 0 is one that nobody uses.
+
+    Raises:
+        OSError: the address is not this host's, or the port is in use.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port:  # one who served on it a minute ago must not keep it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        # Those who come inherit it, so that whoever serves here next is not kept off by their connections' ends; before
+        # the choice of a free port it would let that fall on one that another is about to listen on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_within(address: str, ports: str) -> socket.socket:
+    """Return a socket that listens on the first free port of ``lo-hi``, or on any where nothing is said.
+
+    Raises:
+        DiscoveryError: all of them are in use.
+        OSError: the address is not this host's.
+    """
+    if not ports:
+        return listen(address)
+    low, _, high = ports.partition("-")
+    for port in range(int(low), int(high) + 1):
+        try:
+            return listen(address, port)
+        except OSError as error:
+            if error.errno not in _PORT_TAKEN:
+                raise
+    raise DiscoveryError(f"no port of EFFICIENTLLM_PORTS={ports} is free on {address}")
+
+
+_PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
+
+
+class Source(Protocol):
+    """Where rank 0's record is published and looked for."""
+
+    key: str  # what a signature of the record holds for
+
+    def connect(self) -> bool:
+        """Connect if that is possible now; never waits long."""
+
+    def publish(self, record: dict[str, str]) -> bool:
+        """Set the record; ``False`` where that does not work now."""
+
+    def look(self) -> dict[str, str] | None:
+        """Return the record if there is one."""
+
+
+class Store:
+    """The key-value store that torchrun already runs, as one more client of it.
+
+    Raises:
+        DiscoveryError: torch is not in this process, so there is no client.
+    """
+
+    def __init__(self, place: Place, generation: int) -> None:
+        # torchrun's restart count is per node, so it only names an attempt where there is one node.
+        attempt = place.restart_count if place.one_host else 0
+        self.key = f"efficientllm/{place.run_id}/{attempt}/{generation}/endpoint"
+        self._place = place
+        self._store: Any = None
+        self._distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+        if not self._distributed:
+            raise DiscoveryError("the store of torchrun needs torch imported first, or EFFICIENTLLM_ENDPOINT set")
+
+    def connect(self) -> bool:
+        """Connect if somebody listens there now; never waits long."""
+        address, port = self._place.master_addr, self._place.master_port
+        try:
+            socket.create_connection((address, port), PROBE_S).close()  # TCPStore would wait for minutes
+            self._store = self._distributed.TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_S)
+            )
+        except (OSError, RuntimeError, ValueError):
+            return False
+        return True
+
+    def publish(self, record: dict[str, str]) -> bool:
+        """Set the record; ``False`` where the store does not take it."""
+        try:
+            self._store.set(self.key, json.dumps(record))
+        except RuntimeError:
+            return False
+        return True
+
+    def look(self) -> dict[str, str] | None:
+        """Return the record if rank 0 has published it."""
+        try:
+            if not self._store.check([self.key]):
+                return None
+            return _record(self._store.get(self.key))
+        except (RuntimeError, ValueError):
+            return None
+
+
+class SharedFile:
+    """A file beside the run folders, for launchers that run no store: srun and mpirun.
+
+    Raises:
+        DiscoveryError: nothing tells this launch from others, so the file would have no name.
+    """
+
+    def __init__(self, place: Place, config: Config, generation: int) -> None:
+        launch = config.run_name or place.launch_id or place.run_id
+        if not launch:
+            raise DiscoveryError(
+                f"{place.launcher} gives this launch no id: set EFFICIENTLLM_RUN_NAME, or EFFICIENTLLM_ENDPOINT to an "
+                "aggregator that effllm serve has started"
+            )
+        self.key = f"{launch}/{generation}"
+        name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in launch)[:100]
+        self.path = Path(config.run_dir).absolute() / f".address-{name}-{generation}"
+
+    def connect(self) -> bool:
+        """Need nothing."""
+        return True
+
+    def publish(self, record: dict[str, str]) -> bool:
+        """Write the record, whole; ``False`` where the folder cannot be written."""
+        temporary = self.path.with_name(f"{self.path.name}-{secrets.token_hex(4)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+                json.dump(record, file)
+            temporary.replace(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return False
+        return True
+
+    def look(self) -> dict[str, str] | None:
+        """Return the record if rank 0 has written it; a file of another user is none."""
+        return _read(self.path)
+
+
+def remove(path: Path, job: str) -> None:
+    """Take a job's record away, unless another's has taken its place."""
+    record = _read(path)
+    if record is not None and record.get("job") == job:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def source(place: Place, config: Config, generation: int) -> Source | None:
+    """Return where the ranks of a job meet, or ``None`` for a job of one rank.
+
+    Raises:
+        DiscoveryError: there is no such place.
+    """
+    if place.world_size == 1:
+        return None
+    has_store = place.launcher in ("torchrun", "torch.distributed")  # the second: of the process group that is there
+    return Store(place, generation) if has_store else SharedFile(place, config, generation)
+
+
+def publish(source: Source, record: dict[str, str], failed: Callable[[str], None]) -> None:
+    """Publish rank 0's record, at once or as soon as that is possible."""
+    if source.connect() and source.publish(record):
+        return
+
+    def run() -> None:
+        if not _until(lambda: source.connect() and source.publish(record)):
+            failed(f"rank 0's address could not be published within {GIVE_UP_S:.0f} s: no other rank has metrics")
+
+    _in_thread(run)
+
+
+class Search:
+    """A rank's search for rank 0's record, until its agent has been welcomed.
+
+    Args:
+        source: where to look.
+        config: the job's settings.
+        is_secured: whether a record counts only with a signature.
+        found: is called with each new record.
+        failed: is called with one line, when there is something to say.
+        is_welcome: whether the agent has been welcomed at an endpoint.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        config: Config,
+        is_secured: bool,
+        found: Callable[[dict[str, str]], None],
+        failed: Callable[[str], None],
+        is_welcome: Callable[[str], bool],
+    ) -> None:
+        self._source, self._config, self._is_secured = source, config, is_secured
+        self._found, self._failed, self._is_welcome = found, failed, is_welcome
+        self._is_connected = False
+        self._record: dict[str, str] = {}
+        self._look_s, self._pause_s = 0.0, LOOK_AGAIN_S
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Look at once, and go on in a daemon thread: the one thread that a trainer ever has of us, at start-up."""
+        self._look()
+        _in_thread(self._run)
+
+    def _run(self) -> None:
+        if not _until(self._step) and not self._record:
+            self._failed(f"rank 0's address was not found within {GIVE_UP_S:.0f} s: this rank has no metrics")
+
+    def _step(self) -> bool:
+        if self._record and self._is_welcome(self._record["endpoint"]):
+            return True
+        if time.monotonic() >= self._look_s:
+            self._look()
+        return False
+
+    def _look(self) -> None:
+        self._is_connected = self._is_connected or self._source.connect()
+        record = self._source.look() if self._is_connected else None
+        if self._record:  # ten thousand ranks may be waiting to be welcomed
+            self._look_s = time.monotonic() + self._pause_s
+            self._pause_s = min(self._pause_s * 1.5, LOOK_AGAIN_MOST_S)
+        if record is None or record == self._record or "endpoint" not in record:
+            return  # why rank 0 refuses, it has said
+        objection = self._objection(record)
+        if not objection:
+            self._record = record
+            self._pause_s = LOOK_AGAIN_S
+            self._found({"endpoint": record["endpoint"], "job": record.get("job", "")})
+        elif objection not in self._told:
+            self._told.add(objection)
+            self._failed(objection)
+
+    def _objection(self, record: Mapping[str, str]) -> str:
+        if not self._is_secured:
+            endpoint = record["endpoint"]
+            if self._config.security == "none" or is_loopback(host_of(endpoint)):
+                return ""
+            return f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: somebody else wrote it"
+        try:
+            known = secret.read(secret_path(self._config))  # anew each time: it may come late, over a slow file system
+        except secret.SecretError as error:
+            return f"no metrics of this rank: {error}"
+        if secret.is_signed(known, record, self._source.key):
+            return ""
+        return (
+            f"no metrics of this rank: rank 0's address is not signed with the secret {secret_path(self._config)}: "
+            "this host's is another than rank 0's, or somebody else wrote it"
+        )
+
+
+def _record(content: bytes | str) -> dict[str, str] | None:
+    """Return a record: a flat object of text; whatever else somebody wrote there is none."""
+    if len(content) > MOST_RECORD_BYTES:
+        return None
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not all(isinstance(value, str) for value in record.values()):
+        return None
+    return record
+
+
+def _read(path: Path) -> dict[str, str] | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        return _record(os.read(descriptor, MOST_RECORD_BYTES + 1))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _until(attempt: Callable[[], bool]) -> bool:
+    """Try again and again, a little slower each time; return whether it worked in time."""
+    deadline_s = time.monotonic() + GIVE_UP_S
+    pause_s = 0.02
+    while time.monotonic() < deadline_s:
+        if attempt():
+            return True
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 1.0)
+    return False
+
+
+def _in_thread(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="effllm-discovery", daemon=True).start()

@@ -1,0 +1,300 @@
+"""Messages over ZeroMQ: frames, the options that the defaults get wrong, and the agent's outbox.
+
+Frames are typed, versioned and bounded; nothing is ever unpickled.  ``Outbox`` is pure.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from effllm.network.curve import AgentKeys, ServerKeys
+from effllm.schema import MOST_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
+from effllm.training.timeline import KINDS
+
+MAGIC = b"EFL1"
+MOST_BYTES = 256 * 1024
+MOST_ROWS_BYTES = MOST_BYTES // 2  # a row with all gauges, phases and a wide histogram has 10 kB
+KINDS_KNOWN = frozenset(KINDS)
+
+# Plain numbers, for the same reason as in ServerSocket.receive.
+_NOBLOCK, _NOBLOCK_MORE, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.RCVMORE)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_from_aggregator: msgspec.msgpack.Decoder[FromAggregator] = msgspec.msgpack.Decoder(FromAggregator)
+
+Message = TypeVar("Message")
+
+
+class FrameError(ValueError):
+    """A frame that is not ours, not of this version, or says what cannot be."""
+
+
+def encode(message: FromAgent | FromAggregator) -> bytes:
+    """Return the frame of a message."""
+    return MAGIC + _encoder.encode(message)
+
+
+def decode_from_agent(frame: bytes) -> FromAgent:
+    """Return the message of an agent's frame.
+
+    Raises:
+        FrameError: it is no such frame, or something in it cannot be: a negative count, infinite seconds, ...
+    """
+    message = _decode(_from_agent, frame)  # which knows the bounds of every field, by effllm/schema.py
+    if isinstance(message, Reports):
+        for row in message.rows:
+            if row.iterations < -1:
+                raise FrameError("a count is negative: of iterations in a row")
+            if row.profile is not None and not KINDS_KNOWN.issuperset(row.profile.kinds):
+                raise FrameError("a kind of communication is not known")
+    elif isinstance(message, Hello) and not _is_plain(message):
+        raise FrameError("a name in it has control characters")
+    return message
+
+
+def decode_from_aggregator(frame: bytes) -> FromAggregator:
+    """Return the message of an aggregator's frame.
+
+    Raises:
+        FrameError: it is no such frame.
+    """
+    return _decode(_from_aggregator, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
+    if not frame.startswith(MAGIC):
+        raise FrameError("not a frame of this version of effllm")
+    try:
+        return decoder.decode(memoryview(frame)[len(MAGIC) :])
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise FrameError(str(error)[:200]) from error
+
+
+def _is_plain(message: Hello) -> bool:
+    """Whether names that are shown, and that others are found by, are what they look like."""
+    devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
+    return "".join((message.job, message.agent, message.host, message.role, message.version, *devices)).isprintable()
+
+
+class Outbox:
+    """The reports of one agent that nobody has confirmed yet, oldest first, bounded."""
+
+    def __init__(self, most: int) -> None:
+        self._rows: deque[RankReport] = deque()
+        self._most = most
+        self._sent = 0  # how many of them, from the oldest, are under way
+        self.lost = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, row: RankReport) -> None:
+        """Append a report; where there is no room the oldest goes, and is counted."""
+        if len(self._rows) >= self._most:
+            self._rows.popleft()
+            self._sent = max(self._sent - 1, 0)
+            self.lost += 1
+        self._rows.append(row)
+
+    @property
+    def num_unsent(self) -> int:
+        """How many reports are not under way."""
+        return len(self._rows) - self._sent
+
+    def unsent(self) -> Sequence[RankReport]:
+        """Return the next reports that are not under way, as many as one frame takes."""
+        rows: list[RankReport] = []
+        room = MOST_ROWS_BYTES
+        for i in range(self._sent, min(len(self._rows), self._sent + MOST_ROWS)):
+            room -= len(_encoder.encode(self._rows[i]))
+            if rows and room < 0:
+                break
+            rows.append(self._rows[i])
+        return rows
+
+    def sent(self, count: int) -> None:
+        """Note that so many more are under way."""
+        self._sent = min(self._sent + count, len(self._rows))
+
+    def acknowledged(self, sequence: int) -> None:
+        """Forget the reports up to ``sequence``: they are safe."""
+        while self._rows and self._rows[0].sequence <= sequence:
+            self._rows.popleft()
+            self._sent = max(self._sent - 1, 0)
+
+    def send_again(self) -> None:
+        """Take nothing as under way any more: the connection is new."""
+        self._sent = 0
+
+
+def make_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context whose end never blocks."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.BLOCKY, 0)
+    return context
+
+
+def _set_common(socket: zmq.Socket[bytes]) -> None:
+    options = {
+        zmq.IPV6: 1,  # a v6 address without it fails silently
+        zmq.MAXMSGSIZE: MOST_BYTES,  # the default lets one peer take all memory
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: 30,
+        zmq.TCP_KEEPALIVE_INTVL: 10,
+        zmq.TCP_KEEPALIVE_CNT: 3,
+        zmq.TCP_MAXRT: 60_000,  # where something is under way, there are no probes
+        zmq.HANDSHAKE_IVL: 30_000,  # ten thousand with keys at once take seconds of processor time
+        zmq.SNDBUF: 64 * 1024,  # bounds what a peer parks in the kernel to about 200 messages
+        zmq.RCVBUF: 64 * 1024,
+    }
+    for option, value in options.items():
+        socket.set(option, value)
+
+
+class Link:
+    """An agent's end of the connection: it never waits."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        _set_common(self.socket)
+        if keys:
+            keys.secure(self.socket)
+        # Heartbeats from this end alone, and without a time to live: each is a timer at whoever receives it, and libzmq
+        # looks through all its timers to stop one.  Of ten thousand peers that took half a core; there the kernel's
+        # probes find out who is gone.
+        self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        self.socket.set(zmq.LINGER, 500)
+        self.socket.set(zmq.IMMEDIATE, 1)  # nothing queues for a connection that does not exist
+        self.socket.set(zmq.SNDHWM, 8)  # ZeroMQ keeps the oldest when full; the outbox decides instead
+        self.socket.set(zmq.RCVHWM, 32)
+        self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads a storm, hides nothing
+        self.socket.set(zmq.RECONNECT_IVL_MAX, 5000)
+        self._endpoint = endpoint
+        self.sent_bytes = 0
+
+    def connect(self) -> None:
+        """Begin to connect, for as long as it takes."""
+        self.socket.connect(self._endpoint)
+
+    def send(self, message: FromAgent) -> bool:
+        """Hand over a message; ``False`` where it cannot go at once."""
+        frame = encode(message)
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self.sent_bytes += len(frame)
+        return True
+
+    def receive(self) -> list[FromAggregator]:
+        """Return what has arrived; frames that are not ours are dropped."""
+        messages = []
+        while True:
+            try:
+                messages.append(decode_from_aggregator(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+            except FrameError:
+                continue
+
+    def close(self) -> None:
+        """Close the socket; what is unsent gets half a second."""
+        self.socket.close()
+
+
+class AgentLink(Link):
+    """A link that tells when its connection is new."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
+        super().__init__(context, endpoint, keys)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self.connected = False
+
+    def is_new(self) -> bool:
+        """Whether a connection has come into being since the last call."""
+        new = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            new = new or self.connected
+        return new
+
+    def close(self) -> None:
+        """Close the sockets; what is unsent gets half a second."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        super().close()
+
+
+class ServerSocket:
+    """The aggregator's end: one ROUTER for all agents."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None = None) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        _set_common(self.socket)
+        if keys:
+            keys.secure(self.socket)
+        self.socket.set(zmq.LINGER, 500)
+        self.socket.set(zmq.BACKLOG, 4096)
+        self.socket.set(zmq.RCVHWM, 32)  # per peer: 1000 peers at the default took 2.5 GB
+        self.socket.set(zmq.SNDHWM, 32)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # tells who is gone, instead of dropping what is for them in silence
+        self.received_bytes = 0
+
+    def listen(self, endpoint: str, descriptor: int | None = None) -> str:
+        """Serve an address, or a socket that already listens on it; return the address.
+
+        Raises:
+            zmq.ZMQError: the address is in use or not this host's.
+        """
+        if descriptor is not None:
+            self.socket.set(zmq.USE_FD, descriptor)
+        self.socket.bind(endpoint)
+        address = self.socket.get(zmq.LAST_ENDPOINT)
+        return address.decode().rstrip("\0") if isinstance(address, bytes) else endpoint
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """Return (peer, frame), or ``None`` where nothing waits; malformed parts become an empty frame."""
+        # Part for part: recv_multipart of pyzmq adds its flags up as members of an enum, which takes as long again.
+        try:
+            peer = self.socket.recv(_NOBLOCK)
+        except zmq.Again:
+            return None
+        frame = b""
+        if self.socket.getsockopt(_MORE):
+            frame = self.socket.recv()
+            self.received_bytes += len(frame)
+            while self.socket.getsockopt(_MORE):
+                self.received_bytes += len(self.socket.recv())
+                frame = b""
+        return peer, frame
+
+    def send(self, peer: bytes, message: FromAggregator) -> bool:
+        """Answer a peer; one that is gone, or does not read, gets nothing; ``False`` where it is gone."""
+        frame = encode(message)
+        try:
+            self.socket.send(peer, _NOBLOCK_MORE)
+            self.socket.send(frame, _NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the socket; answers under way get half a second."""
+        self.socket.close()

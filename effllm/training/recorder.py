@@ -1,0 +1,401 @@
+"""The training loop's two calls: stamps and running totals into the ring, and nothing else.
+
+What happens here happens on the training thread, so: the standard library alone, no thread, no lock,
+no exception, nothing that grows.  ``record_iteration_start`` and ``record_iteration_end`` together cost
+less than 2 microseconds (benchmarks/).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from effllm.training import ring
+
+_PHASES = ("evaluation", "checkpoint", "other", "generation")
+_STATUSES = ("completed", "failed", "killed")
+_MOST = 2**62  # what a running total can hold
+
+_live: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class Recorder:
+    """Stamps iterations, phases and losses of one rank.
+
+    Args:
+        writer: the ring, shared with the agent.
+        log_interval: iterations per window.
+        offset: the number of the first iteration, less one; boundaries lie where ordinal plus offset
+            is divisible by ``log_interval``.
+        wake: called without waiting when a window ends and again when the next iteration starts.
+        warn: called with a line for the person, for each kind of mistake once.
+    """
+
+    def __init__(
+        self,
+        writer: ring.RingWriter,
+        log_interval: int,
+        offset: int = 0,
+        wake: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._writer = writer
+        self._log_interval = log_interval
+        self._offset = offset
+        self._wake = wake
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._on = True
+        self.ordinal = 0
+        self._start_ns = 0  # 0 while no iteration runs
+        self._end_ns = 0  # 0 before the first has ended
+        self._made_ns = time.monotonic_ns()
+        self._own_ns = self._arrival_ns = 0  # of the running iteration, once it has come to its sync point
+        self._boundary = False  # a window has ended and the next iteration has not started
+        self._phase = -1
+        self._phase_depth = 0
+        self._phase_start_ns = 0
+        self._paused_between_ns = 0
+        self._paused_inside_ns = 0
+        self._step_ns = self._wait_ns = 0
+        self._phase_ns = [0, 0, 0, 0]
+        self._tokens = self._tokens_processed = self._tokens_loss = self._samples = 0
+        self._generated = self._generation_ns = self._prompt = 0
+        self._generation = ring.pack_generation(0, 0, 0, 0)  # the phase and the same, as the ring has them
+        self._generations: list[tuple[int, int]] = []  # of each open one: tokens and prompts counted inside of it
+        self._generation_start_ns = 0
+        self._generation_is_phase = False
+        self._number = 0
+        _live.add(self)
+
+    def start(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the start of an iteration; a second start before the end replaces the first."""
+        if not self._on:
+            return
+        start_ns = _now()
+        if self._phase_depth:
+            self._split_phase(start_ns)
+        self._start_ns = start_ns
+        self._paused_between_ns += self._paused_inside_ns
+        self._paused_inside_ns = self._own_ns = self._arrival_ns = 0
+        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+        if self._boundary:
+            self._boundary = False
+            self._wake()
+
+    def end(
+        self,
+        tokens_processed: int = 0,
+        samples: int = 0,
+        tokens: int | None = None,
+        tokens_loss: int = 0,
+        _now: Any = time.monotonic_ns,
+    ) -> None:
+        """Stamp the end of an iteration with this rank's share of its tokens and samples.
+
+        Args:
+            tokens_processed: all positions.
+            samples: sequences.
+            tokens: positions without padding; the processed ones where the loop does not tell.
+            tokens_loss: positions with a label.
+        """
+        if not self._on:
+            return
+        end_ns = _now()
+        if self._phase_depth:
+            self._split_phase(end_ns)
+        start_ns = self._start_ns
+        if not start_ns:
+            start_ns = self._without_start()
+        if self._end_ns:
+            self._wait_ns += start_ns - self._end_ns - self._paused_between_ns
+        self._step_ns += end_ns - start_ns - self._paused_inside_ns
+        self._start_ns = self._paused_between_ns = self._paused_inside_ns = 0
+        self._end_ns = end_ns
+        if tokens is None:
+            tokens = tokens_processed
+        try:
+            if not (type(tokens) is type(tokens_processed) is type(tokens_loss) is type(samples) is int):
+                tokens, tokens_processed = whole_number(tokens), whole_number(tokens_processed)
+                tokens_loss, samples = whole_number(tokens_loss), whole_number(samples)
+            if min(tokens, tokens_processed, tokens_loss, samples) < 0:
+                raise ValueError  # noqa: TRY301 - handled as the wrong types are
+            tokens += self._tokens
+            tokens_processed += self._tokens_processed
+            tokens_loss += self._tokens_loss
+            samples += self._samples
+            if max(tokens, tokens_processed, tokens_loss, samples) >= _MOST:
+                raise OverflowError  # noqa: TRY301
+            self._tokens, self._tokens_processed = tokens, tokens_processed
+            self._tokens_loss, self._samples = tokens_loss, samples
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+            self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal + 1} counts none")
+        self.ordinal = ordinal = self.ordinal + 1
+        self._put(ring.ITERATION, 0, ordinal, self._own_ns, start_ns, end_ns, self._arrival_ns)
+        self._own_ns = self._arrival_ns = 0
+        self._writer.state(ring.BETWEEN, ordinal, end_ns)
+        if (ordinal + self._offset) % self._log_interval == 0:
+            self._boundary = True
+            self._wake()
+
+    def sync_point(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp where this rank first waits for others in the running iteration; later ones of it do not count.
+
+        What lies before, less data waits and phases, is the rank's own time.
+        """
+        if self._own_ns or not self._start_ns or self._phase_depth or not self._on:
+            return
+        self._arrival_ns = now_ns = _now()
+        self._own_ns = now_ns - self._start_ns - self._paused_inside_ns
+
+    def waited(self, spent_ns: int) -> None:
+        """Count a stretch of the running iteration as waiting for data: its start moves on by as much."""
+        if self._on and self._start_ns and not self._phase_depth:
+            self._start_ns += spent_ns
+
+    def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+        """Add counts that became known when their iteration had ended; they enter the next record."""
+        if not self._on:
+            return
+        counts = (samples, tokens, tokens_loss)
+        if all(type(one) is int and 0 <= one < _MOST // 2 for one in counts):
+            self._samples += samples
+            self._tokens += tokens
+            self._tokens_loss += tokens_loss
+        else:
+            self._once("counts that come late must be whole numbers of at least 0; they are not counted")
+
+    def phase_start(self, name: str) -> None:
+        """Begin a stretch that is not iteration; one inside another belongs to the outer."""
+        if not self._on:
+            return
+        self._phase_depth += 1
+        if self._phase_depth > 1:
+            return
+        self._phase = _PHASES.index(name) if isinstance(name, str) and name in _PHASES else 2
+        self._phase_start_ns = time.monotonic_ns()
+        self._writer.state(ring.PHASE_STATE, self.ordinal, self._phase_start_ns, self._phase)
+
+    def phase_end(self) -> None:
+        """End the stretch that the last `phase_start` began."""
+        if not self._on:
+            return
+        if self._phase_depth == 0:
+            self._once("a phase was ended that had not begun; ignored")
+            return
+        self._phase_depth -= 1
+        if self._phase_depth:
+            return
+        end_ns = time.monotonic_ns()
+        self._split_phase(end_ns)
+        if self._start_ns:
+            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+        else:
+            self._writer.state(ring.BETWEEN, self.ordinal, end_ns)
+
+    def _split_phase(self, at_ns: int) -> None:
+        # An iteration that starts or ends inside an open phase cuts it in two, so that every nanosecond
+        # belongs to exactly one class.
+        spent_ns = at_ns - self._phase_start_ns
+        self._phase_ns[self._phase] += spent_ns
+        if self._phase == 3:
+            self._pack_generation()
+        if self._start_ns:
+            self._paused_inside_ns += spent_ns
+        else:
+            self._paused_between_ns += spent_ns
+        self._put(ring.PHASE, self._phase, self.ordinal, 0, self._phase_start_ns, at_ns, 0.0)
+        self._phase_start_ns = at_ns
+
+    def generated(self, tokens: int, time_ns: int, prompt_tokens: int = 0) -> None:
+        """Add what this rank generated, and how long that took, to its totals; they make IT.
+
+        The time is left where it lay, in a step or in a phase. Use `generation_start` and `generation_end`
+        around what another hook may count as well.
+
+        Args:
+            tokens: that were generated, without prompts.
+            time_ns: of the generation, prompts included.
+            prompt_tokens: that stood before.
+        """
+        if not self._on:
+            return
+        try:
+            if not (type(tokens) is type(time_ns) is type(prompt_tokens) is int):
+                tokens, time_ns, prompt_tokens = (
+                    whole_number(tokens),
+                    whole_number(time_ns),
+                    whole_number(prompt_tokens),
+                )
+            if min(tokens, time_ns, prompt_tokens) < 0:
+                raise ValueError  # noqa: TRY301 - handled as the wrong types are
+            tokens += self._generated
+            time_ns += self._generation_ns
+            prompt_tokens += self._prompt
+            if max(tokens, time_ns, prompt_tokens) >= _MOST:
+                raise OverflowError  # noqa: TRY301
+            self._generated, self._generation_ns, self._prompt = tokens, time_ns, prompt_tokens
+            self._pack_generation()
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+            self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a generation has begun and not ended."""
+        return bool(self._generations)
+
+    @property
+    def free_ns(self) -> int:
+        """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
+        return (self._end_ns or self._made_ns) + self._paused_between_ns
+
+    def _pack_generation(self) -> None:
+        self._generation = ring.pack_generation(self._phase_ns[3], self._generated, self._generation_ns, self._prompt)
+
+    def generation_start(self, is_phase: bool = False) -> None:
+        """Begin a generation; one inside another belongs to the outer.
+
+        Args:
+            is_phase: whether it is a stretch of its own, so that neither AL nor T has its time.
+        """
+        if not self._on:
+            return
+        self._generations.append((0, 0))
+        if len(self._generations) > 1:
+            return
+        self._generation_is_phase = is_phase
+        if is_phase:
+            self.phase_start("generation")
+        self._generation_start_ns = time.monotonic_ns()
+
+    def generation_end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
+        """End the generation that the last `generation_start` began, with this rank's share of its tokens.
+
+        Args:
+            tokens: that were generated; what lay inside has counted them where not given.
+            prompt_tokens: that stood before.
+        """
+        if not self._on:
+            return
+        if not self._generations:
+            self._once("a generation was ended that had not begun; ignored")
+            return
+        seen_inside = self._generations.pop()
+        if tokens is None:
+            tokens, prompt_tokens = seen_inside
+        if self._generations:
+            try:
+                outer = self._generations[-1]
+                self._generations[-1] = (outer[0] + whole_number(tokens), outer[1] + whole_number(prompt_tokens))
+            except Exception:  # noqa: BLE001 - as in generated
+                self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
+            return
+        self.generated(tokens, time.monotonic_ns() - self._generation_start_ns, prompt_tokens)
+        if self._generation_is_phase:
+            self.phase_end()
+
+    def loss(self, number: int, loss: float | None) -> None:
+        """Record the loss of the iteration that ended last, and the number it is known by."""
+        if not self._on:
+            return
+        try:
+            number = int(number)
+            value = float("nan") if loss is None else float(loss)
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+            self._once("log_metrics takes an iteration number and a loss that is a number; ignored")
+            return
+        if not -_MOST < number < _MOST:
+            self._once("log_metrics was given an iteration number out of range; ignored")
+            return
+        if number < self._number:
+            self._once(f"the iteration number went back from {self._number} to {number}; counting goes on")
+        self._number = number
+        now_ns = time.monotonic_ns()
+        self._put(ring.LOSS, 0, self.ordinal, number, now_ns, now_ns, value)
+
+    def reset(self) -> None:
+        """Let the run-to-date values start anew after the current window."""
+        if self._on:
+            now_ns = time.monotonic_ns()
+            self._put(ring.RESET, 0, self.ordinal, 0, now_ns, now_ns, 0.0)
+
+    def finish(self, status: str = "completed") -> None:
+        """Record how the loop ended and record nothing from then on; later calls do nothing."""
+        if not self._on:
+            return
+        while self._phase_depth:  # an exception may have left one open
+            self.phase_end()
+        now_ns = time.monotonic_ns()
+        known = isinstance(status, str) and status in _STATUSES
+        self._put(ring.END, _STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
+        self._writer.state(ring.FINISHED, self.ordinal, now_ns)
+        self._on = False
+        self._wake()
+
+    def disable(self) -> None:
+        """Record nothing from now on, and say nothing about it: this is a forked child."""
+        self._on = False
+
+    def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
+        phases = self._phase_ns
+        self._writer.put(
+            kind, what, ordinal, number, start_ns, end_ns, value,
+            (self._step_ns, self._wait_ns, phases[0], phases[1], phases[2],
+             self._tokens, self._tokens_processed, self._tokens_loss, self._samples),
+            self._generation,
+        )  # fmt: skip
+
+    def _without_start(self) -> int:
+        self._once("an iteration ended that had not started; it counts from the end of the one before")
+        return self.free_ns
+
+    def _once(self, line: str) -> None:
+        kind = line[:24]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._warn(line)
+
+
+def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
+    """Return what a start and an end of an iteration take here, a median over a millisecond; ``None`` without memory.
+
+    The real loop's caches are colder, so it is an estimate from below.
+    """
+    try:
+        writer = ring.RingWriter(16)
+    except ring.RingError:
+        return None
+    recorder = Recorder(writer, pairs + 1)
+    took_ns = []
+    for _ in range(batches):
+        begin_ns = time.thread_time_ns()
+        for _ in range(pairs):
+            recorder.start()
+            recorder.end(1, 1)
+        took_ns.append(time.thread_time_ns() - begin_ns)
+    recorder.disable()
+    writer.close()
+    return sorted(took_ns)[batches // 2] / pairs * 1e-9
+
+
+def whole_number(value: Any) -> int:
+    """Return a count as an ``int``; a string is none, and a tensor on a GPU is not read.
+
+    Raises:
+        TypeError: it is one of those, or no number; `ValueError` or whatever else its own conversion raises.
+    """
+    if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
+        raise TypeError  # reading a tensor on a GPU would be a synchronisation
+    return int(value)
+
+
+def _disable_all() -> None:
+    for recorder in list(_live):
+        recorder.disable()
+
+
+# A forked DataLoader worker must not write into its parent's ring.
+os.register_at_fork(after_in_child=_disable_all)

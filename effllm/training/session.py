@@ -1,0 +1,353 @@
+"""From one start of the metrics to their stop: the maps, the agent, the way to the aggregator.
+
+Runs in the training process, before the first iteration and after the last; standard library alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from effllm.config import Config, Place, secret_path
+from effllm.network import discovery, interface, secret
+from effllm.runs.provenance import without_secrets
+from effllm.spawn import pidfd, spawn
+from effllm.switches import this_process
+from effllm.training import ptracer
+from effllm.training.facts import text
+from effllm.training.recorder import Recorder, pair_s
+from effllm.training.ring import Board, RingError, RingWriter
+
+READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
+FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
+OTHER_RANKS_END_S = 1.0
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class AgentError(OSError):
+    """There is no agent, so there are no metrics of this rank; the message says why."""
+
+
+class Session:
+    """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
+
+    _generation = 0
+
+    def __init__(self, config: Config, place: Place, facts: dict[str, Any]) -> None:
+        self._config, self._place = config, place
+        self._facts = facts
+        self._pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener: socket.socket | None = None
+        self._trainer = self._wake = self._ready = -1
+        self._closed = False
+        self._ring = RingWriter(config.history_size)
+        try:
+            self.board = Board()
+        except RingError:
+            self._ring.close()
+            raise
+        self.recorder = self._open_recorder()
+        self.record_start = self.recorder.start
+        self.record_end = self.recorder.end
+        self.sync_point = self.recorder.sync_point
+
+    def _open_recorder(self) -> Recorder:
+        config, torch = self._config, sys.modules.get("torch")
+        about = (self._ring, config.log_interval, self._facts["first_iteration"], self._wake_agent, self.warn)
+        version = getattr(torch, "version", None)
+        has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
+        if not config.profile_every and not has_device:
+            return Recorder(*about)
+        from effllm.training.watched_recorder import WatchedRecorder  # imported only where there is something to watch
+
+        return WatchedRecorder(*about, profile_every=config.profile_every, torch=torch)
+
+    def start(self) -> None:
+        """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._trainer = pidfd(os.getpid())
+        self._facts.update(self._own_facts())
+        self._facts["recorder_pair_s"] = pair_s()
+        stdout = -1
+        find = self._discover()
+        if self._listener is not None:
+            stdout = os.dup(1)
+            self._facts |= {"listen_descriptor": self._listener.fileno(), "stdout_descriptor": stdout}
+        self.tell(self._facts)
+        arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
+        arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
+        inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
+        try:
+            self._process = spawn(
+                "effllm.agents.agent", arguments, [*inherited, self._listener.fileno() if self._listener else -1]
+            )
+        finally:
+            if stdout >= 0:
+                os.close(stdout)
+            if self._listener is not None:
+                self._listener.close()  # a forked worker must not keep the port
+        ptracer.allow(self._process.pid)
+        find()
+        self._wait_for_agent()
+        atexit.register(self._at_exit)
+        self._stay_idle(self._config.baseline_seconds)
+
+    def _wait_for_agent(self) -> None:
+        assert self._process is not None
+        agent = pidfd(self._process.pid)
+        poll = select.poll()
+        for descriptor in (self._ready, agent):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        poll.poll(READY_S * 1000)
+        if agent >= 0:
+            os.close(agent)
+        if (code := self._process.poll()) is not None:
+            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at once, by {sys.executable}")
+
+    def _stay_idle(self, seconds: float) -> None:
+        """Do nothing for as long as the user asked for, so that the agent sees what the idle device draws."""
+        if seconds > 0:
+            begin_ns = time.monotonic_ns()
+            time.sleep(seconds)
+            self._facts["baseline_ns"] = [begin_ns, time.monotonic_ns()]
+            self.tell(self._facts)
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {
+            "config": self._config.to_dict(),
+            "place": self._place.to_dict(),
+            "trainer_pid": os.getpid(),
+            "host": platform.node(),
+            "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
+            "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
+            "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
+            "job": "",
+            "endpoint": "",
+            "run_folder": "",
+            "secured": False,
+            "address_file": "",
+            **_cuda_identity(),
+        }
+
+    def _discover(self) -> Callable[[], None]:
+        """Know the endpoint now, or return what will find it once the agent runs."""
+        place, config, facts = self._place, self._config, self._facts
+        facts["secured"] = is_secured = discovery.is_secured(config, place)
+        if config.endpoint:
+            if is_secured:
+                secret.read(secret_path(config))
+            facts["endpoint"] = config.endpoint
+            self._warn_of_openness()
+            return lambda: None
+        Session._generation += 1
+        source = discovery.source(place, config, Session._generation)
+        if place.rank != 0:
+            assert source is not None
+            search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
+            return search.start
+        try:
+            address = discovery.own_address(place, config)
+            self._listener = discovery.listen_within(address, config.ports)
+            if is_secured:
+                secret.create(secret_path(config))
+        except (discovery.DiscoveryError, OSError) as error:
+            if source is not None:
+                discovery.publish(source, {"refused": str(error)}, self._not_found)
+            raise
+        facts["job"] = secrets.token_hex(8)
+        facts["endpoint"] = interface.endpoint(address, self._listener.getsockname()[1])
+        self._warn_of_openness()
+        facts["run_folder"] = str(_run_folder(config, place))
+        facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
+        if source is not None:
+            record = {"endpoint": facts["endpoint"], "job": facts["job"]}
+            facts["address_file"] = str(getattr(source, "path", ""))
+            if is_secured:
+                record = secret.sign(secret.read(secret_path(config)), record, source.key)
+            discovery.publish(source, record, self._not_found)
+        return lambda: None
+
+    def _warn_of_openness(self) -> None:
+        endpoint = self._facts["endpoint"]
+        if self._place.rank == 0 and not self._facts["secured"] and (line := discovery.openness(endpoint)):
+            with contextlib.suppress(OSError):
+                os.write(2, f"[EfficientLLM] {line}\n".encode())  # before the first iteration
+
+    # These may run in the discovery thread, so they touch nothing that the loop's thread writes.
+
+    def _found(self, record: Mapping[str, str]) -> None:
+        self._write_address(dict(record))
+
+    def _not_found(self, line: str) -> None:
+        self._write_address({"failed": line})
+
+    def _is_welcome(self, endpoint: str) -> bool:
+        try:
+            return self.board.welcome() == endpoint
+        except ValueError:  # closed in the meantime: the loop is over
+            return True
+
+    def _write_address(self, record: dict[str, str]) -> None:
+        with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over
+            self._ring.write_address(record)
+            self._wake_agent()
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Let the agent know the facts."""
+        if not self._closed and not self._ring.write_facts(facts):
+            facts["run"] = {}  # whatever fills the area, it is what the caller declared
+            self._ring.write_facts(facts)
+        self._wake_agent()
+
+    def warn(self, line: str) -> None:
+        """Have the agent say one line, once; nothing is printed on the training thread."""
+        warnings = self._facts["warnings"]
+        if line not in warnings and len(warnings) < 20:
+            warnings.append(line)
+            self.tell(self._facts)
+
+    def _wake_agent(self) -> None:
+        if self._wake >= 0 and not self._closed:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+
+    def finish(self, status: str) -> None:
+        """Record how the loop ended, and wait for the agent: on rank 0 until the summary is written, 5 s at most."""
+        died = self._process.poll() if self._process is not None else None
+        self.recorder.finish(status)
+        if died:
+            self._tell_death(died)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+
+    def _tell_death(self, code: int) -> None:
+        """Say that the agent had died before the end, and wait for the aggregator, as it would have done."""
+        rank = self._place.rank
+        with contextlib.suppress(OSError):
+            text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
+            os.write(2, f"[EfficientLLM] {text}\n".encode())
+        until_s = time.monotonic() + FIRST_RANK_ENDS_S
+        if rank == 0 and self._place.world_size > 1 and self._facts["run_folder"]:
+            while time.monotonic() < until_s and _is_locked(Path(self._facts["run_folder"]) / "lock"):
+                time.sleep(0.05)
+
+    def final_values(self, since_s: float) -> dict[str, float]:
+        """Return the values of the run as its summary has them, on rank 0; nothing where none was written since then.
+
+        The last that the aggregator says over the wire may be lost when both ends are ending.
+        """
+        folder = self._facts.get("run_folder")
+        if not folder:
+            return {}
+        try:
+            summary = json.loads((Path(folder) / "summary.json").read_bytes())
+            if summary["status"] == "running" or summary["updated_time_s"] < since_s:
+                return {}  # of an earlier run: this one had to go elsewhere
+            return {tag: float(known["value"]) for tag, known in summary["metrics"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def close(self) -> None:
+        """Give up what is left; an agent that still works goes on alone."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self.recorder.disable()
+        for descriptor in (self._trainer, self._wake, self._ready):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._ring.close()
+        self.board.close()
+        if self._process is not None and self._process.poll() is None:
+            # Its exit status is nobody's business any more, and Popen would warn of it.
+            self._process.returncode = 0
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that ran to its end
+        self.finish(_how_it_ended())
+        self.close()
+
+
+def _how_it_died(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    killed = -code == signal.SIGKILL
+    return f"was killed by signal {-code}" + (", maybe because memory ran out" if killed else "")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether an aggregator still holds a run folder."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _how_it_ended() -> str:
+    """Return how the interpreter comes to its end: it keeps the exception that nobody caught."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, KeyboardInterrupt):
+        return "killed"
+    return "completed" if error is None else "failed"
+
+
+def _cuda_identity() -> dict[str, str]:
+    """Return torch's current device by UUID and PCI bus id, if torch has one; never starts CUDA."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
+        return {}
+    try:
+        found = cuda.get_device_properties(cuda.current_device())
+    except (RuntimeError, AssertionError, TypeError):
+        return {}
+    uuid = str(getattr(found, "uuid", ""))
+    domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
+    return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
+
+
+def _run_folder(config: Config, place: Place) -> Path:
+    parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
+    if config.run_name:
+        return parent / config.run_name
+    if run_id and not _UUID.fullmatch(run_id):
+        return parent / run_id
+    # torchrun makes up an id where it is given none; its restarts find the folder by the end of the name.
+    end = run_id[:8] or secrets.token_hex(4)
+    earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
+    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
+
+
+def _safe(run_id: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run_id).lstrip(".-_")[:100]
+
+
+def _command() -> list[str]:
+    return [text(word) for word in without_secrets(list(sys.argv))]
