@@ -20,6 +20,8 @@ from effllm.schema import RankReport
 
 #: A rank stands out from this robust z on, and does so no more below the second.
 Z, Z_CLEAR = 5.0, 2.5
+#: An iteration below a nanosecond is none: nobody's clock tells it, and shares of it leave the range of a float.
+SHORTEST_S = 1e-9
 #: A deviation is not taken for less than this share of the median, or of the iteration for what is a part of it.
 FLOOR = 0.01
 #: Of two ranks one stands out if it takes longer than the other by this share.
@@ -83,7 +85,7 @@ class Track:
         ordered = np.sort(found)
         centre = median(ordered) if len(ordered) > 2 else float(ordered[0])
         base_s = whole_s if whole_s is not None else centre
-        if base_s <= 0:
+        if base_s < SHORTEST_S:
             return
         scale_s = max(self._deviation(ordered, centre, base_s), FLOOR * base_s)
         limit = centre + Z * scale_s
