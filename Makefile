@@ -6,6 +6,8 @@ PEERS := .venv-peers
 FRAMEWORKS := .venv-frameworks
 LLAMA_FACTORY := .venv-llama-factory
 FUZZ_SECONDS ?= 60
+# Most tests wait for processes: three at a time take two cores.
+PARALLEL ?= -n 3 --dist loadgroup
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -25,7 +27,7 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 	echo && echo 'Demo complete.'
 
 test: $(VENV)/.ready ## Run the tests
-	@$(BIN)/python -m pytest && echo 'Tests passed.'
+	@$(BIN)/python -m pytest $(PARALLEL) && echo 'Tests passed.'
 
 test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
 	@$(BIN)/python -m pytest -m "long and not faults" && echo 'Long tests passed.'
