@@ -49,8 +49,11 @@ def test_the_scope_that_was_asked_for_outranks_the_widest(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 100, node_power=service.url, power_scope="gpu")
 
+    power = ledger.summary.metrics["aec_watts"]
     assert ledger.summary.energy.scope == "gpu"
-    assert ledger.summary.metrics["aec_watts"].value == pytest.approx(300.0, rel=0.01)
+    assert power.value == pytest.approx(
+        300.0, rel=0.01, abs=2 * power.error
+    )  # of a counter that a second does not show
 
 
 def test_idle_power_before_the_first_iteration_is_told_apart_and_the_energy_stays_whole(launch, trace):
@@ -59,4 +62,4 @@ def test_idle_power_before_the_first_iteration_is_told_apart_and_the_energy_stay
 
     # A GPU of constant power: all of it was there before.
     assert values["energy/joules_above_baseline"] == pytest.approx(0.0, abs=0.01 * values["energy/total_joules"])
-    assert values["aec_watts"] == pytest.approx(300.0, rel=0.01)
+    assert values["aec_watts"] == pytest.approx(300.0, rel=0.01, abs=2 * ledger.summary.metrics["aec_watts"].error)

@@ -531,6 +531,18 @@ def test_the_edges_of_a_counter_of_unknown_phase_have_the_variance_of_a_tick():
     assert statistics.pstdev(error_j for error_j, _ in found) == pytest.approx(stated_j, rel=0.15)
 
 
+def test_an_edge_between_two_reads_of_a_counter_that_stood_meanwhile_is_as_open_as_any_other():
+    # 300 W and a tick of about 100 ms of unknown phase: 30 J sqrt(1 / 12) = 8.66 J at each edge.
+    one = ledger(tick_s=0.1, tick_error_s=0.1)
+    for read_s in (tenth / 100 for tenth in range(301)):  # of which nine in ten see no move
+        one.add(Sample(at(read_s), power_w=300.0, energy_j=30.0 * math.floor(read_s / 0.1 + 1e-9)))
+
+    for start_s in (1.004, 1.034, 1.074, 1.104):  # the last is where it jumps: 30 J within 10 ms
+        window = energy(one, start_s, start_s + 1.0)
+        assert math.sqrt(window.start_j2) == pytest.approx(8.66, rel=0.15)
+        assert math.sqrt(window.end_j2) == pytest.approx(8.66, rel=0.15)
+
+
 def test_the_half_tick_by_which_an_unlocked_counter_is_late_is_taken_off():
     # From idle to load the counter is late where power is high: (P0 - P1) T / 2, were it not corrected.
     class Step:

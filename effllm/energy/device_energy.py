@@ -508,7 +508,7 @@ class EnergyLedger:
         span_s = (second_ns - first_ns) * NS
         since_s = (time_ns - first_ns) * NS
         joules = second.total_j - first.total_j
-        mean_w = joules / span_s if second.method else 0.0
+        mean_w = self._mean_w(index) if second.method else 0.0
         first_w = first.power_w if first.power_w is not None else mean_w
         second_w = second.power_w if second.power_w is not None else mean_w
         tick_j2 = (mean_w * self._sensor.tick_s) ** 2 / 12 if self._method == COUNTER else 0.0
@@ -529,6 +529,17 @@ class EnergyLedger:
         share_j += (joules - total_j) * since_s / span_s
         variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
         return _Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)
+
+    def _mean_w(self, index: int) -> float:
+        """Return the mean power around a step, over two ticks at least: within one a counter stands or jumps."""
+        first = second = index
+        tick_ns = self._sensor.tick_s / NS
+        while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
+            first -= 1
+        while second < len(self._points) - 1 and self._points[second].time_ns - self._points[index].time_ns < tick_ns:
+            second += 1
+        span_ns = self._points[second].time_ns - self._points[first].time_ns
+        return (self._points[second].total_j - self._points[first].total_j) / (span_ns * NS)
 
     def _shift_ns(self) -> int:
         """Return by how much readings are older than they look, on average."""
