@@ -27,7 +27,8 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 	echo && echo 'Demo complete.'
 
 test: $(VENV)/.ready ## Run the tests
-	@$(BIN)/python -m pytest $(PARALLEL) && echo 'Tests passed.'
+	@$(BIN)/python -m pytest $(PARALLEL) -m "not long and not faults and not alone" && \
+	$(BIN)/python -m pytest -m "alone and not long and not faults" && echo 'Tests passed.'
 
 test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
 	@$(BIN)/python -m pytest -m "long and not faults" && echo 'Long tests passed.'

@@ -16,6 +16,16 @@ PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVML_TRACE")
 
 
+def pytest_collection_modifyitems(items):
+    """Keep the tests of a job that a whole module shares in one process, where tests run in several."""
+    for item in items:
+        shared = [name for name, found in item._fixtureinfo.name2fixturedefs.items() if found[-1].scope == "module"]
+        if shared and not item.get_closest_marker("xdist_group"):
+            chosen = getattr(getattr(item, "callspec", None), "params", {})
+            names = [f"{name}={chosen.get(name)}" for name in sorted(shared)]
+            item.add_marker(pytest.mark.xdist_group(" ".join([item.module.__name__, *names])))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
     """Take away what the caller's shell says about metrics, launchers and GPUs; mark what the tests start."""

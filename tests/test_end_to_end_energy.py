@@ -16,6 +16,8 @@ from effllm.energy.calibration import Calibration, store
 from effllm.runs.runfolder import RankRow
 from effllm.schema import Sensor, Summary
 
+pytestmark = pytest.mark.alone
+
 LOOP = "loop.py"
 STEP_S, LOG_INTERVAL = 0.02, 25  # a window of half a second
 INTERVAL_S = 0.2

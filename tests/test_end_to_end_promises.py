@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 LOOP = "loop.py"
-SLOWEST_CALL_S = 0.1  # of a call that takes microseconds, on a machine that does other things too
+SLOWEST_CALL_S = 1.0  # of a call that takes microseconds, on a machine that does other things too; waits take longer
 
 
 def longest_step_s(truth):
@@ -194,6 +194,7 @@ def test_log_metrics_returns_its_six_keys_at_once(launch):
     assert max(truth["logging_s"]) < SLOWEST_CALL_S
 
 
+@pytest.mark.alone
 def test_agents_take_a_small_part_of_a_cpu(launch):
     job = launch.python(LOOP, "--iterations", 10, "--step-s", 0.3, collection_interval=1.0)
     (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))

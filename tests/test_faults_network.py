@@ -79,7 +79,7 @@ def test_what_a_rank_measures_while_its_link_swallows_everything_arrives_when_it
     assert summary.coverage.reports_late > 0
     assert summary.events["missing"] > 0
     assert grown < 30e6
-    assert all(longest_step_s(one) < STEP_S + 0.2 for one in started)
+    assert all(longest_step_s(one) < STEP_S + 1.0 for one in started)
 
 
 @pytest.mark.fault("slow-network")
@@ -92,7 +92,7 @@ def test_a_network_of_100_ms_that_loses_a_frame_in_twenty_changes_no_total(job):
 
     summary = assert_whole(started[0].ledger, dict.fromkeys(range(3), 400), local_ranks=ALONE)
     assert summary.coverage.reports_lost == 0
-    assert all(longest_step_s(one) < STEP_S + 0.2 for one in started)
+    assert all(longest_step_s(one) < STEP_S + 1.0 for one in started)
 
 
 @pytest.mark.fault("host-lost")
@@ -104,7 +104,7 @@ def test_a_host_that_vanishes_is_named_missing_the_others_are_reported_and_the_e
     for one in started[:2]:
         one.wait(60)
         assert one.code == 0
-        assert longest_step_s(one) < STEP_S + 0.2
+        assert longest_step_s(one) < STEP_S + 1.0
     assert not started[0].left(within_s=40)
     ledger = started[0].ledger
     summary = ledger.summary

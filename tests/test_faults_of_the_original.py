@@ -242,11 +242,13 @@ class Writer:
 writer = Writer()
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
-for iteration in range(1, 61):
+for iteration in range(1, 3001):
     collector.record_iteration_start()
     time.sleep(0.01)
     collector.record_iteration_end(100, 2)
     collector.log_metrics(iteration, 1.0, writer)
+    if len({step for _, _, step in writer.got}) > 2 and iteration % 10 == 0:
+        break
 effllm.finalize_efficientllm_metrics()
 json.dump(writer.got, open("truth.json", "w"))
 """

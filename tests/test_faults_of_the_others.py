@@ -211,7 +211,7 @@ def test_megatron_3_a_rank_without_pynvml_holds_up_nobody(broken):
     job, ranks = broken
 
     longest_s = [max(end - start for start, end in rank.told()["steps"]) for rank in ranks]
-    assert max(longest_s) < 0.01 + 0.2
+    assert max(longest_s) < 0.01 + 1.0
     assert any("needs a package that is not installed" in text for text in job.told("agent"))
     assert [window.iteration_last for window in job.windows if not window.final] == [10, 20, 30, 40, 50, 60]
 
