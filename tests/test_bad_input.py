@@ -534,7 +534,8 @@ def test_more_windows_at_once_than_a_sink_can_queue_are_all_written(launch):
 def test_a_writer_that_raises_does_not_end_the_loop(launch):
     job = loop(
         launch,
-        "i, asked = 0, []\nclass Writer:\n    def add_scalar(self, *_):\n        asked.append(1)\n        raise OSError('full')\n"
+        "i, asked = 0, []\nclass Writer:\n"
+        "    def add_scalar(self, *_):\n        asked.append(1)\n        raise OSError('full')\n"
         "while not asked and i < 3000:\n    i += 1\n    step(10, 1)\n    time.sleep(0.01)\n"
         "    collector.log_metrics(i, 1.0, Writer())",
     )

@@ -33,7 +33,8 @@ def test_what_is_made_is_the_users_alone_and_is_read_again(path):
 
 
 def test_ten_processes_that_start_at_once_have_one_secret(path):
-    code = "import sys; from pathlib import Path; from effllm.network import secret; print(secret.create(Path(sys.argv[1])))"
+    create = "from effllm.network import secret; print(secret.create(Path(sys.argv[1])))"
+    code = f"import sys; from pathlib import Path; {create}"
     command = [sys.executable, "-c", code, str(path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(10)]
     told = {process.communicate(timeout=30)[0] for process in processes}
