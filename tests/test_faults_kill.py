@@ -81,7 +81,7 @@ def test_a_job_that_trains_on_through_sigterm_until_sigkill_has_its_last_second_
     ledger = job.ledger
 
     assert reached > asked + 100
-    assert_readable(ledger.folder)
+    assert_readable(ledger.folder, unfinished=True)
     written = ledger.ranks[-1].iteration_last
     print(f"iteration {reached} was reached, {written} is written, the summary holds {ledger.summary.iterations}")
     assert written >= reached - BUSY_MACHINE_S / STEP_S
@@ -102,14 +102,14 @@ def test_a_job_that_survives_sigterm_is_not_told_as_killed(launch):
 
 
 @pytest.mark.fault("everything-killed")
-def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next_start_continues_it(launch):
+def test_what_is_on_disk_when_everything_unfinished_at_once_is_whole_and_the_next_start_continues_it(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL, run_name="one")
     jobs.until(lambda: job.num_windows >= 10)
     kill(job)
     reached = progress(job)
     first = job.ledger
     rows, windows = first.ranks, first.windows
-    assert_readable(first.folder)
+    assert_readable(first.folder, unfinished=True)
     print(f"iteration {reached} was reached, {rows[-1].iteration_last} is written")
     assert rows[-1].iteration_last >= reached - BUSY_MACHINE_S / STEP_S
     assert [report.iteration_last for report in windows] == [row.iteration_last for row in rows]
@@ -119,6 +119,7 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
     summary = job.ledger.summary
 
     assert (summary.status, summary.attempts) == ("completed", 2)
+    assert_readable(job.ledger.folder)
     assert summary.tokens == 10_000 + kept
     assert [row.tokens for row in job.ledger.ranks][: len(rows)] == [row.tokens for row in rows]
 

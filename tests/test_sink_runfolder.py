@@ -192,20 +192,38 @@ def test_the_segment_after_9999_is_the_last(folder):
     assert (folder / "windows-10000.jsonl").stat().st_size > 0
 
 
-def test_a_line_torn_by_a_kill_is_counted_and_the_next_one_is_whole(folder):
+@pytest.mark.parametrize("pad", [0, 10_000])
+def test_a_line_torn_by_a_kill_is_taken_away_and_the_next_one_is_whole(folder, pad):
+    sink = RunFolder(folder, {})
+    sink.write(make_report(100), [make_row()])
+    sink.write(make_report(110, values={"x" * (pad + 1): 1.0}), [make_row(iteration=110, phases_s={"x" * pad: 1.0})])
+    sink.event(Event(1.0, "joined", "rank 0"))
+    sink.close()
+    for path in folder.glob("*.jsonl"):
+        path.write_bytes(path.read_bytes()[:-20])
+    torn = read_windows(folder), read_ranks(folder)
+    assert [len(list(rows)) for rows in torn] == [rows.skipped for rows in torn] == [1, 1]
+    sink = RunFolder(folder, {})
+    sink.write(make_report(120), [make_row(iteration=120)])
+    sink.event(Event(1.0, "joined", "rank 1"))
+
+    windows, ranks, events = read_windows(folder), read_ranks(folder), read_events(folder)
+    assert [report.iteration for report in windows] == [100, 120]
+    assert [row.iteration_last for row in ranks] == [100, 120]
+    assert [event.text for event in events] == ["rank 1"]
+    assert (windows.skipped, ranks.skipped, events.skipped) == (0, 0, 0)
+
+
+def test_a_line_that_a_kill_left_without_its_end_only_stays(folder):
     sink = RunFolder(folder, {})
     sink.write(make_report(100), [make_row()])
     sink.close()
     for path in folder.glob("*.jsonl"):
-        path.write_bytes(path.read_bytes()[:-20])
-    sink = RunFolder(folder, {})
-    sink.write(make_report(110), [make_row(iteration=110)])
-    sink.event(Event(1.0, "joined", "rank 0"))
+        path.write_bytes(path.read_bytes()[:-1])
+    RunFolder(folder, {}).write(make_report(110), [make_row(iteration=110)])
 
-    windows, ranks = read_windows(folder), read_ranks(folder)
-    assert [report.iteration for report in windows] == [110]
-    assert [row.iteration_last for row in ranks] == [110]
-    assert (windows.skipped, ranks.skipped) == (1, 1)
+    assert [report.iteration for report in read_windows(folder)] == [100, 110]
+    assert [row.iteration_last for row in read_ranks(folder)] == [100, 110]
 
 
 @contextmanager
@@ -311,26 +329,81 @@ def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(
 
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
 def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_kept_its_state(folder):
-    sink = RunFolder(folder, {"job": "one"})
+    sink = RunFolder(folder, {})
     for iteration in (100, 110, 120):
         sink.write(make_report(iteration), [make_row(rank, iteration) for rank in range(2)])
-        if iteration == 110:
-            sink.keep(json.dumps({"attempt": 1, "job": "one", "closed": 11}).encode())
-    again = RunFolder(folder, {"job": "one"})
+    sink.write(make_report(100, correction=True), [make_row(2, 100)])  # it came late
+    again = RunFolder(folder, {})
     again.write(make_report(120), [make_row(rank, 120) for rank in range(3)])
-    again.write(make_report(120, correction=True), [])
+    again.write(make_report(100, correction=True), [make_row(2, 100), make_row(3, 100)])
     again.write(make_report(130), [make_row(0, 130)])
 
-    assert [report.iteration for report in read_windows(folder)] == [100, 110, 120, 120, 130]
+    assert [report.iteration for report in read_windows(folder)] == [100, 110, 120, 100, 100, 130]
     assert [(row.rank, row.window) for row in read_ranks(folder)] == [
-        (0, 10), (1, 10), (0, 11), (1, 11), (0, 12), (1, 12), (2, 12), (0, 13)
+        (0, 10), (1, 10), (0, 11), (1, 11), (0, 12), (1, 12), (2, 10), (2, 12), (3, 10), (0, 13)
     ]  # fmt: skip
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours is done after it."""
+
+
+class Moments:
+    """What changes files, in a process that dies in the nth such call: before it, or half-way through a write."""
+
+    def __init__(self, monkeypatch):
+        self.left = math.inf
+        for name in ("write", "ftruncate", "replace", "unlink"):
+            monkeypatch.setattr(os, name, self._dying(getattr(os, name)))
+
+    def _dying(self, call):
+        def counted(*arguments, **keywords):
+            self.left -= 1
+            if self.left >= 0:
+                return call(*arguments, **keywords)
+            if call.__name__ == "write":
+                descriptor, text = arguments
+                call(descriptor, text[: len(text) // 2])
+            raise Killed
+
+        return counted
+
+
+def test_at_whatever_call_an_aggregator_is_killed_every_line_is_there_once(folder, monkeypatch):
+    # Windows of two ranks; the state, which is kept after two windows each, says which of them are sent again.
+    moments = Moments(monkeypatch)
+    lives = 0
+    for moment in range(200):
+        shutil.rmtree(folder, ignore_errors=True)
+        moments.left, was_killed, is_over = moment, False, False
+        while not is_over:
+            lives += 1
+            try:
+                sink = RunFolder(folder, {"life": lives})
+                kept = folder / "state.json"
+                closed = json.loads(kept.read_bytes())["closed"] if kept.exists() else 0
+                for window in range(closed + 1, 7):
+                    rows = [make_row(rank, 10 * window, start_time_s=100.0 * window) for rank in range(2)]
+                    sink.write(make_report(10 * window), rows)
+                    if window % 2 == 0:
+                        assert sink.keep(json.dumps({"closed": window}).encode())
+                is_over = True
+            except Killed:
+                moments.left, was_killed = math.inf, True
+        windows, ranks = read_windows(folder), read_ranks(folder)
+        assert [report.window for report in windows] == list(range(1, 7)), moment
+        assert sorted((row.window, row.rank) for row in ranks) == [(i, rank) for i in range(1, 7) for rank in range(2)]
+        assert windows.skipped == ranks.skipped == 0
+        assert not list(folder.glob(".*"))
+        if not was_killed:
+            break
+    assert 20 <= moment < 199
+
+
 def test_another_job_of_the_folder_writes_windows_of_the_same_numbers(folder):
-    RunFolder(folder, {"job": "one"}).write(make_report(100), [make_row()])
-    (folder / "state.json").write_text(json.dumps({"attempt": 1, "job": "one", "closed": 0}))
-    RunFolder(folder, {"job": "two"}).write(make_report(100), [make_row()])
+    # The first was killed before it had kept a state, so that the second is attempt 1 as well.
+    RunFolder(folder, {}).write(make_report(100, time_s=150.0), [make_row(start_time_s=100.0)])
+    RunFolder(folder, {}).write(make_report(100, time_s=250.0), [make_row(start_time_s=200.0)])
 
     assert len(list(read_windows(folder))) == len(list(read_ranks(folder))) == 2
 

@@ -19,6 +19,7 @@ SEGMENT_BYTES = 64 * 2**20
 #: What waits for a disk that is full: hours of windows of a job of a thousand ranks.
 MOST_WAITING_BYTES = 32 * 2**20
 _AT_ONCE_BYTES = 2**20
+_BACK_BYTES = 2**12
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the like
 
@@ -108,9 +109,9 @@ class Journal:
         self._descriptor, self._number = descriptor, number
 
     def _append(self, text: bytes) -> None:
-        size = os.fstat(self._descriptor).st_size
+        size = self._without_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            text = b"\n" + text  # a writer before was killed in a line
+            text = b"\n" + text
         left = text
         try:
             while left:
@@ -123,3 +124,26 @@ class Journal:
                 self._append(text)
                 return
             raise
+
+    def _without_torn_line(self) -> int:
+        """Take away the part of a line in which a writer before was killed; return the size of the file."""
+        begin = size = os.fstat(self._descriptor).st_size
+        tail = b""
+        while begin and b"\n" not in tail:
+            begin = max(begin - _BACK_BYTES, 0)
+            tail = os.pread(self._descriptor, size - begin, begin)
+            if tail.endswith(b"\n"):
+                return size
+        line = tail[tail.rfind(b"\n") + 1 :]
+        if not line or _is_whole(line):
+            return size
+        os.ftruncate(self._descriptor, size - len(line))
+        return size - len(line)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

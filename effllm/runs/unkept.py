@@ -1,9 +1,9 @@
-"""What a killed aggregator has written of windows that its state does not hold: its replacement comes to them again."""
+"""What a killed aggregator has written and its state does not hold: its replacement comes to all of that again."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,56 +11,58 @@ from msgspec import Struct
 
 from effllm.runs import own_files
 from effllm.runs.runfolder import segments
+from effllm.schema import ClusterReport, RankReport
 
-#: Windows are kept at a pace; what lies between two states is far less.
-_TAIL_BYTES = 4 * 2**20
-
-
-class Written(Struct):
-    """Windows and rows of ranks that are in the files already."""
-
-    attempt: int = 0
-    windows: set[int] = set()
-    rows: set[tuple[int, int]] = set()  # of rank and window
-
-
-class _State(Struct):
-    attempt: int = 0
-    job: str = ""
-    closed: int = 0
+#: Twice what a `Journal` keeps for a disk that is full and then writes at once, before any state.
+_TAIL_BYTES = 64 * 2**20
 
 
 class _Line(Struct):
     attempt: int
     window: int
     rank: int = 0
+    time_s: float = 0.0
+    start_time_s: float = 0.0
     correction: bool = False
 
 
-def written_beyond_state(folder: Path, job: str) -> Written:
-    """Return what is written of windows that closed after the state was kept; nothing where the job is another."""
-    try:
-        state = msgspec.json.decode(own_files.read_file(folder / "state.json"), type=_State)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return Written()
-    if not job or state.job != job:
-        return Written()
-    windows, rows = (
-        [line for line in _newest(folder, stem) if line.attempt == state.attempt and line.window > state.closed]
-        for stem in ("windows", "ranks")
-    )
-    return Written(
-        state.attempt,
-        {line.window for line in windows if not line.correction},
-        {(line.rank, line.window) for line in rows},
-    )
+class Written:
+    """The windows and rows of ranks that stand at the end of a run folder's files.
+
+    Nothing but the lines themselves says what is written: a state may not have been kept yet, may be that of the
+    attempt before, or not be readable.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        windows = (line for line in _newest(folder, "windows") if not line.correction)
+        self._ends_s = {(line.attempt, line.window): line.time_s for line in windows}
+        self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
+
+    def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
+        """Whether a window is written; another job of the folder had ended one of that number before this began."""
+        end_s = self._ends_s.get((report.attempt, report.window))
+        return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))
+
+    def has_row(self, attempt: int, row: RankReport) -> bool:
+        """Whether a row is written: what an agent sends again has its time to the last digit."""
+        return (attempt, row.rank, row.window, row.start_time_s) in self._rows
 
 
 def _newest(folder: Path, stem: str) -> Iterator[_Line]:
+    tails, left_bytes = [], _TAIL_BYTES
+    for path in reversed(segments(folder, stem)):
+        if left_bytes <= 0:
+            break
+        size = path.lstat().st_size  # a link is refused below
+        tails.append((path, max(size - left_bytes, 0)))
+        left_bytes -= size
     decoder = msgspec.json.Decoder(_Line)
-    for path in segments(folder, stem)[-2:]:
+    for path, begin in reversed(tails):
         with os.fdopen(own_files.open_file(path, os.O_RDONLY), "rb") as file:
-            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            file.seek(begin)
             for text in file:
                 try:
                     yield decoder.decode(text)

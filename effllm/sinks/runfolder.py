@@ -1,4 +1,6 @@
-"""The run folder: plain JSON Lines, one write per file and window, so that a kill tears one line at most.
+"""The run folder: plain JSON Lines, one write per file and window, so that a kill tears one line of each at most.
+
+Whoever goes on in the folder takes that away, and writes nothing again that stands in it.
 
 A disk that is full or a folder that is removed costs nothing but time, as long as memory can hold what waits.
 """
@@ -17,7 +19,7 @@ import numpy as np
 from effllm.runs import own_files
 from effllm.runs.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
 from effllm.runs.runfolder import RankRow, coverage_of, rank_row
-from effllm.runs.unkept import Written, written_beyond_state
+from effllm.runs.unkept import Written
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
@@ -69,7 +71,7 @@ class RunFolder:
         own_files.make_folder(folder)
         self._folder = folder
         self._tell = tell
-        self._written = written_beyond_state(folder, str(facts.get("job") or ""))
+        self._written = Written(folder)
         self._windows, self._ranks, self._events = self._journals = (
             Journal(folder, "windows", segment_bytes, most_waiting_bytes),
             Journal(folder, "ranks", segment_bytes, most_waiting_bytes),
@@ -87,12 +89,12 @@ class RunFolder:
         """Append one window and the rows of its ranks; of worlds above 256 only the rows that stand out."""
         # JSON has no nan: one in here would make the line unreadable as a whole.
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
-        written = self._written if report.attempt == self._written.attempt else Written()
-        if report.correction or report.window not in written.windows:
+        if report.correction or not self._written.has_window(report, rows):
             self._windows.put([msgspec.structs.replace(report, values=finite)])
         if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
             rows = outliers(rows)
-        self._ranks.put([self._flat(row, report) for row in rows if (row.rank, row.window) not in written.rows])
+        new = (row for row in rows if not self._written.has_row(report.attempt, row))
+        self._ranks.put([self._flat(row, report) for row in new])
         self._flush()
 
     def event(self, event: Event) -> None:
@@ -206,7 +208,7 @@ def _pretty(value: Any) -> bytes:
 
 def _replace(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Put a whole new file in the place of the old one, or leave the old one."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.new")  # of one writer at a time; what a killed one left is taken away here
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
