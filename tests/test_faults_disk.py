@@ -154,7 +154,7 @@ def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follow
 
 
 @pytest.mark.fault("disk-full", "aggregator-sigkill")
-def test_an_aggregator_that_unfinished_while_the_disk_is_full_loses_no_token(run, disk):
+def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run, disk):
     job, ledger = run(500)
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)

@@ -102,7 +102,7 @@ def test_a_job_that_survives_sigterm_is_not_told_as_killed(launch):
 
 
 @pytest.mark.fault("everything-killed")
-def test_what_is_on_disk_when_everything_unfinished_at_once_is_whole_and_the_next_start_continues_it(launch):
+def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next_start_continues_it(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL, run_name="one")
     jobs.until(lambda: job.num_windows >= 10)
     kill(job)
