@@ -31,7 +31,8 @@ test: $(VENV)/.ready ## Run the tests
 	$(BIN)/python -m pytest -m "alone and not long and not faults" && echo 'Tests passed.'
 
 test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
-	@$(BIN)/python -m pytest -m "long and not faults" && echo 'Long tests passed.'
+	@$(BIN)/python -m pytest $(PARALLEL) -m "long and not faults and not alone" && \
+	$(BIN)/python -m pytest -m "alone and long and not faults" && echo 'Long tests passed.'
 
 test-faults: $(VENV)/.ready ## Run the tests that break things: killed processes, full disks, cut networks, strangers
 	@$(BIN)/python -m pytest -m "faults and not long" && echo 'Tests of faults passed.'
@@ -40,7 +41,7 @@ test-faults-long: $(VENV)/.ready ## Run those of them that take their time
 	@$(BIN)/python -m pytest -m "faults and long" && echo 'Long tests of faults passed.'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
-	@$(FRAMEWORKS)/bin/python -m pytest -m "" --timeout 300 tests/frameworks && echo 'Tests with frameworks passed.'
+	@$(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) -m "" --timeout 300 tests/frameworks && echo 'Tests with frameworks passed.'
 
 test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory, which needs older versions
 	@$(LLAMA_FACTORY)/bin/python -m pytest -m "" tests/frameworks/test_integrations.py -k llama_factory && echo 'Tests with LLaMA-Factory passed.'

@@ -15,7 +15,7 @@ from benchmarks.gpu_windows import OURS, Window, judged, two_levels
 from effllm.profiling import profile
 from effllm.profiling.record import Edge
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).parent.parent
 UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"

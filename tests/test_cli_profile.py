@@ -26,7 +26,7 @@ from effllm.energy import calibration
 from effllm.profiling.load import LoadUnavailable, TorchLoad
 from effllm.schema import Sensor
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 NS = 1_000_000_000
 UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"
