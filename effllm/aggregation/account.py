@@ -5,9 +5,11 @@ A device is known by its key alone, so one that several ranks sit on enters once
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
@@ -101,7 +103,16 @@ class Rows(list[RankReport]):
         return rows if isinstance(rows, Rows) else cls(rows)
 
 
-_PLACED = ("iteration_first", "iteration_last", "iteration_shown", "end_time_s", "own_steps", "own_step_s")
+_PLACED = (
+    "sequence",
+    "final",
+    "iteration_first",
+    "iteration_last",
+    "iteration_shown",
+    "end_time_s",
+    "own_steps",
+    "own_step_s",
+)
 _SUMMED = ("generation_s", "device_steps", "device_step_s")
 _COUNTED = ("tokens", "tokens_processed", "tokens_loss", "samples", "generated_tokens", "prompt_tokens")
 
@@ -179,6 +190,11 @@ class Expected(dict[str, Device]):
         return any(device.energy_method for device in self.values())
 
     @cached_property
+    def shared(self) -> frozenset[str]:
+        """The keys of those whose readings are one rank's share."""
+        return frozenset(key for key, device in self.items() if device.shared)
+
+    @cached_property
     def keys_alike(self) -> dict[str, str]:
         """One object for each key, however often it is read."""
         return {key: key for key in self}
@@ -224,28 +240,20 @@ class GpuReadings(Struct):
     @classmethod
     def of(cls, windows: Iterable[DeviceWindow]) -> GpuReadings:
         """Return those of GPUs in one window."""
-        gauges: dict[str, list[Gauge]] = {}
+        columns = list(zip(*map(_READINGS, windows), strict=True))
+        if not columns:
+            return cls()
+        gauges, histograms, throttled, covered, peaks = columns
         histogram_s: dict[int, float] = {}
-        throttled_s = throttle_covered_s = 0.0
-        peak_w: float | None = None
-        for window in windows:
-            for name, gauge in window.gauges.items():
-                if name in gauges:
-                    gauges[name].append(gauge)
-                elif name in GAUGES:
-                    gauges[name] = [gauge]
-            for step, seconds in window.power_histogram_s.items():
-                histogram_s[step] = histogram_s.get(step, 0.0) + seconds
-            if window.throttled_s:
-                throttled_s += window.throttled_s.get("any", 0.0)
-            throttle_covered_s += window.throttle_covered_s
-            if window.power_peak_w is not None and (peak_w is None or window.power_peak_w > peak_w):
-                peak_w = window.power_peak_w
+        for step, seconds in chain.from_iterable(map(dict.items, histograms)):
+            histogram_s[step] = histogram_s.get(step, 0.0) + seconds
         sums = {}
-        for name, ones in gauges.items():
+        for name, ones in _by_name(gauges).items():
             values = fields_of(ones, ("value_seconds", "covered_s", "most"))
             sums[name] = GaugeSums(float(values[:, 0].sum()), float(values[:, 1].sum()), float(values[:, 2].max()))
-        return cls(sums, throttled_s, throttle_covered_s, histogram_s, peak_w)
+        throttled_s = sum((reasons.get("any", 0.0) for reasons in throttled if reasons), 0.0)
+        peak_w = max((peak for peak in peaks if peak is not None), default=None)
+        return cls(sums, throttled_s, sum(covered), histogram_s, peak_w)
 
     def joined(self, more: GpuReadings) -> GpuReadings:
         """Return these readings and more."""
@@ -269,27 +277,46 @@ class GpuReadings(Struct):
         )
 
 
+_READINGS = attrgetter("gauges", "power_histogram_s", "throttled_s", "throttle_covered_s", "power_peak_w")
+
+
+def _by_name(gauges: Sequence[Mapping[str, Gauge]]) -> dict[str, list[Gauge]]:
+    """Return the gauges of each name that is known, in the order in which they come."""
+    names = [name for name in gauges[0] if name in GAUGES]
+    if len(set(map(len, gauges))) == 1 and len(names) == len(gauges[0]):
+        with contextlib.suppress(KeyError):  # as a rule all have the same
+            return {name: list(map(itemgetter(name), gauges)) for name in names}
+    by_name: dict[str, list[Gauge]] = {}
+    for name, gauge in chain.from_iterable(one.items() for one in gauges):
+        if name in GAUGES:
+            by_name.setdefault(name, []).append(gauge)
+    return by_name
+
+
 class Merged(Mapping[str, MergedDevice]):
     """The devices of a window, each once: as objects by their keys, and side by side as columns."""
 
     def __init__(self, rows: Iterable[RankReport], devices: Expected, members: Mapping[str, set[int]]) -> None:
-        first: dict[str, tuple[RankReport, DeviceWindow]] = {}
+        known: dict[str, tuple[RankReport, DeviceWindow]] = {}
         several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
+        same = devices.keys_alike.get
         for row in rows:
             for one in row.devices:
-                if one.device not in first:
-                    first[one.device] = (row, one)
+                # One and the same text for a key from window to window, which is found, and found equal, unread.
+                key = same(one.device)
+                if key is None:
+                    continue
+                if key not in known:
+                    known[key] = (row, one)
                 else:
-                    several.setdefault(one.device, [first[one.device]]).append((row, one))
-        # One and the same text for a key from window to window, which is found, and found equal, without being read.
-        known = {same: pair for key, pair in first.items() if (same := devices.keys_alike.get(key)) is not None}
+                    several.setdefault(key, [known[key]]).append((row, one))
         self.devices = list(map(devices.__getitem__, known))
         self._special = {
-            key: _merge(several.get(key) or [known[key]], device, members.get(key, set()))
-            for key, device in zip(known, self.devices, strict=True)
-            if key in several or device.shared
+            key: _merge(several.get(key) or [known[key]], devices[key], members.get(key, set()))
+            for key in (known if several or devices.shared else ())
+            if key in several or key in devices.shared
         }
-        self._positions = {key: i for i, key in enumerate(known)}
+        self._positions = dict(zip(known, range(len(known)), strict=True))
         self._windows: list[DeviceWindow] = [one for _, one in known.values()]
         spans_s = [row.wall_s for row, _ in known.values()]
         for key, special in self._special.items():
@@ -315,11 +342,11 @@ class Merged(Mapping[str, MergedDevice]):
             nothing = ~(left[:, covered] > _LEAST_S)
             left[nothing, value], left[nothing, covered] = np.nan, 0.0
         left[np.isnan(left[:, _ENERGY]), 6:] = 0.0
-        for at, window in enumerate(self._windows):
-            if window.phases:
-                only = iterations_only(window)
+        for at, phases in enumerate(map(attrgetter("phases"), self._windows)):
+            if phases:
+                only = iterations_only(self._windows[at])
                 left[at] = np.array([getattr(only, name) for name in _FIELDS], np.float64)
-                self.phases_j[at] = {name: part.energy_j for name, part in window.phases.items()}
+                self.phases_j[at] = {name: part.energy_j for name, part in phases.items()}
         return left
 
     def forgetful(self) -> Merged:

@@ -115,33 +115,37 @@ class Aggregator:
 
     def reports(self, message: Reports, now_s: float, time_s: float) -> None:
         """Take windows of a rank; those taken before are dropped and counted."""
-        for row in message.rows:
-            rank = self._roster.rank_of(row.rank, row.agent)
+        # What is done here is done ten thousand times a second.
+        rows, closed = message.rows, self._ledger.closed
+        for row in rows:
+            number, window, sequence = row.rank, row.window, row.sequence
+            rank = self._roster.rank_of(number, row.agent)
             if rank is None:
                 self.garbage += 1
                 continue
-            self._hear(row.rank, now_s, time_s)
-            if row is message.rows[-1]:
+            self._hear(number, now_s, time_s)
+            if row is rows[-1]:
                 self._spend(rank, message)
             if message.lost > rank.lost:
-                self._lose(row.rank, rank, message.lost, time_s)
-            if row.sequence <= rank.last_sequence:
+                self._lose(number, rank, message.lost, time_s)
+            if sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
-            rank.take(row.sequence)
-            self._lose(row.rank, rank, rank.gaps, time_s)
-            if row.window > rank.last_window:
-                rank.last_window = row.window
+            rank.take(sequence)
+            if rank.gaps > rank.lost:
+                self._lose(number, rank, rank.gaps, time_s)
+            if window > rank.last_window:
+                rank.last_window = window
             rank.iteration = row.iteration_last
             self._stalls.row(row, now_s)
-            if row.window <= self._ledger.closed:
-                self._late_rows.setdefault(row.window, {})[row.rank] = row
+            if window <= closed:
+                self._late_rows.setdefault(window, {})[number] = row
                 continue
-            pending = self._pending.get(row.window)
+            pending = self._pending.get(window)
             if pending is None:
-                pending = self._pending[row.window] = _Pending(first_s=now_s)
+                pending = self._pending[window] = _Pending(first_s=now_s)
                 self._oldest = min(self._pending)
-            pending.rows[row.rank] = row
+            pending.rows[number] = row
         if self._late_rows and not is_large(self._ledger.world_size):
             self._take_late(now_s, time_s)
         if self._may_close():
@@ -199,6 +203,10 @@ class Aggregator:
     def refuse(self, time_s: float, reason: str, rank: int | None) -> None:
         """Tell of a peer whose messages are not taken; they are counted where they are refused."""
         self._tell("refused", reason, time_s, rank)
+
+    def may_join(self, message: Hello, now_s: float) -> bool:
+        """Whether nothing speaks against an introduction."""
+        return not self._roster.objection(message, now_s)
 
     def is_too_late(self, message: Hello) -> bool:
         """Whether who introduces itself when rank 0's trainer has ended is rather an agent of the next attempt.
@@ -342,8 +350,10 @@ class Aggregator:
     def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         while self._pending:
             window = self._oldest
-            overdue = heard_until_s - self._pending[window].first_s > self._deadline_s()
-            if not overdue and self._roster.is_behind(window, now_s):
+            pending = self._pending[window]
+            overdue = heard_until_s - pending.first_s > self._deadline_s()
+            is_whole = len(pending.rows) == self._ledger.world_size
+            if not overdue and not is_whole and self._roster.is_behind(window, now_s):
                 return
             self._pass_time(now_s)
             self._close(window)
@@ -473,8 +483,10 @@ class Aggregator:
 
     @staticmethod
     def _spend(rank: RankState, message: Reports | Bye) -> None:
-        rank.agent_cpu_s = max(rank.agent_cpu_s, message.agent_cpu_s)
-        rank.sent_bytes = max(rank.sent_bytes, message.sent_bytes)
+        if message.agent_cpu_s > rank.agent_cpu_s:
+            rank.agent_cpu_s = message.agent_cpu_s
+        if message.sent_bytes > rank.sent_bytes:
+            rank.sent_bytes = message.sent_bytes
         if message.recorder_cpu_s is not None:
             rank.recorder_cpu_s = max(rank.recorder_cpu_s or 0.0, message.recorder_cpu_s)
 

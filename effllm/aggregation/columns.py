@@ -65,8 +65,11 @@ class Table:
     def find(self, keys: Sequence[Key]) -> Positions:
         """Return the rows of keys; those that are new get one."""
         asked, found = self._found  # the same from window to window, as a rule
-        if asked == keys:
+        if asked is keys or asked == keys:
             return found
+        if not self._positions:
+            self._positions = dict(zip(keys, range(len(keys)), strict=True))
+            self._grow(len(self._positions))
         try:
             found = np.fromiter(map(self._positions.__getitem__, keys), np.intp, len(keys))
         except KeyError:

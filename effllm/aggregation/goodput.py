@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -186,7 +187,7 @@ class Span(Struct, array_like=True):
         self.joules += later.joules
 
 
-NUMBERS = ("iteration_first", "iteration_last", "iteration_shown", "busy_s", "wait_s")
+NUMBERS = ("iteration_first", "iteration_last", "iteration_shown", "busy_s", "wait_s", "sequence", "final")
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
 
@@ -261,25 +262,31 @@ class Goodput(Struct):
         """Take a farewell."""
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0)
 
-    def count_rows(self, window: int, rows: Sequence[RankReport], numbers: Mapping[str, Array] | None = None) -> None:
+    def count_rows(
+        self,
+        window: int,
+        rows: Sequence[RankReport],
+        numbers: Mapping[str, Array] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         """Enter the rows of a window, each of which may be entered once.
 
-        ``numbers`` are the columns of `NUMBERS`, where somebody has them already.
+        ``numbers`` are the columns of `NUMBERS`, and ``ranks`` whose they are, where somebody has them already.
         """
         attempt = self.attempt
         if numbers is None:
             numbers = dict(zip(NUMBERS, fields_of(rows, NUMBERS).T, strict=True))
-        firsts, lasts, shown, busy_s, wait_s = (numbers[name] for name in NUMBERS)
-        sequences, finals = fields_of(rows, ("sequence", "final")).T
+        firsts, lasts, shown, busy_s, wait_s, sequences, finals = (numbers[name] for name in NUMBERS)
         seconds = busy_s + wait_s
         phases: dict[str, float] = {}
-        for i, row in enumerate(rows):
-            if row.phases_s:
-                seconds[i] += sum(row.phases_s.values())
-                for name, spent_s in row.phases_s.items():
+        for i, phases_s in enumerate(map(attrgetter("phases_s"), rows)):
+            if phases_s:
+                seconds[i] += sum(phases_s.values())
+                for name, spent_s in phases_s.items():
                     known = name if name in CLASSES else OTHER
                     phases[known] = phases.get(known, 0.0) + spent_s
-        begin_s = attempt.ranks.lay([row.rank for row in rows], sequences, finals, seconds, attempt.heard_s)
+        ranks = [row.rank for row in rows] if ranks is None else ranks
+        begin_s = attempt.ranks.lay(ranks, sequences, finals, seconds, attempt.heard_s)
         attempt.begin_s = begin_s if attempt.begin_s is None else min(attempt.begin_s, begin_s)
         attempt.told_s += float(seconds.sum())
         for name, spent_s in phases.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
@@ -14,6 +15,7 @@ from effllm.energy.energy_account import DeviceEnergies, WindowEnergy
 from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport, Verdict
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
+_COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 
 
 class RankState(Struct):
@@ -140,7 +142,7 @@ class Ledger(Struct):
             account.add_rows(rows)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
-        self.goodput.count_rows(window, rows, rows.numbers)
+        self.goodput.count_rows(window, rows, rows.numbers, rows.ranks)
 
     def count_devices(
         self,
@@ -176,22 +178,22 @@ class Ledger(Struct):
 
     def overhead(self) -> Overhead:
         """Return what the measurement has cost so far, over all its processes and attempts."""
-        ranks, spent = self.ranks.values(), self.spent
-        recorders = [rank.recorder_cpu_s for rank in ranks if rank.recorder_cpu_s is not None]
+        ranks, spent = list(map(_COSTS, self.ranks.values())), self.spent
+        recorders = [recorder_s for _, _, recorder_s in ranks if recorder_s is not None]
         return Overhead(
             recorder_cpu_s=spent.recorder_cpu_s + sum(recorders) if recorders or spent.recorder_cpu_s else None,
-            agents_cpu_s=spent.agents_cpu_s + sum(rank.agent_cpu_s for rank in ranks),
+            agents_cpu_s=spent.agents_cpu_s + sum(agent_s for agent_s, _, _ in ranks),
             aggregator_cpu_s=spent.aggregator_cpu_s + self.serving_cpu_s,
-            sent_bytes=spent.sent_bytes + sum(rank.sent_bytes for rank in ranks),
+            sent_bytes=spent.sent_bytes + sum(sent for _, sent, _ in ranks),
             received_bytes=spent.received_bytes + self.serving_bytes,
         )
 
     def advance(self, rows: Sequence[RankReport]) -> None:
         """Note where the rows of a closed window have brought the job."""
-        losses = [row.loss for row in rows if row.loss is not None]
-        self.loss = losses[0] if losses else self.loss
-        self.iteration_last = max(self.iteration_last, int(Rows.of(rows).numbers["iteration_last"].max()))
-        self.iteration_shown = max(row.iteration_shown for row in rows)
+        rows = Rows.of(rows)
+        self.loss = self.loss if rows.loss is None else rows.loss
+        self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
+        self.iteration_shown = max(map(attrgetter("iteration_shown"), rows))
 
     def time_by_class(self) -> dict[str, float]:
         """Return the seconds of each class, mean over ranks."""

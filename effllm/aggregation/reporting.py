@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -167,7 +168,7 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
         ranks_reporting=len(rows),
         gpus_expected=gpus + unknown,
         gpus_measured=merged.count_measured(expected) if merged is not None else 0,
-        reports_lost=sum(rank.lost for rank in ledger.ranks.values()),
+        reports_lost=sum(map(attrgetter("lost"), ledger.ranks.values())),
         reports_late=ledger.late,
         missing_ranks=tuple(sorted(absent)),
         energy=window.energy.coverage if window and window.energy else None,

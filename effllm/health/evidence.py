@@ -8,6 +8,7 @@ from operator import attrgetter
 from msgspec import Struct
 
 from effllm.aggregation.account import Rows
+from effllm.aggregation.columns import fields_of
 from effllm.health.clock import NS, Offset
 from effllm.health.robust import median
 from effllm.health.standing_out import FLOOR, Track, Z
@@ -140,17 +141,17 @@ def _track(tracks: dict[Key, Track], group: str, evidence: str) -> Track:
 
 def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
     if isinstance(rows, Rows):
-        longest_wait_s = float((rows.numbers["wait_s"] / rows.numbers["iterations"]).max())
+        iterations, wait_s, busy_s = (rows.numbers[name] for name in ("iterations", "wait_s", "busy_s"))
     else:
-        longest_wait_s = max(row.wait_s / row.iterations for row in rows)
-    if longest_wait_s < Z * FLOOR * whole_s and not is_needed:
+        iterations, wait_s, busy_s = fields_of(rows, ("iterations", "wait_s", "busy_s")).T
+    waits = wait_s / iterations
+    if float(waits.max()) < Z * FLOOR * whole_s and not is_needed:
         track.pass_by(rows)
         return
-    waits = [row.wait_s / row.iterations for row in rows]
-    busy = [row.busy_s / row.iterations for row in rows]
+    busy = (busy_s / iterations).tolist()
     longest_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
     # Whoever holds others up by waiting for data is waited for in their steps, so that its own are shorter.
-    track.look(rows, waits, whole_s, lambda index, excess_s: longest_s - busy[index] >= excess_s / 2)
+    track.look(rows, waits.tolist(), whole_s, lambda index, excess_s: longest_s - busy[index] >= excess_s / 2)
 
 
 def _look_at_arrivals(track: Track, rows: Sequence[RankReport], whole_s: float, offsets: Mapping[int, Offset]) -> None:

@@ -156,15 +156,19 @@ class Hang:
         stand = self.ranks.get(row.rank)
         if stand is None:
             return
-        for name, seconds in row.phases_s.items():
-            self._longest_s[name] = max(self._longest_s.get(name, 0.0), seconds)
-        if row.iterations > 0:
-            of_role = self._windows.setdefault(stand.role, deque(maxlen=16))
+        if row.phases_s:
+            for name, seconds in row.phases_s.items():
+                self._longest_s[name] = max(self._longest_s.get(name, 0.0), seconds)
+        last = row.iteration_last
+        if last >= row.iteration_first:
+            of_role = self._windows.get(stand.role)
+            if of_role is None:  # a deque is not made for each of ten thousand rows
+                of_role = self._windows[stand.role] = deque(maxlen=16)
             if not of_role or of_role[-1][0] < row.window:
                 of_role.append((row.window, row.time_s / row.iterations))
-        if row.iteration_last > stand.completed:
+        if last > stand.completed:
             # Where the rank was when the window ended, which is a while ago: nobody has seen it stand there.
-            self._place(row.rank, stand, row.iteration_last, BETWEEN, now_s)
+            self._place(row.rank, stand, last, BETWEEN, now_s)
             stand.said_s = 0.0
 
     def _place(self, rank: int, stand: Stand, ordinal: int, state: str, since_s: float) -> None:
@@ -175,14 +179,17 @@ class Hang:
         if ended > 0 and had_said:
             if before == 0:
                 self._longest_s[STARTUP] = max(self._longest_s.get(STARTUP, 0.0), since_s - stand.joined_s)
-            # The first is longer than the others, and for the second it is all that is known.
-            self._durations_s.setdefault(stand.role, deque(maxlen=33)).append((since_s - stood_since_s) / ended)
+            if stand.role not in self._windows:
+                # The first is longer than the others, and for the second it is all that is known.
+                self._durations_s.setdefault(stand.role, deque(maxlen=33)).append((since_s - stood_since_s) / ended)
             # All of them after it was last heard.
             self._twice_s = max(self._twice_s, stand.seen_s if ended > 1 else stand.ended_s)
             stand.ended_s = stand.seen_s
         if state != FINISHED:
-            self._moved_s = max(self._moved_s, since_s)
-            self._move(rank, since_s)
+            if since_s > self._moved_s:
+                self._moved_s = since_s
+            if self._alone or self._since_s is not None:
+                self._move(rank, since_s)
 
     # --- what goes out ---
 

@@ -65,8 +65,9 @@ class Stalls:
     def row(self, row: RankReport, now_s: float) -> None:
         """Take a window of a rank."""
         self._hang.row(row, now_s)
-        if row.iterations > 0:
-            self._shown_minus_ordinal = row.iteration_shown - row.iteration_last
+        last = row.iteration_last
+        if last >= row.iteration_first:
+            self._shown_minus_ordinal = row.iteration_shown - last
 
     def bye(self, rank: int, status: str, now_s: float) -> None:
         """Take a farewell."""

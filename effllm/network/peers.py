@@ -86,6 +86,12 @@ class Peers:
     def objection(self, peer: bytes, message: FromAgent) -> str:
         """Return why a message is refused, or an empty string: it must speak for the rank of its connection's HELLO."""
         one = self._peers.get(peer)
+        if isinstance(message, Reports) and one is not None and one.agent and not one.is_held:
+            rank, agent = one.rank, one.agent  # ten thousand a second come here
+            for row in message.rows:
+                if row.rank != rank or row.agent != agent:
+                    return self._impostor(one, row.rank)
+            return ""
         if isinstance(message, Hello):
             if one is None or not one.agent or (one.rank == message.rank and one.agent == message.agent):
                 return ""
@@ -96,11 +102,13 @@ class Peers:
             return self._refuse(one, STRANGER, "sent something else first")
         if one.is_held:
             return self._refuse(one, THROTTLED, "was not heard until it had sent again what was dropped")
-        for said in message.rows if isinstance(message, Reports) else (message,):
-            if said.rank != one.rank or said.agent != one.agent:
-                whose = f"rank {said.rank}" if said.rank != one.rank else "another agent of its rank"
-                return self._refuse(one, IMPOSTOR, f"spoke for {whose}")
-        return ""
+        if isinstance(message, Reports) or (message.rank == one.rank and message.agent == one.agent):
+            return ""
+        return self._impostor(one, message.rank)
+
+    def _impostor(self, one: _Peer, rank: int) -> str:
+        whose = f"rank {rank}" if rank != one.rank else "another agent of its rank"
+        return self._refuse(one, IMPOSTOR, f"spoke for {whose}")
 
     def introduce(self, peer: bytes, message: Hello, now_s: float) -> None:
         """Take a connection as the rank and agent of its HELLO, in the place of an earlier one."""
