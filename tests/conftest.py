@@ -1,6 +1,7 @@
 """What holds for every test: a clean environment before it, and nothing of it left running after it."""
 
 import os
+import signal
 import uuid
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
     """Take away what the caller's shell says about metrics, launchers and GPUs; mark what the tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background; it would be what jobs inherit
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("EFFICIENTLLM_", *LAUNCHERS)) or name in (*PLACES, *DEVICES):

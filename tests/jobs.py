@@ -167,6 +167,9 @@ class Ledger:
 
 def _whole(rows: Any) -> list[Any]:
     read = list(rows)
+    if rows.skipped:  # a line may be just being written
+        time.sleep(0.2)
+        read = list(rows)
     assert rows.skipped == 0
     return read
 

@@ -137,11 +137,11 @@ def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_wind
 
 
 @pytest.mark.fault("folder-removed")
-def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follows(launch):
+def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follows(launch, tmp_path):
     job = launch.python(LOOP, "--iterations", 300)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.rename(tmp_path / "removed"))  # at once: meanwhile more is written to it
     jobs.until(lambda: "was removed" in job.stdout)
     job.done()
     ledger = job.ledger
