@@ -20,11 +20,10 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0       agents  aggregation  energy  health  network  runs  schema  training
-0.5     training.timeline
-0.6     network.hangups  network.secret  network.strangers
+0.5     runs.own_files  training.timeline
+0.6     network.descriptors  network.hangups  network.intake  network.secret  network.strangers
 0.7     network.connections  network.curve
 0.8     network.door
-0.9     runs.own_files
 1.0     devices  energy.tick_clock  hardware  health.clock  metrics  network.interface  network.transport
 1.0     runs.plain_text  runs.provenance  runs.run_lock  runs.runfolder  spawn  switches  training.facts
 1.0     training.ownership  training.ring
@@ -51,7 +50,7 @@ FLOORS = """
 1.5     aggregation.roster
 1.6     aggregation.reporting  health.stalls
 1.7     health.straggler_watch
-2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.descriptors  network.discovery
+2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.discovery
 2.0     sinks  training.device_time  training.recorder  training.torch_profile
 2.1     agents.track  aggregation.sink_thread  preflight  sinks.*  training.watched_recorder
 2.2     energy.gpu_energy

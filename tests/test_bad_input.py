@@ -201,7 +201,8 @@ def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
 
     assert job.stdout == "trained\n"
     assert job.stderr == line(
-        f"others can read the secret {tmp_path}/secret: remove it if they may have, else chmod 600 {tmp_path}/secret"
+        f"the secret {tmp_path}/secret can be read by others: renew what is in it if they may have, "
+        f"and chmod 600 {tmp_path}/secret"
     )
 
 

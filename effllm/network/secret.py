@@ -13,9 +13,10 @@ import hmac
 import json
 import os
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
+
+from effllm.runs import own_files
 
 _BYTES = 32
 _MOST_BYTES = 4096
@@ -33,8 +34,9 @@ def read(path: Path) -> bytes:
         SecretError: there is none, others can read it, or it is none.
     """
     try:
-        # Without blocking, or a pipe of that name would hold us until somebody writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        secret = own_files.read_private(path, _MOST_BYTES, os.O_NOFOLLOW).strip()
+    except own_files.NotPrivateError as error:
+        raise SecretError(f"the secret {error}") from None
     except FileNotFoundError:
         raise SecretError(
             f"there is no secret {path} on this host: copy it from rank 0's, "
@@ -44,21 +46,6 @@ def read(path: Path) -> bytes:
         if path.is_symlink():
             raise SecretError(f"the secret {path} is a link: name the file itself") from None
         raise SecretError(f"the secret {path} cannot be read: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise SecretError(f"the secret {path} is no regular file")
-        if status.st_uid != os.geteuid():
-            raise SecretError(f"the secret {path} belongs to another user: it must be owned by who runs the job")
-        if status.st_mode & 0o077:
-            raise SecretError(f"others can read the secret {path}: remove it if they may have, else chmod 600 {path}")
-        secret = os.read(descriptor, _MOST_BYTES).strip()
-    except OSError as error:
-        if isinstance(error, SecretError):
-            raise
-        raise SecretError(f"the secret {path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
     if len(secret) < _BYTES:
         raise SecretError(
             f"the secret {path} is too short ({len(secret)} bytes, {_BYTES} are the least): "

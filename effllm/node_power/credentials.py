@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from effllm.runs import own_files
 
 BASIC, SESSION = "basic", "session"
 _MOST_BYTES = 16 * 1024
@@ -58,25 +58,13 @@ _KEYS = ("user", "password", "authentication", "ca_file", "fingerprint")
 
 def _private_text(path: Path) -> str:
     try:
-        # Without blocking, or a pipe of that name would hold us until somebody writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CredentialsError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CredentialsError(f"{path} is no regular file")
-        if status.st_uid != os.geteuid():
-            raise CredentialsError(f"{path} belongs to another user: it must be owned by who runs the job")
-        if status.st_mode & 0o077:
-            raise CredentialsError(f"{path} is open to others: chmod 600 {path}")
-        return os.read(descriptor, _MOST_BYTES).decode()
+        return own_files.read_private(path, _MOST_BYTES).decode()
+    except own_files.NotPrivateError as error:
+        raise CredentialsError(str(error)) from None
     except UnicodeDecodeError:
         raise CredentialsError(f"{path} is no text") from None
     except OSError as error:
         raise CredentialsError(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
 
 
 def _authentication(path: Path, value: str) -> str:

@@ -13,6 +13,10 @@ import stat
 from pathlib import Path
 
 
+class NotPrivateError(OSError):
+    """A file that must be the user's alone is not; the message is one line that names it and says what to do."""
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, and those above it that are missing, for the user alone.
 
@@ -70,6 +74,35 @@ def read_file(path: Path) -> bytes:
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
+
+
+def read_private(path: Path, most_bytes: int, flags: int = 0) -> bytes:
+    """Return the beginning of a file that its owner, who we are, alone can read.
+
+    Args:
+        path: of the file, which may be a link unless the flags say otherwise.
+        most_bytes: how much is read.
+        flags: for `os.open`, beside those for reading.
+
+    Raises:
+        NotPrivateError: others can read it, it is another user's, or no regular file.
+        OSError: it cannot be read.
+    """
+    # Without blocking, or a pipe of that name would hold us until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise NotPrivateError(f"{path} is no regular file")
+        if about.st_uid != os.geteuid():
+            raise NotPrivateError(f"{path} belongs to another user: it must be owned by who runs the job")
+        if about.st_mode & 0o077:
+            raise NotPrivateError(
+                f"{path} can be read by others: renew what is in it if they may have, and chmod 600 {path}"
+            )
+        return os.read(descriptor, most_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _is_ours(about: os.stat_result, folder: Path) -> bool:
