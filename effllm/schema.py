@@ -651,6 +651,7 @@ class Refused(Struct, frozen=True, array_like=True, tag=8):
 
     reason: str
     again: bool = False  # not here and now: the agent waits for another address
+    whole_job: bool = False  # nor from any other: rank 0 tells the person, and the connection is of no use
 
 
 class ByeSeen(Struct, frozen=True, array_like=True, tag=9):

@@ -57,7 +57,8 @@ FAULTS = {
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
-        "the soft limit is raised at start; what is still too low is said once, with the number needed",
+        "too low a limit for the world refuses the job in one line, with the number needed; later nobody new is taken "
+        "in until there are some, which is said once, costs no core and holds up no file",
     ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",

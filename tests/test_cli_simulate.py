@@ -1,6 +1,7 @@
 """effllm simulate: as many agents' worth of messages as a job would send."""
 
 import json
+import os
 import resource
 
 import pytest
@@ -75,13 +76,19 @@ def test_two_hundred_ranks_are_counted_to_the_last_token(cli, security, arrival)
 # --- descriptors --------------------------------------------------------------------------------
 
 
+class Limits(list):
+    """Soft and hard."""
+
+    most = 0
+
+
 @pytest.fixture
 def limits(monkeypatch):
-    """The limits of a process that may not raise the hard one."""
-    state = [1024, 4096]
+    """The limits of a process that may not raise the hard one, unless ``most`` is more."""
+    state = Limits([1024, 4096])
 
     def set_limit(_, wanted):
-        if wanted[1] > state[1]:
+        if wanted[1] > max(state[1], state.most):
             raise ValueError("not allowed to raise maximum limit")
         state[:] = wanted
 
@@ -104,3 +111,37 @@ def test_a_hard_limit_that_is_too_low_is_told_with_the_number_needed_and_how_to_
     assert "ulimit -Hn 12256" in line
     assert "LimitNOFILE=12256" in line
     assert "\n" not in line
+
+
+def test_a_small_world_needs_little_more_than_its_ranks():
+    # A fifth more, and 96 with as many again as there are ranks, at most 256.
+    assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
+
+
+def test_a_trainer_learns_of_the_shortage_and_keeps_its_own_limits(limits):
+    assert descriptors.shortage(3000) == ""  # 3,856
+    assert descriptors.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
+    limits.most = 12_256
+    assert descriptors.shortage(10_000) == ""
+    assert limits == [1024, 4096]
+
+
+def test_what_is_held_back_from_connections_is_free_for_files_when_they_have_taken_all():
+    before, reserve, taken = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors.Reserve(), []
+    with open(os.devnull) as last:  # noqa: PTH123
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + 64, before[1]))
+        try:
+            assert reserve.take()
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    taken.append(os.dup(last.fileno()))
+            assert not descriptors.Reserve().take()
+            reserve.release()
+            taken += [os.dup(last.fileno()) for _ in range(descriptors.HELD_BACK)]
+            os.close(taken.pop())
+            assert not reserve.take(), "it would leave none for a connection"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            reserve.release()
+            for one in taken:
+                os.close(one)

@@ -146,10 +146,15 @@ def test_the_search_goes_on_until_the_agent_is_welcome_where_it_was_sent(monkeyp
 
 
 def test_a_refusal_of_rank_0_is_no_address():
-    rank = Found(Source({"refused": "no way"}))
+    source = Source({"refused": "no way", "job": ""})
+    rank = Found(source)
     rank.search._look()
+    rank.search._look()
+    assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), "told once, and to the agent alone"
 
-    assert (rank.records, rank.lines) == ([], [])
+    source.record = FIRST
+    rank.search._look()
+    assert rank.records[1:] == [FIRST], "of the next start"
 
 
 def test_only_a_record_that_is_signed_for_this_run_counts_and_each_objection_is_told_once(tmp_path):

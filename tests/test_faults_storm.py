@@ -2,18 +2,13 @@
 
 import contextlib
 import os
-import re
-import resource
-import shutil
 import signal
-import sys
 import time
 
 import jobs
 import msgspec
 import psutil
 import pytest
-import zmq
 from sink_examples import make_row
 
 from effllm.agents.aggregator_child import AggregatorChild
@@ -164,53 +159,3 @@ def test_forty_agents_lose_nothing_when_their_aggregator_is_killed_five_times(ag
     rows = sorted((row.rank, row.window) for row in ledger.ranks)
     assert rows == [(rank, window) for rank in range(AGENTS) for window in range(1, WINDOWS + 1)]
     assert [report.window for report in ledger.windows] == list(range(1, WINDOWS + 1))
-
-
-@pytest.fixture
-def many_descriptors():
-    """Let the test's own side have as many as it may."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.fault("descriptors")
-def test_an_aggregator_whose_limit_of_descriptors_is_too_low_says_so_once_and_serves_whom_it_can(
-    launch, many_descriptors
-):
-    if os.geteuid() == 0 and not shutil.which("setpriv"):
-        pytest.skip("root may raise every limit, and there is no setpriv, by which it gives that up")
-    least = ["setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource"] if os.geteuid() == 0 else []
-    serve = [sys.executable, "-m", "effllm", "serve", "--bind", "127.0.0.1:0", "--run-name", "one"]
-    job = launch._job().start([*least, "prlimit", "--nofile=60:120", *serve], launch.environ({}))
-    endpoint = jobs.until(lambda: re.search(r"ENDPOINT=(\S+)", job.stdout))[1]
-    context = make_context()
-    context.set(zmq.MAX_SOCKETS, 2000)
-    agents = [FakeAgent(context, endpoint, rank, 200) for rank in range(200)]
-
-    def talk(seconds):
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            for agent in agents:
-                agent.talk(ended=False)
-            time.sleep(0.02)
-        return sum(agent.is_welcome for agent in agents)
-
-    welcome = jobs.until(lambda: (count := talk(0.5)) > 40 and count, within_s=45.0)
-    server = psutil.Process(job.process.pid)
-    before, began_s = server.cpu_times(), time.monotonic()
-    welcome = talk(3.0)
-    after, took_s = server.cpu_times(), time.monotonic() - began_s
-    busy = (after.user + after.system - before.user - before.system) / took_s
-    print(f"{welcome} of 200 are served, {busy:.2f} of a core in use, {server.num_fds()} descriptors")
-    for agent in agents:
-        agent.link.close()
-    context.destroy(linger=0)
-    job.process.terminate()
-    job.wait()
-
-    (line,) = [event.text for event in job.ledger.events if event.kind == "descriptors"]
-    print(line)
-    assert "496 open files are needed and 120 are allowed" in line  # 200, a fifth more, and 256
-    assert 40 < welcome < 120

@@ -42,6 +42,7 @@ from effllm.health.hang import BEATS, WAITING
 from effllm.network import discovery, secret
 from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, Outbox, make_context
+from effllm.runs.plain_text import one_line
 from effllm.runs.run_lock import name_of_run
 from effllm.schema import (
     MARKED_PHASES,
@@ -399,6 +400,9 @@ class Agent:
         address = self._ring.address()
         if address is not None and "failed" in address:
             self._tell_person(address["failed"])
+        elif address is not None and "refused" in address:
+            self._told_silence = True  # rank 0 has said it
+            self._log.line(f"rank 0 has no aggregator: {one_line(address['refused'])}")
         elif address is not None:
             self._address = address
             self._facts.update(address)
@@ -604,9 +608,13 @@ class Agent:
         elif isinstance(message, Refused):
             if message.again:
                 self._is_put_off = True  # this aggregator is ending: another will have another address
+            elif message.whole_job:
+                self._disconnect()  # whoever waits for this connection's place is told as well
+                self._refuse(message.reason)
+                if self._rank == 0:
+                    _say(f"no metrics, training goes on: {message.reason}")
             elif message.reason != self._refused:
-                self._refused = message.reason
-                self._log.line(f"refused: {message.reason}")
+                self._refuse(message.reason)
                 _say(f"rank {self._rank} is left out of the metrics: {message.reason}")
         elif isinstance(message, ByeSeen):
             self._bye_seen = True
@@ -614,6 +622,10 @@ class Agent:
             self._start_inspection()
         else:
             self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, heard_ns)
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = reason
+        self._log.line(f"refused: {reason}")
 
     @property
     def _may_ask(self) -> bool:
@@ -655,7 +667,7 @@ class Agent:
             if self._is_heard(time.monotonic()):
                 break
             self._poller.poll(50)
-        if len(self._outbox) and not self._bye_seen:
+        if len(self._outbox) and not self._bye_seen and not self._refused:
             where = self._facts.get("endpoint", "no address")
             self._log.line(f"{len(self._outbox)} reports could not be delivered to {where}")
             if self._place["local_rank"] == 0:

@@ -90,6 +90,7 @@ class Server:
         self._heard_until_s = time.monotonic()
         self._told_facts_s = float("-inf")
         self._has_room_for = 0  # ranks, by the limit of open files
+        self._told_shortage = False
         self._pace = Pace(self._config.history_size)
         self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
@@ -290,13 +291,16 @@ class Server:
             is_over = _has_ended(self._orders.trainer_descriptor)
             if not reason and is_over and aggregator.is_too_late(message):
                 reason = "this attempt is over"
+            if not reason and (trouble := self._shortage(message, now_s)):
+                self._peers.turn_away()
+                self._socket.send(peer, Refused(trouble, whole_job=True))
+                return
             reason = reason or aggregator.hello(message, now_s, time_s)
             if reason:
                 self._peers.turn_away()
                 self._socket.send(peer, Refused(reason, again=is_over))
                 return
             self._peers.introduce(peer, message, now_s)
-            self._allow(message.world_size)
             self._learn(message)
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
@@ -317,12 +321,18 @@ class Server:
         elif aggregator.bye(message, now_s, time_s):
             self._socket.send(peer, ByeSeen(message.rank))
 
-    def _allow(self, world_size: int) -> None:
-        """Raise the limit of open files, and say so where it is too low for this world."""
-        if self._has_room_for < world_size:
+    def _shortage(self, hello: Hello, now_s: float) -> str:
+        """Raise the limit of open files for the world of a rank that may join; return, and say once, why that fails."""
+        world_size = hello.world_size
+        if world_size <= self._has_room_for or not self._aggregator.may_join(hello, now_s):
+            return ""
+        trouble = raise_limit(needed(world_size))
+        if not trouble:
             self._has_room_for = world_size
-            if trouble := raise_limit(needed(world_size)):
-                self._warn(f"not all of {world_size} ranks can connect: {trouble}", "descriptors")
+        elif not self._told_shortage:
+            self._told_shortage = True
+            self._warn(f"a job of {world_size} ranks is refused: {trouble}", "descriptors")
+        return trouble
 
     def _learn(self, hello: Hello) -> None:
         ranks = self._facts.setdefault("ranks", {})

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from effllm.network.descriptors import Reserve
 from effllm.network.hangups import Hangups
+from effllm.network.intake import Intake
 from effllm.network.strangers import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Strangers
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, which pyzmq does not name
 _MOST_EVENTS = 2000  # between two looks at everything else
 _AGAIN_S = 1.0
+_FOUND_WITHIN_S = 0.1
 _HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -43,6 +47,12 @@ class Connections:
         self._again_s = 0.0
         self.socket: zmq.Socket[bytes] | None = None
         self._attach(self._events | zmq.EVENT_ACCEPT_FAILED)
+        self._reserve = Reserve()
+        self._reserve.take()
+        self._intake = Intake(_port(watched))
+        until_s = time.monotonic() + _FOUND_WITHIN_S
+        while not self._intake.find() and time.monotonic() < until_s:
+            time.sleep(0.001)
 
     def _attach(self, events: int) -> None:
         address = f"inproc://connections-{id(self):x}-{events:x}"
@@ -55,6 +65,10 @@ class Connections:
 
     def look(self, now_s: float) -> None:
         """Take what has happened since the last call; the socket to wait on may be another after it, or none."""
+        if self._intake.is_held and now_s >= self._again_s:
+            self._again_s = now_s + _AGAIN_S
+            if self._reserve.take():
+                self._intake.resume()
         if self.socket is None and self._events and now_s >= self._again_s:
             self._again_s = now_s + _AGAIN_S
             with contextlib.suppress(zmq.ZMQError):  # still no descriptors
@@ -71,7 +85,7 @@ class Connections:
     def _take(self, event: int, value: int, now_s: float) -> None:
         if event == zmq.EVENT_ACCEPT_FAILED:
             self.accept_error = self.accept_error or value
-            self._detach()  # where descriptors have run out this comes a hundred thousand times a second
+            self._hold(now_s)
         elif self._strangers is None:
             return
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -86,6 +100,16 @@ class Connections:
         else:
             self._strangers.end(now_s)
 
+    def _hold(self, now_s: float) -> None:
+        """Have nobody taken in for a second: what cannot be taken in is tried a hundred thousand times a second."""
+        if self._intake.is_held:
+            return  # of before it was
+        is_held = self._intake.hold()
+        self._reserve.release()  # for files
+        if not is_held and not (self._intake.find() and self._intake.hold()):
+            self._detach()
+        self._again_s = now_s + _AGAIN_S
+
     def _detach(self) -> None:
         self._watched.disable_monitor()
         if self.socket is not None:
@@ -94,6 +118,7 @@ class Connections:
 
     def close(self) -> None:
         """Look no more."""
+        self._reserve.release()
         self._detach()
         if self._hangups:
             self._hangups.close()

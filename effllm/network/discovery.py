@@ -283,7 +283,7 @@ class Search:
         source: where to look.
         config: the job's settings.
         is_secured: whether a record counts only with a signature.
-        found: is called with each new record.
+        found: is called with each new record, and with why rank 0 refuses where it does.
         failed: is called with one line, when there is something to say.
         is_welcome: whether the agent has been welcomed at an endpoint.
     """
@@ -299,7 +299,7 @@ class Search:
     ) -> None:
         self._source, self._config, self._is_secured = source, config, is_secured
         self._found, self._failed, self._is_welcome = found, failed, is_welcome
-        self._is_connected = False
+        self._is_connected = self._is_refused = False
         self._record: dict[str, str] = {}
         self._look_s, self._pause_s = 0.0, LOOK_AGAIN_S
         self._told: set[str] = set()
@@ -310,7 +310,7 @@ class Search:
         _in_thread(self._run)
 
     def _run(self) -> None:
-        if not _until(self._step) and not self._record:
+        if not _until(self._step) and not self._record and not self._is_refused:
             self._failed(f"rank 0's address was not found within {GIVE_UP_S:.0f} s: this rank has no metrics")
 
     def _step(self) -> bool:
@@ -326,8 +326,13 @@ class Search:
         if self._record:  # ten thousand ranks may be waiting to be welcomed
             self._look_s = time.monotonic() + self._pause_s
             self._pause_s = min(self._pause_s * 1.5, LOOK_AGAIN_MOST_S)
-        if record is None or record == self._record or "endpoint" not in record:
-            return  # why rank 0 refuses, it has said
+        if record is None or record == self._record:
+            return
+        if "endpoint" not in record:
+            if not self._is_refused and "refused" in record:
+                self._is_refused = True
+                self._found({"refused": record["refused"]})  # that nobody tells once more what rank 0 has said
+            return
         objection = self._objection(record)
         if not objection:
             self._record = record

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from effllm.config import Config, Place, secret_path
-from effllm.network import discovery, interface, secret
+from effllm.network import descriptors, discovery, interface, secret
 from effllm.runs.provenance import without_secrets
 from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process
@@ -165,13 +165,15 @@ class Session:
             search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
             return search.start
         try:
-            address = discovery.own_address(place, config)
+            address = self._own_address()
             self._listener = discovery.listen_within(address, config.ports)
             if is_secured:
                 secret.create(secret_path(config))
         except (discovery.DiscoveryError, OSError) as error:
             if source is not None:
-                discovery.publish(source, {"refused": str(error)}, self._not_found)
+                discovery.publish(source, {"refused": str(error), "job": ""}, self._not_found)
+                if path := getattr(source, "path", None):
+                    atexit.register(discovery.remove, path, "")
             raise
         facts["job"] = secrets.token_hex(8)
         facts["endpoint"] = interface.endpoint(address, self._listener.getsockname()[1])
@@ -185,6 +187,16 @@ class Session:
                 record = secret.sign(secret.read(secret_path(config)), record, source.key)
             discovery.publish(source, record, self._not_found)
         return lambda: None
+
+    def _own_address(self) -> str:
+        """Return where rank 0 listens.
+
+        Raises:
+            DiscoveryError: there is no such address, or the aggregator could not serve so many.
+        """
+        if self._place.world_size > 1 and (trouble := descriptors.shortage(self._place.world_size)):
+            raise discovery.DiscoveryError(trouble)
+        return discovery.own_address(self._place, self._config)
 
     def _warn_of_openness(self) -> None:
         endpoint = self._facts["endpoint"]

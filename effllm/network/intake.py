@@ -1,0 +1,105 @@
+"""Whether ZeroMQ takes in who comes to a socket that listens: it can be held where nobody can be taken in.
+
+libzmq has no such switch.  Where accept fails, for want of descriptors, it asks its epoll at once who waits, which says
+again that somebody does: 0.77 of a core for as long as they lack.  To unbind would end every connection that has come
+through the socket: they are its children.  So the socket's entry in that epoll, which is this process's as much as
+libzmq's, is set to wait for nothing, and back again.  What libzmq has noted in it is read from /proc/self/fdinfo, and
+left as it is.  Who comes meanwhile waits in the kernel's queue.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_MODIFY = 3  # EPOLL_CTL_MOD
+_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event, which is packed there alone
+_DESCRIPTORS, _ABOUT = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+
+
+class _Entry(NamedTuple):
+    epoll: int
+    descriptor: int
+    events: int
+    data: int  # libzmq's own
+
+
+class Intake:
+    """Holds and resumes the intake of a socket that listens on a port, for as long as ZeroMQ has it open."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._entry: _Entry | None = None
+        self._control = ctypes.CDLL(None, use_errno=True).epoll_ctl
+        self.is_held = False
+
+    def find(self) -> bool:
+        """Whether the socket's entry is known; ZeroMQ's own thread makes it a moment after the socket was bound."""
+        if self._entry is None:
+            found = [one for one in _entries() if one.events & select.EPOLLIN and _listens(one.descriptor, self._port)]
+            self._entry = found[0] if len(found) == 1 else None
+        return self._entry is not None
+
+    def hold(self) -> bool:
+        """Take nobody in; ``False`` where that is not possible."""
+        self.is_held = self.is_held or self._set(0)
+        return self.is_held
+
+    def resume(self) -> None:
+        """Take in again who comes, and who waits."""
+        if self.is_held and self._entry and self._set(self._entry.events):
+            self.is_held = False
+
+    def _set(self, events: int) -> bool:
+        if self._entry is None:
+            return False
+        event = ctypes.create_string_buffer(struct.pack(_EVENT, events, self._entry.data))
+        return bool(self._control(self._entry.epoll, _MODIFY, self._entry.descriptor, event) == 0)
+
+
+def _entries() -> Iterator[_Entry]:
+    """Yield what the epolls of this process wait for; nothing where /proc does not tell."""
+    try:
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - Path makes an object of each
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            lines = (_ABOUT / str(number)).read_text().splitlines() if _is_epoll(number) else []
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            if words[:1] == ["tfd:"] and words[2::2][:2] == ["events:", "data:"]:
+                yield _Entry(number, int(words[1]), int(words[3], 16), int(words[5], 16))
+
+
+def _is_epoll(number: int) -> bool:
+    try:
+        return (_DESCRIPTORS / str(number)).readlink().name == "anon_inode:[eventpoll]"
+    except OSError:
+        return False
+
+
+def _listens(descriptor: int, port: int) -> bool:
+    copy = -1
+    try:
+        copy = os.dup(descriptor)
+        one = socket.socket(fileno=copy)
+    except OSError:  # it has ended, or is no socket
+        if copy >= 0:
+            os.close(copy)
+        return False
+    with one:
+        try:
+            is_listening = one.family != socket.AF_UNIX and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return bool(is_listening) and one.getsockname()[1] == port
+        except OSError:
+            return False

@@ -1,0 +1,157 @@
+"""Too few file descriptors: a job that could not be served is refused at its start; later they may still run out."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import jobs
+import psutil
+import pytest
+from after_fault import assert_whole
+
+pytestmark = [pytest.mark.faults, pytest.mark.fault("descriptors")]
+
+LOOP = str(jobs.SCRIPTS / "loop.py")
+FLOOD = str(jobs.Path(__file__).with_name("flood.py"))
+
+#: Of a world of 200: 200, a fifth more, and 256.
+TOO_FEW = "496 open files are needed and 120 are allowed: raise the hard limit, by ulimit -Hn 496 in the shell of root"
+
+#: Trains, and says whether its own limits are what they were.
+KEEPS_ITS_LIMITS = """
+import resource, sys
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+sys.argv = sys.argv[1:]
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+"""
+
+
+def limited(hard):
+    """Return what stands before a command that may have so many open files, and may not raise that."""
+    if not shutil.which("prlimit") or (os.geteuid() == 0 and not shutil.which("setpriv")):
+        pytest.skip("there is no prlimit or no setpriv, by which root gives up to raise every limit")
+    least = ["setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource"] if os.geteuid() == 0 else []
+    return [*least, "prlimit", f"--nofile=60:{hard}"]
+
+
+def rank_of_mpirun(launch, rank, *prefix):
+    """Start a rank of 200 as mpirun starts it."""
+    script = launch._folder / "keeps_its_limits.py"
+    script.write_text(KEEPS_ITS_LIMITS)
+    place = {"RANK": rank, "SIZE": 200, "LOCAL_RANK": rank, "LOCAL_SIZE": 200}
+    environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()} | {"PMIX_NAMESPACE": "launch"}
+    command = [*prefix, sys.executable, str(script), LOOP, "--iterations", "60"]
+    return launch._job().start(command, {**launch.environ({}), **environ})
+
+
+def test_a_job_that_is_larger_than_the_hard_limit_trains_without_metrics_and_one_line_says_how_many_are_needed(launch):
+    first = rank_of_mpirun(launch, 0, *limited(120))
+    folder = launch._folder / "runs"
+    jobs.until(lambda: list(folder.glob(".address-*")))
+    other = rank_of_mpirun(launch, 7)
+    first.done()
+    other.done()
+
+    (line,) = first.our_errors
+    assert line.startswith(f"[EfficientLLM] no metrics, training goes on: {TOO_FEW}")
+    assert other.our_errors == [], "rank 0 has said it"
+    assert [len(job.told()["steps"]) for job in (first, other)] == [60, 60]
+    assert list(folder.iterdir()) == []
+    assert max(end - start for job in (first, other) for start, end in job.told()["steps"]) < 0.2
+
+
+@contextmanager
+def crowd(port):
+    """Keep 300 connections open that say nothing."""
+    flood = subprocess.Popen([sys.executable, FLOOD, "silent", port, "300", "120"], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        flood.terminate()
+        flood.wait()
+
+
+@contextmanager
+def serving(launch, *prefix, **settings):
+    """Start an aggregator on its own; yield its job and its endpoint, and end it."""
+    command = [sys.executable, "-m", "effllm", "serve", "--bind", "127.0.0.1:0", "--run-name", "one"]
+    job = launch._job().start([*prefix, *command], launch.environ(settings))
+    yield job, jobs.until(lambda: re.search(r"ENDPOINT=(\S+)", job.stdout))[1]
+    if job.process.poll() is None:
+        job.process.send_signal(signal.SIGTERM)
+    job.done()
+
+
+def test_an_aggregator_that_serves_refuses_a_job_that_is_larger_than_its_limit(launch):
+    with serving(launch, *limited(120)) as (aggregator, endpoint):
+        ranks = [
+            launch.python(LOOP, "--iterations", 100, environ=jobs.place(rank, 200), endpoint=endpoint)
+            for rank in (0, 7, 199)
+        ]
+        for rank in ranks:
+            rank.done()
+
+    (line,) = aggregator.ledger.told("descriptors")
+    assert line.startswith(f"a job of 200 ranks is refused: {TOO_FEW}")
+    (line,) = ranks[0].our_errors
+    assert line.startswith(f"[EfficientLLM] no metrics, training goes on: {TOO_FEW}")
+    assert [rank.our_errors for rank in ranks[1:]] == [[], []]
+    assert aggregator.ledger.windows == []
+
+
+#: Trains until a file is there.
+TRAIN = """
+import json, sys, time
+from pathlib import Path
+import effllm.efficientllm_metrics as effllm
+effllm.initialize_efficientllm_metrics(1000)
+collector = effllm.get_metrics_collector()
+iterations = 0
+while not Path({!r}).exists():
+    collector.record_iteration_start()
+    time.sleep(0.04)
+    collector.record_iteration_end(100, 2)
+    iterations += 1
+effllm.finalize_efficientllm_metrics()
+Path("truth.json").write_text(json.dumps(iterations))
+"""
+
+
+def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_when_they_are_gone(launch):
+    enough = launch._folder / "enough"
+    with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
+        ledger = jobs.Ledger(launch._folder / "runs" / "one")
+
+        def start(rank):
+            return launch.code(TRAIN.format(str(enough)), environ=jobs.place(rank, 2), endpoint=endpoint)
+
+        first = start(0)
+        jobs.until(lambda: "joined" in {event.kind for event in ledger.events}, within_s=30)
+        server = psutil.Process(aggregator.process.pid)
+        with crowd(endpoint.rpartition(":")[2]):
+            (line,) = jobs.until(lambda: [text for text in ledger.told("refused") if "connect" in text], within_s=30)
+            second = start(1)
+            jobs.until(lambda: server.num_fds() < 120)  # files can still be opened
+            before, began_s = server.cpu_times(), time.monotonic()
+            time.sleep(3.0)  # that are measured
+            after, took_s = server.cpu_times(), time.monotonic() - began_s
+            kept_out = sum(event.kind == "joined" for event in ledger.events) == 1
+        jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2, within_s=30)
+        enough.touch()
+        for rank in (first, second):
+            rank.done()
+        aggregator.wait()
+    busy = (after.user + after.system - before.user - before.system) / took_s
+    print(f"{busy:.3f} of a core while nobody could come in; {ledger.summary.events}")
+
+    assert kept_out
+    assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
+    assert busy < 0.2  # 0.77 were seen where nobody stopped asking who waits
+    assert_whole(ledger, {0: first.told(), 1: second.told()})
+    assert sum("no further rank can connect" in text for text in ledger.told("refused")) == 1
