@@ -49,12 +49,12 @@ class Disk:
                 with contextlib.suppress(OSError):
                     while file.write(b"x" * size):
                         pass
-        os.sync()
+        self._synchronise()
 
     def empty(self) -> None:
         """Give the room back."""
         (self.path / "filler").unlink()
-        os.sync()
+        self._synchronise()
 
     def freeze(self) -> None:
         """Let every write to it wait."""
@@ -76,12 +76,20 @@ class Disk:
     def repair(self) -> None:
         """Mount what is on it anew, repaired, in the same place; who had a file open has the broken one."""
         broken = self._image
-        _run("umount", "-l", str(self.path))
+        self.take_away()
         self._count += 1
         self._image = broken.with_name(f"disk{self._count}.img")
         shutil.copyfile(broken, self._image)
         subprocess.run(["e2fsck", "-fp", str(self._image)], check=False, capture_output=True)
         self._mount()
+
+    def take_away(self) -> None:
+        """Unmount it under whoever uses it."""
+        _run("umount", "-l", str(self.path))
+
+    def bring_back(self) -> None:
+        """Mount it again; it has stayed whole, as somebody had files of it open."""
+        _run("mount", self._device, str(self.path))
 
     def close(self) -> None:
         """Take it away."""
@@ -89,6 +97,9 @@ class Disk:
             self.thaw()
         while subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True).returncode == 0:
             pass  # loop devices go with their last mount
+
+    def _synchronise(self) -> None:
+        _run("sync", "-f", str(self.path))  # this one alone: those of the machine may have much to write
 
     def _mount(self) -> None:
         self._device = _run("losetup", "-f", "--show", str(self._image)).strip()

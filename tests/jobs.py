@@ -64,7 +64,7 @@ FORMATS = {
 }
 
 
-def until(condition: Callable[[], Any], within_s: float = 15.0) -> Any:
+def until(condition: Callable[[], Any], within_s: float = 40.0) -> Any:
     """Return the first true value of ``condition``; fail when there is none in time."""
     deadline_s = time.monotonic() + within_s
     while not (value := condition()):
@@ -209,6 +209,11 @@ class Job:
         assert self.wait(within_s).code == 0, self.stderr
         assert not self.left(within_s=8.0)
         return self
+
+    def finish(self, within_s: float = 40.0) -> int:
+        """Let a loop that goes on until there is a file "enough" end; return how many iterations it has done."""
+        (self.folder / "enough").touch()
+        return len(self.done(within_s).told()["steps"])
 
     def left(self, within_s: float) -> set[int]:
         """Return who is still there after so long."""

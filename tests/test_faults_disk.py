@@ -13,17 +13,15 @@ from after_fault import assert_readable, assert_undisturbed, assert_whole
 pytest_plugins = ["disks"]
 pytestmark = pytest.mark.faults
 
-LOOP = "loop.py"
+LOOP = "loop.py", "--until", "enough"
 
 
 @pytest.fixture
 def run(launch, disk):
-    """Start a loop whose run folder is on the disk; wait until it has written windows."""
+    """Start a loop whose run folder is on the disk, and that goes on until it may end; wait for its first windows."""
 
-    def start(iterations, step_s=0.01, **settings):
-        job = launch.python(
-            LOOP, "--iterations", iterations, "--step-s", step_s, run_dir=disk.path / "runs", run_name="one", **settings
-        )
+    def start(**settings):
+        job = launch.python(*LOOP, run_dir=disk.path / "runs", run_name="one", **settings)
         ledger = jobs.Ledger(disk.path / "runs" / "one")
         jobs.until(lambda: ledger.num_windows >= 3)
         return job, ledger
@@ -55,7 +53,7 @@ def troubles(ledger):
 
 @pytest.mark.fault("disk-full")
 def test_windows_of_a_full_disk_wait_and_are_all_there_when_there_is_room_again(run, disk):
-    job, ledger = run(500)
+    job, ledger = run()
     stretch = []
     with fault(stretch):
         disk.fill()
@@ -63,9 +61,9 @@ def test_windows_of_a_full_disk_wait_and_are_all_there_when_there_is_room_again(
         more_blocks(job, 15)
         assert_readable(ledger.folder, unfinished=True)
     disk.empty()
-    job.done()
+    jobs.until(lambda: "is written again" in job.stdout)
 
-    assert_whole(ledger, {0: 500})
+    assert_whole(ledger, {0: job.finish()})
     assert [text.partition(":")[0].split(" ", 3)[-1] for text in troubles(ledger)] == [
         "cannot be written",
         "is written again",
@@ -77,10 +75,11 @@ def test_windows_of_a_full_disk_wait_and_are_all_there_when_there_is_room_again(
 
 @pytest.mark.fault("disk-full")
 def test_a_job_whose_disk_stays_full_ends_in_time_and_leaves_what_fitted_whole(run, disk):
-    job, ledger = run(150)
+    job, ledger = run()
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
-    job.done()
+    more_blocks(job, 5)
+    job.finish()
 
     assert_readable(ledger.folder)
     assert ledger.summary.status == "running"  # the last that could be written
@@ -91,24 +90,39 @@ def test_a_job_whose_disk_stays_full_ends_in_time_and_leaves_what_fitted_whole(r
 
 @pytest.mark.fault("read-only")
 def test_a_file_system_that_the_kernel_makes_read_only_costs_no_window_once_it_is_mounted_anew(run, disk):
-    job, ledger = run(500)
+    job, ledger = run()
     stretch = []
     with fault(stretch):
         disk.break_down()
         jobs.until(lambda: "cannot be written: Read-only file system" in job.stdout)
         more_blocks(job, 10)
     disk.repair()
-    job.done()
+    jobs.until(lambda: "is written again" in job.stdout)
 
-    assert_whole(ledger, {0: 500})
+    assert_whole(ledger, {0: job.finish()})
     assert len(troubles(ledger)) == 2
     assert_undisturbed(job, stretch)
     assert_readable(ledger.folder)
 
 
+@pytest.mark.fault("read-only")
+def test_a_disk_that_is_unmounted_for_a_while_has_every_window_and_the_place_below_it_has_none(run, disk):
+    job, ledger = run()
+    disk.take_away()
+    jobs.until(lambda: f"cannot be written: nothing is mounted at {disk.path}" in job.stdout)
+    more_blocks(job, 10)
+    disk.bring_back()
+    jobs.until(lambda: "is written again" in job.stdout)
+
+    assert_whole(ledger, {0: job.finish()})
+    assert len(troubles(ledger)) == 2
+    disk.close()
+    assert list(disk.path.rglob("*.json*")) == []
+
+
 @pytest.mark.fault("slow-disk")
 def test_a_disk_that_stands_still_holds_up_neither_training_nor_the_console_and_loses_nothing(run, disk):
-    job, ledger = run(500)
+    job, ledger = run()
     stretch = []
     with fault(stretch):
         disk.freeze()
@@ -116,46 +130,53 @@ def test_a_disk_that_stands_still_holds_up_neither_training_nor_the_console_and_
         more_blocks(job, 20)
         assert ledger.num_windows <= written + 1
     disk.thaw()
-    job.done()
+    more_blocks(job, 5)
 
-    summary = assert_whole(ledger, {0: 500})
+    summary = assert_whole(ledger, {0: job.finish()})
     assert summary.left_out == {}
     assert_undisturbed(job, stretch)
 
 
 @pytest.mark.fault("slow-disk")
 def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_windows_come_later(run, disk):
-    job, ledger = run(150)
+    job, ledger = run()
     disk.freeze()
-    began_s = time.monotonic()
+    more_blocks(job, 10)
+    (job.folder / "enough").touch()
     assert job.wait(20).code == 0
-    assert time.monotonic() - began_s < 15.0
+    last_s = job.told()["steps"][-1][1]
+    assert time.monotonic() - last_s < 7.0  # an aggregator's five, and two of a busy machine
     disk.thaw()
-    assert not job.left(within_s=8.0)
 
-    assert_whole(ledger, {0: 150})
+    assert_whole(ledger, {0: job.finish()})
 
 
 @pytest.mark.fault("folder-removed")
 def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follows(launch, tmp_path):
-    job = launch.python(LOOP, "--iterations", 300)
+    job = launch.python(*LOOP)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
     shutil.rmtree(folder.rename(tmp_path / "removed"))  # at once: meanwhile more is written to it
     jobs.until(lambda: "was removed" in job.stdout)
-    job.done()
+    more_blocks(job, 5)
+    count = job.finish()
     ledger = job.ledger
 
-    assert (ledger.summary.status, ledger.summary.iterations, ledger.summary.tokens) == ("completed", 300, 30_000)
+    assert (ledger.summary.status, ledger.summary.iterations, ledger.summary.tokens) == (
+        "completed",
+        count,
+        100 * count,
+    )
     last = [report.iteration_last for report in ledger.windows]
-    assert last[-1] == 300 and last[:-1] == list(range(last[0], 301, 10))
+    whole = list(range(last[0], count + 1, 10))
+    assert last[: len(whole)] == whole and last[-1] == count and len(last) <= len(whole) + 1
     assert ledger.facts["config"]["log_interval"] == 10
     assert len(troubles(ledger)) == 1
 
 
 @pytest.mark.fault("disk-full", "aggregator-sigkill")
 def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run, disk):
-    job, ledger = run(500)
+    job, ledger = run()
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 5)
@@ -163,26 +184,29 @@ def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run,
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: any(pid != server for pid in job.find("effllm.aggregation.server")))
     disk.empty()
-    job.done()
+    more_blocks(job, 5)
 
-    assert_whole(ledger, {0: 500})
+    assert_whole(ledger, {0: job.finish()})
 
 
 @pytest.mark.fault("disk-full", "aggregator-sigkill")
 def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_counted(run, disk):
-    job, ledger = run(600, history_size=40)
+    job, ledger = run(history_size=40)
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 30)  # agents give up what is acknowledged anyway, once twenty windows wait
     (server,) = job.find("effllm.aggregation.server")
     os.kill(server, signal.SIGKILL)
     disk.empty()
-    job.done()
+    more_blocks(job, 5)
+    count = job.finish()
     summary = ledger.summary
 
     lost = summary.coverage.reports_lost
     assert 0 < lost <= 40
-    assert summary.tokens == 60_000 - 1000 * lost
-    assert sum(row.tokens for row in ledger.ranks) == summary.tokens
+    assert summary.tokens == 100 * count - 1000 * lost
+    # The rows of some of them may have found room, where a state did not.
+    written = [row.window for row in ledger.ranks]
+    assert len(written) == len(set(written)) >= summary.tokens / 1000
     assert any("died before they were written" in text for text in ledger.told("lost"))
-    print(f"{lost} of 60 windows were lost, and are counted")
+    print(f"{lost} windows of {count} iterations were lost, and are counted")

@@ -52,6 +52,11 @@ def check_folder(folder: Path) -> None:
             raise PermissionError(errno.EPERM, f"{one} belongs to another user", str(folder))
 
 
+def mount_point(folder: Path) -> Path:
+    """Return where the file system of a folder is mounted."""
+    return next(one for one in (folder.resolve(), *folder.resolve().parents) if one.is_mount())
+
+
 def open_file(path: Path, flags: int) -> int:
     """Return the descriptor of a file of our own; one that ``os.O_CREAT`` makes is the user's alone.
 

@@ -7,6 +7,7 @@ A disk that is full or a folder that is removed costs nothing but time, as long 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,7 @@ class RunFolder:
     ) -> None:
         own_files.make_folder(folder)
         self._folder = folder
+        self._mount_point = own_files.mount_point(folder)
         self._tell = tell
         self._written = Written(folder)
         self._windows, self._ranks, self._events = self._journals = (
@@ -157,7 +159,12 @@ class RunFolder:
     def _do(self, work: Callable[[], None]) -> bool:
         """Do what may fail, and say so the first time; return whether it did not."""
         try:
-            work()
+            self._require_disk()
+            try:
+                work()
+            except FileNotFoundError:  # the folder was removed since the last look
+                self._write_facts()
+                work()
         except OSError as error:
             if not self._is_in_trouble and self._troubles < MOST_TROUBLES:
                 reason = error.strerror or error
@@ -170,6 +177,11 @@ class RunFolder:
             self._waited = max(self._waited, len(self._windows))
             return False
         return True
+
+    def _require_disk(self) -> None:
+        """Fail where our disk was unmounted: made again, the folder would be out of sight when it is back."""
+        if not self._mount_point.is_mount():
+            raise OSError(errno.ENODEV, f"nothing is mounted at {self._mount_point}")
 
     def _recover(self) -> None:
         if not self._is_in_trouble:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import effllm.efficientllm_metrics as effllm
@@ -27,6 +28,7 @@ parser.add_argument("--wait-s", type=float, default=0.0, help="for data, before 
 parser.add_argument("--tokens", type=int, default=100)
 parser.add_argument("--samples", type=int, default=2)
 parser.add_argument("--parameters", type=int, default=1000)
+parser.add_argument("--until", type=Path, help="a file: after the iterations goes on until it is there")
 parser.add_argument("--at", type=int, default=0, help="the iteration after which it ends as --end says")
 parser.add_argument("--end", choices=ENDS)
 given = parser.parse_args()
@@ -35,7 +37,9 @@ effllm.initialize_efficientllm_metrics(given.parameters)
 collector = effllm.get_metrics_collector()
 threads = [thread.name for thread in threading.enumerate()]
 steps, logging_s, values = [], [], {}
-for iteration in range(1, given.iterations + 1):
+for iteration in count(1):
+    if iteration > given.iterations and (not given.until or given.until.exists()):
+        break
     time.sleep(given.wait_s)
     start = time.monotonic()
     collector.record_iteration_start()
