@@ -74,6 +74,7 @@ class MetricsCollector:
         self._is_for_requests = False  # it was started by the first request, not by somebody who trains
         self._counted = [0, 0, 0, 0]  # what `count` was given since the last iteration that took it
         self._counted_loss: Any = None
+        self._has_counted = False  # whether any of these is more than 0
 
     # --- life ---
 
@@ -164,7 +165,7 @@ class MetricsCollector:
         if session is not None:
             if not self._counts:
                 self._claim()
-            session.record_start()
+            session.recorder.start()
 
     def record_iteration_end(
         self,
@@ -186,16 +187,16 @@ class MetricsCollector:
         if session is not None:
             if not self._counts:
                 self._claim()
-            if any(self._counted) and not (tokens_processed or samples_processed or tokens or tokens_loss):
+            if self._has_counted and not (tokens_processed or samples_processed or tokens or tokens_loss):
                 self.end_counted()
             else:
-                session.record_end(tokens_processed, samples_processed, tokens, tokens_loss)
+                session.recorder.end(tokens_processed, samples_processed, tokens, tokens_loss)
 
     def sync_point(self) -> None:
         """Say that this rank has come to where it first waits for others: `effllm.sync_point`."""
         session = self._session
         if session is not None:
-            session.sync_point()
+            session.recorder.sync_point()
 
     def set_peer_group(self, name: str, replica: str = "") -> None:
         """Say which ranks do the same work as this one: `effllm.set_peer_group`."""
@@ -225,6 +226,7 @@ class MetricsCollector:
             session.warn("effllm.count takes counts of at least 0 that are numbers, not tensors on a GPU; ignored")
             return
         self._counted = [before + now for before, now in zip(self._counted, given, strict=True)]
+        self._has_counted = any(self._counted)
         if loss is not None:
             if getattr(loss, "is_cuda", False):
                 session.warn("effllm.count was given a loss on the GPU, which is not read: pass loss.item()")
@@ -240,13 +242,13 @@ class MetricsCollector:
         if session is not None:
             counts, loss = self._take_counted()
             counts[1] = counts[1] or samples
-            session.record_end(*counts)
+            session.recorder.end(*counts)
             if loss is not None:
                 session.recorder.loss(self._facts["first_iteration"] + session.recorder.ordinal, loss)
 
     def _take_counted(self) -> tuple[list[int], Any]:
         counts, loss = self._counted, self._counted_loss
-        self._counted, self._counted_loss = [0, 0, 0, 0], None
+        self._counted, self._counted_loss, self._has_counted = [0, 0, 0, 0], None, False
         return counts, loss
 
     def _claim(self) -> None:
@@ -575,7 +577,8 @@ def sync_point() -> None:
     Where gradients are summed while ``backward`` runs, the last moment before it is the place. One clock is read and
     nothing is waited for; where metrics are off, or between iterations, this does nothing.
     """
-    get_metrics_collector().sync_point()
+    if _collector is not None:
+        _collector.sync_point()
 
 
 def set_peer_group(name: str, replica: str = "") -> None:

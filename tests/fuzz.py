@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ def _ring_of(data: bytes) -> bytes:
     """Return a ring of sixteen slots with these bytes over its beginning, its documents and its records."""
     memory = bytearray(ring.ring_bytes(16))
     ring._HEADER.pack_into(memory, 0, ring.MAGIC, 16, ring._SLOT_BYTES, ring._FACTS_BYTES)
-    parts = (8, 64, 128, ring._FACTS_AT, ring._ADDRESS_AT, ring._SLOTS_AT)
+    parts = (8, ring._STATUS_AT, ring._NEWEST_AT, ring._FACTS_AT, ring._ADDRESS_AT, ring._SLOTS_AT)
     share = max(len(data) // len(parts), 1)
     for number, at in enumerate(parts):
         part = data[number * share : (number + 1) * share][: ring._PAGE]
@@ -130,17 +131,24 @@ def _ring_of(data: bytes) -> bytes:
     return bytes(memory[: ring.ring_bytes(16)])
 
 
+_SLOT = struct.Struct("<Qhhqqqqd13q")  # the fields of ring.Slot
+
+
 def _records_of(data: bytes) -> bytes:
     """Return a ring whose records hold these bytes."""
     memory = bytearray(ring.ring_bytes(16))
     ring._HEADER.pack_into(memory, 0, ring.MAGIC, 16, ring._SLOT_BYTES, ring._FACTS_BYTES)
-    often, seldom = ring._OFTEN.size, ring._SELDOM.size
-    count = min(len(data) // (often + seldom), 16)
-    for number in range(count):
-        part = data[number * (often + seldom) : (number + 1) * (often + seldom)]
-        body = (number + 1).to_bytes(8, "little") + part[8:often]
-        checksum = ring.zlib.crc32(body, ring.zlib.crc32(part[often:]))
-        ring._SEALED.pack_into(memory, ring._SLOTS_AT + number * ring._SLOT_BYTES, body, part[often:], checksum)
+    count = min(len(data) // _SLOT.size, 15)
+    for number in range(1, count + 1):
+        _, kind, what, ordinal, about_number, start_ns, end_ns, value, *totals = _SLOT.unpack_from(
+            data, (number - 1) * _SLOT.size
+        )
+        often = ring._OFTEN.pack(number, ordinal, start_ns, end_ns, *totals[:2], *totals[5:9])
+        about = ring._ABOUT.pack(kind, what, about_number, value)
+        seldom = ring._SELDOM.pack(*totals[2:5], *totals[9:])
+        checksum = ring.zlib.crc32(often, ring.zlib.crc32(about, ring.zlib.crc32(seldom)))
+        at = ring._SLOTS_AT + number * ring._SLOT_BYTES
+        ring._SEALED.pack_into(memory, at, often, about, seldom, checksum)
     ring._NEWEST.pack_into(memory, ring._NEWEST_AT, count)
     return bytes(memory)
 

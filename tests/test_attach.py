@@ -81,7 +81,7 @@ BROKEN = {
     "a configuration that is gone": ("config.py", GONE),
     "the watch of imports that is gone": ("hooks/_imports.py", GONE),
     "a collector that is gone": ("collector.py", GONE),
-    "a ring that is no Python": ("ring.py", "x = ="),
+    "a ring that is no Python": ("training/ring.py", "x = ="),
 }
 
 

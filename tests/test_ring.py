@@ -17,8 +17,6 @@ from effllm.training import ring
 from effllm.training.ring import Board, RingError, RingReader, RingWriter
 from effllm.training.timeline import KINDS
 
-ZEROS = (0,) * 9
-
 
 @pytest.fixture
 def writer():
@@ -35,8 +33,11 @@ def reader(writer):
 
 
 def put(writer, ordinal, tokens=0):
-    totals = (*ZEROS[:5], tokens, tokens, 0, 0)
-    writer.put(ring.ITERATION, 0, ordinal, 0, ordinal * 10, ordinal * 10 + 5, 0.0, totals)
+    writer.iteration(ordinal, ordinal * 10, ordinal * 10 + 5, 0, 0, tokens, tokens, 0, 0)
+
+
+def slot_at(sequence, slots=16):
+    return ring._SLOTS_AT + sequence % slots * ring._SLOT_BYTES
 
 
 def test_records_come_back_in_order_and_once(writer, reader):
@@ -51,9 +52,31 @@ def test_records_come_back_in_order_and_once(writer, reader):
 
 
 def test_every_field_of_a_record_comes_back(writer, reader):
-    writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, (*range(1, 9), 2**62), ring.pack_generation(9, 10, 11, 12))
+    writer.take((3, 4, 5, 9), (10, 11, 12))
+    writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, (1, 2, 6, 7, 8, 2**62))
 
     assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, *range(1, 9), 2**62, 9, 10, 11, 12)]
+
+
+LONGS = st.integers(0, 2**62)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(LONGS, min_size=9, max_size=9), st.lists(LONGS, min_size=7, max_size=7), LONGS, st.integers(0, 2**53))
+def test_the_short_way_to_write_an_iteration_writes_what_the_long_one_does(often, seldom, own_ns, arrival_ns):
+    ordinal, start_ns, end_ns, *totals = sorted(often)
+    writer = RingWriter(16)
+    reader = RingReader(writer.descriptor)
+    writer.take(seldom[:4], seldom[4:])
+
+    writer.iteration(ordinal, start_ns, end_ns, *totals, own_ns, arrival_ns)
+    assert reader.state() == (ring.BETWEEN, ordinal, end_ns, 0)
+    writer.put(ring.ITERATION, 0, ordinal, own_ns, start_ns, end_ns, arrival_ns if own_ns else 0, totals)
+
+    short, long = reader.read()
+    assert short[1:] == long[1:]
+    reader.close()
+    writer.close()
 
 
 @settings(deadline=None, max_examples=50)
@@ -88,7 +111,7 @@ def test_an_overrun_of_seven_leaves_the_newest_sixteen(writer, reader):
 def test_a_torn_record_is_not_believed_until_it_is_whole(writer, reader):
     put(writer, 1)
     put(writer, 2)
-    at = ring._SLOTS_AT + ring._SLOT_BYTES + 40  # within the second record
+    at = slot_at(2) + 40
     whole = os.pread(writer.descriptor, 1, at)
     os.pwrite(writer.descriptor, bytes([whole[0] ^ 0xFF]), at)
 
@@ -97,9 +120,32 @@ def test_a_torn_record_is_not_believed_until_it_is_whole(writer, reader):
     assert [slot.ordinal for slot in reader.read()] == [2]
 
 
+@settings(deadline=None)
+@given(st.lists(LONGS, min_size=8, max_size=8), st.integers(0, 1000), st.binary(min_size=22, max_size=22))
+def test_no_mixture_of_two_records_is_believed_whichever_words_are_stored_first(totals, own_ns, is_stored):
+    writer = RingWriter(16)
+    reader = RingReader(writer.descriptor)
+    start_ns, end_ns, *totals = sorted(totals)
+    put(writer, 1)
+    before = os.pread(writer.descriptor, 176, slot_at(1))
+    for ordinal in range(2, 17):
+        put(writer, ordinal)
+    writer.iteration(17, start_ns, end_ns, *totals, own_ns, end_ns)  # in the place of the first
+    after = os.pread(writer.descriptor, 176, slot_at(1))
+    words = [(after if is_stored[at // 8] & 1 else before)[at : at + 8] for at in range(0, 176, 8)]
+    os.pwrite(writer.descriptor, b"".join(words), slot_at(1))
+
+    whole = {before: 1, after: 17}.get(b"".join(words))
+
+    slot = reader._slot(1)
+    assert (slot and slot.ordinal) == whole
+    reader.close()
+    writer.close()
+
+
 def test_a_record_that_never_becomes_whole_is_given_up_and_counted(writer, reader):
     put(writer, 1)
-    os.pwrite(writer.descriptor, b"\xff", ring._SLOTS_AT + 40)
+    os.pwrite(writer.descriptor, b"\xff", slot_at(1) + 40)
     put(writer, 2)
 
     assert reader.read() == []
@@ -311,7 +357,7 @@ def test_a_header_that_promises_what_the_memory_does_not_hold_is_refused(writer,
 def test_a_record_that_says_what_cannot_be_is_passed_over_and_counted(
     writer, reader, kind, what, ordinal, number, start_ns, end_ns, value, tokens
 ):
-    writer.put(kind, what, ordinal, number, start_ns, end_ns, value, (0, 0, 0, 0, 0, tokens, 0, 0, 0))
+    writer.put(kind, what, ordinal, number, start_ns, end_ns, value, (0, 0, tokens, 0, 0, 0))
     put(writer, 2, 20)
 
     assert [slot.ordinal for slot in reader.read()] == [2]

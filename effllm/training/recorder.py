@@ -18,6 +18,8 @@ from effllm.training import ring
 _PHASES = ("evaluation", "checkpoint", "other", "generation")
 _STATUSES = ("completed", "failed", "killed")
 _MOST = 2**62  # what a running total can hold
+_FEW_BITS = 30  # of counts that no total overflows by
+_NO_TOKENS = 0
 
 _live: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
@@ -34,6 +36,46 @@ class Recorder:
         warn: called with a line for the person, for each kind of mistake once.
     """
 
+    # Of an object with more than 30 attributes CPython keeps them in a dictionary of its own, which is slower.
+    __slots__ = (
+        "__weakref__",
+        "_arrival_ns",
+        "_boundary",
+        "_boundary_ordinal",
+        "_end_ns",
+        "_generated",
+        "_generation_is_phase",
+        "_generation_ns",
+        "_generation_start_ns",
+        "_generations",
+        "_is_special",
+        "_log_interval",
+        "_made_ns",
+        "_number",
+        "_offset",
+        "_on",
+        "_own_ns",
+        "_paused_between_ns",
+        "_paused_inside_ns",
+        "_phase",
+        "_phase_depth",
+        "_phase_ns",
+        "_phase_start_ns",
+        "_prompt",
+        "_samples",
+        "_start_ns",
+        "_step_ns",
+        "_tokens",
+        "_tokens_loss",
+        "_tokens_processed",
+        "_wait_ns",
+        "_wake",
+        "_warn",
+        "_warned",
+        "_writer",
+        "ordinal",
+    )
+
     def __init__(
         self,
         writer: ring.RingWriter,
@@ -49,7 +91,11 @@ class Recorder:
         self._warn = warn
         self._warned: set[str] = set()
         self._on = True
+        # Whether the next start or end has more to do than stamp: nothing has ended yet, a phase is open or was, a
+        # window has ended, or nothing is recorded any more.
+        self._is_special = True
         self.ordinal = 0
+        self._boundary_ordinal = log_interval - offset % log_interval  # the next that ends a window
         self._start_ns = 0  # 0 while no iteration runs
         self._end_ns = 0  # 0 before the first has ended
         self._made_ns = time.monotonic_ns()
@@ -64,7 +110,6 @@ class Recorder:
         self._phase_ns = [0, 0, 0, 0]
         self._tokens = self._tokens_processed = self._tokens_loss = self._samples = 0
         self._generated = self._generation_ns = self._prompt = 0
-        self._generation = ring.pack_generation(0, 0, 0, 0)  # the phase and the same, as the ring has them
         self._generations: list[tuple[int, int]] = []  # of each open one: tokens and prompts counted inside of it
         self._generation_start_ns = 0
         self._generation_is_phase = False
@@ -73,15 +118,24 @@ class Recorder:
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp the start of an iteration; a second start before the end replaces the first."""
+        start_ns = _now()
+        if self._is_special:
+            self._start_specially(start_ns)
+            return
+        self._start_ns = start_ns
+        self._own_ns = 0
+        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+
+    def _start_specially(self, start_ns: int) -> None:
         if not self._on:
             return
-        start_ns = _now()
         if self._phase_depth:
             self._split_phase(start_ns)
         self._start_ns = start_ns
         self._paused_between_ns += self._paused_inside_ns
-        self._paused_inside_ns = self._own_ns = self._arrival_ns = 0
+        self._paused_inside_ns = self._own_ns = 0
         self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+        self._is_special = not self._end_ns or self._phase_depth > 0 or self._paused_between_ns > 0
         if self._boundary:
             self._boundary = False
             self._wake()
@@ -91,7 +145,7 @@ class Recorder:
         tokens_processed: int = 0,
         samples: int = 0,
         tokens: int | None = None,
-        tokens_loss: int = 0,
+        tokens_loss: int = _NO_TOKENS,
         _now: Any = time.monotonic_ns,
     ) -> None:
         """Stamp the end of an iteration with this rank's share of its tokens and samples.
@@ -102,44 +156,78 @@ class Recorder:
             tokens: positions without padding; the processed ones where the loop does not tell.
             tokens_loss: positions with a label.
         """
-        if not self._on:
-            return
         end_ns = _now()
+        start_ns = self._start_ns
+        if self._is_special or not start_ns:
+            if not self._on:
+                return
+            start_ns = self._settle(end_ns)
+        self._wait_ns = wait_ns = self._wait_ns + (start_ns - self._end_ns)
+        self._step_ns = step_ns = self._step_ns + (end_ns - start_ns)
+        self._start_ns = 0
+        self._end_ns = end_ns
+        self.ordinal = ordinal = self.ordinal + 1
+        if (
+            tokens is None
+            and tokens_loss is _NO_TOKENS
+            and type(tokens_processed) is type(samples) is int
+            and not (tokens_processed | samples) >> _FEW_BITS  # nor negative
+        ):
+            self._tokens += tokens_processed
+            self._tokens_processed += tokens_processed
+            self._samples += samples
+        else:
+            self._count(tokens_processed, samples, tokens_processed if tokens is None else tokens, tokens_loss)
+        if self._own_ns:
+            self._writer.iteration(
+                ordinal, start_ns, end_ns, step_ns, wait_ns, self._tokens, self._tokens_processed, self._tokens_loss,
+                self._samples, self._own_ns, self._arrival_ns,
+            )  # fmt: skip
+            self._own_ns = 0
+        else:
+            self._writer.iteration(
+                ordinal, start_ns, end_ns, step_ns, wait_ns, self._tokens, self._tokens_processed, self._tokens_loss,
+                self._samples,
+            )  # fmt: skip
+        if ordinal == self._boundary_ordinal:
+            self._boundary_ordinal += self._log_interval
+            self._boundary = self._is_special = True
+            self._wake()
+
+    def _settle(self, end_ns: int) -> int:
+        """Take off pauses from wait and step, and return when the iteration started that ends now."""
         if self._phase_depth:
             self._split_phase(end_ns)
-        start_ns = self._start_ns
-        if not start_ns:
-            start_ns = self._without_start()
+        start_ns = self._start_ns or self._without_start()
         if self._end_ns:
-            self._wait_ns += start_ns - self._end_ns - self._paused_between_ns
-        self._step_ns += end_ns - start_ns - self._paused_inside_ns
-        self._start_ns = self._paused_between_ns = self._paused_inside_ns = 0
-        self._end_ns = end_ns
-        if tokens is None:
-            tokens = tokens_processed
+            self._wait_ns -= self._paused_between_ns
+        else:
+            self._end_ns = start_ns  # nobody waited before the first
+        self._step_ns -= self._paused_inside_ns
+        self._paused_between_ns = self._paused_inside_ns = 0
+        self._is_special = self._boundary or self._phase_depth > 0
+        return start_ns
+
+    def _count(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> None:
         try:
             if not (type(tokens) is type(tokens_processed) is type(tokens_loss) is type(samples) is int):
                 tokens, tokens_processed = whole_number(tokens), whole_number(tokens_processed)
                 tokens_loss, samples = whole_number(tokens_loss), whole_number(samples)
-            if min(tokens, tokens_processed, tokens_loss, samples) < 0:
-                raise ValueError  # noqa: TRY301 - handled as the wrong types are
-            tokens += self._tokens
-            tokens_processed += self._tokens_processed
-            tokens_loss += self._tokens_loss
-            samples += self._samples
-            if max(tokens, tokens_processed, tokens_loss, samples) >= _MOST:
-                raise OverflowError  # noqa: TRY301
-            self._tokens, self._tokens_processed = tokens, tokens_processed
-            self._tokens_loss, self._samples = tokens_loss, samples
+            if (tokens | tokens_processed | tokens_loss | samples) >> _FEW_BITS:
+                if min(tokens, tokens_processed, tokens_loss, samples) < 0:
+                    raise ValueError  # noqa: TRY301 - handled as the wrong types are
+                most = max(
+                    self._tokens + tokens, self._tokens_processed + tokens_processed,
+                    self._tokens_loss + tokens_loss, self._samples + samples,
+                )  # fmt: skip
+                if most >= _MOST:
+                    raise OverflowError  # noqa: TRY301
+            self._tokens += tokens
+            self._tokens_processed += tokens_processed
+            self._tokens_loss += tokens_loss
+            self._samples += samples
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
-            self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal + 1} counts none")
-        self.ordinal = ordinal = self.ordinal + 1
-        self._put(ring.ITERATION, 0, ordinal, self._own_ns, start_ns, end_ns, self._arrival_ns)
-        self._own_ns = self._arrival_ns = 0
-        self._writer.state(ring.BETWEEN, ordinal, end_ns)
-        if (ordinal + self._offset) % self._log_interval == 0:
-            self._boundary = True
-            self._wake()
+            self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal} counts none")
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp where this rank first waits for others in the running iteration; later ones of it do not count.
@@ -173,6 +261,7 @@ class Recorder:
         if not self._on:
             return
         self._phase_depth += 1
+        self._is_special = True
         if self._phase_depth > 1:
             return
         self._phase = _PHASES.index(name) if isinstance(name, str) and name in _PHASES else 2
@@ -201,8 +290,7 @@ class Recorder:
         # belongs to exactly one class.
         spent_ns = at_ns - self._phase_start_ns
         self._phase_ns[self._phase] += spent_ns
-        if self._phase == 3:
-            self._pack_generation()
+        self._tell_totals()
         if self._start_ns:
             self._paused_inside_ns += spent_ns
         else:
@@ -238,7 +326,7 @@ class Recorder:
             if max(tokens, time_ns, prompt_tokens) >= _MOST:
                 raise OverflowError  # noqa: TRY301
             self._generated, self._generation_ns, self._prompt = tokens, time_ns, prompt_tokens
-            self._pack_generation()
+            self._tell_totals()
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
 
@@ -252,8 +340,8 @@ class Recorder:
         """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
         return (self._end_ns or self._made_ns) + self._paused_between_ns
 
-    def _pack_generation(self) -> None:
-        self._generation = ring.pack_generation(self._phase_ns[3], self._generated, self._generation_ns, self._prompt)
+    def _tell_totals(self) -> None:
+        self._writer.take(self._phase_ns, (self._generated, self._generation_ns, self._prompt))
 
     def generation_start(self, is_phase: bool = False) -> None:
         """Begin a generation; one inside another belongs to the outer.
@@ -332,20 +420,17 @@ class Recorder:
         known = isinstance(status, str) and status in _STATUSES
         self._put(ring.END, _STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
         self._writer.state(ring.FINISHED, self.ordinal, now_ns)
-        self._on = False
+        self.disable()
         self._wake()
 
     def disable(self) -> None:
         """Record nothing from now on, and say nothing about it: this is a forked child."""
-        self._on = False
+        self._on, self._is_special = False, True
 
     def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
-        phases = self._phase_ns
         self._writer.put(
             kind, what, ordinal, number, start_ns, end_ns, value,
-            (self._step_ns, self._wait_ns, phases[0], phases[1], phases[2],
-             self._tokens, self._tokens_processed, self._tokens_loss, self._samples),
-            self._generation,
+            (self._step_ns, self._wait_ns, self._tokens, self._tokens_processed, self._tokens_loss, self._samples),
         )  # fmt: skip
 
     def _without_start(self) -> int:

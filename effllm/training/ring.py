@@ -15,9 +15,10 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-MAGIC = b"EFFLRNG1"
+MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
 
 #: What a PROFILE tells of, where it is not an index into timeline.KINDS.
@@ -41,10 +42,12 @@ _WHAT = {
 }
 
 _HEADER = struct.Struct("<8sIII")
-_STATUS = struct.Struct("<qqqq")  # state, ordinal, since_ns, what (index of the phase)
+# What is written in every iteration has native longs: from 2**30 on, a "q" takes CPython 3.11 three times as long.
+_STATUS = struct.Struct("@llll")  # state, ordinal, since_ns, what (index of the phase)
 _STATUS_AT = 64
-_NEWEST = struct.Struct("<Q")
-_NEWEST_AT = 128
+_NEWEST = struct.Struct("@L")
+_NEWEST_AT = _STATUS_AT + _STATUS.size
+_STATUS_AND_NEWEST = struct.Struct("@llllL")
 _PAGE = 4096
 _FACTS_AT = _PAGE
 _FACTS_BYTES = 64 * 1024
@@ -86,13 +89,14 @@ class Slot(NamedTuple):
     prompt_tokens: int
 
 
-_FIELDS = struct.Struct("<Qhhqqqqdqqqqqqqqqqqqq")
-# The last four seldom change: they are written as the bytes that they last were, whose checksum is where that of the
-# others begins, so that it holds all of them together and is computed over the others alone.
-_OFTEN = struct.Struct("<Qhhqqqqdqqqqqqqqq")
-_SELDOM = struct.Struct("<qqqq")
-_SEALED = struct.Struct(f"<{_OFTEN.size}s{_SELDOM.size}sI")
-if _SEALED.size > _SLOT_BYTES:  # pragma: no cover - a mistake in this file
+# A slot has what changes in every iteration, what its record tells of, and the totals that seldom change.  The last two
+# are written as the bytes that they last were, whose checksum is where that of the first begins, so that it holds all
+# of them together and is computed over the first alone.
+_OFTEN = struct.Struct("@Llllllllll")  # sequence, ordinal, start and end, step and wait, three of tokens, samples
+_ABOUT = struct.Struct("@hhld")  # kind, what, number, value
+_SELDOM = struct.Struct("@lllllll")  # four of phases, three of generation
+_SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_SELDOM.size}sI")
+if _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8:  # pragma: no cover - a mistake in this file, or no 64-bit machine
     raise AssertionError(_SEALED.size)
 
 
@@ -127,19 +131,17 @@ def ring_bytes(slots: int) -> int:
     return _SLOTS_AT + slots * _SLOT_BYTES
 
 
-def pack_generation(*totals: int) -> tuple[bytes, int]:
-    """Return the four totals of generation as `RingWriter.put` takes them."""
-    packed = _SELDOM.pack(*totals)
-    return packed, zlib.crc32(packed)
+# Bound here because looking a method up costs as much as the checksum.
+_pack_often, _pack_about, _pack_status = _OFTEN.pack, _ABOUT.pack, _STATUS.pack_into
+_seal, _publish, _crc32 = _SEALED.pack_into, _STATUS_AND_NEWEST.pack_into, zlib.crc32
 
-
-_NOTHING = pack_generation(0, 0, 0, 0)
+_PLAIN = _ABOUT.pack(ITERATION, 0, 0, 0.0)  # an iteration without a sync point
 
 
 class RingWriter:
-    """The training process's end of the ring: `put` is the hot path."""
+    """The training process's end of the ring: `state` and `iteration` are the hot path."""
 
-    __slots__ = ("_map", "_sequence", "_slots", "descriptor")
+    __slots__ = ("_map", "_plain_checksum", "_seldom", "_seldom_checksum", "_sequence", "_slots", "descriptor")
 
     def __init__(self, slots: int) -> None:
         self.descriptor = make_memory("effllm-ring", ring_bytes(slots))
@@ -147,6 +149,45 @@ class RingWriter:
         self._slots = slots
         self._sequence = 0
         _HEADER.pack_into(self._map, 0, MAGIC, slots, _SLOT_BYTES, _FACTS_BYTES)
+        self.take((0, 0, 0, 0), (0, 0, 0))
+
+    def take(self, phases_ns: Sequence[int], generation: Sequence[int]) -> None:
+        """Learn the totals that seldom change; every later record has them.
+
+        Args:
+            phases_ns: of each marked phase.
+            generation: tokens, ns and tokens of prompts.
+        """
+        self._seldom = _SELDOM.pack(*phases_ns, *generation)
+        self._seldom_checksum = zlib.crc32(self._seldom)
+        self._plain_checksum = zlib.crc32(_PLAIN, self._seldom_checksum)
+
+    def iteration(
+        self,
+        ordinal: int,
+        start_ns: int,
+        end_ns: int,
+        step_ns: int,
+        wait_ns: int,
+        tokens: int,
+        tokens_processed: int,
+        tokens_loss: int,
+        samples: int,
+        own_ns: int = 0,
+        arrival_ns: int = 0,
+    ) -> None:
+        """Write the record of an iteration, as `put` would, and that the loop stands behind it."""
+        self._sequence = sequence = self._sequence + 1
+        often = _pack_often(
+            sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, tokens, tokens_processed, tokens_loss, samples
+        )
+        if own_ns:
+            about = _pack_about(ITERATION, 0, own_ns, arrival_ns)
+            checksum = _crc32(often, _crc32(about, self._seldom_checksum))
+        else:
+            about, checksum = _PLAIN, _crc32(often, self._plain_checksum)
+        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._seldom, checksum)
+        _publish(self._map, _STATUS_AT, BETWEEN, ordinal, end_ns, 0, sequence)
 
     def put(
         self,
@@ -157,24 +198,19 @@ class RingWriter:
         start_ns: int,
         end_ns: int,
         value: float,
-        totals: tuple[int, ...],
-        generation: tuple[bytes, int] = _NOTHING,
-        # bound here because a global or attribute look-up costs as much as the checksum
-        _pack: Any = _OFTEN.pack,
-        _seal: Any = _SEALED.pack_into,
-        _publish: Any = _NEWEST.pack_into,
-        _crc: Any = zlib.crc32,
+        totals: Sequence[int],
     ) -> None:
-        """Write one record with the nine running totals and, packed, the four of generation; about half a us."""
-        sequence = self._sequence = self._sequence + 1
-        body = _pack(sequence, kind, what, ordinal, number, start_ns, end_ns, value, *totals)
-        packed, seed = generation
-        _seal(self._map, _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES, body, packed, _crc(body, seed))
-        _publish(self._map, _NEWEST_AT, sequence)
+        """Write one record with the six totals that often change: step and wait, three of tokens, samples."""
+        self._sequence = sequence = self._sequence + 1
+        often = _pack_often(sequence, ordinal, start_ns, end_ns, *totals)
+        about = _pack_about(kind, what, number, value)
+        checksum = _crc32(often, _crc32(about, self._seldom_checksum))
+        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._seldom, checksum)
+        _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
-    def state(self, state: int, ordinal: int, since_ns: int, what: int = 0, _pack: Any = _STATUS.pack_into) -> None:
+    def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
         """Say where the training loop stands, for whoever asks while it does not move."""
-        _pack(self._map, _STATUS_AT, state, ordinal, since_ns, what)
+        _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
     def write_facts(self, facts: dict[str, Any]) -> bool:
         """Replace the facts; ``False`` where they are too large for their area, which then keeps the old."""
@@ -239,11 +275,17 @@ class RingReader:
             self._next += 1
 
     def _slot(self, sequence: int) -> Slot | None:
-        at = _SLOTS_AT + (sequence - 1) % self._slots * _SLOT_BYTES
-        often, seldom, checksum = _SEALED.unpack_from(self._map, at)
-        if zlib.crc32(often, zlib.crc32(seldom)) != checksum:
+        at = _SLOTS_AT + sequence % self._slots * _SLOT_BYTES
+        often, about, seldom, checksum = _SEALED.unpack_from(self._map, at)
+        if zlib.crc32(often, zlib.crc32(about, zlib.crc32(seldom))) != checksum:
             return None
-        return Slot._make(_FIELDS.unpack(often + seldom))
+        sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *counts = _OFTEN.unpack(often)
+        kind, what, number, value = _ABOUT.unpack(about)
+        evaluation_ns, checkpoint_ns, other_ns, *generation = _SELDOM.unpack(seldom)
+        return Slot(
+            sequence, kind, what, ordinal, number, start_ns, end_ns, value,
+            step_ns, wait_ns, evaluation_ns, checkpoint_ns, other_ns, *counts, *generation,
+        )  # fmt: skip
 
     def state(self) -> tuple[int, int, int, int]:
         """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four that can be."""

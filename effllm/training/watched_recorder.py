@@ -32,6 +32,8 @@ class WatchedRecorder(Recorder):
         torch: the module, where it is imported already.
     """
 
+    __slots__ = ("_device", "_profile")
+
     def __init__(
         self,
         writer: ring.RingWriter,
