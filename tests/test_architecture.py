@@ -40,7 +40,7 @@ FLOORS = """
 1.2     energy.calibration  health.stall_text
 1.2.1   devices._nvml_slices
 1.2.2   devices.*
-1.2.2.5 aggregation.columns
+1.2.2.5 aggregation.columns  aggregation.gathered
 1.2.3   aggregation.goodput  energy.energy_account  energy.power_scope
 1.3     aggregation.account
 1.3.1   health.standing_out

@@ -5,11 +5,9 @@ A device is known by its key alone, so one that several ranks sit on enters once
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
-from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -20,9 +18,10 @@ from numpy.typing import NDArray
 
 from effllm.agents.window import add_profiles, iterations_only
 from effllm.aggregation.columns import Array, Positions, Table, fields_of
+from effllm.aggregation.gathered import Gathered, GaugeSums, GpuReadings
 from effllm.energy.energy_account import EnergySums, Stretch, Stretches, WindowEnergy
 from effllm.energy.power_scope import Scope
-from effllm.schema import GAUGES, NODE_PSU, ClusterTotals, Device, DeviceWindow, Gauge, Integrals, Profile, RankReport
+from effllm.schema import NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, Profile, RankReport
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
 ROUNDING = 1e-6
@@ -30,6 +29,8 @@ ROUNDING = 1e-6
 
 class Rows(list[RankReport]):
     """The rows of a window, with what they come to."""
+
+    gathered: Gathered | None = None  # what was added up of them as they came
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -77,7 +78,7 @@ class Rows(list[RankReport]):
     @cached_property
     def is_final(self) -> bool:
         """Whether one of them is its rank's last."""
-        return any(map(attrgetter("final"), self))
+        return bool(self.numbers["final"].any())
 
     def joined(self, more: Rows) -> Rows:
         """Return what these rows and more come to, without the rows themselves."""
@@ -101,6 +102,14 @@ class Rows(list[RankReport]):
     def of(cls, rows: Iterable[RankReport]) -> Rows:
         """Return rows as such, those that are already as they are."""
         return rows if isinstance(rows, Rows) else cls(rows)
+
+    @classmethod
+    def by_rank(cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None) -> Rows:
+        """Return the rows of ranks in their order, with what was added up of them as they came."""
+        ranks = sorted(rows)
+        ordered = cls(map(rows.__getitem__, ranks))
+        ordered.ranks, ordered.gathered = ranks, gathered
+        return ordered
 
 
 _PLACED = (
@@ -148,19 +157,6 @@ _ERRORS = [_FIELDS.index(name) for name in ("energy_start_j2", "energy_end_j2", 
 _LEAST_S = 1e-6
 
 
-class GaugeSums(Struct):
-    """The running sums of a gauge, over all GPUs that have it."""
-
-    value_seconds: float = 0.0
-    covered_s: float = 0.0
-    most: float | None = None
-
-    @property
-    def mean(self) -> float | None:
-        """Mean over time and devices."""
-        return self.value_seconds / self.covered_s if self.covered_s > 0 else None
-
-
 class Expected(dict[str, Device]):
     """The devices that a window should hold, with what is asked of them window for window."""
 
@@ -188,6 +184,11 @@ class Expected(dict[str, Device]):
     def is_measurable(self) -> bool:
         """Whether any has a sensor of energy or power."""
         return any(device.energy_method for device in self.values())
+
+    @cached_property
+    def has_only_gpus(self) -> bool:
+        """Whether all are GPUs."""
+        return bool(self.is_gpu.all())
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -226,71 +227,6 @@ class Expected(dict[str, Device]):
         mask = np.array([key in scope.keys for key in self.order], bool)
         self._masks[:] = [*self._masks[-2:], (scope, mask)]
         return mask
-
-
-class GpuReadings(Struct):
-    """What was read of the GPUs of a window beside energy, memory and utilization."""
-
-    gauges: dict[str, GaugeSums] = {}
-    throttled_s: float = 0.0
-    throttle_covered_s: float = 0.0
-    power_histogram_s: dict[int, float] = {}
-    power_peak_w: float | None = None
-
-    @classmethod
-    def of(cls, windows: Iterable[DeviceWindow]) -> GpuReadings:
-        """Return those of GPUs in one window."""
-        columns = list(zip(*map(_READINGS, windows), strict=True))
-        if not columns:
-            return cls()
-        gauges, histograms, throttled, covered, peaks = columns
-        histogram_s: dict[int, float] = {}
-        for step, seconds in chain.from_iterable(map(dict.items, histograms)):
-            histogram_s[step] = histogram_s.get(step, 0.0) + seconds
-        sums = {}
-        for name, ones in _by_name(gauges).items():
-            values = fields_of(ones, ("value_seconds", "covered_s", "most"))
-            sums[name] = GaugeSums(float(values[:, 0].sum()), float(values[:, 1].sum()), float(values[:, 2].max()))
-        throttled_s = sum((reasons.get("any", 0.0) for reasons in throttled if reasons), 0.0)
-        peak_w = max((peak for peak in peaks if peak is not None), default=None)
-        return cls(sums, throttled_s, sum(covered), histogram_s, peak_w)
-
-    def joined(self, more: GpuReadings) -> GpuReadings:
-        """Return these readings and more."""
-        gauges = {name: GaugeSums(sums.value_seconds, sums.covered_s, sums.most) for name, sums in self.gauges.items()}
-        for name, sums in more.gauges.items():
-            known = gauges.setdefault(name, GaugeSums())
-            known.value_seconds += sums.value_seconds
-            known.covered_s += sums.covered_s
-            known.most = max((most for most in (known.most, sums.most) if most is not None), default=None)
-        bars = {**self.power_histogram_s, **more.power_histogram_s}
-        histogram_s = {
-            step: self.power_histogram_s.get(step, 0.0) + more.power_histogram_s.get(step, 0.0) for step in bars
-        }
-        peaks_w = [peak for peak in (self.power_peak_w, more.power_peak_w) if peak is not None]
-        return GpuReadings(
-            gauges,
-            self.throttled_s + more.throttled_s,
-            self.throttle_covered_s + more.throttle_covered_s,
-            histogram_s,
-            max(peaks_w, default=None),
-        )
-
-
-_READINGS = attrgetter("gauges", "power_histogram_s", "throttled_s", "throttle_covered_s", "power_peak_w")
-
-
-def _by_name(gauges: Sequence[Mapping[str, Gauge]]) -> dict[str, list[Gauge]]:
-    """Return the gauges of each name that is known, in the order in which they come."""
-    names = [name for name in gauges[0] if name in GAUGES]
-    if len(set(map(len, gauges))) == 1 and len(names) == len(gauges[0]):
-        with contextlib.suppress(KeyError):  # as a rule all have the same
-            return {name: list(map(itemgetter(name), gauges)) for name in names}
-    by_name: dict[str, list[Gauge]] = {}
-    for name, gauge in chain.from_iterable(one.items() for one in gauges):
-        if name in GAUGES:
-            by_name.setdefault(name, []).append(gauge)
-    return by_name
 
 
 class Merged(Mapping[str, MergedDevice]):
@@ -332,8 +268,16 @@ class Merged(Mapping[str, MergedDevice]):
             both = [tuple(getattr(one, name) for name in _FIELDS) for one in (special.wall, special.iterations)]
             self.wall[at], self.iterations[at] = np.array(both, np.float64)
             self.peaks[at] = np.nan if special.memory_peak_bytes is None else special.memory_peak_bytes
-        pairs = zip(self.devices, self._windows, strict=True)
-        self.gpus = GpuReadings.of(window for device, window in pairs if device.is_gpu)
+        gathered = rows.gathered if isinstance(rows, Rows) and devices.has_only_gpus and not self._special else None
+        readings = gathered.of(len(known), len(rows)) if gathered is not None and isinstance(rows, Rows) else None
+        self.gpus = self._readings() if readings is None else readings
+
+    def _readings(self) -> GpuReadings:
+        readings = GpuReadings()
+        for device, window in zip(self.devices, self._windows, strict=True):
+            if device.is_gpu:
+                readings.add(window)
+        return readings
 
     def _iterations(self) -> Array:
         """Return what the devices did less the phases; see `iterations_only`."""

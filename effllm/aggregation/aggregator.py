@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.aggregation.account import Rows, merge_devices, window_energy
+from effllm.aggregation.gathered import Gathered
 from effllm.aggregation.ledger import Ledger, RankState
 from effllm.aggregation.pacing import is_large, late_every_s
 from effllm.aggregation.reporting import Window, doubts, report_of, summary_of
@@ -46,6 +47,7 @@ class Closed(NamedTuple):
 class _Pending(Struct):
     first_s: float  # when its first row came
     rows: dict[int, RankReport] = {}
+    gathered: Gathered = msgspec.field(default_factory=Gathered)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -146,6 +148,7 @@ class Aggregator:
                 pending = self._pending[window] = _Pending(first_s=now_s)
                 self._oldest = min(self._pending)
             pending.rows[number] = row
+            pending.gathered.add(row)
         if self._late_rows and not is_large(self._ledger.world_size):
             self._take_late(now_s, time_s)
         if self._may_close():
@@ -364,7 +367,8 @@ class Aggregator:
     def _close(self, number: int) -> None:
         ledger = self._ledger
         ledger.closed = number
-        window = self._weigh(number, self._pending.pop(number).rows)
+        pending = self._pending.pop(number)
+        window = self._weigh(number, pending.rows, pending.gathered)
         self._oldest = min(self._pending, default=0)
         rows = window.ordered
         window.warming = ledger.warm(number, rows, self._config.warmup_iterations, self._config.warmup_seconds)
@@ -384,8 +388,9 @@ class Aggregator:
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
 
-    def _weigh(self, number: int, rows: dict[int, RankReport]) -> Window:
+    def _weigh(self, number: int, rows: dict[int, RankReport], gathered: Gathered | None = None) -> Window:
         window = Window(number, rows, None, None)
+        window.by_rank = Rows.by_rank(rows, gathered)
         window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
         self._weigh_energy(window)
         return window

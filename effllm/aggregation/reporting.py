@@ -57,7 +57,7 @@ class Window(Struct):
     def ordered(self) -> Rows:
         """The rows by rank."""
         if self.by_rank is None:
-            self.by_rank = Rows(self.rows[rank] for rank in sorted(self.rows))
+            self.by_rank = Rows.by_rank(self.rows)
         return self.by_rank
 
 

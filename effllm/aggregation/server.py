@@ -36,12 +36,13 @@ from effllm.network.discovery import openness
 from effllm.network.door import Door
 from effllm.network.interface import is_loopback
 from effllm.network.peers import Peers
-from effllm.network.transport import FrameError, Link, ServerSocket, decode_from_agent, make_context
+from effllm.network.transport import FrameError, Link, ServerSocket, decode_from_agent, encode, make_context
 from effllm.runs import own_files, run_lock
 from effllm.runs.provenance import boot_id, gather
 from effllm.schema import (
     Ack,
     Beat,
+    Bye,
     ByeSeen,
     Clock,
     Event,
@@ -95,7 +96,7 @@ class Server:
         self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
-        self._facts_changed = False
+        self._facts_changed = self._has_learned = False
         self._lost = LostAgents()
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
@@ -128,6 +129,7 @@ class Server:
             try:
                 self._loop()
             finally:
+                gc.unfreeze()
                 gc.enable()
             status = self._finish()
         self._door.close()
@@ -258,7 +260,7 @@ class Server:
                     return
             if now_s >= next_summary_s or self._aggregator.is_stalled != self._was_stalled:
                 next_summary_s = now_s + SUMMARY_EVERY_S
-                gc.collect()
+                self._collect()
                 self._was_stalled = self._aggregator.is_stalled
                 summary = self._summary(ended=False)
                 self._to_sinks(lambda sink, summary=summary: sink.summarize(summary))  # type: ignore[misc]
@@ -266,28 +268,39 @@ class Server:
             if self._aggregator.finished(now_s):
                 return
 
+    def _collect(self) -> None:
+        """Look for cycles, but among what ten thousand introductions left no more than once: a quarter of a second."""
+        gc.collect()
+        if self._has_learned:
+            self._has_learned = False
+            gc.freeze()
+
     def _receive(self) -> bool:
         """Take what has arrived; return whether that was all."""
+        receive, admits = self._socket.receive, self._peers.admits
         for _ in range(MOST_FRAMES):
-            received = self._socket.receive()
+            received = receive()
             if received is None:
                 return True
             peer, frame = received
-            if not self._peers.admits(peer, len(frame), time.monotonic()):
+            now_s = time.monotonic()
+            if not admits(peer, len(frame), now_s):
                 continue  # not even decoded
             try:
-                self._take(peer, decode_from_agent(frame))
+                self._take(peer, decode_from_agent(frame), now_s)
             except FrameError as error:
                 self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
         return False
 
-    def _take(self, peer: bytes, message: FromAgent) -> None:
+    def _take(self, peer: bytes, message: FromAgent, now_s: float) -> None:
+        time_s, aggregator = time.time(), self._aggregator
+        reason = self._peers.objection(peer, message)
+        if isinstance(message, Reports) and not reason:  # ten thousand a second, before all else
+            aggregator.reports(message, now_s, time_s)
+            return
         if isinstance(message, Supersede):
             self._make_room(message)
-            return
-        now_s, time_s, aggregator = time.monotonic(), time.time(), self._aggregator
-        reason = self._peers.objection(peer, message)
-        if isinstance(message, Hello):
+        elif isinstance(message, Hello):
             is_over = _has_ended(self._orders.trainer_descriptor)
             if not reason and is_over and aggregator.is_too_late(message):
                 reason = "this attempt is over"
@@ -307,8 +320,6 @@ class Server:
         elif reason:
             if self._peers.is_to_send_again(peer, now_s):
                 self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), again=True))
-        elif isinstance(message, Reports):
-            aggregator.reports(message, now_s, time_s)
         elif isinstance(message, Beat):
             if message.sent_ns:
                 now_ns = time.monotonic_ns()  # it is answered as it is received
@@ -318,7 +329,7 @@ class Server:
             aggregator.note(message, now_s, time_s)
         elif isinstance(message, Stack):
             aggregator.stack(message, now_s, time_s)
-        elif aggregator.bye(message, now_s, time_s):
+        elif isinstance(message, Bye) and aggregator.bye(message, now_s, time_s):
             self._socket.send(peer, ByeSeen(message.rank))
 
     def _shortage(self, hello: Hello, now_s: float) -> str:
@@ -336,6 +347,7 @@ class Server:
 
     def _learn(self, hello: Hello) -> None:
         ranks = self._facts.setdefault("ranks", {})
+        is_new = str(hello.rank) not in ranks
         ranks[str(hello.rank)] = {
             "host": hello.host,
             "role": hello.role,
@@ -344,7 +356,9 @@ class Server:
         for name, value in hello.facts.items() if len(self._facts) < MOST_FACTS else ():
             self._facts.setdefault(name, value)
         self._facts["world_size"] = hello.world_size
-        self._facts_changed = True
+        self._facts_changed = self._has_learned = True
+        if is_new and len(ranks) == hello.world_size and is_large(hello.world_size):  # before the first windows come
+            self._collect()
 
     def _tick(self, now_s: float) -> None:
         for refusal in self._peers.take_refusals():
@@ -490,11 +504,15 @@ class Server:
     def _send_acks(self, safe: Mapping[int, int]) -> None:
         report = self._aggregator.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
-        iteration = report.iteration if report else 0
+        iteration, count = report.iteration if report else 0, self._aggregator.report_count
+        frames: dict[int, bytes] = {}  # ten thousand ranks are at few places
         for rank, sequence in safe.items():
             peer = self._peers.of_rank(rank)
             if peer is not None:
-                self._socket.send(peer, Ack(sequence, iteration, values, self._aggregator.report_count))
+                frame = frames.get(sequence)
+                if frame is None:
+                    frame = frames[sequence] = encode(Ack(sequence, iteration, values, count))
+                self._socket.send_frame(peer, frame)
 
     def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
         for sink in self._sinks:

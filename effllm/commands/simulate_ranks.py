@@ -210,12 +210,13 @@ class Crowd:
         until_s = time.monotonic() + END_S
         waiting = list(self._peers)
         while waiting and time.monotonic() < until_s:
-            for peer in waiting:
+            for number, peer in enumerate(waiting):
                 peer.take()
                 self._sent += peer.talk()
                 if not peer.bye_sent and not peer.outbox.unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
-            self._look()
+                if number % LOOK_EVERY == 0:
+                    self._look()
             waiting = [peer for peer in waiting if not peer.is_over(time.monotonic())]
             time.sleep(0.02)
         ranks = [peer.rank for peer in self._peers]

@@ -1,0 +1,98 @@
+"""What devices read beside energy, memory and utilization, added up as their rows come: pure.
+
+A row has just been decoded then, and lies in the processor's cache.  When the window closes, with ten thousand of them
+in memory, each of a row's gauges has to be fetched, which takes four times as long.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from effllm.schema import GAUGES, DeviceWindow, RankReport
+
+
+class GaugeSums(Struct):
+    """The running sums of a gauge, over all GPUs that have it."""
+
+    value_seconds: float = 0.0
+    covered_s: float = 0.0
+    most: float | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over time and devices."""
+        return self.value_seconds / self.covered_s if self.covered_s > 0 else None
+
+
+class GpuReadings(Struct):
+    """What was read of the GPUs of a window beside energy, memory and utilization."""
+
+    gauges: dict[str, GaugeSums] = {}
+    throttled_s: float = 0.0
+    throttle_covered_s: float = 0.0
+    power_histogram_s: dict[int, float] = {}
+    power_peak_w: float | None = None
+
+    def add(self, window: DeviceWindow) -> None:
+        """Add one GPU."""
+        for name, gauge in window.gauges.items():
+            sums = self.gauges.get(name)
+            if sums is None:
+                if name not in GAUGES:
+                    continue
+                sums = self.gauges[name] = GaugeSums()
+            sums.value_seconds += gauge.value_seconds
+            sums.covered_s += gauge.covered_s
+            most = gauge.most
+            if sums.most is None or most > sums.most:
+                sums.most = most
+        histogram_s = self.power_histogram_s
+        for step, seconds in window.power_histogram_s.items():
+            histogram_s[step] = histogram_s.get(step, 0.0) + seconds
+        if window.throttled_s:
+            self.throttled_s += window.throttled_s.get("any", 0.0)
+        self.throttle_covered_s += window.throttle_covered_s
+        peak_w = window.power_peak_w
+        if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
+            self.power_peak_w = peak_w
+
+    def joined(self, more: GpuReadings) -> GpuReadings:
+        """Return these readings and more."""
+        gauges = {name: GaugeSums(sums.value_seconds, sums.covered_s, sums.most) for name, sums in self.gauges.items()}
+        for name, sums in more.gauges.items():
+            known = gauges.setdefault(name, GaugeSums())
+            known.value_seconds += sums.value_seconds
+            known.covered_s += sums.covered_s
+            known.most = max((most for most in (known.most, sums.most) if most is not None), default=None)
+        bars = {**self.power_histogram_s, **more.power_histogram_s}
+        histogram_s = {
+            step: self.power_histogram_s.get(step, 0.0) + more.power_histogram_s.get(step, 0.0) for step in bars
+        }
+        peaks_w = [peak for peak in (self.power_peak_w, more.power_peak_w) if peak is not None]
+        return GpuReadings(
+            gauges,
+            self.throttled_s + more.throttled_s,
+            self.throttle_covered_s + more.throttle_covered_s,
+            histogram_s,
+            max(peaks_w, default=None),
+        )
+
+
+class Gathered(Struct):
+    """The readings of the only devices of ranks, each of which has one row here."""
+
+    readings: GpuReadings = field(default_factory=GpuReadings)
+    num_rows: int = 0
+    is_simple: bool = True  # no rank has several devices or none
+
+    def add(self, row: RankReport) -> None:
+        """Take a row."""
+        self.num_rows += 1
+        if len(row.devices) == 1:
+            self.readings.add(row.devices[0])
+        else:
+            self.is_simple = False
+
+    def of(self, num_devices: int, num_rows: int) -> GpuReadings | None:
+        """Return the readings of a window of so many devices and rows, all of them GPUs; ``None`` if it had others."""
+        return self.readings if self.is_simple and num_devices == num_rows == self.num_rows else None

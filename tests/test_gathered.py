@@ -1,0 +1,98 @@
+"""What is added up of rows as they come, and that it is what the rows themselves come to."""
+
+import pytest
+from builders import device_window, gpu, hello, reports, row
+
+from effllm.aggregation.account import Rows, merge_devices
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.gathered import Gathered
+from effllm.config import Config
+from effllm.schema import Gauge
+
+
+def read(name, degrees, seconds=10.0, **changes):
+    gauges = {"temperature_c": Gauge(degrees * seconds, seconds, degrees - 1.0, degrees + 1.0)}
+    known = {"gauges": gauges, "power_histogram_s": {int(degrees): seconds}, "power_peak_w": 2.0 * degrees}
+    return device_window(name, **{**known, **changes})
+
+
+def gathered_of(rows):
+    gathered = Gathered()
+    for one in rows:
+        gathered.add(one)
+    return gathered
+
+
+def merged_of(rows, devices, gathered=None):
+    by_rank = Rows.by_rank({one.rank: one for one in rows}, gathered)
+    members = {key: {rank} for rank, key in enumerate(devices)}
+    return merge_devices(by_rank, devices, members)
+
+
+def test_gauges_add_up_as_rows_come_and_the_largest_stays():
+    rows = [row(1, devices=(read("GPU-1", 70.0),)), row(0, devices=(read("GPU-0", 50.0, 5.0),))]
+
+    readings = gathered_of(rows).readings
+
+    heat = readings.gauges["temperature_c"]
+    assert (heat.value_seconds, heat.covered_s, heat.most) == (950.0, 15.0, 71.0)
+    assert heat.mean == pytest.approx(63.333, abs=1e-3)
+    assert readings.power_histogram_s == {70: 10.0, 50: 5.0}
+    assert readings.power_peak_w == 140.0
+
+
+def test_seconds_of_throttling_add_up_and_unknown_gauges_are_left_out():
+    throttled = read("GPU-0", 50.0, throttled_s={"any": 2.0, "power_cap": 2.0}, throttle_covered_s=10.0)
+    strange = read("GPU-1", 60.0, gauges={"no_such_gauge": Gauge(1.0, 1.0, 1.0, 1.0)}, throttle_covered_s=4.0)
+
+    readings = gathered_of([row(0, devices=(throttled,)), row(1, devices=(strange,))]).readings
+
+    assert (readings.throttled_s, readings.throttle_covered_s) == (2.0, 14.0)
+    assert list(readings.gauges) == ["temperature_c"]
+    assert readings.gauges["temperature_c"].covered_s == 10.0
+
+
+def test_a_window_of_one_gpu_a_rank_takes_what_was_added_up():
+    rows = [row(rank, devices=(read(f"GPU-{rank}", 50.0 + rank),)) for rank in range(3)]
+    devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(3)}
+    gathered = gathered_of(rows)
+
+    assert merged_of(rows, devices, gathered).gpus is gathered.readings
+    assert merged_of(rows, devices).gpus == gathered.readings, "the rows say the same"
+
+
+@pytest.mark.parametrize(
+    ("why", "rows", "devices"),
+    [
+        ("one is no GPU", [("GPU-0",), ("host",)], [gpu("GPU-0"), gpu("host", is_gpu=False)]),
+        ("one is not known", [("GPU-0",), ("GPU-9",)], [gpu("GPU-0")]),
+        ("two sit on one", [("GPU-0",), ("GPU-0",)], [gpu("GPU-0")]),
+        ("one has two", [("GPU-0", "GPU-1"), ("GPU-2",)], [gpu("GPU-0"), gpu("GPU-1"), gpu("GPU-2")]),
+        ("one has none", [("GPU-0", "GPU-1"), ()], [gpu("GPU-0"), gpu("GPU-1")]),
+        ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
+    ],
+)
+def test_where_it_is_not_one_gpu_a_rank_the_rows_are_asked(why, rows, devices):
+    rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
+    known = {device.key: device for device in devices}
+
+    merged = merged_of(rows, known, gathered_of(rows))
+
+    gpus = [one for one in merged.values() if one.device.is_gpu]
+    assert merged.gpus == merged_of(rows, known).gpus, why
+    assert merged.gpus.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
+
+
+def test_a_second_row_of_a_rank_in_a_window_is_not_added_to_the_first():
+    aggregator = Aggregator(Config(), "job", 1, 0.0)
+    for rank in range(2):
+        assert aggregator.hello(hello(rank, 2), 0.0, 0.0) == ""
+    for sequence in (1, 2):
+        again = row(0, 1, sequence=sequence, devices=(read("GPU-0", 40.0 + 10.0 * sequence),))
+        aggregator.reports(reports(again), 1.0, 1.0)
+    aggregator.reports(reports(row(1, 1, devices=(read("GPU-1", 55.0),))), 1.0, 1.0)
+
+    (closed,) = aggregator.take_closed()
+
+    assert closed.report.last.temperature_max_c == 61.0
+    assert closed.report.last.power_histogram_s == {60: 10.0, 55: 10.0}
