@@ -863,6 +863,24 @@ def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps
     assert whole.energy_measured_j is None or whole.energy_measured_j <= sum(energies) * (1 + 1e-9)
 
 
+@pytest.mark.fault("duplicates")
+def test_late_rows_that_wait_in_a_large_world_are_counted_once_over_a_crash(monkeypatch):
+    monkeypatch.setattr("effllm.aggregation.aggregator.is_large", lambda world_size: True)
+    rows = {rank: [row(rank, window, tokens=1) for window in (1, 2)] for rank in range(2)}
+    crashing = CrashingJob(rows, 1.0)
+    crashing.send(0)
+    crashing.job.wait(31, 0, 1)  # window 1 is overdue
+    for rank in (1, 1, 0):  # rank 1's first row is late, its second one closes window 2
+        crashing.send(rank)
+    crashing.job.aggregator.settle(crashing.job.now_s, 1000.0)
+    crashing.write()
+    crashing.crash()
+    summary, _ = crashing.finish()
+
+    assert summary.tokens == 4
+    assert summary.coverage.reports_late == 1
+
+
 @settings(deadline=None, max_examples=50)
 @given(jobs(), st.randoms(use_true_random=False))
 def test_the_order_in_which_ranks_arrive_does_not_change_a_report(rows, random):

@@ -250,6 +250,11 @@ class Aggregator:
         events, self._events = self._events, []
         return events
 
+    def settle(self, now_s: float, time_s: float) -> None:
+        """Take in what came late: a state cannot say that an older row of a rank is missing from its sums."""
+        if self._late_rows:
+            self._take_late(now_s, time_s)
+
     @property
     def is_stalled(self) -> bool:
         """Whether no rank moves on, by all that is known."""

@@ -439,6 +439,12 @@ class Server:
             self._to_sinks(store)
 
     def _write(self, closed: Sequence[Closed], now_s: float) -> None:
+        self._put(closed)
+        if is_large(self._aggregator.world_size) or len(self._unsafe) > 1:  # their acknowledgement takes its time
+            self._show()
+        self._keep(now_s)
+
+    def _put(self, closed: Sequence[Closed]) -> None:
         # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
         self._tell_facts()  # a row names its host, which the run folder learns from them
 
@@ -448,15 +454,15 @@ class Server:
 
         self._to_sinks(write, len(closed))
         self._pace.closed(len(closed))
-        if is_large(self._aggregator.world_size) or len(self._unsafe) > 1:  # their acknowledgement takes its time
-            self._show()
-        self._keep(now_s)
 
     def _keep(self, now_s: float) -> None:
         """Have the state kept, and then acknowledge what is in it, where that is due."""
         aggregator = self._aggregator
         if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
             return
+        aggregator.settle(now_s, time.time())
+        if late := aggregator.take_closed():
+            self._put(late)
         self._pace.kept(now_s)
         safe = aggregator.safe()
         if not self._has_keeper:
