@@ -149,7 +149,7 @@ def peak_watts_per_gpu(totals: ClusterTotals) -> float | None:
     return totals.power_peak_w
 
 
-@metric("ratio", group="energy", bases=("window",))
+@metric("ratio", group="energy", bases=("window",), chart=False)
 def power_limit_ratio(totals: ClusterTotals) -> float | None:
     """Mean power of the GPUs over their enforced power limits."""
     power = _measured_ratio(totals.energy_gpus_j, totals.energy_time_s)
@@ -224,7 +224,7 @@ def tokens_per_joule(totals: ClusterTotals) -> float | None:
     return _ratio(totals.energy_tokens, totals.energy_j) if totals.energy_tokens and totals.energy_j else None
 
 
-@metric("J", group="energy", bases=("run",))
+@metric("J", group="energy", bases=("run",), chart=False)
 def joules_above_baseline(totals: ClusterTotals) -> float | None:
     """Energy above what the idle devices drew before the first iteration; beside the energy, never instead of it."""
     if totals.energy_j is None or totals.baseline_w is None:
@@ -268,7 +268,7 @@ def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
     return _counted_ratio(totals.tokens, totals.time_s * (totals.gpus or totals.world_size))
 
 
-@metric("samples/s", group="throughput", bases=("window",))
+@metric("samples/s", group="throughput", bases=("window",), chart=False)
 def samples_per_second(totals: ClusterTotals) -> float | None:
     """Samples of the whole job per second."""
     return _counted_ratio(totals.samples, totals.time_s)

@@ -406,6 +406,26 @@ class Coverage(Struct, frozen=True):
     utilization: float | None = None
 
 
+#: What windows tell the `Spread` of: name -> what it is.
+STEP_SECONDS, GPU_WATTS, UTILIZATION_RATIO = "step_seconds", "gpu_watts", "utilization_ratio"
+SPREADS: dict[str, str] = {
+    STEP_SECONDS: "mean step of a rank in the window, over ranks",
+    GPU_WATTS: "mean power of a GPU in the window's iterations, over GPUs",
+    UTILIZATION_RATIO: "utilization of a GPU in the window's iterations, over GPUs",
+}
+
+
+class Spread(Struct, frozen=True):
+    """How one value of each rank or GPU lies over all of them, exactly."""
+
+    count: int  # of values
+    least: float
+    p5: float
+    median: float
+    p95: float
+    most: float
+
+
 class ClusterReport(Struct, frozen=True):
     """One window of the whole job, and the run to date: what every sink is given."""
 
@@ -434,6 +454,7 @@ class ClusterReport(Struct, frozen=True):
     time_by_class: dict[str, float] = {}
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
     stragglers: tuple[Verdict, ...] = ()  # those that are named now, the costliest first, at most 16
+    spread: dict[str, Spread] = {}  # of the window: by the names in SPREADS
 
 
 class Event(Struct, frozen=True):

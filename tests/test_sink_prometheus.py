@@ -20,7 +20,7 @@ from sink_examples import complete_totals, make_report, make_run
 
 from effllm import metrics
 from effllm.config import Config
-from effllm.schema import Event
+from effllm.schema import Event, Spread
 from effllm.sinks import SinkUnavailable, open_sink
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")
@@ -65,6 +65,20 @@ def samples(text):
 
 def served(sink):
     return samples(sink.page())
+
+
+def test_how_ranks_and_gpus_lie_is_shown_by_five_numbers_each(sink):
+    sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}), [])
+
+    shown = {name: value for (name, *_), value in served(sink).items() if name.endswith(("step_seconds", "gpu_watts"))}
+
+    assert shown == {
+        "efficientllm_least_step_seconds": 0.5,
+        "efficientllm_p5_step_seconds": 0.5,
+        "efficientllm_median_step_seconds": 0.625,
+        "efficientllm_p95_step_seconds": 0.75,
+        "efficientllm_most_step_seconds": 1.0,
+    }
 
 
 def test_the_newest_values_are_gauges_in_base_units(sink):

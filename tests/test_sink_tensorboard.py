@@ -20,7 +20,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 
 from effllm import metrics
-from effllm.schema import Coverage
+from effllm.schema import SPREADS, Coverage, Spread
 from effllm.sinks import SinkUnavailable, open_sink
 
 
@@ -96,11 +96,27 @@ def test_health_and_the_slowest_rank_stand_beside_the_metrics(tmp_path):
     assert points(back, "straggler/worst_rank_slowdown_ratio") == [(100, pytest.approx(4.2 / 4.04))]
 
 
+def test_the_slow_hot_and_idle_ends_of_ranks_and_gpus_are_charted(tmp_path):
+    spread = {
+        "step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0),
+        "gpu_watts": Spread(8, 100.0, 110.0, 400.0, 512.0, 600.0),
+        "utilization_ratio": Spread(8, 0.0, 0.25, 0.75, 1.0, 1.0),
+    }
+
+    back = written(tmp_path, make_report(spread=spread))
+
+    assert points(back, "straggler/p95_step_seconds") == [(100, 0.75)]
+    assert points(back, "energy/p95_gpu_watts") == [(100, 512.0)]
+    assert points(back, "health/p5_utilization_ratio") == [(100, 0.25)]
+
+
 def test_ten_thousand_ranks_make_no_more_than_sixty_tags(tmp_path):
     missing = tuple(range(0, 10_000, 3))
     coverage = Coverage(10_000, 6_666, 10_000, 6_666, 9, 9, missing, 0.6, 0.6, 0.6)
     sink = open_sink("tensorboard", make_run(tmp_path))
-    sink.write(whole_report(coverage=coverage, simulated=True), [make_row(rank) for rank in range(10_000)])
+    spread = dict.fromkeys(SPREADS, Spread(10_000, 0.0, 0.1, 0.2, 0.3, 0.4))
+    report = whole_report(coverage=coverage, simulated=True, spread=spread)
+    sink.write(report, [make_row(rank) for rank in range(10_000)])
     sink.close()
 
     assert 40 < len(read(tmp_path).Tags()["scalars"]) <= 60

@@ -186,6 +186,12 @@ class Expected(dict[str, Device]):
         return any(device.energy_method for device in self.values())
 
     @cached_property
+    def is_first_of_owner(self) -> NDArray[np.bool_]:
+        """Which are the first that show an energy, in the order of the keys."""
+        first = {owner: at for at, owner in reversed(list(enumerate(self.owners)))}
+        return np.array([first[owner] == at for at, owner in enumerate(self.owners)], bool)
+
+    @cached_property
     def has_only_gpus(self) -> bool:
         """Whether all are GPUs."""
         return bool(self.is_gpu.all())
@@ -360,6 +366,14 @@ class Merged(Mapping[str, MergedDevice]):
         """Whether anything of each device was measured."""
         measured: NDArray[np.bool_] = self.wall[:, [_ENERGY_S, _MEMORY_S, _BUSY_S]].sum(axis=1) > 0
         return measured
+
+    def mean_power_w(self, at: Positions) -> Array:
+        """Return the mean power of devices in iterations, of those of which it was measured."""
+        return _means(np.nan_to_num(self.iterations[at, _ENERGY]), self.iterations[at, _ENERGY_S])
+
+    def mean_utilization(self, at: Positions) -> Array:
+        """Return the mean utilization of devices in iterations, of those of which it was measured."""
+        return _means(np.nan_to_num(self.iterations[at, _BUSY]), self.iterations[at, _BUSY_S])
 
     def covered_s(self) -> tuple[float, float, float]:
         """Return the spans of devices that compute, and the seconds in which memory and utilization were measured."""

@@ -14,6 +14,7 @@ from effllm import metrics
 from effllm.aggregation.account import ROUNDING, Account, Expected, Merged, Rows
 from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.roster import Roster
+from effllm.aggregation.spread import window_spread
 from effllm.energy.energy_account import MOST_RANDOM_ERROR, WindowEnergy, times_longer
 from effllm.schema import (
     ClusterReport,
@@ -150,6 +151,7 @@ def report_of(
         energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
+        spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
         energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MOST_RANDOM_ERROR,
     )
 

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from effllm import metrics
-from effllm.schema import ClusterReport, Event, RankReport, Summary
+from effllm.schema import SPREADS, ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
 ADDRESS = "127.0.0.1"  # what is served is not encrypted and asks nobody who he is
@@ -31,6 +31,8 @@ FRESH_S = 60.0
 MOST_AT_ONCE = 16  # requests
 TIMEOUT_S = 5.0  # for each
 POLL_S = 0.1
+#: What is shown of how values lie over ranks and GPUs.
+PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
 MOST_KINDS = 50  # of events; what a name is made of comes from ranks
 
 #: Prometheus wants base units: what a name says -> what it says instead, and by what the value is multiplied.
@@ -243,3 +245,6 @@ def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
             "Time of the slowest rank over that of the median rank.",
             slowest.time_s / slowest.median_s,
         )
+    for name, spread in report.spread.items():
+        for part, word in PARTS.items():
+            yield f"{part}_{name}", f"{word}: {SPREADS[name]}.", getattr(spread, part)

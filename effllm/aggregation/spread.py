@@ -1,0 +1,52 @@
+"""How a window's values lie over ranks and GPUs: percentiles of all of them, never of a sample or a sketch; pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from effllm.aggregation.account import Expected, Merged, Rows
+from effllm.aggregation.columns import Array
+from effllm.schema import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Spread
+
+
+def spread_of(values: Array) -> Spread | None:
+    """Return how values lie; ``None`` where there are none.
+
+    A percentile between two of them is interpolated in a straight line (Hyndman and Fan's definition 7, 1996), so that
+    the fiftieth is the median.
+    """
+    if not len(values):
+        return None
+    ordered = np.sort(values)
+    return Spread(
+        len(ordered), float(ordered[0]), _at(ordered, 0.05), _at(ordered, 0.5), _at(ordered, 0.95), float(ordered[-1])
+    )
+
+
+def _at(ordered: Array, share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+
+
+def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
+    """Return how the ranks' mean steps lie, and the power and utilization of GPUs in their iterations.
+
+    Whoever has ended no iteration, or was not measured, is not among them.
+
+    Args:
+        rows: of the window.
+        merged: its devices, each once.
+        expected: the devices that it should hold.
+    """
+    iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
+    worked = iterations > 0
+    found = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
+    if merged is not None:
+        at = expected.positions(merged)
+        gpus = at[expected.is_gpu & (at >= 0)]
+        owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # a module's energy is one GPU's here
+        found[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
+        found[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
+    return {name: spread for name, spread in found.items() if spread is not None}

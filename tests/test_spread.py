@@ -1,0 +1,117 @@
+"""How a window's values lie over ranks and GPUs: by hand, and against numpy and statistics for ten thousand of them."""
+
+import random
+import statistics
+
+import numpy as np
+import pytest
+from builders import device_window, full, gpu, hello, reports, row
+
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.spread import spread_of
+from effllm.config import Config
+from effllm.schema import Integrals, Spread
+
+
+def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
+    aggregator = Aggregator(Config(), "job", 1, 0.0)
+    for rank in range(world_size):
+        assert aggregator.hello(hello(rank, world_size, devices=devices(rank)), 0.0, 0.0) == ""
+    for one in rows:
+        aggregator.reports(reports(one), 1.0, 1.0)
+    (closed,) = aggregator.take_closed()
+    return closed.report
+
+
+def test_percentiles_lie_between_the_two_values_that_they_fall_between():
+    # Of five values the fifth percentile lies a fifth of the way from the first to the second: 0.05 * 4 = 0.2.
+    assert spread_of(np.array([30.0, 10.0, 50.0, 20.0, 40.0])) == Spread(5, 10.0, 12.0, 30.0, 48.0, 50.0)
+
+
+def test_the_median_of_an_even_number_is_the_middle_of_two():
+    assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
+
+
+def test_one_value_is_all_of_it_and_none_is_nothing():
+    assert spread_of(np.array([7.0])) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
+    assert spread_of(np.array([])) is None
+
+
+@pytest.mark.parametrize("count", [2, 101, 9_999, 10_000])
+def test_ten_thousand_values_lie_as_numpy_and_statistics_say(count):
+    chance = random.Random(count)
+    values = [chance.lognormvariate(0.0, 0.3) for _ in range(count)]
+
+    found = spread_of(np.array(values))
+
+    cuts = statistics.quantiles(values, n=20, method="inclusive")
+    assert (found.count, found.least, found.most) == (count, min(values), max(values))
+    assert found.median == statistics.median(values)
+    assert (found.p5, found.p95) == (pytest.approx(cuts[0], rel=1e-12), pytest.approx(cuts[-1], rel=1e-12))
+    assert [found.p5, found.median, found.p95] == pytest.approx(np.quantile(values, [0.05, 0.5, 0.95]), rel=1e-12)
+
+
+def test_a_window_tells_how_steps_power_and_utilization_lie_and_the_slowest_step_is_al():
+    # Ten iterations each: steps of 0.8, 0.9, 1.0 s; 100, 200, 300 W over the ten seconds of a row.
+    rows = [
+        row(
+            rank,
+            busy_s=8.0 + rank,
+            wait_s=2.0 - rank,
+            devices=(device_window(f"GPU-{rank}", 10.0, 100.0 * (rank + 1)),),
+        )
+        for rank in range(3)
+    ]
+
+    report = window_of(rows, 3)
+
+    steps = report.spread["step_seconds"]
+    assert (steps.count, steps.least, steps.median, steps.most) == (3, 0.8, 0.9, 1.0)
+    assert steps.most == report.values["window/al_seconds"]
+    power = report.spread["gpu_watts"]
+    assert (power.least, power.median, power.p95, power.most) == (100.0, 200.0, pytest.approx(290.0), 300.0)
+    assert 3 * report.values["energy/watts_per_gpu"] == pytest.approx(600.0), "the sum of what is spread"
+    assert report.spread["utilization_ratio"] == Spread(3, 0.5, 0.5, 0.5, 0.5, 0.5)
+
+
+def test_who_was_not_measured_or_did_no_iteration_is_not_in_it():
+    blind = device_window("GPU-0", wall=Integrals(None, 0.0, 5.0, 10.0, None, 0.0))
+    idle = row(1, iteration_first=11, iteration_last=10, busy_s=0.0, wait_s=0.0, phases_s={"evaluation": 10.0})
+
+    report = window_of([row(0, devices=(blind,)), idle, row(2)], 3)
+
+    assert report.spread["step_seconds"].count == 2
+    assert report.spread["utilization_ratio"].count == 2
+    assert report.spread["gpu_watts"].count == 2
+
+
+def test_two_dies_that_show_one_module_draw_its_power_once():
+    def devices(rank):
+        return (gpu(f"GPU-{rank}", energy_key="module"),)
+
+    report = window_of([row(0), row(1, devices=(device_window("GPU-1", wall=full(10.0, 100.0)),))], 2, devices)
+
+    assert report.spread["gpu_watts"].count == 1
+    assert report.spread["utilization_ratio"].count == 2
+
+
+def test_without_gpus_there_are_steps_alone():
+    def devices(rank):
+        return (gpu(f"GPU-{rank}", is_gpu=False),)
+
+    assert list(window_of([row(0), row(1)], 2, devices).spread) == ["step_seconds"]
+
+
+def test_a_correction_tells_no_spread():
+    aggregator = Aggregator(Config(), "job", 1, 0.0)
+    for rank in range(2):
+        assert aggregator.hello(hello(rank), 0.0, 0.0) == ""
+    aggregator.reports(reports(row(0)), 1.0, 1.0)
+    aggregator.tick(100.0, 100.0)
+    aggregator.reports(reports(row(1)), 101.0, 101.0)
+
+    first, correction = [one.report for one in aggregator.take_closed()]
+
+    assert first.spread["step_seconds"].count == 1
+    assert correction.correction
+    assert correction.spread == {}
