@@ -198,13 +198,13 @@ class Job:
             )
         return self
 
-    def wait(self, within_s: float = 40.0) -> Job:
+    def wait(self, within_s: float = 100.0) -> Job:
         """Wait for the first process."""
         assert self.process
         self.process.wait(within_s)
         return self
 
-    def done(self, within_s: float = 40.0) -> Job:
+    def done(self, within_s: float = 100.0) -> Job:
         """Wait for the first process, which must succeed, and for all that belongs to it."""
         assert self.wait(within_s).code == 0, self.stderr
         assert not self.left(within_s=8.0)

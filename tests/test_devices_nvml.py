@@ -430,6 +430,7 @@ def test_a_call_that_hangs_makes_the_device_stale_and_holds_up_nothing(trace):
     assert (said["stopped"], said["stop_s"] < 1.0) == (False, True)
 
 
+@pytest.mark.alone
 def test_after_a_call_that_hung_for_a_while_no_energy_is_missing(trace):
     said = json.loads(run_python(HANGS, "1", **trace.environment()))
 
