@@ -110,6 +110,30 @@ def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
+#: Takes a while to start, as one that compiles, or loads a checkpoint.
+STARTS_LATE = """
+import time
+import effllm.efficientllm_metrics as effllm
+
+effllm.initialize_efficientllm_metrics(1000)
+time.sleep(6.0)
+collector = effllm.get_metrics_collector()
+for _ in range(20):
+    collector.record_iteration_start()
+    time.sleep(0.01)
+    collector.record_iteration_end(100, 2)
+effllm.finalize_efficientllm_metrics()
+"""
+
+
+@pytest.mark.fault("trainer-stopped")
+def test_a_start_up_that_takes_a_while_is_no_stall_since_the_machine_was_started(launch):
+    job = launch.code(STARTS_LATE, stall_seconds=1).done()
+
+    assert job.ledger.told("stalled") == []
+    assert assert_whole(job.ledger, {0: 20}).metrics["health/stalled_s"].value == 0.0
+
+
 @pytest.mark.long
 @pytest.mark.fault("trainer-stopped")
 def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meeting):

@@ -332,6 +332,11 @@ def test_the_agent_is_woken_at_the_end_of_a_window_and_when_the_next_iteration_s
     assert woken == [0, 1, 2, 2, 3]
 
 
+def test_start_up_began_with_the_recorder_and_not_with_the_machine():
+    with looping() as loop:
+        assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
+
+
 def test_the_state_follows_the_loop(loop):
     states = []
     loop.start(2000)

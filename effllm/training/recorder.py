@@ -114,6 +114,7 @@ class Recorder:
         self._generation_start_ns = 0
         self._generation_is_phase = False
         self._number = 0
+        writer.state(ring.STARTUP, 0, self._made_ns)  # since now, and not since the machine was started
         _live.add(self)
 
     def start(self, _now: Any = time.monotonic_ns) -> None:
