@@ -323,7 +323,10 @@ class Agent:
         events = dict(self._poller.poll(self._timeout_ms()))
         began_s = time.monotonic()
         self._listen()  # first of all, for a clock's answer ages
-        self._look(self._trainer in events or self._is_orphan())
+        if self._link is not None and events.keys() == {self._link.socket}:
+            self._talk(began_s)  # an answer: nothing else has come, and what is due by time is seen to after it
+        else:
+            self._look(self._trainer in events or self._is_orphan())
         if self._wake in events:
             # Whoever iterates faster than this is read in batches.
             rest_s = LEAST_LOOP_S - (time.monotonic() - began_s)

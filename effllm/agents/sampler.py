@@ -98,11 +98,9 @@ class Sampler:
     def take(self) -> list[Sample | Device]:
         """Return the samples since the last call, oldest first; a device among them tells what was learnt of it."""
         taken = []
-        while True:
-            try:
-                taken.append(self._samples.get_nowait())
-            except queue.Empty:
-                return taken
+        while not self._samples.empty():  # nobody else takes any
+            taken.append(self._samples.get_nowait())
+        return taken
 
     def stale_s(self) -> float | None:
         """Return for how long a read has not come back, if that is so long that the device counts as stale."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,12 @@ MOST_THREADS = 2000
 def state(pid: int) -> str:
     """Return the letter of the state of a process, empty where there is none."""
     with suppress(OSError, IndexError):
-        # The name, in brackets, may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        # Every beat asks, and a Path takes three times as long.  The name, in brackets, may hold anything.
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 4096).rpartition(b")")[2].split()[0].decode()
+        finally:
+            os.close(descriptor)
     return ""
 
 

@@ -93,10 +93,9 @@ class Exchanges:
         if answered_ns < received_ns or not 0 <= round_trip_ns <= LONGEST_S / NS:
             return False
         new = _Exchange(heard_ns, (received_ns - sent_ns + answered_ns - heard_ns) / 2, round_trip_ns / 2)
+        error_ns = new.error_at(heard_ns)
         agreeing = [
-            old
-            for old in self._done
-            if abs(old.offset_ns - new.offset_ns) <= old.error_at(heard_ns) + new.error_at(heard_ns)
+            old for old in self._done if abs(old.offset_ns - new.offset_ns) <= old.error_at(heard_ns) + error_ns
         ]
         self._done = deque([*agreeing, new], maxlen=MOST)
         return True
