@@ -235,6 +235,10 @@ class Expected(dict[str, Device]):
         return mask
 
 
+#: What `Merged` computes from its columns when it is asked.
+_DERIVED = frozenset({"names", "energy_coverage", "stretches", "is_measured"})
+
+
 class Merged(Mapping[str, MergedDevice]):
     """The devices of a window, each once: as objects by their keys, and side by side as columns."""
 
@@ -302,7 +306,8 @@ class Merged(Mapping[str, MergedDevice]):
     def forgetful(self) -> Merged:
         """Return the same columns, without the objects that they were made from."""
         other = Merged.__new__(Merged)
-        other.__dict__.update({**self.__dict__, "_windows": [], "_special": {}})
+        kept = {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
+        other.__dict__.update({**kept, "_windows": [], "_special": {}})
         return other
 
     def joined(self, more: Merged) -> Merged:
@@ -314,8 +319,6 @@ class Merged(Mapping[str, MergedDevice]):
             setattr(both, name, np.concatenate((getattr(self, name), getattr(more, name))))
         both.phases_j = {**self.phases_j, **{at + len(self): parts for at, parts in more.phases_j.items()}}
         both.gpus = self.gpus.joined(more.gpus)
-        for name in ("names", "energy_coverage", "stretches", "is_measured"):
-            both.__dict__.pop(name, None)
         return both
 
     def __getitem__(self, key: str) -> MergedDevice:
