@@ -154,6 +154,10 @@ FAULTS = {
         "plain srun, and scancel",
         "one job, one run folder, all ranks; a cancelled job is told as killed",
     ),
+    "mpirun": Fault(
+        "plain mpirun (Open MPI), on one host and on two, and a rank that dies",
+        "one job, one run folder, all ranks, with keys between hosts; the job that mpirun then ends is told as killed",
+    ),
     "slow-network": Fault(
         "latency and loss on the network",
         "totals are exact, no iteration waits",
