@@ -10,7 +10,7 @@ import pytest
 from after_fault import assert_whole
 
 pytest_plugins = ["slurm"]
-pytestmark = [pytest.mark.faults, pytest.mark.fault("slurm")]
+pytestmark = [pytest.mark.faults, pytest.mark.fault("slurm"), pytest.mark.xdist_group("slurm")]  # one of a machine
 
 
 @pytest.fixture
