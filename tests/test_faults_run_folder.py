@@ -27,7 +27,7 @@ def serve(cli, bind):
 def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, launch):
     process, endpoint = serve(cli, "127.0.0.1:0")
     ledger = jobs.Ledger(cli.folder / "runs" / "one")
-    job = launch.python(LOOP, "--iterations", 500, endpoint=endpoint)
+    job = launch.python(LOOP, "--until", "enough", endpoint=endpoint)
     jobs.until(lambda: ledger.num_windows >= 5)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)
@@ -35,9 +35,11 @@ def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, l
     process, again = serve(cli, re.sub("tcp://", "", endpoint))
 
     assert again == endpoint
-    job.done()
+    before = ledger.num_windows
+    jobs.until(lambda: ledger.num_windows >= before + 5)
+    count = job.finish()
     process.communicate(timeout=20)
-    summary = assert_whole(ledger, {0: 500})
+    summary = assert_whole(ledger, {0: count})
     assert (process.returncode, summary.attempts, summary.coverage.reports_lost) == (0, 1, 0)
     assert sum(summary.goodput.seconds.values()) == pytest.approx(summary.goodput.elapsed_s, rel=1e-6)
     assert summary.goodput.seconds["restart_gap"] == 0.0
@@ -59,15 +61,16 @@ def test_two_jobs_on_a_node_have_a_folder_each_and_see_nothing_of_each_other(lau
 @pytest.mark.fault("two-jobs")
 def test_of_two_living_jobs_of_one_name_the_second_has_a_folder_beside_and_says_so(launch):
     environ = {"SLURM_JOB_ID": "4711"}  # even in one allocation, which is all that tells their attempts apart
-    one = launch.python(LOOP, "--iterations", 1050, "--tokens", 7, run_name="same", environ=environ)
+    one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same", environ=environ)
     jobs.until(lambda: one.num_windows)
-    two = launch.python(LOOP, "--iterations", 750, "--tokens", 11, run_name="same", environ=environ)
-    two.done()
-    one.done()
+    two = launch.python(LOOP, "--until", "enough", "--tokens", 11, run_name="same", environ=environ)
+    beside = jobs.Ledger(one.runs()[0].with_name("same-2"))
+    jobs.until(lambda: beside.num_windows)  # once the first has kept its folder for six seconds
+    second, first = two.finish(), one.finish()
 
     assert [folder.name for folder in one.runs()] == ["same", "same-2"]
-    assert_whole(jobs.Ledger(one.runs()[0]), {0: 1050}, tokens=7)
-    assert_whole(jobs.Ledger(one.runs()[1]), {0: 750}, tokens=11)
+    assert_whole(jobs.Ledger(one.runs()[0]), {0: first}, tokens=7)
+    assert_whole(beside, {0: second}, tokens=11)
     (line,) = [line for line in two.stdout.splitlines() if "another run is writing to" in line]
     assert "same-2" in line and "EFFICIENTLLM_RUN_NAME" in line
 
