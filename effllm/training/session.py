@@ -64,9 +64,6 @@ class Session:
             self._ring.close()
             raise
         self.recorder = self._open_recorder()
-        self.record_start = self.recorder.start
-        self.record_end = self.recorder.end
-        self.sync_point = self.recorder.sync_point
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
