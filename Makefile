@@ -35,7 +35,7 @@ test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real
 	$(BIN)/python -m pytest -m "alone and long and not faults" && echo 'Long tests passed.'
 
 test-faults: $(VENV)/.ready ## Run the tests that break things: killed processes, full disks, cut networks, strangers
-	@$(BIN)/python -m pytest -m "faults and not long" && echo 'Tests of faults passed.'
+	@$(BIN)/python -m pytest $(PARALLEL) -m "faults and not long" && echo 'Tests of faults passed.'
 
 test-faults-long: $(VENV)/.ready ## Run those of them that take their time
 	@$(BIN)/python -m pytest -m "faults and long" && echo 'Long tests of faults passed.'
