@@ -347,9 +347,10 @@ def test_a_profiler_that_is_stopped_leaves_neither_load_nor_result(cli, traced, 
     with process:
         children = jobs.until(lambda: children_of(process.pid), within_s=30.0)
         process.send_signal(number)
-        assert process.wait(20) in (130, -signal.SIGKILL)
+        assert process.wait(60) in (130, -signal.SIGKILL)
 
-    assert not jobs.gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=10.0)
+    # One that is still importing torch notices when it has.
+    assert not jobs.gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=40.0)
     assert calibration.load(cache_folder() / "calibration", H100, "570.0") is None
 
 
