@@ -1,0 +1,72 @@
+"""A world of eight ranks that loses one, goes on with seven, and has eight again: one run with the true totals."""
+
+import struct
+
+import jobs
+import pytest
+
+pytestmark = [pytest.mark.faults, pytest.mark.fault("elastic-restart")]
+
+
+class World:
+    """The ranks of one start, as mpirun would start them."""
+
+    def __init__(self, launch, number, size, *options):
+        folder = launch._folder
+        self._meeting = folder / f"meeting-{number}"
+        self._meeting.write_bytes(bytes(8 * size))
+        self.size = size
+
+        def start(rank):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": size, "LOCAL_SIZE": size}
+            environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
+            environ |= {"PMIX_NAMESPACE": f"launch-{number}"}
+            arguments = (self._meeting, folder / "checkpoint", *options)
+            return launch.python("elastic_loop.py", *arguments, environ=environ, run_name="elastic")
+
+        self.jobs = [start(rank) for rank in range(size)]
+
+    @property
+    def begun(self):
+        """The iteration that each rank has come to."""
+        return struct.unpack(f"<{self.size}q", self._meeting.read_bytes())
+
+    def end(self):
+        """Do what a launcher does when a rank has gone, or another has come: end the rest, and wait."""
+        for job in self.jobs:
+            job.process.terminate()
+        for job in self.jobs:
+            job.wait()
+        assert [job.left(within_s=15.0) for job in self.jobs] == [set()] * self.size
+
+
+def test_a_world_of_eight_that_becomes_seven_and_eight_again_is_one_run_with_the_true_totals(launch):
+    eight = World(launch, 1, 8, "--kill-rank", 5, "--at", 34)
+    jobs.until(lambda: eight.jobs[5].process.poll() is not None, within_s=60)
+    jobs.until(lambda: eight.begun == (35, 35, 35, 35, 35, 34, 35, 35))
+    eight.end()
+
+    seven = World(launch, 2, 7, "--stop-rank", 0, "--at", 55)
+    jobs.until(lambda: seven.begun == (55, 56, 56, 56, 56, 56, 56), within_s=60)
+    seven.end()
+
+    again = World(launch, 3, 8, "--last", 80)
+    for job in again.jobs:
+        job.wait(60)
+        assert job.code == 0, job.stderr
+    assert [job.left(within_s=15.0) for job in again.jobs] == [set()] * 8
+    ledger = again.jobs[0].ledger  # of the only folder
+    summary, goodput = ledger.summary, ledger.summary.goodput
+
+    # Checkpoints were of 20 and 40: eight ranks did 1 to 34, seven 21 to 55, eight 41 to 80.
+    assert (summary.status, summary.attempts) == ("completed", 3)
+    assert summary.iterations == 34 + 35 + 40
+    assert summary.tokens == 100 * (8 * 34 + 7 * 35 + 8 * 40)
+    assert sum(row.tokens for row in ledger.ranks) == summary.tokens
+    assert [attempt.world_size for attempt in goodput.attempts] == [8, 7, 8]
+    assert [(attempt.first, attempt.last) for attempt in goodput.attempts] == [(1, 34), (21, 55), (41, 80)]
+    assert [attempt.redone_iterations for attempt in goodput.attempts] == [34 - 20, 55 - 40, 0]
+    assert goodput.redone_iterations == 14 + 15
+    assert goodput.seconds["redone"] > 0.0 < goodput.seconds["restart_gap"]
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.elapsed_s, rel=1e-6)
+    assert (summary.coverage.ranks_expected, summary.coverage.reports_lost) == (8, 0)
