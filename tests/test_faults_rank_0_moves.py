@@ -48,7 +48,7 @@ def stop(job, module):
 def test_rank_0_starts_again_on_another_host_and_the_folder_is_continued(hosts, start, first_host):
     one, two, three = hosts(3)
     first, second = start(one, two)
-    jobs.until(lambda: first.num_windows >= 5 and reporting(first) == 2, within_s=40)
+    jobs.until(lambda: first.num_windows >= 5 and reporting(first) == 2, within_s=80)
     if first_host == "is lost":
         for job in (first, second):
             job.end()
