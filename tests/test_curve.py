@@ -176,6 +176,7 @@ def test_what_is_no_agent_is_counted_and_named_and_does_no_harm(door, word):
 
 KNOCK = """
 import socket, sys, time
+print(flush=True)
 sys.stdin.readline()
 knocks = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(64)]
 sys.stdin.readline()
@@ -184,13 +185,15 @@ sys.stdin.readline()
 
 def test_descriptors_that_run_out_are_told_once_and_come_back(door):
     secured = door()
-    knocking = subprocess.Popen([sys.executable, "-c", KNOCK, str(secured.port)], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", KNOCK, str(secured.port)]
+    knocking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    knocking.stdout.readline()  # it has started, however long that takes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 48), hard))
     try:
         knocking.stdin.write(b"\n")
         knocking.stdin.flush()
-        told = secured.serve(lambda: secured.connections.accept_error)
+        told = secured.serve(lambda: secured.connections.accept_error, within_s=20.0)
         secured.serve(lambda: False, within_s=0.2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -199,7 +202,7 @@ def test_descriptors_that_run_out_are_told_once_and_come_back(door):
     assert secured.connections.accept_error == errno.EMFILE
 
     secured.link(AgentKeys.of(SECRET, JOB))
-    assert secured.serve(lambda: secured.heard)
+    assert secured.serve(lambda: secured.heard, within_s=20.0)
 
 
 def test_keys_are_not_shown():

@@ -14,7 +14,7 @@ from effllm.network.intake import Intake
 from effllm.network.strangers import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Strangers
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, which pyzmq does not name
-_MOST_EVENTS = 2000  # between two looks at everything else
+_MOST_EVENTS = 200  # between two looks at everything else: a few ms
 _AGAIN_S = 1.0
 _FOUND_WITHIN_S = 0.1
 _HANDSHAKES = (

@@ -16,7 +16,7 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MOST_REQUESTS = 1000  # between two looks at everything else
+_MOST_REQUESTS = 100  # between two looks at everything else: a few ms
 _FRAMES = 9  # of a request: two of the router's, then version, id, domain, address, identity, mechanism, key
 
 

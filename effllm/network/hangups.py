@@ -16,7 +16,7 @@ _TCP_DESTROYED = 1 << 0 | 1 << 2  # SKNLGRP_INET_TCP_DESTROY and SKNLGRP_INET6_T
 _SO_ATTACH_FILTER = 26
 _FAMILY_AT, _PORT_AT, _PEER_AT = 16, 20, 40  # of struct inet_diag_msg behind struct nlmsghdr
 _LEAST_BYTES = 56
-_MOST = 2000  # between two looks at everything else
+_MOST = 500  # between two looks at everything else: a few ms
 _LOAD_HALF, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x15, 0x06  # of classic BPF
 
 
