@@ -272,34 +272,37 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Count where it is asked for."""
+    """Count where it is asked for; where tests run in several processes, in the one that hears of all."""
     if config.getoption("--reliability"):
-        config.pluginmanager.register(_Counter(), "reliability-counter")
+        config.pluginmanager.register(_Counter(is_worker=hasattr(config, "workerinput")), "reliability-counter")
+
+
+FAULT = "fault"
 
 
 class _Counter:
-    def __init__(self) -> None:
-        self._faults: dict[str, list[str]] = {}  # of a test with its parameters
+    def __init__(self, is_worker: bool) -> None:
+        self._is_worker = is_worker
         self._results: dict[str, dict[str, dict[str, int]]] = {}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         for item in items:
-            faults = [name for mark in item.iter_markers("fault") for name in mark.args]
-            if faults:
-                self._faults[item.nodeid] = faults
+            # A property travels with the report, from whichever process.
+            item.user_properties += [(FAULT, name) for mark in item.iter_markers(FAULT) for name in mark.args]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         told = report.when == "call" or report.outcome != "passed"  # of set-up and tear-down only what is wrong
-        if not told or report.nodeid not in self._faults:
+        if not told or self._is_worker:
             return
-        file, _, function = report.nodeid.partition("[")[0].partition("::")
+        file, _, function = report.nodeid.partition("@")[0].partition("[")[0].partition("::")
         test = f"{Path(file).relative_to('tests')}::{function}"
-        for fault in self._faults[report.nodeid]:
+        for fault in [value for name, value in report.user_properties if name == FAULT]:
             counts = self._results.setdefault(fault, {}).setdefault(test, {})
             counts[report.outcome] = counts.get(report.outcome, 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        note(self._results)
+        if not self._is_worker:
+            note(self._results)
 
 
 if __name__ == "__main__":
