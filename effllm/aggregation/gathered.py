@@ -1,7 +1,7 @@
 """What devices read beside energy, memory and utilization, added up as their rows come: pure.
 
-A row has just been decoded then, and lies in the processor's cache.  When the window closes, with ten thousand of them
-in memory, each of a row's gauges has to be fetched, which takes four times as long.
+In processor time that is what it would take when the window closes, 1.1 us a row; but then frames wait for it, 11 ms for
+ten thousand ranks.
 """
 
 from __future__ import annotations
