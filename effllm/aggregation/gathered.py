@@ -1,7 +1,7 @@
 """What devices read beside energy, memory and utilization, added up as their rows come: pure.
 
-In processor time that is what it would take when the window closes, 1.1 us a row; but then frames wait for it, 11 ms for
-ten thousand ranks.
+In processor time that is what it would take when the window closes, 1.1 us a row; but then frames wait for it, 11 ms
+for ten thousand ranks.
 """
 
 from __future__ import annotations
