@@ -7,7 +7,7 @@ import jobs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = jobs.needs_torch
+pytestmark = [*jobs.needs_torch, pytest.mark.xdist_group("end to end")]  # which share their jobs
 
 ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
 ITERATIONS, LOG_INTERVAL = 43, 10
@@ -21,7 +21,8 @@ def worlds(tmp_path_factory):
     done = {}
     for world_size in (1, 2, 4):
         with jobs.launching(tmp_path_factory.mktemp("world")) as launch:
-            job = launch.torchrun([*ONE_NODE, str(world_size)], "torch_loop.py", "--iterations", ITERATIONS)
+            arguments = ("--iterations", ITERATIONS, "--told-within-s", 30)
+            job = launch.torchrun([*ONE_NODE, str(world_size)], "torch_loop.py", *arguments)
             done[world_size] = job.done()
     return done
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ GLOBAL_SAMPLES, SEQUENCE_LENGTH, WIDTH = 8, 32, 64
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=43)
+parser.add_argument("--told-within-s", type=float, default=0.0, help="wait so long at most for values of the job")
 given = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -22,7 +24,7 @@ torch.manual_seed(1)
 model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 samples = GLOBAL_SAMPLES // world_size
-values = {}
+values, logged = {}, 0
 
 effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()))
 collector = effllm.get_metrics_collector()
@@ -39,7 +41,11 @@ for iteration in range(1, given.iterations + 1):
     time.sleep(0.02)
     collector.record_iteration_end(samples * SEQUENCE_LENGTH, samples)
     if effllm.should_log_metrics(iteration):
-        values = collector.log_metrics(iteration, loss.item())
+        values, logged = collector.log_metrics(iteration, loss.item()), iteration
+deadline_s = time.monotonic() + given.told_within_s
+while all(map(math.isnan, values.values())) and time.monotonic() < deadline_s:
+    time.sleep(0.02)
+    values = collector.log_metrics(logged, loss.item())
 effllm.finalize_efficientllm_metrics()
 Path(f"truth-{rank}.json").write_text(json.dumps(values))
 dist.destroy_process_group()
