@@ -268,7 +268,7 @@ def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
     return _counted_ratio(totals.tokens, totals.time_s * (totals.gpus or totals.world_size))
 
 
-@metric("samples/s", group="throughput", bases=("window",), chart=False)
+@metric("samples/s", group="throughput", bases=("window",))
 def samples_per_second(totals: ClusterTotals) -> float | None:
     """Samples of the whole job per second."""
     return _counted_ratio(totals.samples, totals.time_s)

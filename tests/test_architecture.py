@@ -20,7 +20,7 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0       agents  aggregation  energy  health  network  runs  schema  training
-0.5     runs.own_files  training.timeline
+0.5     runs.own_files  timeline
 0.6     network.descriptors  network.hangups  network.intake  network.secret  network.strangers
 0.7     network.connections  network.curve
 0.8     network.door
@@ -53,7 +53,7 @@ FLOORS = """
 2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.discovery
 2.0     sinks  training.device_time  training.recorder  training.torch_profile
 2.1     agents.track  aggregation.sink_thread  preflight  sinks.*  training.watched_recorder
-2.2     energy.gpu_energy
+2.2     agents.gpu_energy
 2.3     agents.inspection
 2.4     agents.inspection_child
 2.5     aggregation.orders

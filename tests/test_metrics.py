@@ -340,7 +340,7 @@ def test_what_no_chart_shows_is_another_form_or_a_part_of_what_one_shows():
         "total_wh", "joules_per_10k_tokens", "tokens_per_joule", "median_watts_per_gpu", "peak_watts_per_gpu",
         "electricity_cost", "gpu_cost", "joules_per_sample", "exposed_seconds", "computation_seconds",
         "communication_seconds", "device_step_seconds", "profiling_seconds", "joules_per_iteration",
-        "timing_error_ratio", "samples_per_second", "joules_above_baseline", "power_limit_ratio",
+        "timing_error_ratio", "joules_above_baseline", "power_limit_ratio",
         "redone_ratio", "restart_gap_ratio", "startup_ratio", "checkpoint_ratio", "unknown_ratio", "lost_joules",
         "agent_cpu_ratio", "recorder_cpu_ratio", "aggregator_cpu_ratio", "sent_bytes_per_second",
         "clock_error_s", "named_ranks", "waiting_ratio", "waiting_gpu_seconds", "waiting_joules",

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.schema import MARKED_PHASES
+from effllm.timeline import KINDS
 from effllm.training import ring
 from effllm.training.ring import Board, RingError, RingReader, RingWriter
-from effllm.training.timeline import KINDS
 
 
 @pytest.fixture

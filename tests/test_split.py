@@ -1,10 +1,10 @@
-"""effllm/training/timeline.py: intervals by hand; exposed communication is what no computation runs beside."""
+"""effllm/timeline.py: intervals by hand; exposed communication is what no computation runs beside."""
 
 import random
 
 import pytest
 
-from effllm.training.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
+from effllm.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
 
 
 def test_communication_beside_computation_is_not_exposed():

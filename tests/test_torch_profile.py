@@ -9,7 +9,7 @@ import types
 import jobs
 import pytest
 
-from effllm.training import timeline
+from effllm import timeline
 from effllm.training.torch_profile import TorchProfile, device_split
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")

@@ -12,11 +12,11 @@ from effllm.aggregation.account import Account
 from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
 from effllm.schema import Profile
+from effllm.timeline import KINDS, Split
 from effllm.training import ring
 from effllm.training import watched_recorder as watched
 from effllm.training.device_time import MOST_PENDING, DeviceTime
 from effllm.training.ring import RingReader, RingWriter
-from effllm.training.timeline import KINDS, Split
 from effllm.training.torch_profile import Profiled
 from effllm.training.watched_recorder import WatchedRecorder
 

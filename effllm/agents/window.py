@@ -30,8 +30,8 @@ from effllm.schema import (
     RankReport,
     Sample,
 )
+from effllm.timeline import KINDS
 from effllm.training import ring
-from effllm.training.timeline import KINDS
 
 _NO_TOTALS = (0,) * 13
 

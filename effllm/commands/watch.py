@@ -10,8 +10,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from effllm.agents.gpu_energy import GpuEnergy
 from effllm.config import ConfigError, read_config
-from effllm.energy.gpu_energy import GpuEnergy
 from effllm.serving import Interval, NotVllm, Page, Unreachable, address, between, fetch
 from effllm.switches import this_process
 

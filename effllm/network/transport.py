@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from effllm.network.curve import AgentKeys, ServerKeys
 from effllm.schema import MOST_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
-from effllm.training.timeline import KINDS
+from effllm.timeline import KINDS
 
 MAGIC = b"EFL1"
 MOST_BYTES = 256 * 1024

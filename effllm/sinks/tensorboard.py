@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from effllm import metrics
 from effllm.metrics import describe, headline
-from effllm.schema import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, ClusterReport, Event, RankReport, Summary
+from effllm.schema import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
 PREFIX = "efficientllm/"
@@ -43,7 +43,6 @@ BESIDE: dict[str, tuple[str, str]] = {
         "Own time of the slowest rank over the median rank's, or iteration time.",
     ),
     "straggler/p95_step_seconds": ("s/iteration", "Mean step that a twentieth of the ranks exceed in the window."),
-    "energy/p95_gpu_watts": ("W", "Mean power that a twentieth of the GPUs exceed in the window's iterations."),
     "health/p5_utilization_ratio": ("ratio", "Utilization that a twentieth of the GPUs fall short of in the window."),
 }
 
@@ -171,8 +170,6 @@ def _beside(report: ClusterReport) -> dict[str, float]:
         values["straggler/worst_rank_slowdown_ratio"] = slowest.time_s / slowest.median_s
     if (steps := report.spread.get(STEP_SECONDS)) is not None:
         values["straggler/p95_step_seconds"] = steps.p95
-    if (power := report.spread.get(GPU_WATTS)) is not None:
-        values["energy/p95_gpu_watts"] = power.p95
     if (busy := report.spread.get(UTILIZATION_RATIO)) is not None:
         values["health/p5_utilization_ratio"] = busy.p5
     return {tag: value for tag, value in values.items() if value is not None}

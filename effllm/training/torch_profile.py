@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from effllm import switches
-from effllm.training.timeline import Interval, Split, device_kind, group_kind, host_kind, split
+from effllm.timeline import Interval, Split, device_kind, group_kind, host_kind, split
 
 #: In these environments Nsight or another tool holds CUPTI, which has room for one.
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")

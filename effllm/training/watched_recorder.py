@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from effllm.timeline import KINDS
 from effllm.training import ring
 from effllm.training.device_time import DeviceTime
 from effllm.training.recorder import Recorder
-from effllm.training.timeline import KINDS
 from effllm.training.torch_profile import Profiled, TorchProfile
 
 _NS = 1e-9
