@@ -40,7 +40,7 @@ while time.monotonic() < until_s and not was_in:
     was_in = link.is_new()
     link.send(Beat("stranger", 0, 0, "step", 0.0))
     time.sleep(0.02)
-print("let in" if was_in else "refused")
+print("let in" if was_in else "refused", flush=True)
 os._exit(0)
 """
 
