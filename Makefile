@@ -38,7 +38,7 @@ test-faults: $(VENV)/.ready ## Run the tests that break things: killed processes
 	@$(BIN)/python -m pytest $(PARALLEL) -m "faults and not long" && echo 'Tests of faults passed.'
 
 test-faults-long: $(VENV)/.ready ## Run those of them that take their time
-	@$(BIN)/python -m pytest -m "faults and long" && echo 'Long tests of faults passed.'
+	@$(BIN)/python -m pytest $(PARALLEL) -m "faults and long" && echo 'Long tests of faults passed.'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
 	@$(FRAMEWORKS)/bin/python -m pytest $(PARALLEL) -m "" --timeout 300 tests/frameworks && echo 'Tests with frameworks passed.'
