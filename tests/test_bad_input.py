@@ -566,6 +566,7 @@ def test_tensors_of_one_number_are_numbers_and_others_are_told(launch):
 
 
 TWO_RUNS = """
+import time
 import effllm
 class Writer:
     written = 0
@@ -577,9 +578,12 @@ for _ in range(2):
     for _ in range(5):
         collector.record_iteration_start()
         collector.record_iteration_end(10, 1)
-    effllm.finalize_efficientllm_metrics()
     writer = Writer()
-    collector.log_metrics(5, None, writer)
+    deadline_s = time.monotonic() + 30
+    while not writer.written and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        collector.log_metrics(5, None, writer)
+    effllm.finalize_efficientllm_metrics()
     print("written", writer.written)
 """
 

@@ -24,10 +24,11 @@ torch.manual_seed(1)
 model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 samples = GLOBAL_SAMPLES // world_size
-values, logged = {}, 0
+values = {}
 
 effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()))
 collector = effllm.get_metrics_collector()
+deadline_s = time.monotonic() + given.told_within_s
 dist.barrier()  # so that no rank has begun before every rank's agent is there
 for iteration in range(1, given.iterations + 1):
     collector.record_iteration_start()
@@ -41,11 +42,10 @@ for iteration in range(1, given.iterations + 1):
     time.sleep(0.02)
     collector.record_iteration_end(samples * SEQUENCE_LENGTH, samples)
     if effllm.should_log_metrics(iteration):
-        values, logged = collector.log_metrics(iteration, loss.item()), iteration
-deadline_s = time.monotonic() + given.told_within_s
-while all(map(math.isnan, values.values())) and time.monotonic() < deadline_s:
-    time.sleep(0.02)
-    values = collector.log_metrics(logged, loss.item())
+        values = collector.log_metrics(iteration, loss.item())
+        while all(map(math.isnan, values.values())) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+            values = collector.log_metrics(iteration, loss.item())
 effllm.finalize_efficientllm_metrics()
 Path(f"truth-{rank}.json").write_text(json.dumps(values))
 dist.destroy_process_group()
