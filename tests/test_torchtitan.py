@@ -68,6 +68,11 @@ class Trainer:
         self.optimizer.step()
         if self.metrics_processor.should_log(self.step):
             self.metrics_processor.log(self.step, 0.5 * self.step, 1.0, 0.1)
+        deadline_s = time.monotonic() + 30
+        while "told" in sys.argv and self.step == 6 and not self.metrics_processor.logger:
+            assert time.monotonic() < deadline_s, "nothing of the job's has come back"
+            time.sleep(0.02)
+            self.metrics_processor.log(self.step, 0.5 * self.step, 1.0, 0.1)
     def train(self):
         data_iterator = self.batch_generator()
         while self.step < self.config.training.steps:
@@ -126,7 +131,7 @@ def test_its_steps_tokens_waits_and_phases_are_measured(start, era):
 
 
 def test_its_loggers_log_what_is_measured(start):
-    assert "efficientllm/al_seconds" in start("0.3").done().stdout
+    assert "efficientllm/al_seconds" in start("0.3", "told").done().stdout
 
 
 def test_a_training_that_fails_is_a_failed_run(start):
