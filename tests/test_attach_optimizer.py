@@ -87,6 +87,7 @@ def test_training_is_the_same_to_the_bit(launch):
     assert losses == [line for line in off.stdout.splitlines() if line.startswith("loss")]
 
 
+@pytest.mark.alone
 def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
     job = train(
         launch,
@@ -119,6 +120,7 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
     assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
 
 
+@pytest.mark.alone
 def test_a_batch_fetched_in_the_middle_of_an_iteration_is_no_less_waiting(launch):
     job = train(
         launch,
@@ -471,6 +473,7 @@ for cell in {cells!r}:
     assert iterations(job) == 7
 
 
+@pytest.mark.alone
 def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
     job = train(
         launch,

@@ -340,6 +340,7 @@ def calibrated(trace, tmp_path):
     return run
 
 
+@pytest.mark.alone
 def test_the_tick_of_a_gpu_that_measures_part_of_it_is_found_through_nvml_and_kept(calibrated):
     gpu = Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held")
 
@@ -354,6 +355,7 @@ def test_the_tick_of_a_gpu_that_measures_part_of_it_is_found_through_nvml_and_ke
     assert again_s < 0.5
 
 
+@pytest.mark.alone
 def test_calls_that_are_too_slow_to_see_the_tick_leave_it_open(calibrated):
     sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
 

@@ -211,14 +211,17 @@ def cpu_s_between(reader, act):
     return second.utilization * (second.time_ns - first.time_ns) / 1e9 * os.cpu_count()
 
 
+@pytest.mark.alone
 def test_a_busy_trainer_is_busy(trainer, reader):
     assert cpu_s_between(reader, lambda: trainer.do("burn(time.process_time() + 0.3)")) == pytest.approx(0.3, abs=0.06)
 
 
+@pytest.mark.alone
 def test_an_idle_trainer_is_idle(trainer, reader):
     assert cpu_s_between(reader, lambda: trainer.do("time.sleep(0.2)")) == pytest.approx(0.0, abs=0.03)
 
 
+@pytest.mark.alone
 def test_a_child_that_came_and_went_in_between_has_been_busy(trainer, reader):
     busy_s = cpu_s_between(reader, lambda: trainer.do("os.waitpid(fork(lambda: burn(0.3)), 0)"))
 
@@ -242,6 +245,7 @@ def test_a_child_that_waits_to_be_waited_for_is_counted_once(trainer, reader, cl
     assert cpu_s_between(reader, lambda: trainer.do(f"os.waitpid({child}, 0)")) < 0.1
 
 
+@pytest.mark.alone
 def test_a_child_whose_time_is_lost_never_makes_utilization_negative(trainer, reader, clock):
     trainer.do("__import__('signal').signal(17, 1)")  # SIGCHLD ignored: no one waits for children
     child = trainer.do("fork_waiting(lambda: burn(0.3))")

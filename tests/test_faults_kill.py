@@ -160,6 +160,22 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
     assert [row.tokens for row in job.ledger.ranks][: len(rows)] == [row.tokens for row in rows]
 
 
+@pytest.mark.fault("everything-killed")
+def test_a_start_that_is_killed_before_its_first_window_is_an_attempt_of_its_own(launch):
+    def is_known(job, attempt):
+        kept = job.runs() and state(job.ledger)
+        return kept and kept.attempt == attempt
+
+    for attempt in (1, 2):
+        job = launch.code(SAVES, log_interval=100_000, run_name="one")
+        jobs.until(lambda: is_known(job, attempt))  # noqa: B023
+        kill(job)
+
+    summary = launch.python("loop.py", "--iterations", 100, run_name="one").done().ledger.summary
+
+    assert (summary.status, summary.attempts, summary.tokens) == ("completed", 3, 10_000)
+
+
 #: Ends in one of the ways that a trainer can end, and says when it began to.
 ENDS = """
 import os, signal, struct, sys, time

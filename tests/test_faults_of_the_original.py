@@ -318,6 +318,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
+@pytest.mark.alone
 def test_10_evaluation_and_checkpoints_are_classes_of_their_own_and_in_none_of_the_six(launch, trace):
     trace.write(
         Gpu(

@@ -592,6 +592,7 @@ def test_perun_time_is_as_fine_after_30_days_as_at_the_start():
     assert joules(one, month_s + 0.1001, month_s + 0.2) == pytest.approx(700.0 * 0.0999, rel=1e-9)
 
 
+@pytest.mark.alone
 def test_perun_the_cpu_is_not_measured_over_the_microseconds_between_two_calls(monkeypatch, tmp_path):
     # psutil.cpu_percent takes its own last call as the reference, whoever made it.
     monkeypatch.setattr(psutil, "cpu_percent", lambda *_, **__: pytest.fail("not through psutil's one reference"))

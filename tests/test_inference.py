@@ -125,6 +125,7 @@ class Run:
         return sum(row[name] for row in self.rows)
 
 
+@pytest.mark.alone
 def test_requests_are_iterations_of_a_process_that_only_infers(tmp_path):
     _, (run_,) = run(
         tmp_path,
@@ -147,6 +148,7 @@ for tokens in (10, 20, 30, 40):
     assert "tt_tokens_per_param_per_sec" not in run_.values
 
 
+@pytest.mark.alone
 def test_recorded_requests_take_the_time_that_is_told_and_overlap_counts_once(tmp_path):
     _, (run_,) = run(
         tmp_path,
@@ -224,6 +226,7 @@ def test_a_request_around_an_engine_is_one_and_has_its_tokens(tmp_path):
     assert (run_.summary["iterations"], run_.sum("generated_tokens"), run_.sum("prompt_tokens")) == (2, 48, 12)
 
 
+@pytest.mark.alone
 @pytest.mark.system("vllm", how="stand-in")
 def test_what_generates_while_a_framework_trains_adds_to_it_and_is_in_no_step(tmp_path):
     _, (run_,) = run(

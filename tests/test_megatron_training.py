@@ -129,6 +129,7 @@ def test_a_skipped_iteration_takes_time_and_has_no_loss(train):
     assert [block["loss"] is None for block in job.blocks] == [True, False, False]
 
 
+@pytest.mark.alone
 def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(train):
     # An iteration computes for 20 ms, fetches 4 times for 20 ms, and logs for 10 ms.  There are 2 evaluations and
     # the last one, and 3 checkpoints and the last one.

@@ -113,6 +113,7 @@ def start(launch, tmp_path):
     return started
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("era", ["0.2", "0.3"])
 def test_its_steps_tokens_waits_and_phases_are_measured(start, era):
     job = start(era).done()

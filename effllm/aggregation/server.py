@@ -315,6 +315,7 @@ class Server:
                 return
             self._peers.introduce(peer, message, now_s)
             self._learn(message)
+            self._pace.begun()
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
         elif reason:
