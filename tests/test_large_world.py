@@ -70,15 +70,6 @@ def test_windows_that_follow_each_other_fast_leave_agents_seven_eighths_of_their
     assert pace.is_due(0.1, 10_000, is_ending=False)
 
 
-def test_a_start_is_known_from_its_first_rank_on():
-    pace = Pace(1000)
-    pace.begun()
-    assert pace.is_due(0.0, 10_000, is_ending=False)
-    pace.kept(0.0)
-    pace.begun()
-    assert not pace.is_due(5.0, 10_000, is_ending=False)
-
-
 def test_agents_of_small_worlds_are_asked_for_nothing():
     assert (pacing.report_every_s(1000), pacing.pause_s(1000), pacing.late_every_s(1000)) == (0.0, 0.0, 0.0)
     assert pacing.report_every_s(1001) > 0

@@ -25,11 +25,6 @@ class Pace:
         self._most_windows = max(history_size // SHARE_OF_BUFFER, 1)
         self._windows = 0  # closed, and not in the state that was kept
         self._kept_s = float("-inf")
-        self._has_begun = self._is_known = False
-
-    def begun(self) -> None:
-        """Note that a rank has joined: the next start is to know of this one, even if all is killed before a window."""
-        self._has_begun = True
 
     def closed(self, windows: int) -> None:
         """Note that so many windows have closed."""
@@ -37,12 +32,10 @@ class Pace:
 
     def kept(self, now_s: float) -> None:
         """Note that the state is being kept."""
-        self._windows, self._kept_s, self._is_known = 0, now_s, self._has_begun
+        self._windows, self._kept_s = 0, now_s
 
     def is_due(self, now_s: float, world_size: int, is_ending: bool) -> bool:
         """Whether the state is to be kept now: soon where ranks are leaving, or windows follow each other fast."""
-        if self._has_begun and not self._is_known:
-            return True
         if not self._windows:
             return False
         every_s = keep_every_s(world_size)

@@ -96,7 +96,7 @@ class Server:
         self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
         self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
-        self._facts_changed = self._has_learned = False
+        self._facts_changed = self._has_learned = self._has_begun = False
         self._lost = LostAgents()
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
@@ -315,7 +315,9 @@ class Server:
                 return
             self._peers.introduce(peer, message, now_s)
             self._learn(message)
-            self._pace.begun()
+            if not self._has_begun:  # the next start is to know of this one, even if all is killed before a window
+                self._has_begun = True
+                self._keep_state()
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
         elif reason:
@@ -457,7 +459,7 @@ class Server:
         self._pace.closed(len(closed))
 
     def _keep(self, now_s: float) -> None:
-        """Have the state kept, and then acknowledge what is in it, where that is due."""
+        """Have the state kept where that is due, with what came late."""
         aggregator = self._aggregator
         if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
             return
@@ -465,13 +467,17 @@ class Server:
         if late := aggregator.take_closed():
             self._put(late)
         self._pace.kept(now_s)
-        safe = aggregator.safe()
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        """Have the state kept behind all that was put to be written, and acknowledge what is in it."""
+        safe = self._aggregator.safe()
         if not self._has_keeper:
             self._acknowledge(safe)
             return
         self._unsafe.append(safe)
         self._relieve()
-        state = aggregator.snapshot(safe)
+        state = self._aggregator.snapshot(safe)
 
         def keep(sink: Sink) -> None:
             if isinstance(sink, Keeper) and sink.keep(state):  # else the agents keep their copies
