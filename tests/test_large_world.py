@@ -75,6 +75,10 @@ def test_agents_of_small_worlds_are_asked_for_nothing():
     assert pacing.report_every_s(1001) > 0
 
 
+def test_ten_thousand_ranks_that_report_every_second_are_not_tried_as_quiet_at_the_end():
+    assert pacing.quiet_s(1000) <= 1.0 < 2.0 < pacing.quiet_s(10_000)
+
+
 # --- windows ------------------------------------------------------------------------------------
 
 

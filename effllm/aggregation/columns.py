@@ -80,6 +80,14 @@ class Table:
         self._found = keys, found
         return found
 
+    def position(self, key: Key) -> int:
+        """Return the row of one key, which gets one if it is new; `find` remembers those of a whole world."""
+        at = self._positions.get(key)
+        if at is None:
+            at = self._positions[key] = len(self._positions)
+            self._grow(at + 1)
+        return at
+
     def _grow(self, count: int) -> None:
         if count > len(self._values):
             more = np.zeros((max(count, 2 * len(self._values)) - len(self._values), len(self.NAMES)))

@@ -7,6 +7,7 @@ the classes add up to the elapsed time.  Definitions: docs/goodput.md.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -114,14 +115,15 @@ class Tiles(Table):
 
     def leave(self, rank: int, at_s: float) -> None:
         """Take a farewell."""
-        left_s = self.column("left_s")[self.find([rank])]
-        if np.isnan(left_s[0]):
-            self.column("left_s")[self.find([rank])] = at_s
+        at = self.position(rank)
+        left_s = self.column("left_s")
+        if math.isnan(left_s[at]):
+            left_s[at] = at_s
 
     def come_back(self, rank: int, at_s: float) -> None:
         """Take another agent of a rank that has had one."""
-        at = self.find([rank])
-        if self.column("rows")[at][0]:
+        at = self.position(rank)
+        if self.column("rows")[at]:
             self.column("away_s")[at] += np.nan_to_num(at_s - self.column("left_s")[at])
             self.column("left_s")[at], self.column("is_broken")[at] = np.nan, 1.0
 

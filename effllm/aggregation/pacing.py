@@ -11,6 +11,7 @@ RANKS_PER_S = 1000.0  # ... so many are acknowledged in a second
 SHARE_OF_BUFFER = 8  # a part of an agent's buffer that may be unconfirmed because of this
 ENDING_S = 1.0  # agents that have said goodbye wait four seconds for their last confirmation
 LARGE_PAUSE_S = 0.002  # between two looks at the socket; one wake-up for each frame would cost more than the frame
+QUIET_S, LARGE_QUIET_S = 1.0, 3.0  # whoever was heard since needs no other sign of life; reports may be a second apart
 LARGE_REPORT_EVERY_S = 0.5  # at most two frames a second from each agent of a large world
 
 
@@ -57,6 +58,11 @@ def keep_every_s(world_size: int) -> float:
 def late_every_s(world_size: int) -> float:
     """Return how long what came late may wait for more of it: a window of ten thousand is weighed anew each time."""
     return keep_every_s(world_size) / 2
+
+
+def quiet_s(world_size: int) -> float:
+    """Return for how long a rank may be silent, when the job ends, before its connection is tried: all in one go."""
+    return LARGE_QUIET_S if is_large(world_size) else QUIET_S
 
 
 def report_every_s(world_size: int) -> float:

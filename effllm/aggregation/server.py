@@ -24,7 +24,7 @@ import zmq
 from effllm.aggregation.aggregator import Aggregator, Closed
 from effllm.aggregation.ledger import Ledger, restore
 from effllm.aggregation.orders import Orders
-from effllm.aggregation.pacing import Pace, is_large, keep_every_s, pause_s, report_every_s
+from effllm.aggregation.pacing import Pace, is_large, keep_every_s, pause_s, quiet_s, report_every_s
 from effllm.aggregation.roster import SILENT_AFTER_S
 from effllm.aggregation.sink_thread import SinkThread
 from effllm.config import Config, secret_path
@@ -60,7 +60,6 @@ from effllm.schema import (
 from effllm.sinks import Keeper, Run, Shelf, Sink
 
 TICK_S = 0.5
-QUIET_S = 1.0  # whoever was heard since needs no other sign of life
 SUMMARY_EVERY_S = 60.0
 KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
 KEEPER_OPENS_S = 2.0
@@ -374,7 +373,7 @@ class Server:
     def _look_for_lost(self, now_s: float) -> None:
         """When the job ends, wait no more for agents that were killed."""
         if self._aggregator.is_ending or self._trainer_ended_s is not None:
-            waited_for = self._aggregator.awaited(before_s=now_s - QUIET_S)
+            waited_for = self._aggregator.awaited(before_s=now_s - quiet_s(self._aggregator.world_size))
             for rank in self._lost.look(now_s, waited_for, self._reaches):
                 self._aggregator.give_up(rank, time.time())
 

@@ -142,7 +142,9 @@ class RunFolder:
 
     def _flush(self) -> None:
         """Write what waits; one file that cannot be written holds up no other."""
-        done = [self._do(work) for work in (self._write_facts, *(journal.flush for journal in self._journals))]
+        # Each look at the disk costs as much as a line, and ten thousand ranks that leave are as many events.
+        waiting = [journal.flush for journal in self._journals if journal]
+        done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
             self._recover()
 
