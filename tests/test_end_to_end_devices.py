@@ -68,6 +68,7 @@ def tick_error_w(gpu, seconds):
     return gpu.power.high * gpu.tick_s / seconds
 
 
+@pytest.mark.alone
 def test_two_ranks_on_two_gpus_add_their_power_and_average_the_rest(launch, trace):
     aggregator, truths = train_on(launch, trace, "--iterations", 150)
     summary = aggregator.ledger.summary
@@ -88,6 +89,7 @@ def test_two_ranks_on_two_gpus_add_their_power_and_average_the_rest(launch, trac
     assert summary.energy.method == "counter"
 
 
+@pytest.mark.alone
 def test_two_ranks_on_one_gpu_add_its_power_once(launch, trace):
     aggregator, truths = train_on(launch, trace, "--iterations", 100, visible=("0", "0"))
     summary = aggregator.ledger.summary
@@ -198,6 +200,7 @@ def test_a_simulated_gpu_is_measured_as_its_waveform_says(launch):
     assert all("simulated" in block["rest"] for block in job.blocks)
 
 
+@pytest.mark.alone
 def test_al_is_the_time_of_a_step_and_t_the_time_of_an_iteration(launch):
     job = launch.python(LOOP, "--iterations", 40, "--wait-s", 0.01).done()
     steps = job.told()["steps"]

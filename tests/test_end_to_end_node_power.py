@@ -29,6 +29,7 @@ def train(launch, trace, *arguments, **settings):
     return aggregator.ledger
 
 
+@pytest.mark.alone
 def test_where_the_power_supplies_answer_the_jobs_power_is_the_nodes(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0), supply("1", "1", 400.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 150, node_power=service.url)
@@ -56,6 +57,7 @@ def test_the_scope_that_was_asked_for_outranks_the_widest(launch, trace):
     )  # of a counter that a second does not show
 
 
+@pytest.mark.alone
 def test_idle_power_before_the_first_iteration_is_told_apart_and_the_energy_stays_whole(launch, trace):
     ledger = train(launch, trace, "--iterations", 100, node_power="none", baseline_seconds=1.0)
     values = {tag: value.value for tag, value in ledger.summary.metrics.items()}

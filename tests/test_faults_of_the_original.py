@@ -17,6 +17,7 @@ def value(job, tag):
 # 1. Tokens were cumulative, but time came from a bounded buffer.
 
 
+@pytest.mark.alone
 def test_1_tt_and_st_do_not_inflate_when_a_run_is_longer_than_the_history(launch):
     job = launch.python(LOOP, "--iterations", 400, "--step-s", 0.002, history_size=16).done()
     steps = job.told()["steps"]
@@ -118,6 +119,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
+@pytest.mark.alone
 def test_4_amu_and_aec_are_weighted_by_time_not_by_samples(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00", memory=square(8 * GIB, 72 * GIB, 1.0, 0.25), power=square(100, 900, 1.0, 0.25)))
     job = launch.code(
@@ -148,6 +150,7 @@ def test_5_a_reading_that_fails_is_no_zero(launch, trace, fault):
 # 6. Every GPU of the node was read, and memory of the first alone.
 
 
+@pytest.mark.alone
 def test_6_gpus_of_others_are_neither_in_the_power_nor_in_the_utilization(launch, trace):
     mine = Gpu("GPU-b", "0:02:00", power=flat(400.0), utilization=flat(0.9), memory=flat(30 * GIB))
     others = [

@@ -121,6 +121,7 @@ def wrapped(library, tmp_path_factory):
         yield aggregator.ledger, trace, [rank.process.pid for rank in ranks]
 
 
+@pytest.mark.alone
 def test_megatron_1_a_rank_reads_its_own_gpu_and_not_index_0(wrapped):
     job, _, _ = wrapped
 
@@ -137,6 +138,7 @@ def test_megatron_4_the_first_line_has_the_power_of_its_own_iterations_and_of_th
     assert first.values["window/aec_watts"] == pytest.approx(350.0, rel=0.05)
 
 
+@pytest.mark.alone
 def test_megatron_5_evaluation_and_checkpoints_are_in_the_total_and_each_rank_has_its_own_row(wrapped):
     job, _, _ = wrapped
     energy = job.summary.energy
@@ -281,6 +283,7 @@ def troubled(library, tmp_path_factory):
         yield job
 
 
+@pytest.mark.alone
 def test_zeus_5_a_wall_clock_that_is_set_by_an_hour_changes_no_energy(troubled):
     truth, summary = troubled.told(), troubled.ledger.summary
 
@@ -314,6 +317,7 @@ def test_carbontracker_a_power_reading_that_fails_is_one_line_and_not_the_end_of
 # --- Megatron ---
 
 
+@pytest.mark.alone
 def test_megatron_5_a_read_that_failed_is_no_0_j_that_catches_up_later(trace):
     # Of 300 W; neither energy nor power can be read from the second window to the fourth.
     answer = reading(
@@ -473,6 +477,7 @@ def test_codecarbon_1_a_prefix_is_a_prefix_and_no_set_of_characters(trace):
         assert reader.device.key == gpu.uuid
 
 
+@pytest.mark.alone
 def test_codecarbon_2_a_driver_that_was_loaded_anew_subtracts_no_lifetime_of_energy(trace):
     answer = reading(
         trace,
@@ -500,6 +505,7 @@ answer = [found.joules, found.covered_s, found.estimated_j, [text for _, text in
     assert "it went back by" in texts[0]
 
 
+@pytest.mark.alone
 def test_codecarbon_2_one_lost_gpu_of_eight_zeroes_only_itself(trace):
     answer = reading(
         trace,
@@ -625,6 +631,7 @@ def test_perun_what_goes_over_the_wire_does_not_grow_with_the_number_of_samples(
 # --- what broke for others besides: (c) ---
 
 
+@pytest.mark.alone
 def test_one_gpu_in_slices_is_counted_once_and_not_once_per_slice(trace):
     # dcgm-exporter#317: the counter of the GPU, repeated on each of its slices, made four GPUs of one.
     halves = [Gpu(f"MIG-{n}", parent=0, memory_total=39 * GIB, slices=3 + n, instance=n + 1) for n in range(2)]
@@ -643,6 +650,7 @@ answer = [(last.energy_j - first.energy_j) / (last.time_ns - first.time_ns) * 1e
     assert answer == pytest.approx([300.0, 400.0], rel=0.02)
 
 
+@pytest.mark.alone
 def test_millijoules_and_milliwatts_are_never_taken_for_joules_and_watts(trace):
     # pyJoules#32: units that were mixed up by a thousand.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), power_limit_w=700.0))
