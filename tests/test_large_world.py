@@ -54,11 +54,15 @@ def test_a_large_world_is_acknowledged_every_second_for_each_thousand_ranks():
     assert [pace.is_due(at_s, 10_000, is_ending=False) for at_s in (1.0, 9.9, 10.0)] == [False, False, True]
 
 
-def test_the_last_words_are_acknowledged_within_a_second():
+def test_the_last_words_are_acknowledged_a_second_after_the_first_has_left_and_every_second_from_then_on():
     pace = Pace(1000)
     pace.kept(0.0)
     pace.closed(1)
-    assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (0.9, 1.0)] == [False, True]
+    assert not pace.is_due(4.0, 10_000, is_ending=False)
+    assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (5.0, 5.9, 6.0)] == [False, False, True]
+    pace.kept(6.0)
+    pace.closed(1)
+    assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (6.9, 7.0)] == [False, True]
 
 
 def test_windows_that_follow_each_other_fast_leave_agents_seven_eighths_of_their_buffers():

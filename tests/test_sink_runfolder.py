@@ -20,7 +20,7 @@ from sink_examples import complete_totals, make_report, make_row, make_run, make
 from effllm import metrics
 from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.schema import Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
-from effllm.sinks import Keeper, SinkUnavailable, open_sink
+from effllm.sinks import Chronicle, Keeper, SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder
 
 
@@ -347,6 +347,18 @@ def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing of ours is done after it."""
+
+
+def test_events_that_come_together_are_written_in_their_order(folder):
+    sink = RunFolder(folder, {})
+    assert isinstance(sink, Chronicle)
+    sink.event(Event(1.0, "joined", "rank 0"))
+    sink.events([Event(2.0 + rank, "left", f"rank {rank}", rank) for rank in range(1000)])
+    sink.close()
+
+    events = list(read_events(folder))
+    assert [event.time_s for event in events] == [1.0, *(2.0 + rank for rank in range(1000))]
+    assert (events[-1].kind, events[-1].rank) == ("left", 999)
 
 
 class Moments:

@@ -26,6 +26,7 @@ class Pace:
         self._most_windows = max(history_size // SHARE_OF_BUFFER, 1)
         self._windows = 0  # closed, and not in the state that was kept
         self._kept_s = float("-inf")
+        self._ending_s: float | None = None  # when the first was seen to leave
 
     def closed(self, windows: int) -> None:
         """Note that so many windows have closed."""
@@ -39,10 +40,12 @@ class Pace:
         """Whether the state is to be kept now: soon where ranks are leaving, or windows follow each other fast."""
         if not self._windows:
             return False
-        every_s = keep_every_s(world_size)
-        if is_ending:
-            every_s = min(every_s, ENDING_S)
-        return self._windows >= self._most_windows or now_s - self._kept_s >= every_s
+        every_s, since_s = keep_every_s(world_size), self._kept_s
+        if is_ending and every_s > ENDING_S:
+            # Not at once: the last reports come among farewells, and their window waits for what is done meanwhile.
+            self._ending_s = now_s if self._ending_s is None else self._ending_s
+            every_s, since_s = ENDING_S, max(since_s, self._ending_s)
+        return self._windows >= self._most_windows or now_s - since_s >= every_s
 
 
 def is_large(world_size: int) -> bool:

@@ -57,7 +57,7 @@ from effllm.schema import (
     Supersede,
     Welcome,
 )
-from effllm.sinks import Keeper, Run, Shelf, Sink
+from effllm.sinks import Chronicle, Keeper, Run, Shelf, Sink
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
@@ -411,6 +411,9 @@ class Server:
         if events := self._aggregator.take_events():  # ten thousand ranks that join at once would fill a queue
 
             def tell(sink: Sink) -> None:
+                if isinstance(sink, Chronicle):
+                    sink.events(events)
+                    return
                 for event in events:
                     sink.event(event)
 

@@ -70,6 +70,14 @@ class Shelf(Protocol):
         """Keep a file; its name may have a folder in it."""
 
 
+@runtime_checkable
+class Chronicle(Protocol):
+    """A sink to which many events at once cost less than one after the other: ten thousand ranks leave together."""
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Take things that happened to the measurement, oldest first."""
+
+
 def sink_names() -> list[str]:
     """Return the names of all sink files, without importing them."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))

@@ -101,7 +101,11 @@ class RunFolder:
 
     def event(self, event: Event) -> None:
         """Append an event."""
-        self._events.put([event])
+        self.events([event])
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Append events, which are written together."""
+        self._events.put(events)
         self._flush()
 
     def summarize(self, summary: Summary) -> None:
@@ -142,7 +146,7 @@ class RunFolder:
 
     def _flush(self) -> None:
         """Write what waits; one file that cannot be written holds up no other."""
-        # Each look at the disk costs as much as a line, and ten thousand ranks that leave are as many events.
+        # Each look at the disk costs as much as a line.
         waiting = [journal.flush for journal in self._journals if journal]
         done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
