@@ -303,7 +303,11 @@ def test_the_rank_whose_call_hangs_is_stale_from_then_on_and_right_before(crippl
     assert 2 <= len(known) <= len(rows) - len(lost)
     assert len(lost) >= 5
     assert rows.index(known[-1]) < rows.index(lost[0])
-    assert sum(row.energy_j for row in known) == pytest.approx(crippled.truth_j(B, *known), rel=0.01)
+    # The last edge before the call has no readings after it, and may be told from power: by how much is in its error.
+    until_s = crippled.fault_s - crippled.to_monotonic_s - 0.25
+    before = [row for row in known[1:] if row.end_time_s < until_s]
+    assert sum(row.energy_j for row in before) == pytest.approx(crippled.truth_j(B, *before), rel=0.01)
+    assert sum(row.energy_j for row in known) == pytest.approx(crippled.truth_j(B, *known), rel=0.05)
     (text,) = crippled.told("stale", rank=1)
     assert f"{B.uuid} is stale: a read has not come back for" in text
 
