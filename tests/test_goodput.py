@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Goodput
+from effllm.aggregation.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Goodput, Tiles
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.runs.summary_text import summary_text
@@ -445,3 +445,13 @@ def test_whatever_happens_the_classes_add_up_to_the_elapsed_time(steps, data):
     energy = run.aggregator.summary(run.time_s, True).energy.measured_joules or 0.0
     joules = sum(joules or 0.0 for joules in run.goodput().joules.values())
     assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
+
+
+def test_a_rank_has_left_when_it_first_said_so_and_no_other_is_touched():
+    tiles = Tiles()
+    tiles.leave(3, 10.0)
+    tiles.leave(5, 11.0)
+    tiles.leave(3, 12.0)  # an agent repeats its farewell until it is answered
+
+    assert list(tiles.keys) == [3, 5]
+    assert tiles.column("left_s").tolist() == [10.0, 11.0]

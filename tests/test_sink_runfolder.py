@@ -345,10 +345,6 @@ def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_
     ]  # fmt: skip
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours is done after it."""
-
-
 def test_events_that_come_together_are_written_in_their_order(folder):
     sink = RunFolder(folder, {})
     assert isinstance(sink, Chronicle)
@@ -359,6 +355,10 @@ def test_events_that_come_together_are_written_in_their_order(folder):
     events = list(read_events(folder))
     assert [event.time_s for event in events] == [1.0, *(2.0 + rank for rank in range(1000))]
     assert (events[-1].kind, events[-1].rank) == ("left", 999)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours is done after it."""
 
 
 class Moments:
