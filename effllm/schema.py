@@ -458,12 +458,13 @@ class ClusterReport(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """Something that happened to the measurement itself: joined, left, lost, late, refused, ..."""
+    """Something that happened to the job, to a device, or to the measurement."""
 
-    time_s: float
-    kind: str
+    time_s: float  # unix, when it happened, not when it was received
+    kind: str  # one of effllm.events.KINDS
     text: str  # one line for a person
     rank: int | None = None
+    device: str | None = None  # its key, where it happened to a device
     attempt: int = 0
 
 

@@ -248,7 +248,11 @@ def test_an_encoding_without_the_signs_gets_plain_ones():
 def test_notable_events_print_once_and_without_control_characters():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
-    for kind, text in [("lost", "rank 3 \x1b[31mis\ngone"), ("lost", "rank 3 \x1b[31mis\ngone"), ("joined", "rank 4")]:
+    for kind, text in [
+        ("silent", "rank 3 \x1b[31mis\ngone"),
+        ("silent", "rank 3 \x1b[31mis\ngone"),
+        ("joined", "rank 4"),
+    ]:
         sink.event(Event(0.0, kind, text))
 
     assert stream.getvalue() == "[EfficientLLM] rank 3 [31mis gone\n"
@@ -258,12 +262,21 @@ def test_after_twenty_events_one_line_says_where_the_others_are():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for number in range(100):
-        sink.event(Event(0.0, "lost", f"rank {number} is gone"))
+        sink.event(Event(0.0, "silent", f"rank {number} is gone"))
+    sink.event(Event(0.0, "xid", "GPU 0: Xid 79"))
 
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 21
+    assert len(lines) == 22
     assert lines[19] == "[EfficientLLM] rank 19 is gone"
     assert "events.jsonl" in lines[20]
+    assert lines[21] == "[EfficientLLM] GPU 0: Xid 79"
+
+
+def test_a_kind_that_nobody_registered_is_shown():
+    stream = Stream()
+    open_sink("console", make_run(stdout=stream)).event(Event(0.0, "brand_new", "something happened"))
+
+    assert stream.getvalue() == "[EfficientLLM] something happened\n"
 
 
 def test_an_event_stands_above_the_progress_line():

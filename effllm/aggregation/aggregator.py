@@ -518,7 +518,7 @@ class Aggregator:
 
     def _event(self, kind: str, text: str, time_s: float, rank: int | None = None) -> None:
         self._ledger.events[kind] = self._ledger.events.get(kind, 0) + 1
-        self._events.append(Event(time_s, kind, one_line(text), rank, self._ledger.attempt))
+        self._events.append(Event(time_s, kind, one_line(text), rank, attempt=self._ledger.attempt))
 
     def _tell(self, kind: str, text: str, time_s: float, rank: int | None = None, once: str = "") -> None:
         """Make an event of a line the first time it is heard, and at most so many of them."""

@@ -8,20 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from effllm import metrics
+from effllm.events import ALWAYS, FILE, level_of
 from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run
 from effllm.switches import this_process
 
-#: Kinds of events that a person should see while the job runs; the others are in events.jsonl alone.
-NOTABLE = frozenset({
-    "lost", "refused", "not_measured", "disagreement", "clash", "mfu", "silent", "back", "stack", "restarted",
-    "garbage", "sink", "descriptors", "aggregator", "agent", "energy_doubtful", "energy_counter", "energy_disagreement",
-    "energy_aliasing", "stale", "xid", "ecc", "slower",
-})  # fmt: skip
+#: Lines of events that are shown once each; those of level ALWAYS come on top of them.
 MOST_EVENTS = 20
-#: ... and these as often as they come: they are seldom, and somebody should do something.
-LOUD = frozenset({"stalled", "resumed", "straggler", "recovered"})
 MOST_NAMED = 8
 
 #: A rank is named as slowest from this much above the median on.
@@ -78,12 +72,13 @@ class Console:
         self._put(lines, progress)
 
     def event(self, event: Event) -> None:
-        """Print a notable event once; after twenty of them only say where the others are."""
+        """Print an event as often as the registry says for its kind."""
+        level = level_of(event.kind)
         text = " ".join("".join(c if c.isprintable() else " " for c in event.text).split())
-        if event.kind in LOUD:
+        if level == ALWAYS:
             self._put([f"[EfficientLLM] {text}"], self._progress)
             return
-        if event.kind not in NOTABLE or text in self._told or len(self._told) > MOST_EVENTS:
+        if level == FILE or text in self._told or len(self._told) > MOST_EVENTS:
             return
         self._told.add(text)
         if len(self._told) > MOST_EVENTS:

@@ -1,0 +1,72 @@
+"""Every kind of event: where a person sees it, and what it means.
+
+A kind that is not listed here is shown on the console, so that a forgotten entry is noticed and never silent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Levels: where an event is shown. Every event is counted, and written to events.jsonl.
+FILE = "file"  # in events.jsonl alone
+ONCE = "console, each text once"
+ALWAYS = "console, every time"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known about one kind of event."""
+
+    level: str  # FILE, ONCE or ALWAYS
+    help: str  # one sentence for the person who reads it
+
+
+KINDS: dict[str, Kind] = {
+    # Ranks and agents
+    "joined": Kind(FILE, "A rank's agent connected."),
+    "left": Kind(FILE, "A rank ended, with its status."),
+    "silent": Kind(ONCE, "A rank's agent sent nothing for 15 s, or its process is gone."),
+    "back": Kind(ONCE, "An agent that was silent sends again."),
+    "missing": Kind(FILE, "A window closed without the report of a rank."),
+    "late": Kind(FILE, "A report came after its window had closed; totals were corrected."),
+    "lost": Kind(ALWAYS, "Reports of a rank will never arrive."),
+    "restarted": Kind(ALWAYS, "The job was started again and continues in the same run folder."),
+    "agent": Kind(FILE, "A line of an agent's log."),
+    "warning": Kind(ONCE, "A warning from the training process."),
+    "disagreement": Kind(ONCE, "Ranks report different parameter counts of the whole model."),
+    # Connections
+    "refused": Kind(ONCE, "A peer was rejected; each rejection is counted, not each is a line."),
+    "garbage": Kind(ONCE, "A frame was rejected because it could not be decoded."),
+    "security": Kind(FILE, "How connections are protected."),
+    "descriptors": Kind(ALWAYS, "The limit of open files is too low for the job."),
+    # The aggregator and its sinks
+    "aggregator": Kind(ALWAYS, "The aggregator could not be started, or died and was replaced."),
+    "sink": Kind(ONCE, "A sink cannot be opened, fails, or is too slow."),
+    "clock": Kind(FILE, "The clock of the aggregator's host was set."),
+    # Devices
+    "not_measured": Kind(ONCE, "A quantity that a device cannot give, with the reason."),
+    "stale": Kind(ONCE, "A read of a device does not return, or returns again."),
+    "xid": Kind(ALWAYS, "The driver reported an Xid error of a GPU."),
+    "ecc": Kind(ALWAYS, "A GPU reported uncorrected memory errors."),
+    "power_limit": Kind(FILE, "The power limit of a GPU was changed."),
+    # Energy
+    "energy_counter": Kind(ONCE, "A GPU's energy counter is not used, or used again."),
+    "energy_disagreement": Kind(ONCE, "A GPU's energy counter and its power disagree."),
+    "energy_aliasing": Kind(ONCE, "Iterations keep step with the power sensor: a GPU's energy has a larger error."),
+    "energy_doubtful": Kind(ONCE, "A window's energy has a large random error."),
+    # Training
+    "mfu": Kind(ONCE, "MFU or HFU came out above 1: a wrong number of FLOPs or tokens, or a wrong peak."),
+    "slower": Kind(ONCE, "The job became slower, with what else changed at the time."),
+    "faster": Kind(FILE, "The job became faster."),
+    "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed."),
+    "resumed": Kind(ALWAYS, "The job makes progress again after a stall."),
+    "stack": Kind(ONCE, "Where the stacks of stalled ranks were written."),
+    "straggler": Kind(ALWAYS, "A rank is slower than its peers and holds them up."),
+    "recovered": Kind(ALWAYS, "A straggler is as fast as its peers again."),
+}
+
+
+def level_of(kind: str) -> str:
+    """Return where events of a kind are shown; one that nobody registered is shown."""
+    known = KINDS.get(kind)
+    return known.level if known is not None else ONCE
