@@ -675,6 +675,27 @@ def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
     assert job.summary().not_measured == ("no power here",)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_not_measured_is_complete_in_any_order_of_joining(order):
+    host = {"name": "host:vm", "is_gpu": False, "shared": True, "energy_method": None, "power_scope": None}
+    job = Job(2)
+    for rank in order:  # only local rank 0 looks for the sensor of the node
+        why = ("energy: no RAPL",) if rank == 0 else ()
+        job.join(rank, devices=(gpu(**host, not_measured=why),))
+
+    assert job.summary().not_measured == ("energy: no RAPL",)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_energy_that_one_rank_reads_is_not_called_missing(order):
+    job = Job(2)
+    for rank in order:
+        method, why = ("counter", ()) if rank == 0 else (None, ("energy: no permission",))
+        job.join(rank, devices=(gpu("host:vm", energy_method=method, not_measured=why),))
+
+    assert job.summary().not_measured == ()
+
+
 # --- another aggregator --------------------------------------------------------------------------
 
 

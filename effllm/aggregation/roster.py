@@ -421,8 +421,15 @@ class Roster:
     @property
     @_remembered
     def not_measured(self) -> tuple[str, ...]:
-        """A sentence per quantity that some device cannot give."""
-        sentences = {one_line(text) for device in self.devices.values() for text in device.not_measured}
+        """A sentence per quantity that some device cannot give, in whatever order its ranks joined."""
+        sentences = {
+            one_line(text)
+            for hello in self.hellos.values()
+            for device in hello.devices
+            # An agent that reads no energy of a device says nothing about one that another agent reads.
+            if device.energy_method or not self.devices[device.key].energy_method
+            for text in device.not_measured
+        }
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
 
 
