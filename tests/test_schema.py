@@ -1,0 +1,14 @@
+"""effllm/schema.py: what records say of themselves."""
+
+from builders import row
+
+
+def test_iteration_time_is_steps_and_waits_without_phases():
+    report = row(busy_s=9.0, wait_s=1.0, phases_s={"evaluation": 5.0})
+
+    assert (report.time_s, report.wall_s) == (10.0, 15.0)
+
+
+def test_a_report_without_an_iteration_counts_none():
+    assert row(iteration_first=11, iteration_last=20).iterations == 10
+    assert row(iteration_first=11, iteration_last=10).iterations == 0
