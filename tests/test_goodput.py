@@ -455,3 +455,13 @@ def test_a_rank_has_left_when_it_first_said_so_and_no_other_is_touched():
 
     assert list(tiles.keys) == [3, 5]
     assert tiles.column("left_s").tolist() == [10.0, 11.0]
+
+
+def test_a_run_has_one_elapsed_time_and_begins_with_its_first_rank():
+    run = Run(1).join().wait(2)
+    run.send(0, 1)
+    summary = run.bye(status="completed").aggregator.summary(run.time_s, ended=True)
+
+    assert summary.elapsed_s == summary.goodput.elapsed_s == pytest.approx(10.0)
+    assert summary.started_time_s == summary.goodput.attempts[0].start_time_s == pytest.approx(992.0)
+    assert "elapsed       10 s" in summary_text(summary, None, None)
