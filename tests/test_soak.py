@@ -1,20 +1,28 @@
 """Nothing that grows for ever: a week of windows through the aggregator, the run folder and an agent's outbox."""
 
 import json
+import os
 import statistics
+import threading
+import time
+import tracemalloc
 from collections import deque
 
 import msgspec
 import psutil
 import pytest
-from builders import device_window, hello, reports, row
+from builders import MADE_NS, NS, device_window, gpu, hello, looping, reports, row
 
+from effllm.agents.sampler import MAX_REQUESTS, Sampler
+from effllm.agents.track import Track
+from effllm.agents.window import WindowCutter
 from effllm.aggregation.account import Rows
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.columns import Table
 from effllm.config import Config
+from effllm.devices import DeviceUnavailable
 from effllm.network.transport import Outbox
-from effllm.schema import Beat
+from effllm.schema import Beat, Sample
 from effllm.sinks.runfolder import RunFolder
 
 RANKS = 4
@@ -141,3 +149,96 @@ def test_an_outbox_that_nobody_empties_holds_so_many_reports_and_counts_the_rest
 
     assert (len(outbox), outbox.lost, outbox.num_unsent <= 1000) == (1000, 19_000, True)
     assert items_in(outbox) < 40_000
+
+
+class HangingReader:
+    """A device whose second reading waits until it is released."""
+
+    def __init__(self):
+        self.device = gpu()
+        self.reads = 0
+        self.hangs, self.released = threading.Event(), threading.Event()
+
+    def read(self):
+        self.reads += 1
+        if self.reads == 2:
+            self.hangs.set()
+            self.released.wait()
+        return Sample(time.monotonic_ns(), power_w=100.0), {}
+
+    def close(self):
+        self.released.set()
+
+
+def absent():
+    raise DeviceUnavailable("there is no power supply to ask")
+
+
+@pytest.fixture
+def tracks():
+    """A device that hangs until an event is set, and a node sensor that is not there; and that event."""
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    hanging = HangingReader()
+    samplers = [
+        Sampler(lambda: hanging, 3600.0, lambda _line: None, wake),
+        Sampler(absent, 1.0, lambda _line: None, wake, is_node_sensor=True),
+    ]
+    for sampler in samplers:
+        sampler.start()
+    deadline_s = time.monotonic() + 30.0
+    while any(sampler.is_opening for sampler in samplers):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    samplers[0].ask()
+    assert hanging.hangs.wait(30.0)
+    yield [Track(sampler, 1.0) for sampler in samplers], hanging.released
+    hanging.released.set()
+    for sampler in samplers:
+        assert sampler.stop(30.0)
+    os.close(wake)
+
+
+def test_an_agent_without_working_sensors_does_not_grow(tracks):
+    tracks, _ = tracks
+    cutter = WindowCutter("agent", 0, 1, 0, MADE_NS, 0.0)
+    outbox = Outbox(1000)
+    bytes_used = []
+    with looping(log_interval=1) as loop:
+        tracemalloc.start()
+        for number in range(1, 6001):
+            loop.start(MADE_NS + number * NS)
+            loop.end(MADE_NS + number * NS + NS // 2, 100)
+            for slot in loop.slots():
+                cutter.add(slot)
+            for track in tracks:
+                track.take()
+                track.ask(cutter.ended.end_ns)
+            outbox.add(cutter.cut([track.series for track in tracks if track.series]))
+            outbox.sent(1)
+            if number % 1000 == 0:
+                bytes_used.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+
+    assert len(outbox) == 1000
+    assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # 3,000 windows: their requests were 0.5 MB
+
+
+def test_a_device_that_comes_back_is_measured_again(tracks):
+    (hanging, _), released = tracks
+    for _ in range(10 * MAX_REQUESTS):
+        hanging.ask(time.monotonic_ns())
+    hanging.take()
+    before_ns = hanging.series.newest_ns
+    released.set()
+
+    deadline_s = time.monotonic() + 30.0
+    while hanging.series.newest_ns == before_ns or hanging.sampler.stale_s() is not None:
+        assert time.monotonic() < deadline_s
+        hanging.take()
+        time.sleep(0.001)
+    edge_ns = time.monotonic_ns()
+    hanging.ask(edge_ns)
+    while not hanging.is_settled(edge_ns):
+        assert time.monotonic() < deadline_s
+        hanging.take()
+        time.sleep(0.001)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import queue
@@ -29,6 +30,8 @@ LONGEST_INTERVAL_S = 30.0
 CALL_RISE, CALL_FALL, LONGEST_COUNTED_S = 0.2, 0.05, 0.2
 #: A read that has not come back after so long makes the device stale.
 STALE_AFTER_S = 5.0
+#: Requests that wait for a read that hangs: the oldest beyond them are dropped, and their edges are not measured.
+MAX_REQUESTS = 64
 
 Calibrate = Callable[[Device, Callable[[], Sample]], Sensor]
 
@@ -80,6 +83,7 @@ class Sampler:
     def ask(self, times_ns: Sequence[int] = (), within_s: float = 1.0) -> None:
         """Have samples taken at moments of the monotonic clock, those that have passed at once.
 
+        Nothing is asked of a device that is not there, and a call that hangs leaves at most ``MAX_REQUESTS`` waiting.
         Where calls are so slow, or requests so frequent, that all of them would cost too much, the
         first alone is taken.
 
@@ -87,6 +91,11 @@ class Sampler:
             times_ns: the moments, soonest first; none is now.
             within_s: seconds between such requests.
         """
+        if self.unavailable:
+            return  # its thread has ended
+        while self._requests.qsize() >= MAX_REQUESTS:
+            with contextlib.suppress(queue.Empty):  # the thread may take it first
+                self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
         affordable = int(MOST_OF_A_CORE * within_s / (self._call_s + WAKE_S))
         if self._call_s > SLOW_CALL_S or affordable < 2:
