@@ -20,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PI
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and watch its efficiency; a minute
+demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and watch its efficiency
 	@PYTHON=$(BIN)/python; export PYTHON; . launch/efficientllm_config.sh && \
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local_addr 127.0.0.1 \
 		--nproc_per_node "$$($(NUM_PROCESSES))" integration/megatron_core/train.py --config configs/demo.yaml && \

@@ -17,6 +17,13 @@ def test_every_command_has_worked_examples_that_fit_80_columns(cli, command):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_run_help_says_that_loops_are_hooked(cli):
+    help_text = " ".join(cli.run("run", "--help").stdout.split())
+
+    assert "any other loop with an optimizer of torch, are hooked" in help_text
+    assert "later version" not in help_text
+
+
 def test_without_a_command_it_shows_what_there_is(cli):
     done = cli.run()
 

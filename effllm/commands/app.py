@@ -156,11 +156,12 @@ def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m and a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Handed on to it.")] = None,
 ) -> None:
-    """Run a training script with its ledger.
+    """Run a training script and measure it.
 
-    The script runs as python would run it, and its ledger is closed however it ends. It must call effllm itself:
-    initialize_efficientllm_metrics(parameters), then record_iteration_start and record_iteration_end around each
-    step; or effllm.monitor. Hooks that do this for a framework by themselves come in a later version.
+    The script runs as python would run it, and its run folder is completed however it ends. Nothing in the script
+    changes: training loops of the known frameworks, and any other loop with an optimizer of torch, are hooked as
+    they are imported. docs/systems.md lists them. A loop without torch calls effllm.monitor, or
+    initialize_efficientllm_metrics(parameters) and record_iteration_start and record_iteration_end around each step.
 
     The exit status and the traceback are the script's own. An exception, or an exit status that is not 0, makes the
     run "failed".

@@ -84,7 +84,8 @@ def _close(name: str, status: str) -> None:
         collector.get_metrics_collector().stop_collection(status)
     elif status == "completed" and is_enabled(this_process()) and _speaks():
         print(
-            f"[EfficientLLM] {name} made no call to effllm, so nothing was measured; see effllm run --help",
+            f"[EfficientLLM] {name} made no call to effllm and ran no training loop that it knows, so nothing was "
+            "measured; see effllm run --help",
             file=sys.stderr,
         )
 
