@@ -31,7 +31,10 @@ _HOMES = {
     "sync_point": "effllm.collector",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+#: Needs transformers: there by name, and not in star imports, help and dir.
+_OPTIONAL = ("EfficientLLMCallback",)
+
+__all__ = ["__version__", *sorted(set(_HOMES) - set(_OPTIONAL))]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,7 @@ from typing import Any
 
 import effllm
 
-#: The callback needs transformers, so that it is there for whoever names it and in no star import.
-__all__ = [name for name in effllm.__all__ if name not in ("__version__", "EfficientLLMCallback")]
+__all__ = [name for name in effllm.__all__ if name != "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,8 @@ import contextlib
 import inspect
 import json
 import math
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -261,3 +263,15 @@ def test_a_phase_lets_the_loops_exception_through(off):
         raise KeyError
     with pytest.raises(KeyError), effllm.get_metrics_collector().phase("evaluation"):
         raise KeyError
+
+
+@pytest.mark.parametrize("code", ["from effllm import *", "help(effllm)", "inspect.getmembers(effllm)"])
+def test_looking_at_the_package_needs_no_transformers(code):
+    without = "sys.modules['transformers'] = None"  # as if it were not installed
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, inspect; {without}; import effllm; {code}"],
+        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=60,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stderr) == (0, "")

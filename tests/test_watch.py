@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from effllm.agents import gpu_energy
+from effllm.devices import DeviceUnavailable
+from effllm.schema import COUNTER, Device, Sample
 from effllm.serving import NotVllm, Unreachable, address, between, fetch, parse
 
 STAND_IN = Path(__file__).parent.parent / "integration" / "vllm" / "stand_in.py"
@@ -151,6 +155,43 @@ def test_an_error_and_a_redirect_are_no_page(serve):
 def test_a_server_that_is_not_there_is_unreachable(serve):
     with pytest.raises(Unreachable, match="nobody answers"):
         fetch("http://127.0.0.1:1/metrics")
+
+
+class LateReader:
+    """A GPU of 300 W whose first read returns after all GPUs are open, as behind a busy driver."""
+
+    def __init__(self, index, last):
+        self.device = Device(key=f"GPU-{index}", kind="nvml", energy_method=COUNTER)
+        self._is_first = index == last
+
+    def read(self):
+        if self._is_first:
+            time.sleep(0.3)
+            self._is_first = False
+        now_ns = time.monotonic_ns()
+        return Sample(time_ns=now_ns, energy_j=300e-9 * now_ns, power_w=300.0), {}
+
+    def close(self):
+        pass
+
+
+def test_every_gpu_is_counted_however_late_its_first_read(monkeypatch):
+    def open_device(_name, site):
+        if site.local_rank >= 4:
+            raise DeviceUnavailable("there are four")
+        return LateReader(site.local_rank, last=3)
+
+    monkeypatch.setattr(gpu_energy, "open_device", open_device)
+    gpus = gpu_energy.GpuEnergy("nvml", {}, 0.05)
+    gpus.start()
+    start_s = time.monotonic()
+    time.sleep(0.3)
+    joules, end_s = gpus.joules(start_s, start_s + 0.2), start_s + 0.2
+    count = gpus.count
+    gpus.close()
+
+    assert count == 4
+    assert joules == pytest.approx(4 * 300 * (end_s - start_s), rel=0.05)
 
 
 def watch(cli, url, *arguments, **variables):

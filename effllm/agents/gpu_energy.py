@@ -46,9 +46,9 @@ class GpuEnergy:
             self._tracks.append(Track(sampler, self._interval_s))
             sampler.start()
         until_s = time.monotonic() + _OPENED_WITHIN_S
-        while any(t.sampler.is_opening for t in self._tracks) and time.monotonic() < until_s:
+        while any(t.series is None and not t.sampler.unavailable for t in self._tracks) and time.monotonic() < until_s:
             time.sleep(0.01)
-        self._take()
+            self._take()
         if readers and not self.count:
             self.why_not = "these GPUs tell neither energy nor power"
 
@@ -65,7 +65,8 @@ class GpuEnergy:
             time.sleep(0.01)
         total_j = 0.0
         for track in self._by_owner().values():
-            assert track.series is not None
+            if track.series is None:  # its first read has not come back
+                return None
             part = track.series.integrals(int(start_s * 1e9), end_ns)
             track.series.forget_before(end_ns)
             if part.energy_j is None or part.energy_covered_s < 0.99 * (end_s - start_s):
@@ -115,9 +116,10 @@ class GpuEnergy:
             track.take()
 
     def _by_owner(self) -> dict[str, Track]:
-        """Return the tracks that tell energy, one for each whose energy it is."""
+        """Return the tracks of devices with energy, one for each owner of energy."""
         known: dict[str, Track] = {}
         for track in self._tracks:
-            if track.series is not None and track.series.device.energy_method is not None:
-                known.setdefault(track.series.device.energy_key or track.series.device.key, track)
+            device = track.sampler.device
+            if device is not None and device.energy_method is not None:
+                known.setdefault(device.energy_key or device.key, track)
         return known
