@@ -82,8 +82,8 @@ class _Agent:
     def _open(self) -> Any:
         return open_device("nvml", Site(local_rank=self._gpu))
 
-    def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
-        sensor = calibrate(device, read, cache_folder() / "calibration")
+    def _calibrate(self, device: Device, read: Callable[[], Sample], is_suspect: bool) -> Sensor:
+        sensor = calibrate(device, read, cache_folder() / "calibration", is_suspect=is_suspect)
         if PROFILED in os.environ:
             # Not the counter lags here, but what it adds up is the end of each tick (docs/calibration.md).
             sensor = replace(sensor, lag_s=-(1 - sensor.duty) * sensor.tick_s / 2, lag_error_s=0.0)

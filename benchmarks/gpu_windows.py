@@ -129,7 +129,7 @@ class _Measuring:
     def _open(self) -> Reader:
         return open_device("nvml", self._site)
 
-    def _calibrate(self, _device: Device, _read: Callable[[], Sample]) -> Sensor:
+    def _calibrate(self, _device: Device, _read: Callable[[], Sample], _is_suspect: bool) -> Sensor:
         self._ready.set()
         return self._sensor
 

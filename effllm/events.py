@@ -52,6 +52,7 @@ KINDS: dict[str, Kind] = {
     # Energy
     "energy_counter": Kind(ONCE, "A GPU's energy counter is not used, or used again."),
     "energy_disagreement": Kind(ONCE, "A GPU's energy counter and its power disagree."),
+    "energy_calibration": Kind(ONCE, "A GPU contradicts the calibration in the cache, which was dropped."),
     "energy_aliasing": Kind(ONCE, "Iterations keep step with the power sensor: a GPU's energy has a larger error."),
     "energy_doubtful": Kind(ONCE, "A window's energy has a large random error."),
     # Training

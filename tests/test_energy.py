@@ -604,6 +604,44 @@ def test_the_stated_intervals_cover_the_truth_as_often_as_they_say():
     assert 0.93 <= covered(windows) <= 0.98
 
 
+# --- a calibration that the device contradicts ---
+
+
+def contradicted_after(true_s, kept_s, seed, count=60):
+    """Return after how many windows a wrong tick is noticed, and the mean error of those after the right one."""
+    chance = random.Random(seed)
+    power = square(100.0, 500.0, 2.0)
+    sensor = BoardSensor(power, true_s, 1.0, chance.uniform(0, true_s))
+    one = ledger_of(Sensor(tick_s=kept_s, tick_error_s=1e-4 * kept_s, is_held=True))
+    agent = VirtualAgent(one, sensor, chance)
+    edges_s = [agent.calibrate(BEGIN_S) + 2.5]
+    for _ in range(count):
+        edges_s.append(edges_s[-1] + chance.uniform(0.9, 1.1))
+    noticed = next((n for n in range(1, count) if agent.windows(edges_s[n - 1 : n + 1]) and one.is_contradicted), None)
+    if noticed is None:
+        return None, 0.0
+    one.calibrate(sensor.known(chance))
+    rest_s = [edge_s + 3.0 for edge_s in edges_s[noticed:]]
+    truths = [power.integral(*pair) for pair in pairwise(rest_s)]
+    windows = agent.windows(rest_s)[5:]
+    errors = [abs(window.joules / truth - 1) for window, truth in zip(windows, truths[5:], strict=True)]
+    return noticed, statistics.fmean(errors)
+
+
+@pytest.mark.parametrize(("true_s", "kept_s"), [(0.1, 0.1005), (0.1, 0.102), (0.1, 0.05), (0.02, 0.1), (0.1, 0.25)])
+def test_a_tick_that_is_not_the_devices_is_noticed(true_s, kept_s):
+    found = [contradicted_after(true_s, kept_s, seed) for seed in range(10)]
+
+    assert all(noticed is not None and noticed <= 25 for noticed, _ in found)
+    # A plain difference of the counter is off by 8 % at windows of a second.
+    assert max(error for _, error in found) < 0.005
+
+
+def test_a_tick_that_is_right_is_never_contradicted():
+    for seed in range(30):
+        assert contradicted_after(0.1, 0.1, seed) == (None, 0.0)
+
+
 def test_a_lag_that_nobody_has_measured_is_in_the_intervals():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 

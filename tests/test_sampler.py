@@ -320,7 +320,7 @@ def test_nobody_is_told_of_a_node_without_a_sensor(wake):
 
 
 def test_what_is_learnt_of_a_sensor_comes_between_the_samples_that_it_took(start, wake):
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         for _ in range(3):
             assert isinstance(read(), Sample)
         return Sensor(tick_s=0.1)
@@ -339,7 +339,7 @@ def test_what_is_learnt_of_a_sensor_comes_between_the_samples_that_it_took(start
 def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
     answered = threading.Event()
 
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         while not answered.wait(0.002):
             read()
         return Sensor()
@@ -355,7 +355,7 @@ def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
 
 
 def test_a_calibration_that_breaks_costs_no_sample(start, wake):
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         raise RuntimeError("Could not determine home directory.")
 
     lines = []

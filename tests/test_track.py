@@ -15,15 +15,19 @@ from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
 
 class Gpu(FakeReader):
-    """A GPU that draws 100 W."""
+    """A GPU that draws 100 W, whose counter moves every ``tick_s``, or all the time."""
 
-    def __init__(self, method=COUNTER, **traits):
+    def __init__(self, method=COUNTER, tick_s=0.0, **traits):
         super().__init__(**traits)
+        self._tick_s = tick_s
         self.device = Device("GPU-0", "fake", energy_method=method, power_limit_w=700.0)
 
     def read(self):
         sample, failures = super().read()
-        return Sample(sample.time_ns, power_w=100.0, energy_j=100.0 * sample.time_ns / NS), failures
+        shown_s = sample.time_ns / NS
+        if self._tick_s:
+            shown_s = shown_s // self._tick_s * self._tick_s
+        return Sample(sample.time_ns, power_w=100.0, energy_j=100.0 * shown_s), failures
 
 
 @pytest.fixture
@@ -83,10 +87,10 @@ def test_an_edge_is_asked_for_once(tracked, wake):
 
 def test_an_edge_is_read_at_the_moments_that_tell_of_it(tracked, wake):
     # A counter of ticks that nobody knows yet: two ticks of 40 ms and a little more, in eighths.
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
-    reader = Gpu()
+    reader = Gpu(tick_s=0.04)
     track = tracked(reader, calibrate=learn)
     until(lambda: reader.device.sensor.tick_s)
     assert track.take(), "what was learnt is news"
@@ -102,7 +106,7 @@ def test_an_edge_is_read_at_the_moments_that_tell_of_it(tracked, wake):
 
 
 def test_edges_that_come_often_are_asked_for_with_less(tracked, wake):
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
     reader = Gpu()
@@ -144,7 +148,7 @@ def test_a_sensor_that_is_read_seldom_is_not_asked_at_edges(tracked):
 def test_what_is_learnt_of_a_sensor_reaches_the_series_that_is_there(tracked):
     learnt = threading.Event()
 
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         learnt.wait(5.0)
         return Sensor(tick_s=0.04)
 
@@ -161,10 +165,31 @@ def test_what_is_learnt_of_a_sensor_reaches_the_series_that_is_there(tracked):
     assert len(track.series.reads_for(edge_ns)) == 18
 
 
+def test_a_tick_that_readings_contradict_is_learnt_again_once(tracked, wake):
+    asked = []
+
+    def learn(device, read, is_suspect):
+        asked.append((device.sensor.tick_s, is_suspect))
+        return Sensor(tick_s=0.055, tick_error_s=1e-5)  # wrong, and wrong again
+
+    track = tracked(Gpu(tick_s=0.04), calibrate=learn)
+    deadline_s = time.monotonic() + 20.0
+    while len(asked) < 2 and time.monotonic() < deadline_s:
+        track.ask(time.monotonic_ns())
+        woken(wake)
+        track.take()
+    for _ in range(10):
+        track.ask(time.monotonic_ns())
+        woken(wake)
+        track.take()
+
+    assert asked == [(0.0, False), (0.0, True)], "from what is known of the device, not from what was wrong"
+
+
 def test_nothing_is_settled_while_the_sensor_is_learnt(tracked):
     learnt = threading.Event()
 
-    def learn(device, read):
+    def learn(device, read, is_suspect):
         learnt.wait(5.0)
         return Sensor()
 

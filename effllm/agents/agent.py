@@ -185,8 +185,11 @@ class Agent:
         reader.device = replace(reader.device, sensor=assumed(reader.device))
         return reader
 
-    def _calibrate(self, device: Device, read: Callable[[], Sample]) -> Sensor:
-        return calibrate(device, read, cache_folder() / "calibration")
+    def _calibrate(self, device: Device, read: Callable[[], Sample], is_suspect: bool) -> Sensor:
+        def report(text: str) -> None:
+            self._log.line(f"{device.key}: {text}", "energy_calibration")
+
+        return calibrate(device, read, cache_folder() / "calibration", is_suspect=is_suspect, report=report)
 
     @property
     def _series(self) -> list[Series]:

@@ -33,7 +33,8 @@ STALE_AFTER_S = 5.0
 #: Requests that wait for a read that hangs: the oldest beyond them are dropped, and their edges are not measured.
 MAX_REQUESTS = 64
 
-Calibrate = Callable[[Device, Callable[[], Sample]], Sensor]
+#: Takes the device as it was opened, what reads it, and whether readings contradict what was learnt before.
+Calibrate = Callable[[Device, Callable[[], Sample], bool], Sensor]
 
 
 class Sampler:
@@ -71,6 +72,7 @@ class Sampler:
         self._requests: queue.SimpleQueue[Sequence[int]] = queue.SimpleQueue()
         self._due: list[tuple[int, bool, bool]] = []  # asked moments: is it its request's first, its last
         self._stopped = False
+        self._learns_again = False
         self._failing: dict[str, str] = {}
         self._call_s = 0.0  # what calls take
         self._reading_since_s: float | None = None
@@ -103,6 +105,11 @@ class Sampler:
         elif affordable < len(times):
             times = [times[0], *times[len(times) - affordable + 1 :]]
         self._requests.put(times)
+
+    def learn_again(self) -> None:
+        """Learn how the sensor behaves once more, because readings contradict what is known of it."""
+        self.is_calibrating = self._learns_again = self._calibrate is not None
+        self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
         """Return the samples since the last call, oldest first; a device among them tells what was learnt of it."""
@@ -150,10 +157,10 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - a device file may be anybody's, and nobody above would learn of it
             self._tell_unavailable(f"its file has an error: {type(error).__name__}: {error}")
             return
-        self.device = reader.device
+        self.device = opened = reader.device
         self._read(reader)
         os.eventfd_write(self._wake_descriptor, 1)
-        self._learn(reader)
+        self._learn(reader, opened, is_suspect=False)
         turn_s = time.monotonic() + self._interval_s
         next_ns = int(turn_s / NS)
         while not self._stopped:
@@ -161,6 +168,9 @@ class Sampler:
             is_time = now_ns >= next_ns
             if not self._stopped and (is_time or self._due):
                 self._answer(reader, now_ns, is_time)
+            if not self._stopped and self._learns_again:
+                self._learns_again = False
+                self._learn(reader, opened, is_suspect=True)
             while next_ns <= now_ns:
                 turn_s += self.slowed_s or self._interval_s
                 # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
@@ -180,7 +190,7 @@ class Sampler:
             os.eventfd_write(self._wake_descriptor, 1)
         return sample
 
-    def _learn(self, reader: Reader) -> None:
+    def _learn(self, reader: Reader, opened: Device, *, is_suspect: bool) -> None:
         if self._calibrate is None:
             return
         self.is_calibrating = True
@@ -195,7 +205,7 @@ class Sampler:
             return self._answer(reader, now_ns, is_time) or self._read(reader, energy_only=True)
 
         try:
-            sensor = self._calibrate(reader.device, read)
+            sensor = self._calibrate(opened, read, is_suspect)
         except Exception as error:  # noqa: BLE001 - what is known without it is enough to go on with
             self._log(f"{reader.device.key}: its sensor could not be learnt: {type(error).__name__}: {error}")
         else:

@@ -31,6 +31,7 @@ class Track:
         self._longest_gap_s = LONGEST_GAP_INTERVALS * max(interval_s, LEAST_INTERVAL_S)
         self._asked_ns = 0  # the last edge that was asked for
         self._is_stale = False
+        self._has_learnt_again = False
 
     def take(self) -> bool:
         """Take the samples that have come; say whether something about the device is new."""
@@ -46,6 +47,9 @@ class Track:
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
                 is_new = True
+        if self.series is not None and self.series.is_contradicted and not self._has_learnt_again:
+            self._has_learnt_again = True  # a sensor that jitters contradicts that too, and two seconds are enough
+            self.sampler.learn_again()
         return is_new
 
     def ask(self, edge_ns: int) -> None:

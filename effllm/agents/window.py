@@ -88,6 +88,11 @@ class Series:
         self.device = replace(self.device, sensor=device.sensor)
         self._energy.calibrate(device.sensor)
 
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the samples contradict what is known of the sensor's ticks."""
+        return self._energy.is_contradicted
+
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
         """Tell how long iterations take and how much that varies, for the sensor may beat with them."""
         self._energy.set_rhythm(step_s, deviation_s)

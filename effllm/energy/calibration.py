@@ -38,6 +38,10 @@ LEAST_CHANGES = 8
 KEPT_DAYS = 90
 #: A tick that is found anew may differ by so much from the one that is kept.
 SAME_TICK = 0.02
+#: ... where the readings of a run contradict the one that is kept: by so much a jitter may shift it.
+SUSPECT_TICK = 0.002
+#: A kept calibration is checked against so many of its ticks, and for so long at least.
+CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -72,26 +76,44 @@ class Seen(msgspec.Struct, frozen=True):
     is_held: bool | None
 
 
-def calibrate(device: Device, read: Callable[[], Sample], folder: Path | None, *, keep: bool = True) -> Sensor:
-    """Return how the device's sensor behaves: from the cache, else measured now and kept there.
+def calibrate(
+    device: Device,
+    read: Callable[[], Sample],
+    folder: Path | None,
+    *,
+    keep: bool = True,
+    is_suspect: bool = False,
+    report: Callable[[str], None] | None = None,
+) -> Sensor:
+    """Return how the device's sensor behaves: from the cache if the device agrees, else measured now and kept there.
 
     Args:
         device: as it was opened; its sensor says what is known before.
-        read: takes one sample; each is also used as a measurement by whoever called.
+        read: takes one sample; each is also used as a measurement by the caller.
         folder: the cache; ``None`` is none.
-        keep: whether what is measured now is put there.
+        keep: whether what is measured now is put there, and what is contradicted is removed.
+        is_suspect: the readings of this run contradict what is known: measure at full length.
+        report: takes one line if a kept calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
         return device.sensor
     kept = load(folder, device.name, device.driver) if folder else None
     if device.energy_method != COUNTER:
         return kept.told() if kept is not None and kept.measured_lag else device.sensor
-    if kept is not None and kept.is_fresh():
-        _watch(read, 1.3 * kept.sensor.tick_s, kept.sensor.tick_s / 24)
-        return kept.told()
+    if kept is not None and kept.is_fresh() and not is_suspect:
+        checked = _look(read, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
+        if checked.tick is not None and not _contradiction(kept.sensor, checked):
+            return kept.told()
     seen = _look(read)
-    if kept is not None and kept.measured_lag and _still_holds(kept.sensor, seen):
+    if kept is not None and (why := _contradiction(kept.sensor, seen, SUSPECT_TICK if is_suspect else SAME_TICK)):
+        if folder and keep:
+            forget(folder, device.name, device.driver)
+        if report is not None:
+            report(f"the calibration of {kept.date} from the cache was dropped and measured anew: {why}")
+    elif kept is not None and (kept.measured_lag or (kept.is_fresh() and seen.tick is None)):
         again = replace(kept, checked=_today())
+        if is_suspect and seen.tick is not None:
+            again = replace(again, sensor=replace(kept.sensor, tick_s=seen.tick[0], tick_error_s=seen.tick[1]))
         if folder and keep and seen.tick is not None:
             store(folder, again)
         return again.told()
@@ -137,8 +159,8 @@ def measure(sensor: Sensor, read: Callable[[], Sample]) -> Sensor:
     return with_seen(sensor, _look(read))
 
 
-def _look(read: Callable[[], Sample]) -> Seen:
-    samples, call_s = _watch(read, LONGEST_S, LEAST_APART_S)
+def _look(read: Callable[[], Sample], span_s: float = LONGEST_S) -> Seen:
+    samples, call_s = _watch(read, span_s, LEAST_APART_S)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
     return Seen(call_s, tick, is_held(samples))
 
@@ -160,11 +182,20 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
     )
 
 
-def _still_holds(sensor: Sensor, seen: Seen) -> bool:
+def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
+    """Return what speaks against a kept sensor; empty where nothing does."""
     if seen.tick is None:
-        return True  # nothing speaks against it
+        return ""
     tick_s, error_s = seen.tick
-    return abs(tick_s - sensor.tick_s) <= SAME_TICK * sensor.tick_s + error_s + sensor.tick_error_s
+    if abs(tick_s - sensor.tick_s) > same_tick * sensor.tick_s + error_s + sensor.tick_error_s:
+        return f"the counter moves {_every(tick_s)}, not {_every(sensor.tick_s)}"
+    if sensor.is_held and seen.is_held is False:
+        return "the power reading changes between the ticks of the counter, not with them"
+    return ""
+
+
+def _every(tick_s: float) -> str:
+    return f"every {1e3 * tick_s:.3g} ms" if tick_s else "all the time"
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
@@ -268,6 +299,12 @@ def store(folder: Path, calibration: Calibration) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
         draft.replace(path)
+
+
+def forget(folder: Path, name: str, driver: str) -> None:
+    """Remove what is kept about a model and driver."""
+    with suppress(OSError):
+        _path(folder, _model(name), driver).unlink(missing_ok=True)
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:

@@ -142,6 +142,11 @@ class EnergyLedger:
                     self.clock.stood(previous.time_ns, point.time_ns)
             previous = point
 
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the readings contradict the calibrated tick, so that the sensor must be learnt anew."""
+        return self.clock is not None and self.clock.is_contradicted
+
     def allow_gap(self, longest_gap_s: float) -> None:
         """Let readings of power lie further apart before there is a hole between them."""
         self._longest_gap_ns = max(self._longest_gap_ns, round(longest_gap_s / NS))

@@ -13,6 +13,8 @@ import math
 LEAST_JITTER_NS = 100_000.0
 #: The period is taken over at most so long: clocks drift with temperature.
 LEVER_NS = 300e9
+#: Reads that contradict each other by so large a share of the tick say that it is another tick.
+CONTRADICTED = 0.05
 
 
 class TickClock:
@@ -37,6 +39,11 @@ class TickClock:
     def tick_ns(self) -> float:
         """The period, as far as it is known."""
         return (self._shortest_ns + self._longest_ns) / 2
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether reads contradict the calibrated tick by more than sensors jitter."""
+        return self.conflicts > 0 and self._jitter_ns > CONTRADICTED * self.tick_ns
 
     @property
     def reference_ns(self) -> float:
