@@ -1,5 +1,6 @@
 """effllm run: a script as python runs it, and the end of its ledger."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -109,6 +110,14 @@ def test_a_script_that_never_calls_effllm_is_told_so_in_one_line(cli):
     assert (done.returncode, done.stdout) == (0, "trained\n")
     assert done.stderr.count("\n") == 1
     assert "made no call to effllm" in done.stderr
+
+
+def test_no_secret_of_the_command_is_in_the_run_folder(cli):
+    cli.run("run", cli.script(MEASURED), "--api-key", "-Zx81Qw9", "hf_AbCdEfGhIjKlMnOpQrSt", **QUIET)
+
+    [path] = cli.folder.glob("efficientllm_runs/*/run.json")
+    assert "Zx81Qw9" not in path.read_text()
+    assert json.loads(path.read_text())["command"][1:] == ["--api-key", "<redacted>", "<redacted>"]
 
 
 def test_off_means_off(cli):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_SECRET = re.compile(r"(?i)(key|token(?!iz|s)|secret|password|passwd|credential)")
 _PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvidia-ml-py", "pyzmq", "msgspec")
 
 
@@ -36,28 +34,6 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def without_secrets(command: list[str]) -> list[str]:
-    """Return a command line with the values of arguments named like secrets left out.
-
-    Words such as ``--tokenizer`` and ``--max-tokens`` are no secrets.
-
-    >>> without_secrets(["train.py", "--lr", "1", "--api-key", "abc", "--hf_token=x"])
-    ['train.py', '--lr', '1', '--api-key', '***', '--hf_token=***']
-    """
-    shown: list[str] = []
-    hide_next = False
-    for word in command:
-        name, equals, _ = word.partition("=")
-        if hide_next and not word.startswith("-"):
-            shown.append("***")
-        elif equals and _SECRET.search(name):
-            shown.append(f"{name}=***")
-        else:
-            shown.append(word)
-        hide_next = not equals and word.startswith("-") and bool(_SECRET.search(word))
-    return shown
 
 
 def _versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from effllm.config import Config, Place, secret_path
 from effllm.network import descriptors, discovery, interface, secret
-from effllm.runs.provenance import without_secrets
+from effllm.runs.redaction import redacted
 from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process
 from effllm.training import ptracer
@@ -359,4 +359,4 @@ def _safe(run_id: str) -> str:
 
 
 def _command() -> list[str]:
-    return [text(word) for word in without_secrets(list(sys.argv))]
+    return [text(word) for word in redacted(sys.argv)]

@@ -1,0 +1,119 @@
+"""Leave out of a command line what looks like a secret, before it is written to the run folder.
+
+Runs in the training process, so it needs the standard library alone, and time that grows with the text's length only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+REDACTED = "<redacted>"
+MAX_WORD_CHARACTERS = 10_000
+
+# A name is a secret's if one of these is in it, or one of _PARTS is a part of it: --hf_token, apiKey, model.login.
+_WITHIN = re.compile(
+    r"(?i)key|token(?!iz|s)|secret|passw|passphrase|credential|authoriz|bearer|cookie|signature|webhook"
+)
+_PARTS = frozenset({"auth", "cred", "creds", "jwt", "login", "otp", "pass", "pat", "pgpass", "pwd", "sas", "sig"})
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_PLURAL = re.compile(r"(?i)(key|secret|password|credential)s$")
+
+_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
+# What a value that begins with "-" is not taken for.
+_PLAIN_OPTION = re.compile(r"--[a-z][a-z0-9_.-]*(=.*)?|-[A-Za-z]", re.DOTALL)
+
+_NAME = re.compile(r"""(?<![\w.-])([\w.-]+)\\*["']?\s*[:=]\s*""")
+_VALUE = re.compile(
+    r""""(?:[^"\\]|\\.)*"?|\\+"[^"]*"?|'(?:[^'\\]|\\.)*'?|\\+'[^']*'?|\[[^\]]*\]?|[^\s,;&"'}\]]+""", re.DOTALL
+)
+_HEADER = re.compile(r"(?i)authoriz|cookie|bearer")
+_HEADER_VALUE = re.compile(r"""[^"'\n]+""")
+_BEARER = re.compile(r"""(?i)\b(bearer\s+)[^\s"',]+""")
+# The value is the next word: ``--header Authorization: Bearer x`` without quotes.
+_AWAITS_VALUE = re.compile(r"(?i)\bbearer$|\bauthorization:\s*\w*$|(?<![\w.-])[\w.-]*(key|token|cookie|secret):$")
+
+_USER_INFO = re.compile(r"(?<=://)[^\s/?#]*@")
+_PASSWORD = re.compile(r"(?<![\w.%+-])([\w.%+-]+:)[^\s/@:]+@(?!sha\d+:)(?=[\w\[])")
+_WEBHOOK = re.compile(r"""(?i)(https?://(?=[^\s"']*(?:hook|/bot\d))[^\s/"']+/)[^\s"']+""")
+
+#: How tokens of well-known services begin, and at least so long.
+_TOKENS = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+        hf_[A-Za-z0-9]{16,} | api_org_[A-Za-z0-9]{16,} | [sr]k[-_](?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{16,}
+        | gh[oprsu]_[A-Za-z0-9]{16,} | github_pat_[A-Za-z0-9_]{16,} | gl(?:pat|ptt|dt|rt|cbt|soat|ft)-[A-Za-z0-9_-]{16,}
+        | xox[a-z]-[A-Za-z0-9-]{8,} | xapp-[A-Za-z0-9-]{16,} | (?:AKIA|ASIA)[A-Z0-9]{16} | AIza[A-Za-z0-9_-]{30,}
+        | ya29\.[A-Za-z0-9_-]{16,} | eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]{8,} | npm_[A-Za-z0-9]{30,}
+        | pypi-[A-Za-z0-9_-]{30,} | dckr_pat_[A-Za-z0-9_-]{16,} | nvapi-[A-Za-z0-9_-]{16,} | r8_[A-Za-z0-9]{16,}
+        | gsk_[A-Za-z0-9]{16,} | SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,} | wandb_v1_[A-Za-z0-9_-]{16,}
+    )""",
+    re.VERBOSE,
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*", re.DOTALL)
+
+
+def redacted(command: Iterable[str]) -> list[str]:
+    """Return a command line with `REDACTED` in place of what looks like a secret.
+
+    That is: values of arguments, of fields in JSON and YAML, of headers and of parameters in URLs that are named like
+    secrets; user and password in URLs; webhooks; and words that begin like the tokens of well-known services.
+    Words such as ``--tokenizer`` and ``--max-tokens`` are not names of secrets.
+
+    >>> redacted(["train.py", "--lr", "1", "--api-key", "abc", "--hf_token=x"])
+    ['train.py', '--lr', '1', '--api-key', '<redacted>', '--hf_token=<redacted>']
+    """
+    shown: list[str] = []
+    hides_next = hides_all = False  # values of the option before
+    for word in command:
+        if (hides_next or hides_all) and not _PLAIN_OPTION.fullmatch(word):
+            shown.append(REDACTED)
+            hides_next = word.lower() in ("bearer", "basic")
+            continue
+        is_secret_option = bool(_OPTION.fullmatch(word)) and _is_secret(word)
+        hides_next = is_secret_option or bool(_AWAITS_VALUE.search(word))
+        hides_all = is_secret_option and bool(_PLURAL.search(word))
+        name, equals, value = word.partition("=")
+        if equals and value and _is_name(name) and _is_secret(name):
+            shown.append(f"{name}={REDACTED}")
+        else:
+            shown.append(_redacted_text(word))
+    return shown
+
+
+def _is_name(text: str) -> bool:
+    return not any(letter in text for letter in "\"'{}:?&/ ")
+
+
+def _is_secret(name: str) -> bool:
+    if _WITHIN.search(name):
+        return True
+    return any(part.lower() in _PARTS or part.lower().endswith(("passwd", "pwd")) for part in _PART.findall(name))
+
+
+def _redacted_text(text: str) -> str:
+    if len(text) > MAX_WORD_CHARACTERS:
+        text = text[:MAX_WORD_CHARACTERS] + "..."
+    text = _PRIVATE_KEY.sub(REDACTED, text)
+    text = _redacted_fields(text)
+    text = _USER_INFO.sub(f"{REDACTED}@", text)
+    text = _PASSWORD.sub(rf"\g<1>{REDACTED}@", text)
+    text = _WEBHOOK.sub(rf"\g<1>{REDACTED}", text)
+    text = _BEARER.sub(rf"\g<1>{REDACTED}", text)
+    return _TOKENS.sub(REDACTED, text)
+
+
+def _redacted_fields(text: str) -> str:
+    """Return a text with the values of its fields that are named like secrets left out, as in ``{"api_key": "x"}``."""
+    parts: list[str] = []
+    done = 0
+    for field in _NAME.finditer(text):
+        name = field[1]
+        if field.end() <= done or not _is_secret(name):
+            continue
+        value = (_HEADER_VALUE if _HEADER.search(name) else _VALUE).match(text, field.end())
+        value = value or _VALUE.match(text, field.end())
+        if value is None:
+            continue
+        parts += [text[done : field.end()], REDACTED]
+        done = value.end()
+    return "".join([*parts, text[done:]])
