@@ -214,7 +214,9 @@ class Gpu:
     def counter_j(self, t: float, *, reset_s: float | None = None) -> float:
         """Return what the energy counter shows at ``t``; needs the origin, so ask the device that is in a trace."""
         origin_s = self.origin_s or 0.0
-        assert not self._is_summed() or origin_s > 0, "this counter has no origin: ask what Trace.write returns"
+        assert not self._is_summed() or self.origin_s is not None, (
+            "this counter has no origin: ask what Trace.write returns"
+        )
         curve, late = self._counted, t - self.lag_s
         begin_s = origin_s if reset_s is None else reset_s
         if not self.tick_s:

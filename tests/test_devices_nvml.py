@@ -371,7 +371,7 @@ def test_nothing_is_asked_of_a_library_that_has_not_found_its_gpu_again(trace):
 
 def test_two_readers_of_one_gpu_read_the_same(trace):
     with trace.reader(Site(cuda_uuid=A)) as one, trace.reader(Site(visible_devices="0")) as other:
-        trace.fault("1 * freeze 0 1000.5")
+        trace.fault("1 * freeze 1000.5")
         samples = [reader.read()[0] for reader in (one, other)]
 
     assert one.device == other.device
@@ -427,7 +427,8 @@ def test_a_call_that_hangs_makes_the_device_stale_and_holds_up_nothing(trace):
     assert f"{A} is stale" in said["events"][0][1]
     assert said["settled"]  # nobody waits for it
     assert said["stale_s"] >= 0.3
-    assert (said["stopped"], said["stop_s"] < 1.0) == (False, True)
+    assert not said["stopped"]
+    assert said["stop_s"] < 10.0  # of the 30 s
 
 
 @pytest.mark.alone

@@ -29,7 +29,7 @@ def gpu(uuid: str = A, bus: str = "0:01:00", **changes) -> Gpu:
 
 
 def frozen(at_s: float = MOMENT_S) -> str:
-    return f"* * freeze 0 {at_s!r}"
+    return f"* * freeze {at_s!r}"
 
 
 def milli(value: float) -> float:

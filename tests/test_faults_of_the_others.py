@@ -446,7 +446,7 @@ def test_zeus_6_a_stuck_sensor_is_told_of_and_does_not_pass_for_constant_power(t
 reader = open_device("nvml", Site())
 ledger = EnergyLedger(reader.device, 5.0)
 ledger.add(reader.read()[0])
-fault(f"0 * freeze 0 {time.monotonic()}")
+fault(f"0 * freeze {time.monotonic()}")
 end = time.monotonic() + 1.2
 while time.monotonic() < end:
     ledger.add(reader.read()[0])

@@ -25,7 +25,7 @@ def fault(*lines):
     os.replace(path + ".draft", path)
 
 def at(t, call, *arguments):  # the call, as the curves were at t
-    fault(f"* * freeze 0 {t!r}")
+    fault(f"* * freeze {t!r}")
     return call(*arguments)
 
 def result(call, *arguments):
@@ -194,7 +194,7 @@ WAVE = square(100.0, 700.0, 0.37, 0.6)
 def test_the_sensors_show_what_python_says_that_they_show(trace, settings):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00", **({"power": WAVE} | settings)))
     now_s = time.monotonic()
-    moments = [now_s - 50 + 0.7391 * i for i in range(60)]
+    moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # before the clock began
     code = f"""
 def read():
     counter, usage = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), pynvml.nvmlDeviceGetPowerUsage(handle)
@@ -481,7 +481,7 @@ def test_a_frozen_counter_goes_on_where_it_would_have_been(trace):
     code = """
 read = pynvml.nvmlDeviceGetTotalEnergyConsumption
 began = time.monotonic()
-fault(f"0 energy freeze 0 {began} {began + 0.1}")
+fault(f"0 energy freeze {began} {began} {began + 0.1}")
 answer = [began, read(handle), read(handle)]
 time.sleep(0.1)
 answer += [time.monotonic(), read(handle)]
@@ -500,7 +500,7 @@ def test_a_counter_reads_wrong_by_so_much_while_the_fault_lasts(trace, verb, off
 read, now = pynvml.nvmlDeviceGetTotalEnergyConsumption, time.monotonic()
 answer = []
 for window in ("", now - 1, f"{{now - 2}} {{now - 1}}", now + 60):
-    fault("0 energy freeze 0 1000", f"0 energy {verb} {{window}}")
+    fault("0 energy freeze 1000", f"0 energy {verb} {{window}}")
     answer.append(read(handle))
 """
 

@@ -53,7 +53,10 @@ void forget_curve(struct curve *curve)
 static int64_t period(double t, double period_s, double *rest)
 {
     *rest = fmod(t, period_s);
-    return (int64_t)floor((t - *rest) / period_s + 0.5);
+    int64_t number = (int64_t)floor((t - *rest) / period_s + 0.5);
+    if (*rest < 0) /* before the clock began */
+        *rest += period_s, number--;
+    return number;
 }
 
 static double burst_start(const struct curve *curve, int64_t number)
@@ -70,7 +73,8 @@ double at(const struct curve *curve, double t)
     case FLAT:
         return curve->low;
     case SQUARE:
-        return fmod(t, curve->period_s) < curve->duty * curve->period_s ? curve->high : curve->low;
+        period(t, curve->period_s, &rest);
+        return rest < curve->duty * curve->period_s ? curve->high : curve->low;
     case SINE:
         return (curve->low + curve->high) / 2 +
                (curve->high - curve->low) / 2 * sin(2 * M_PI * t / curve->period_s);

@@ -172,7 +172,7 @@ static int look_up(int target, const char *call, struct effect *effect)
             busy_s += fault->number;
             break;
         case FREEZE:
-            is_frozen = 1, effect->t_s = fault->from_s;
+            is_frozen = 1, effect->t_s = fault->number;
             break;
         case BACK:
         case JUMP:

@@ -51,7 +51,7 @@
  *     error N      the call returns NVML's error N
  *     value N      it gives that raw number
  *     lost         the device, and its slices, are gone until NVML is initialised anew
- *     freeze       it sees the curves as they were at FROM
+ *     freeze T     it sees the curves as they are at T, a moment of the past or of the future
  *     hang S       it sleeps so many seconds, once in each process
  *     delay S      it sleeps so long each time
  *     spin S       it is busy so long each time
