@@ -598,6 +598,8 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     peer_group: Word = ""  # ranks of one role and group do equal work: those of a pipeline stage
     replica: Word = ""  # ranks of one replica wait for each other inside of an iteration: it is the model's
     is_numbered: bool = False  # the loop or a hook has said at which number the iterations began
+    time_s: Number | None = None  # when it was sent, by the clock that its rows are stamped with
+    start_time_s: Number | None = None  # when its first row begins, by the same
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
@@ -625,6 +627,7 @@ class Beat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     utilization: Amount | None = None  # the newest of the rank's first device
     power_w: Amount | None = None
     process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process, as /proc has it: R, S, D, T, ...
+    time_s: Number | None = None  # when it was sent, by the clock that rows are stamped with
 
 
 class Note(Struct, frozen=True, array_like=True, tag=4):
@@ -648,6 +651,7 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0
     recorder_cpu_s: Amount | None = None
+    end_time_s: Number | None = None  # when its last row ends, by the clock that rows are stamped with
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):

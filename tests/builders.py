@@ -105,7 +105,7 @@ def row(rank: int = 0, window: int = 1, **changes: Any) -> RankReport:
         "iteration_last": 10 * window,
         "iteration_shown": 10 * window,
         "start_time_s": 1000.0 + 10.0 * (window - 1),
-        "end_time_s": 1000.0 + 10.0 * window,
+        "end_time_s": 1000.0 + 10.0 * (window - 1) + wall_s,
         "wall_s": wall_s,
         "busy_s": busy_s,
         "wait_s": wait_s,

@@ -10,7 +10,7 @@ from effllm.aggregation.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Go
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.runs.summary_text import summary_text
-from effllm.schema import Bye
+from effllm.schema import Beat, Bye
 
 JOB = "job"
 
@@ -33,7 +33,7 @@ class Run:
     def agent(self, rank):
         return f"agent-{rank}-{self.attempt}"
 
-    def join(self, *ranks, offset=0, is_numbered=True):
+    def join(self, *ranks, offset=0, is_numbered=True, **changes):
         for rank in ranks or range(self.world_size):
             message = hello(
                 rank,
@@ -42,6 +42,7 @@ class Run:
                 agent=self.agent(rank),
                 offset=offset,
                 is_numbered=is_numbered,
+                **changes,
             )
             assert self.aggregator.hello(message, self.now_s, self.time_s) == ""
         self.offset = offset
@@ -465,3 +466,40 @@ def test_a_run_has_one_elapsed_time_and_begins_with_its_first_rank():
     assert summary.elapsed_s == summary.goodput.elapsed_s == pytest.approx(10.0)
     assert summary.started_time_s == summary.goodput.attempts[0].start_time_s == pytest.approx(992.0)
     assert "elapsed       10 s" in summary_text(summary, None, None)
+
+
+@pytest.mark.parametrize("says_bye", [True, False])
+def test_messages_that_waited_do_not_lengthen_the_run(says_bye):
+    # The agent's clock is an hour ahead; it sent its last message after 20 s, and gave up before it was taken.
+    run = Run(1).join(time_s=4600.0, start_time_s=4599.0).wait(60)
+    for number in (1, 2):
+        start_s = 4599.0 + 10.0 * (number - 1)
+        run.send(0, number, start_time_s=start_s, end_time_s=start_s + 10.0, final=number == 2)
+    if says_bye:
+        run.wait(30).bye()
+    goodput = run.wait(30).goodput()
+
+    assert goodput.elapsed_s == pytest.approx(20.0)
+    assert goodput.seconds["unknown"] == pytest.approx(0.0)
+    assert adds_up(goodput)
+
+
+def test_a_lost_rank_ends_with_the_last_message_that_it_sent():
+    run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
+    beat = Beat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
+    run.aggregator.beat(beat, run.now_s, run.time_s)
+    goodput = run.wait(50).goodput()
+
+    assert goodput.elapsed_s == pytest.approx(15.0)
+    assert goodput.seconds["unknown"] == pytest.approx(5.0)
+    assert adds_up(goodput)
+
+
+def test_a_rank_whose_first_and_last_reports_were_lost_keeps_its_length():
+    run = Run(1).join(time_s=1000.0, start_time_s=1000.0).wait(15)
+    run.window(2, sequence=2)
+    run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), run.now_s + 99.0, run.time_s + 99.0)
+    goodput = run.goodput()
+
+    assert goodput.elapsed_s == pytest.approx(30.0)
+    assert goodput.seconds["unknown"] == pytest.approx(20.0)

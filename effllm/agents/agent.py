@@ -511,9 +511,14 @@ class Agent:
             offset_error_s=offset.error_s if offset else None,
             **self._readings(),
             process=trainer_process.state(self._facts["trainer_pid"]),
+            time_s=self._time_s(),
             # The last thing before it goes.
             sent_ns=self._clock.ask(time.monotonic_ns()) if now_s >= self._clock.due_s(now_s) else 0,
         )
+
+    def _time_s(self) -> float | None:
+        """Return the time of the clock that rows are stamped with."""
+        return self._cutter.unix_s(time.monotonic_ns()) if self._cutter else None
 
     def _readings(self) -> dict[str, float | None]:
         """Return the newest utilization and power of the rank's first device."""
@@ -590,6 +595,8 @@ class Agent:
             is_numbered=bool(self._facts.get("is_numbered")),
             peer_group=self._facts.get("peer_group", ""),
             replica=self._facts.get("replica", ""),
+            time_s=self._time_s(),
+            start_time_s=self._cutter.start_time_s if self._cutter else None,
         )
         if self._link:
             self._link.send(hello)
@@ -667,8 +674,9 @@ class Agent:
             self._look(trainer_gone=False)
             if self._welcome and not self._outbox.num_unsent and not self._bye_sent:
                 last = self._cutter.last_ordinal
+                end_s = self._cutter.unix_s(self._end_ns)
                 self._bye_sent = bool(self._link) and self._link.send(  # type: ignore[union-attr]
-                    Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, *self._spent())
+                    Bye(self._id, self._rank, self._status or "killed", last, self._outbox.lost, *self._spent(), end_s)
                 )
             if self._is_heard(time.monotonic()):
                 break

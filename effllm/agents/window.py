@@ -350,7 +350,7 @@ class WindowCutter:
         self._agent, self._rank = agent, rank
         self._log_interval, self._offset = log_interval, offset
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
-        self._row_start_ns = origin_ns
+        self._row_start_ns = self._origin_ns = origin_ns
         self._row_first = 1  # ordinal of the row's first iteration
         self._totals: tuple[int, ...] = _NO_TOTALS  # at the row's start
         self._newest: Iteration | None = None
@@ -373,6 +373,15 @@ class WindowCutter:
         self._row_overrun = 0  # of those, at the row's start
         self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, data wait included
         self._last_wait_ns = 0
+
+    def unix_s(self, time_ns: int) -> float:
+        """Return a monotonic time as the unix time that rows are stamped with."""
+        return time_ns * NS + self._unix_minus_monotonic_s
+
+    @property
+    def start_time_s(self) -> float:
+        """Unix time at which the first row begins."""
+        return self.unix_s(self._origin_ns)
 
     @property
     def last_ordinal(self) -> int:
@@ -407,7 +416,8 @@ class WindowCutter:
     def add(self, slot: ring.Slot) -> None:
         """Take the next record of the ring."""
         if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
-            self._row_start_ns = min(self._row_start_ns, slot.start_ns)  # the loop was faster than its agent
+            # The loop was faster than its agent.
+            self._row_start_ns = self._origin_ns = min(self._row_start_ns, slot.start_ns)
         if slot.kind == ring.ITERATION:
             self._add_iteration(slot)
         elif slot.kind == ring.PHASE:
@@ -515,8 +525,8 @@ class WindowCutter:
             iteration_first=self._row_first,
             iteration_last=last,
             iteration_shown=last + self._shown_minus_ordinal,
-            start_time_s=start_ns * NS + self._unix_minus_monotonic_s,
-            end_time_s=end_ns * NS + self._unix_minus_monotonic_s,
+            start_time_s=self.unix_s(start_ns),
+            end_time_s=self.unix_s(end_ns),
             wall_s=(end_ns - start_ns) * NS,
             busy_s=step_ns * NS,
             wait_s=wait_ns * NS,

@@ -118,6 +118,7 @@ _PLACED = (
     "iteration_first",
     "iteration_last",
     "iteration_shown",
+    "start_time_s",
     "end_time_s",
     "own_steps",
     "own_step_s",

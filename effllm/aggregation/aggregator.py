@@ -106,7 +106,10 @@ class Aggregator:
         self._stragglers.hello(message, is_new)
         self._hear(message.rank, now_s, time_s)
         self._pass_time(now_s, time_s)
-        self._ledger.goodput.join(message.rank, message.world_size, message.offset, message.is_numbered, is_new)
+        self._ledger.goodput.join(
+            message.rank, message.world_size, message.offset, message.is_numbered, is_new, message.time_s,
+            message.start_time_s,
+        )  # fmt: skip
         for device in message.devices:
             for sentence in device.not_measured:
                 self._tell("not_measured", sentence, time_s)
@@ -160,6 +163,9 @@ class Aggregator:
         if rank is not None:
             self._hear(message.rank, now_s, time_s)
             self._lose(message.rank, rank, message.lost, time_s)
+            if message.time_s is not None and not rank.bye:
+                self._pass_time(now_s, time_s)
+                self._ledger.goodput.hear_rank(message.rank, message.time_s)
             self._stalls.beat(message, now_s)
             self._stragglers.beat(message, now_s)
 
@@ -190,7 +196,7 @@ class Aggregator:
         self._lose(message.rank, rank, message.lost, time_s)
         self._spend(rank, message)
         self._pass_time(now_s, time_s)
-        self._ledger.goodput.leave(message.rank)
+        self._ledger.goodput.leave(message.rank, message.end_time_s)
         if self._roster.leave(rank, message.status, now_s):
             self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
             self._stalls.bye(message.rank, rank.bye, now_s)

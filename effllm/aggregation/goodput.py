@@ -87,53 +87,106 @@ class Axis(Struct):
 
 
 class Tiles(Table):
-    """What the rows of each rank cover in one attempt; positions are on the axis of the run."""
+    """What the rows of each rank cover in one attempt.
+
+    Rows carry times of their agent's clock.  Its offset to the axis of the run is learnt from the messages: none is
+    taken before it was sent, so the smallest difference that any message shows is the best estimate, and messages that
+    waited for the aggregator change nothing.  Positions are on the axis, times are by the agent's clock.
+    """
 
     NAMES = (
         "told_s",
-        "begin_s",  # of its first row, as late as its rows allow
-        "left_s",  # when it said goodbye
+        "clock_s",  # position less time of the same moment: the smallest difference so far
+        "start_s",  # time: beginning of the first row
+        "end_s",  # time: end of the newest row
+        "begin_s",  # position: beginning of the first row
+        "heard_s",  # position: when the last message was sent
+        "left_s",  # position: when the farewell was taken
         "away_s",  # between goodbyes and returns
-        "rows",
-        "last_sequence",
         "is_broken",  # rows were lost before the first that came, or it went and came back
-        "is_final",
+        "is_over",  # `end_s` is the end of the rank
     )
-    EMPTY = (0.0, np.nan, np.nan, 0.0, 0.0, 0.0, 0.0, 0.0)
+    EMPTY = (0.0, *[np.nan] * 6, 0.0, 0.0, 0.0)
 
-    def lay(self, ranks: Sequence[int], sequences: Array, finals: Array, seconds: Array, at_s: float) -> float:
-        """Lay rows behind those of their ranks, by when they have come; return where the earliest of all begins."""
+    def lay(self, ranks: Sequence[int], columns: Mapping[str, Array], seconds: Array, at_s: float) -> float:
+        """Lay rows behind those of their ranks, taken at a position; return where the earliest of all begins.
+
+        Args:
+            ranks: whose they are.
+            columns: of `NUMBERS`.
+            seconds: that each row accounts for.
+            at_s: when they were taken, at the latest.
+        """
         at = self.find(ranks)
-        told_s, begin_s, left_s, away_s, rows, last, broken, final = self.values[at].T
-        broken = np.maximum(broken, (rows == 0) & (sequences > 1))
-        told_s = told_s + seconds
+        told_s, clock_s, start_s, end_s, begin_s, heard_s, left_s, away_s, broken, over = self.values[at].T
+        is_first = np.isnan(end_s)
+        broken = np.maximum(broken, is_first & (columns["sequence"] > 1) & np.isnan(start_s))
+        start_s = np.fmin(start_s, np.where(is_first, columns["start_time_s"], np.nan))
+        end_s, over = np.fmax(end_s, columns["end_time_s"]), np.maximum(over, columns["final"])
+        clock_s, told_s = np.fmin(clock_s, at_s - columns["end_time_s"]), told_s + seconds
         # Rows end before they come, and before their rank says goodbye.
-        begin_s = np.fmin(begin_s, np.fmin(left_s, at_s) - told_s - away_s)
-        rows, last, final = rows + 1, np.maximum(last, sequences), np.maximum(final, finals)
-        self.values[at] = np.stack((told_s, begin_s, left_s, away_s, rows, last, broken, final), axis=1)
+        begin_s = np.fmin(begin_s, np.fmin(start_s + clock_s, np.fmin(left_s, at_s) - told_s - away_s))
+        heard_s = np.fmax(heard_s, end_s + clock_s)
+        self.values[at] = np.stack(
+            (told_s, clock_s, start_s, end_s, begin_s, heard_s, left_s, away_s, broken, over), axis=1
+        )
         return float(begin_s.min())
 
-    def leave(self, rank: int, at_s: float) -> None:
-        """Take a farewell."""
+    def hear(self, rank: int, at_s: float, time_s: float | None) -> None:
+        """Take a message of a rank at a position, sent at a time by its agent's clock."""
+        at, clock_s, heard_s = self.position(rank), self.column("clock_s"), self.column("heard_s")
+        if time_s is not None:
+            clock_s[at] = np.fmin(clock_s[at], at_s - time_s)
+            at_s = time_s + clock_s[at]
+        heard_s[at] = np.fmax(heard_s[at], at_s)
+
+    def begin(self, rank: int, start_s: float | None) -> float:
+        """Take the beginning of a rank's first row, by its agent's clock; return its position, nan where unknown."""
+        at = self.position(rank)
+        start_s = math.nan if start_s is None else start_s
+        if not self.column("is_broken")[at] and math.isnan(self.column("start_s")[at]):
+            self.column("start_s")[at] = start_s
+        begin_s = self.column("begin_s")
+        begin_s[at] = np.fmin(begin_s[at], self.column("start_s")[at] + self.column("clock_s")[at])
+        return float(begin_s[at])
+
+    def leave(self, rank: int, at_s: float, end_s: float | None = None) -> None:
+        """Take a farewell at a position, with the end of the rank by its agent's clock."""
         at = self.position(rank)
         left_s = self.column("left_s")
         if math.isnan(left_s[at]):
             left_s[at] = at_s
+        if end_s is not None:
+            self.column("end_s")[at] = np.fmax(self.column("end_s")[at], end_s)
+            self.column("is_over")[at] = 1.0
 
     def come_back(self, rank: int, at_s: float) -> None:
-        """Take another agent of a rank that has had one."""
+        """Take another agent of a rank that has had one: its clock is another one too."""
         at = self.position(rank)
-        if self.column("rows")[at]:
-            self.column("away_s")[at] += np.nan_to_num(at_s - self.column("left_s")[at])
-            self.column("left_s")[at], self.column("is_broken")[at] = np.nan, 1.0
+        if np.isfinite(self.column("end_s")[at]):
+            self.column("away_s")[at] += max(np.nan_to_num(at_s - self.ends_s[at]), 0.0)
+            self.column("is_broken")[at], self.column("is_over")[at] = 1.0, 0.0
+            for name in ("clock_s", "start_s", "end_s", "left_s"):
+                self.column(name)[at] = np.nan
+
+    @property
+    def _told_until_s(self) -> Array:
+        until_s: Array = self.column("begin_s") + self.column("told_s") + self.column("away_s")
+        return until_s
 
     @property
     def ends_s(self) -> Array:
-        """Where the rows of ranks end that have left, if none is missing; else when they left, nan if they have not."""
-        told_s, begin_s, left_s, _, rows, last, broken, final = self.values.T
-        is_known = (final > 0) & (broken == 0) & (rows == last) & np.isfinite(left_s)
-        ends_s: Array = np.where(is_known, begin_s + told_s, left_s)
+        """Where the rows of ranks end that are over; without their end, when they left; nan if they have not."""
+        end_s = self.column("end_s") + self.column("clock_s")
+        ends_s: Array = np.where(self.column("is_over") > 0, np.fmax(end_s, self._told_until_s), self.column("left_s"))
         return ends_s
+
+    @property
+    def last_s(self) -> float:
+        """Where the last rank ends, or was alive as far as is known; nan where nothing is."""
+        alive_s = np.fmax(self.column("heard_s"), self._told_until_s)
+        last_s = np.where(np.isnan(self.ends_s), alive_s, self.ends_s)
+        return float(np.fmax.reduce(last_s, initial=np.nan))
 
     def idle_s(self, begin_s: float, end_s: float) -> float:
         """Return the rank-seconds between these before ranks came, after they left, and while they were away."""
@@ -189,7 +242,10 @@ class Span(Struct, array_like=True):
         self.joules += later.joules
 
 
-NUMBERS = ("iteration_first", "iteration_last", "iteration_shown", "busy_s", "wait_s", "sequence", "final")
+NUMBERS = (
+    "iteration_first", "iteration_last", "iteration_shown", "busy_s", "wait_s", "sequence", "final",
+    "start_time_s", "end_time_s",
+)  # fmt: skip
 PARTS = (KEPT, DATA, STRAGGLING, HANG)
 
 
@@ -221,10 +277,9 @@ class Attempt(Struct):
 
     @property
     def ended_s(self) -> float:
-        """Where the last rank's rows end if all have left, else when any was heard last."""
-        ends_s = self.ranks.ends_s
-        everyone_left = 0 < self.world_size <= len(ends_s) and bool(np.isfinite(ends_s).all())
-        return float(ends_s.max()) if everyone_left else self.heard_s
+        """Where the last rank's rows end, or its last message was sent if it has not left."""
+        last_s = self.ranks.last_s
+        return self.heard_s if math.isnan(last_s) else last_s
 
 
 class Goodput(Struct):
@@ -250,8 +305,27 @@ class Goodput(Struct):
             attempt.begin_s = at_s
         attempt.heard_s = max(attempt.heard_s, at_s)
 
-    def join(self, rank: int, world_size: int, offset: int, is_numbered: bool, is_new: bool) -> None:
-        """Take an introduction; ``is_new`` where it is the agent's first."""
+    def join(
+        self,
+        rank: int,
+        world_size: int,
+        offset: int,
+        is_numbered: bool,
+        is_new: bool,
+        time_s: float | None = None,
+        start_time_s: float | None = None,
+    ) -> None:
+        """Take an introduction; ``is_new`` where it is the agent's first.
+
+        Args:
+            rank: whose it is.
+            world_size: of the job.
+            offset: iteration number less ordinal.
+            is_numbered: whether the offset was stated.
+            is_new: whether the agent is new.
+            time_s: when it was sent, by the agent's clock.
+            start_time_s: when the rank's first row begins, by the same.
+        """
         attempt = self.attempt
         attempt.world_size = max(attempt.world_size, world_size)
         attempt.is_numbered = attempt.is_numbered or is_numbered
@@ -259,10 +333,18 @@ class Goodput(Struct):
             attempt.offset = attempt.offset_at_start = offset
         if is_new:
             attempt.ranks.come_back(rank, self.clock.at_s or 0.0)
+        self.hear_rank(rank, time_s)
+        begin_s = attempt.ranks.begin(rank, start_time_s)
+        if attempt.begin_s is not None and begin_s < attempt.begin_s:
+            attempt.begin_s = begin_s
 
-    def leave(self, rank: int) -> None:
-        """Take a farewell."""
-        self.attempt.ranks.leave(rank, self.clock.at_s or 0.0)
+    def hear_rank(self, rank: int, time_s: float | None) -> None:
+        """Take a message of a rank, sent at a time by its agent's clock."""
+        self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
+
+    def leave(self, rank: int, end_time_s: float | None = None) -> None:
+        """Take a farewell, with the end of the rank by its agent's clock."""
+        self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
 
     def count_rows(
         self,
@@ -278,7 +360,7 @@ class Goodput(Struct):
         attempt = self.attempt
         if numbers is None:
             numbers = dict(zip(NUMBERS, fields_of(rows, NUMBERS).T, strict=True))
-        firsts, lasts, shown, busy_s, wait_s, sequences, finals = (numbers[name] for name in NUMBERS)
+        firsts, lasts, shown, busy_s, wait_s = (numbers[name] for name in NUMBERS[:5])
         seconds = busy_s + wait_s
         phases: dict[str, float] = {}
         for i, phases_s in enumerate(map(attrgetter("phases_s"), rows)):
@@ -288,7 +370,7 @@ class Goodput(Struct):
                     known = name if name in CLASSES else OTHER
                     phases[known] = phases.get(known, 0.0) + spent_s
         ranks = [row.rank for row in rows] if ranks is None else ranks
-        begin_s = attempt.ranks.lay(ranks, sequences, finals, seconds, attempt.heard_s)
+        begin_s = attempt.ranks.lay(ranks, numbers, seconds, attempt.heard_s)
         attempt.begin_s = begin_s if attempt.begin_s is None else min(attempt.begin_s, begin_s)
         attempt.told_s += float(seconds.sum())
         for name, spent_s in phases.items():
