@@ -38,6 +38,7 @@ class Config:
     run_name: str = ""
     tensorboard_dir: str = ""
     sinks: tuple[str, ...] = ("console", "tensorboard", "runfolder")
+    console: str = "auto"
     device: str = "auto"
     power_scope: str = "auto"
     node_power: str = "auto"
@@ -187,6 +188,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RUN_NAME", "run_name", _safe_name, "letters, digits, '.', '_' and '-', at most 100, no leading dot", "name of the run folder"),
     Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
     Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
+    Variable("CONSOLE", "console", _one_of("auto", "short", "full"), "auto, short or full", "what is printed of a window: two lines, or the block that scripts parse; auto is short on a terminal, full elsewhere"),
     Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples"),
     Variable("POWER_SCOPE", "power_scope", _one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"), "auto, gpu, module, gpu+cpu or node-psu", "whose power makes AEC and energy; auto is the widest that every node has"),
     Variable("NODE_POWER", "node_power", _node_power, "auto, none, ipmi, or the https:// address of a Redfish service", "by what local rank 0 reads its node's power beside the GPUs"),

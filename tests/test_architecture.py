@@ -30,14 +30,15 @@ FLOORS = """
 1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   training.ptracer
-1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.unkept
+1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  node_power.redfish_sources
 1.0.4   energy.power_spread  health.straggler_text  node_power.*
 1.0.5   energy.cross_check  energy.tick_energy
 1.1     agents.log  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
 1.2     agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
-1.2     energy.calibration  health.stall_text
+1.2     energy.calibration  health.stall_text  runs.window_text
+1.2.0.5 runs.closing_text
 1.2.1   devices._nvml_slices
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered

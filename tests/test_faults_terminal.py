@@ -49,7 +49,7 @@ def on_terminal(launch, terminal):
 
     def start():
         command = [sys.executable, str(jobs.SCRIPTS / "loop.py"), "--until", "enough", "--step-s", "0.004"]
-        job = launch._job().start(command, launch.environ({"log_interval": 1}), terminal.output)
+        job = launch._job().start(command, launch.environ({"log_interval": 1, "console": "full"}), terminal.output)
         os.close(terminal.output)
         jobs.until(lambda: terminal.blocks >= 3)
         terminal.press(STOP)

@@ -10,13 +10,18 @@ import re
 from pathlib import Path
 
 import msgspec
+import pyte
 import pytest
 from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of
 
 from effllm import metrics
+from effllm.config import Config
+from effllm.events import KINDS
+from effllm.runs import window_text
+from effllm.runs.closing_text import closing_text
 from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
-from effllm.schema import Coverage, EnergySummary, Event, Profile, Straggler, Value
-from effllm.sinks import console, open_sink
+from effllm.schema import Coverage, EnergySummary, Event, GoodputSummary, Profile, Straggler, Value
+from effllm.sinks import open_sink
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -45,9 +50,9 @@ def _plain_environment(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
 
 
-def printed(*reports, terminal=False):
+def printed(*reports, terminal=False, form="auto"):
     stream = Stream(terminal)
-    sink = open_sink("console", make_run(stdout=stream))
+    sink = open_sink("console", make_run(stdout=stream, config=Config(console=form)))
     for report in reports:
         sink.write(report, ())
     return stream.getvalue()
@@ -120,7 +125,7 @@ def test_scripts_that_take_the_third_field_of_the_last_hit_get_the_blocks_number
 
 def watched_energy(**changes):
     last = msgspec.structs.replace(totals(10), **changes)
-    return [part for part in console.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
+    return [part for part in window_text.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
 
 
 def test_the_line_of_the_window_says_how_far_off_its_energy_may_be_in_two_errors():
@@ -144,12 +149,92 @@ def test_the_coverage_names_the_scope_and_what_was_estimated():
     assert line == "  Ranks: 8/8  GPUs: 8/8  lost 0  late 0  scope gpu+cpu  estimated 2.1 %"
 
 
-def test_a_terminal_of_eighty_columns_shows_the_golden_screen():
-    last = msgspec.structs.replace(totals(10), energy_error_j=0.2 * totals(10).energy_j)
-    text = printed(make_report(100, last=last, simulated=True), terminal=True)
+def on_screen(text):
+    """Return the lines of what a terminal was sent, without the codes."""
+    return re.sub(r" {80}\r\x1b\[K|\x1b\[[0-9;]*m", "", text).splitlines()
 
-    plain = re.sub(r"\x1b\[[0-9;]*[mK]", "", text).rstrip("\r")
-    assert plain + "\n" == (GOLDEN / "console_terminal.txt").read_text()
+
+def test_a_terminal_of_eighty_columns_shows_the_golden_screen():
+    broken = Coverage(8, 7, 8, 7, 2, 0, missing_ranks=(3,))
+    healthy = make_report(100, straggler=None)
+    lines = on_screen(printed(healthy, make_report(110, coverage=broken, loss=math.nan), terminal=True))
+
+    assert "".join(f"{line}\n" for line in lines) == (GOLDEN / "console_terminal.txt").read_text()
+
+
+def test_full_on_a_terminal_prints_the_block_in_eighty_columns():
+    last = msgspec.structs.replace(totals(10), energy_error_j=0.2 * totals(10).energy_j)
+    lines = on_screen(printed(make_report(100, last=last, simulated=True), terminal=True, form="full"))
+
+    assert "".join(f"{line}\n" for line in lines) == (GOLDEN / "console_full.txt").read_text()
+
+
+def test_short_where_stdout_is_no_terminal_prints_two_lines():
+    lines = printed(make_report(100, straggler=None), form="short").splitlines()
+
+    assert [len(line) <= 80 for line in lines] == [True, True]
+    assert [line.split()[0] for line in lines] == ["it", "AMU"]
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 8192, 99_999])
+@pytest.mark.parametrize("missing_share", [0, 3])
+@pytest.mark.parametrize("iterations", [1, 10_000_000])
+def test_a_window_is_three_lines_at_most_whatever_its_numbers(ranks, missing_share, iterations):
+    missing = ranks // missing_share if missing_share else 0
+    coverage = Coverage(ranks, ranks - missing, ranks, ranks - missing, missing, 0, tuple(range(missing)))
+    base = totals(iterations, ranks)
+    report = make_report(
+        12 * iterations, run=base, last=base, job=base, coverage=coverage, simulated=True, straggler=None
+    )
+
+    lines, problem = window_text.short_lines(report, 80, lost_before=0)
+
+    assert len(lines) == 2 and max(map(len, [*lines, problem])) <= 80
+    assert bool(problem) is bool(missing)
+    names = ["AMU", "PCU", "AL", "TT", "ST", "AEC"]
+    assert [part for part in lines[1].split() if part in names] == names
+    assert f" {ranks - missing}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"loss": math.nan}, "loss is not finite"),
+        ({"coverage": Coverage(8, 6, 8, 6, 0, 0, missing_ranks=(2, 5))}, "no report of rank 2,5"),
+        ({"coverage": Coverage(8, 8, 8, 7, 0, 0)}, "1 of 8 GPUs not measured"),
+        ({"coverage": Coverage(8, 8, 8, 8, 5, 0)}, "5 reports lost"),
+        ({"straggler": Straggler(3, 1.2, 1.0)}, "slowest rank 3 +20 %"),
+    ],
+)
+def test_the_third_line_is_there_only_when_something_is_wrong(changes, text):
+    report = make_report(100, **{"straggler": None, **changes})
+
+    assert window_text.short_lines(report, 80, lost_before=0)[1] == (f"  !! {text}" if text else "")
+    assert "lost" not in window_text.short_lines(report, 80, lost_before=5)[1]
+
+
+def test_a_problem_is_coloured_on_a_terminal(monkeypatch):
+    report = make_report(100, loss=math.inf, straggler=None)
+
+    assert "\x1b[1;31m  !! loss is not finite\x1b[0m\n" in printed(report, terminal=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[1;31m" not in printed(report, terminal=True)
+
+
+def test_a_progress_bar_of_the_training_is_not_torn():
+    screen = pyte.Screen(80, 24)  # wraps as real ones do: a full line waits for the next character
+    terminal = pyte.Stream(screen)
+    window = printed(make_report(100, straggler=None), terminal=True).replace("\n", "\r\n")
+    bar = " 10%|#         | 10/100 [00:01<00:09, 6.78it/s]"
+    for text in (bar, window, f"\r{bar}\r\nloss 2.0\r\n", window):
+        terminal.feed(text)
+
+    lines = [line.rstrip() for line in screen.display]
+    assert [line.split()[0] if line else "" for line in lines[:8]] == [
+        "10%|#", "it", "AMU", "10%|#", "loss", "it", "AMU", "",
+    ]  # fmt: skip
+    assert lines[0] == lines[3] == bar
 
 
 def test_a_report_is_one_write_and_one_flush():
@@ -163,11 +248,8 @@ def test_corrections_and_windows_without_iterations_print_nothing():
     assert printed(make_report(correction=True), make_report(iteration_first=101, iteration_last=100)) == ""
 
 
-def test_a_final_window_with_iterations_prints_and_leaves_no_progress_line():
-    text = printed(make_report(100, final=True), terminal=True)
-
-    assert "Iteration 100:" in text
-    assert text.endswith("\n")
+def test_a_final_window_with_iterations_prints():
+    assert "it 100/5000" in printed(make_report(100, final=True), terminal=True)
 
 
 def test_a_stream_that_is_no_terminal_sees_no_control_characters():
@@ -176,49 +258,24 @@ def test_a_stream_that_is_no_terminal_sees_no_control_characters():
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
 
 
-def test_a_terminal_sees_a_progress_line_that_is_erased_before_the_next_block():
-    text = printed(make_report(100), make_report(2500), terminal=True)
-
-    first, second = text.split("\r\x1b[2K")
-    progress = first.splitlines()[-1] if not first.endswith("\n") else ""
-    assert progress.startswith("░") and "2 %  iteration 100/5000  34 min left" in first
-    assert second.startswith("iteration 2500/5000")
-    assert "█" * 19 + "░" in second and "50 %" in second
-
-
-@pytest.mark.parametrize("width", [20, 40, 80, 200])
-@pytest.mark.parametrize("total", [None, 5000, 10])
-def test_the_progress_line_stays_within_the_terminal(width, total):
-    line = console.progress_line(make_report(2500, total_iterations=total), width)
-
-    assert len(line) < width
-    assert not total or width < 40 or f"{100 if total == 10 else 50} %" in line
-
-
 def test_no_line_of_a_report_is_wider_than_the_terminal():
     missing = Coverage(9999, 9000, 9999, 9000, 10, 10, missing_ranks=tuple(range(1000, 1999)))
-    text = printed(make_report(100, coverage=missing), terminal=True)
+    lines = on_screen(printed(make_report(100, coverage=missing), terminal=True, form="full"))
 
-    plain = re.sub(r"\x1b\[[0-9;]*[mK]", "", text)
-    watched = plain[: plain.index("[EfficientLLM Metrics]")].splitlines()
-    assert len(watched) == 3
-    assert max(map(len, plain.split("\n"))) <= 80
-    assert "  missing 1000,1001,1002,1003,1004,1005,1006,1007…" in plain
+    assert max(map(len, lines)) <= 80
+    assert "  missing 1000,1001,1002,1003,1004,1005,1006,1007…" in "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "colour", "progress"), [("NO_COLOR", "1", False, True), ("TERM", "dumb", False, False)]
-)
-def test_no_color_and_dumb_terminals_are_honoured(monkeypatch, variable, value, colour, progress):
-    monkeypatch.setenv(variable, value)
-    text = printed(make_report(100), terminal=True)
+def test_a_dumb_terminal_gets_plain_text(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
 
-    assert ("\x1b[1;36m" in text) is colour
-    assert ("left\r" in text) is progress
+    assert "\x1b" not in printed(make_report(100), terminal=True)
 
 
 def test_the_header_is_coloured_on_a_terminal():
-    assert "\x1b[1;36m[EfficientLLM Metrics] Iteration 100:\x1b[0m\n" in printed(make_report(100), terminal=True)
+    text = printed(make_report(100), terminal=True, form="full")
+
+    assert "\x1b[1;36m[EfficientLLM Metrics] Iteration 100:\x1b[0m\n" in text
 
 
 def test_a_real_terminal_of_sixty_columns_is_kept_to():
@@ -232,9 +289,9 @@ def test_a_real_terminal_of_sixty_columns_is_kept_to():
         open_sink("console", make_run(stdout=stream)).write(make_report(100), ())
         text = screen.read(65536).decode()
 
-    lines = re.sub(r"\x1b\[[0-9;]*[mK]", "", text).split("\n")
-    assert len(lines) > 8
-    assert max(len(line.strip("\r")) for line in lines) <= 60
+    lines = re.sub(r"\x1b\[[0-9;]*[mK]", "", text).replace("\r", "\n").split("\n")
+    assert "it 100/5000" in text
+    assert max(map(len, lines)) <= 60
 
 
 def test_an_encoding_without_the_signs_gets_plain_ones():
@@ -279,20 +336,6 @@ def test_a_kind_that_nobody_registered_is_shown():
     assert stream.getvalue() == "[EfficientLLM] something happened\n"
 
 
-def test_an_event_stands_above_the_progress_line():
-    stream = Stream(terminal=True)
-    sink = open_sink("console", make_run(stdout=stream))
-    sink.write(make_report(100), ())
-    sink.event(Event(0.0, "lost", "rank 3 is gone"))
-    sink.close()
-    sink.close()
-
-    last = stream.getvalue().split("\r\x1b[2K")
-    assert last[1].startswith("[EfficientLLM] rank 3 is gone\n")
-    assert last[1].endswith("left\r")
-    assert last[2:] == [""]
-
-
 def test_the_end_of_a_run_prints_the_golden_table():
     stream = Stream()
     sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream))
@@ -300,8 +343,34 @@ def test_the_end_of_a_run_prints_the_golden_table():
     sink.summarize(make_summary("completed"))
     sink.summarize(make_summary("completed"))
 
-    assert stream.getvalue() == (GOLDEN / "console_summary.txt").read_text()
-    assert max(map(len, stream.getvalue().splitlines())) <= 80
+    assert stream.getvalue() == (GOLDEN / "console_closing.txt").read_text()
+
+
+def test_the_full_table_of_a_run_is_the_golden_one():
+    text = summary_text(make_summary("completed"), Path("/runs/one"), Path("/runs/one/tensorboard"))
+
+    assert text == (GOLDEN / "console_summary.txt").read_text()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_closing_table_is_at_most_twenty_lines_of_eighty_columns():
+    whole = complete_totals(10_000_000, 16_384)
+    report = make_report(5000, run=whole, last=whole, job=whole)
+    seconds = dict.fromkeys(("kept", "redone", "evaluation", "checkpoint", "startup", "gap", "idle", "unknown"), 1e5)
+    summary = make_summary(
+        metrics=values_of(report),
+        events=dict.fromkeys(KINDS, 123_456),
+        not_measured=("This quantity was not measured, for a reason that takes more than one line of a screen.",) * 9,
+        goodput=GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
+        coverage=Coverage(16_384, 16_000, 16_384, 16_000, 1000, 10),
+        peak="989 TFLOP/s per device, dense BF16, by the table of hardware, for NVIDIA H100 80GB HBM3",
+    )
+
+    lines = closing_text(summary, Path("/runs/one"), Path("/runs/one/tensorboard")).splitlines()
+
+    assert len(lines) <= 20
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[-6:]] == ["energy", "per", "MFU", "tokens/s", "TensorBoard:", "Run"]
 
 
 def final_table(last=None, **changes):
@@ -374,18 +443,16 @@ def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_h
 
     assert fact(summary, "profiled") == "8 over all ranks: communication 50 % of the time, exposed 25 %"
     assert "  profiled" not in summary_text(make_summary(), None, None)
-    assert "exposed comm 25 %" in list(console.watched(make_report(last=last)))
-    assert not any("exposed" in part for part in console.watched(make_report()))
+    assert "exposed comm 25 %" in list(window_text.watched(make_report(last=last)))
+    assert not any("exposed" in part for part in window_text.watched(make_report()))
 
 
 def test_a_simulated_or_holed_run_says_so_in_its_table():
-    stream = Stream()
-    sink = open_sink("console", make_run(stdout=stream))
     energy = EnergySummary(measured_joules=3.6e6)
     values = {"amu_gb": Value(45.0, "GB", error=0.5, coverage=0.5), "new/thing": Value(1.0, "things")}
-    sink.summarize(make_summary("killed", simulated=True, energy=energy, metrics=values))
+    summary = make_summary("killed", simulated=True, energy=energy, metrics=values)
 
-    lines = stream.getvalue().splitlines()
+    lines = summary_text(summary, None, None).splitlines()
     assert lines[0] == "[EfficientLLM] Run killed"
     assert "SIMULATED" in lines[2]
     assert "  energy        1.00 kWh (3,600,000 J), only in part measured: no total" in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import stat
@@ -19,6 +20,7 @@ from sink_examples import complete_totals, make_report, make_row, make_run, make
 
 from effllm import metrics
 from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
+from effllm.runs.summary_text import summary_text
 from effllm.schema import Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
 from effllm.sinks import Chronicle, Keeper, SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder
@@ -68,7 +70,16 @@ def test_files_are_the_owners_alone_whatever_the_umask(folder):
         os.umask(before)
 
     assert {path.name: mode(path) for path in folder.iterdir()} == dict.fromkeys(
-        ["run.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl", "summary.json"], 0o600
+        [
+            "run.json",
+            "windows-0001.jsonl",
+            "ranks-0001.jsonl",
+            "events.jsonl",
+            "summary.json",
+            "summary.txt",
+            "console.log",
+        ],
+        0o600,
     )
     assert (mode(folder), mode(folder.parent)) == (0o700, 0o700)
 
@@ -437,6 +448,46 @@ def test_the_summary_is_replaced_whole(folder):
 
     assert msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary) == make_summary("completed")
     assert sorted(path.name for path in folder.glob(".*")) == []
+
+
+def test_the_summary_is_there_as_text_for_people(folder):
+    RunFolder(folder, {}, tensorboard_dir=folder / "tb").summarize(make_summary("running"))
+
+    assert (folder / "summary.txt").read_text() == summary_text(make_summary("running"), folder, folder / "tb")
+    assert mode(folder / "summary.txt") == 0o600
+
+
+def test_the_console_log_has_the_block_of_every_window(folder):
+    sink = RunFolder(folder, {})
+    for iteration in (100, 110):
+        sink.write(make_report(iteration), ())
+    sink.write(make_report(110, correction=True), ())
+
+    golden = (Path(__file__).parent / "golden" / "console_block.txt").read_text()
+    text = (folder / "console.log").read_text()
+    assert text.startswith(golden)
+    assert text.count("[EfficientLLM Metrics]") == 2
+    assert mode(folder / "console.log") == 0o600
+
+
+def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
+    monkeypatch.setattr("effllm.sinks.runfolder.MAX_CONSOLE_LOG_BYTES", 2000)
+    sink = RunFolder(folder, {})
+    for window in range(100):
+        sink.write(make_report(window, window=window), ())
+
+    new, old = (folder / "console.log").read_text(), (folder / "console.log.1").read_text()
+    assert len(new.encode()) <= 2000 and len(old.encode()) <= 2000
+    shown = re.findall(r"Iteration (\d+):", old + new)
+    assert shown == [str(number) for number in range(100 - len(shown), 100)]
+
+
+def test_a_console_log_that_cannot_be_written_costs_nothing_else(folder):
+    sink = RunFolder(folder, {})
+    (folder / "console.log").mkdir()
+    sink.write(make_report(100), ())
+
+    assert len(list(read_windows(folder))) == 1
 
 
 def test_facts_that_come_later_join_the_earlier_ones(folder):

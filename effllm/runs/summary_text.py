@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
-from effllm.schema import GoodputSummary, Profile, Summary, Value, Verdict
+from effllm.schema import EnergySummary, GoodputSummary, Profile, Summary, Value, Verdict
 
 WIDTH = 78
 
@@ -108,28 +108,29 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.loss is not None and math.isfinite(summary.loss):
         yield "last loss", f"{summary.loss:.6f}"
     if summary.goodput is not None and summary.goodput.ratio is not None:
-        yield "goodput", _goodput(summary.goodput)
+        yield "goodput", goodput_text(summary.goodput)
     elif summary.time_by_class:
-        yield "time", _shares(summary.time_by_class)
+        yield "time", shares(summary.time_by_class)
     if summary.stragglers:
-        yield "stragglers", _stragglers(summary.stragglers)
+        yield "stragglers", stragglers_text(summary.stragglers)
 
 
-def _stragglers(verdicts: Sequence[Verdict]) -> str:
+def stragglers_text(verdicts: Sequence[Verdict]) -> str:
     """Return who held the others up, the costliest of them, and for how many seconds of the others."""
     named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
     more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""
     return f"{', '.join(named)}{more}: GPU time of the ranks that waited"
 
 
-def _goodput(goodput: GoodputSummary) -> str:
+def goodput_text(goodput: GoodputSummary) -> str:
+    """Return the share of kept work, and the other classes of time, largest first."""
     ratio = f"{100 * (goodput.ratio or 0.0):.1f} % of {duration(goodput.elapsed_s)}"
     if goodput.redone_iterations:
         ratio += f", {goodput.redone_iterations:,} iterations done again"
     elif goodput.redone_iterations is None:
         ratio += ", what was done again is not known (a restart did not tell its first iteration)"
     named = {name.replace("_", " "): seconds for name, seconds in goodput.seconds.items()}
-    return f"{ratio}: {_shares(named)}"
+    return f"{ratio}: {shares(named)}"
 
 
 def _profiled(profile: Profile) -> str:
@@ -139,11 +140,8 @@ def _profiled(profile: Profile) -> str:
 
 def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
     energy, coverage = summary.energy, summary.coverage
-    if energy.total_joules is not None:
-        yield "energy", _energy(energy.total_joules, energy.error_joules, energy.gain_error)
-    elif energy.measured_joules is not None:
-        measured = _energy(energy.measured_joules, None, energy.gain_error)
-        yield "energy", f"{measured}, only in part measured: no total"
+    if text := energy_text(energy):
+        yield "energy", text
     joules = energy.total_joules or energy.measured_joules or 0.0
     if energy.scope or energy.method:
         yield (
@@ -154,7 +152,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         share = _percent(energy.estimated_joules / joules)
         yield "estimated", f"{share} of the energy, from power where the counter told nothing"
     if any(energy.by_class.values()):
-        yield "energy in", _shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
+        yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
     if energy.warmup_joules and joules:
         share = f"{100 * energy.warmup_joules / joules:.1f} %"
         yield "warm-up", f"{share} of the energy, left out of what is run to date"
@@ -203,10 +201,21 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield from textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16)
 
 
-def _shares(parts: Mapping[str, float]) -> str:
+def shares(parts: Mapping[str, float]) -> str:
+    """Return parts of a sum as percentages, largest first; those below 0.05 % are left out."""
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= LEAST_SHARE * total)
+
+
+def energy_text(energy: EnergySummary) -> str:
+    """Return the energy of a run with its errors; "" where none was measured."""
+    if energy.total_joules is not None:
+        return _energy(energy.total_joules, energy.error_joules, energy.gain_error)
+    if energy.measured_joules is not None:
+        measured = _energy(energy.measured_joules, None, energy.gain_error)
+        return f"{measured}, only in part measured: no total"
+    return ""
 
 
 def _energy(joules: float, error_joules: float | None, gain_error: float | None) -> str:

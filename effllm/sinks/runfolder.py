@@ -7,6 +7,7 @@ A disk that is full or a folder that is removed costs nothing but time, as long 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -17,10 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from effllm.runs import own_files
+from effllm.runs import own_files, text_log
 from effllm.runs.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
 from effllm.runs.runfolder import RankRow, coverage_of, rank_row
+from effllm.runs.summary_text import summary_text
 from effllm.runs.unkept import Written
+from effllm.runs.window_text import block_lines
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
@@ -32,6 +35,8 @@ OUTLIER_Z = 3.5
 GAP_BELOW = 0.999
 #: So often it is said that the folder cannot be written, and that it can again.
 MOST_TROUBLES = 10
+#: Of console.log, and as much again of console.log.1: 5,000 windows each.
+MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 
 
 def open_sink(run: Run) -> RunFolder:
@@ -43,7 +48,8 @@ def open_sink(run: Run) -> RunFolder:
     if run.folder is None:
         raise SinkUnavailable("there is no run folder; set EFFICIENTLLM_RUN_DIR to a folder that can be written")
     try:
-        return RunFolder(run.folder, run.facts, tell=run.tell)
+        charts = run.tensorboard_dir if "tensorboard" in run.config.sinks else None
+        return RunFolder(run.folder, run.facts, tell=run.tell, tensorboard_dir=charts)
     except OSError as error:
         raise SinkUnavailable(
             f"run folder {run.folder} cannot be written: {error.strerror or error}; "
@@ -68,7 +74,9 @@ class RunFolder:
         segment_bytes: int = SEGMENT_BYTES,
         most_waiting_bytes: int = MOST_WAITING_BYTES,
         tell: Callable[[str], None] = lambda _: None,
+        tensorboard_dir: Path | None = None,
     ) -> None:
+        self._tensorboard_dir = tensorboard_dir
         own_files.make_folder(folder)
         self._folder = folder
         self._mount_point = own_files.mount_point(folder)
@@ -93,6 +101,7 @@ class RunFolder:
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
         if report.correction or not self._written.has_window(report, rows):
             self._windows.put([msgspec.structs.replace(report, values=finite)])
+            self._log(report)
         if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
             rows = outliers(rows)
         new = (row for row in rows if not self._written.has_row(report.attempt, row))
@@ -109,12 +118,14 @@ class RunFolder:
         self._flush()
 
     def summarize(self, summary: Summary) -> None:
-        """Replace summary.json."""
+        """Replace summary.json, and summary.txt, which is for people."""
         self._flush()
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
         left_out = {**summary.left_out, "runfolder": self._windows.left_out} if self._windows.left_out else {}
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out or summary.left_out)
         self._do(lambda: _replace(self._folder / "summary.json", _pretty(summary)))
+        text = summary_text(summary, self._folder, self._tensorboard_dir).encode(errors="replace")
+        self._do(lambda: _replace(self._folder / "summary.txt", text, durable=False))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts to run.json, the new over the old."""
@@ -140,6 +151,14 @@ class RunFolder:
         """Close the files."""
         for journal in self._journals:
             journal.close()
+
+    def _log(self, report: ClusterReport) -> None:
+        """Append what a console without a terminal shows of a window; windows-*.jsonl has the same numbers."""
+        if report.correction or report.iteration_last < report.iteration_first:
+            return
+        text = "".join(f"{line}\n" for line in block_lines(report))
+        with contextlib.suppress(OSError):  # what writes the window reports a disk that is full
+            text_log.append(self._folder / "console.log", text, MAX_CONSOLE_LOG_BYTES)
 
     def _flat(self, row: RankReport, report: ClusterReport) -> RankRow:
         return rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)

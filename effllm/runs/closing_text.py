@@ -1,0 +1,120 @@
+"""The end of a run on a screen: at most 20 lines, what matters last, where the screen ends."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from effllm import metrics
+from effllm.events import FILE, level_of
+from effllm.metrics import Metric
+from effllm.runs.summary_text import (
+    WIDTH,
+    duration,
+    energy_text,
+    errors_text,
+    goodput_text,
+    readable,
+    shares,
+    stragglers_text,
+)
+from effllm.runs.window_text import contract_parts, fitted, scaled
+from effllm.schema import Summary, Value
+
+#: Of a longer list of what was not measured the rest is in summary.txt.
+MAX_SENTENCES = 2
+
+
+def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
+    """Return the table that ends a run on the console; summary.txt in the run folder has all of it."""
+    return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
+
+
+def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
+    yield "=" * WIDTH
+    yield f"[EfficientLLM] Run {summary.status}" + " (SIMULATED: no hardware was measured)" * summary.simulated
+    yield from _not_measured(summary, folder)
+    if problems := _events(summary):
+        yield _fact("events", problems)
+    if summary.stragglers:
+        yield _fact("stragglers", stragglers_text(summary.stragglers))
+    yield _fact("ran", _ran(summary), max_lines=2)
+    if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()})):
+        yield fitted(["", *six], "  ", WIDTH)
+    seen = summary.coverage
+    lost = f", {seen.reports_lost:,} reports lost" if seen.reports_lost else ""
+    covered = f"{seen.ranks_reporting} of {seen.ranks_expected} ranks"
+    covered += f", {seen.gpus_measured} of {seen.gpus_expected} GPUs" if seen.gpus_expected else ""
+    yield _fact("coverage", covered + lost)
+    yield f"{'--- all values: summary.txt in the run folder ' if folder is not None else '':-<{WIDTH}}"
+    if summary.loss is not None and math.isfinite(summary.loss):
+        yield _fact("last loss", f"{summary.loss:.6g}")
+    if summary.goodput is not None and summary.goodput.ratio is not None:
+        yield _fact("goodput", goodput_text(summary.goodput), max_lines=2)
+    elif summary.time_by_class:
+        yield _fact("time", shares(summary.time_by_class))
+    if text := energy_text(summary.energy):
+        yield _fact("energy", text)
+    if value := _value(summary, metrics.METRICS["joules_per_token"]):
+        number, prefix = scaled(value.value)
+        timing, sensor = ((error or 0.0) / abs(value.value or 1.0) for error in (value.error, value.sensor_error))
+        yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip())
+    if value := _value(summary, metrics.METRICS["mfu_ratio"]):
+        yield _fact("MFU", f"{readable(100 * value.value)} %" + (f" of {summary.peak}" if summary.peak else ""))
+    if value := _value(summary, metrics.METRICS["tokens_per_second_per_gpu"]):
+        yield _fact("tokens/s", f"{readable(value.value)} per " + ("GPU" if seen.gpus_expected else "rank"))
+    if tensorboard_dir is not None:
+        yield f"  TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard_dir))}"
+    if folder is not None:
+        yield f"  Run folder: {folder}"
+
+
+def _not_measured(summary: Summary, folder: Path | None) -> Iterator[str]:
+    for sentence in summary.not_measured[:MAX_SENTENCES]:
+        yield _fact("not measured", sentence)
+    more = len(summary.not_measured) - MAX_SENTENCES
+    if more > 0:
+        yield _fact("not measured", f"{more} more" + (", see summary.txt" if folder is not None else ""))
+
+
+def _events(summary: Summary) -> str:
+    """Return how many there were of the events that are shown on the console."""
+    shown = [kind for kind in summary.events if level_of(kind) != FILE and kind != "not_measured"]
+    return ", ".join(f"{kind} {summary.events[kind]:,}" for kind in shown)
+
+
+def _ran(summary: Summary) -> str:
+    parts = [f"{summary.iterations:,} iterations in {duration(summary.elapsed_s)}"]
+    if summary.attempts > 1:
+        parts.append(f"{summary.attempts} attempts")
+    counts = ((summary.tokens, "tokens"), (summary.samples, "samples"), (summary.parameters, "parameters"))
+    return ", ".join([*parts, *(f"{_count(number)} {what}" for number, what in counts if number)])
+
+
+def _count(number: int) -> str:
+    """Return a whole number, exact below a million.
+
+    >>> _count(160_000), _count(7_241_732_096)
+    ('160,000', '7.24G')
+    """
+    return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))
+
+
+def _value(summary: Summary, entry: Metric) -> Value | None:
+    return next((summary.metrics[tag] for base in entry.bases if (tag := entry.tag(base)) in summary.metrics), None)
+
+
+def _fact(name: str, text: str, max_lines: int = 1) -> str:
+    return "\n".join(
+        textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=f"  {name:<14}",
+            subsequent_indent=" " * 16,
+            max_lines=max_lines,
+            placeholder=" …",
+        )
+    )
