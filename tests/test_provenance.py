@@ -1,11 +1,19 @@
 """effllm/runs/provenance.py: what run.json says about where its numbers come from."""
 
 import json
+import os
+import shutil
 import subprocess
 
 import pytest
+from jobs import until
 
-from effllm.runs.provenance import gather
+from effllm.runs.provenance import Git, gather
+
+
+def git_facts(folder):
+    return Git(folder).facts()
+
 
 QUIET = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
 
@@ -19,28 +27,142 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
+def git(folder, *arguments):
+    return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
+
+
 def test_the_commit_is_named_and_whether_the_code_differs_from_it(repository):
-    clean = gather(repository)
+    clean = git_facts(repository)
     (repository / "notes.txt").write_text("not part of it")
-    untracked = gather(repository)
+    untracked = git_facts(repository)
     (repository / "train.py").write_text("2\n")
-    dirty = gather(repository)
+    dirty = git_facts(repository)
 
     assert len(clean["git_commit"]) == 40
     assert [facts["git_dirty"] for facts in (clean, untracked, dirty)] == [False, False, True]
 
 
+def test_staged_change_is_dirty(repository):
+    (repository / "train.py").write_text("2\n")
+    git(repository, "add", ".")
+
+    assert git_facts(repository)["git_dirty"] is True
+
+
+def test_copied_repository_with_equal_files_is_clean(repository):
+    os.utime(repository / "train.py", (1, 1))
+
+    assert git_facts(repository)["git_dirty"] is False
+
+
+def test_index_is_not_rewritten(repository):
+    os.utime(repository / "train.py", (1, 1))  # with locks, git would write the new times into its index
+    before = (repository / ".git" / "index").read_bytes()
+
+    git_facts(repository)
+
+    assert (repository / ".git" / "index").read_bytes() == before
+
+
+@pytest.mark.parametrize("setting", ["core.fsmonitor", "filter.slow.clean", "filter.slow.process"])
+def test_programs_of_the_repository_are_not_run(repository, tmp_path, setting):
+    git(repository, "config", setting, f"touch {tmp_path}/ran; false")
+    (repository / ".git" / "info" / "attributes").write_text("* filter=slow\n")
+    os.utime(repository / "train.py", (1, 1))
+
+    git_facts(repository)
+
+    assert not (tmp_path / "ran").exists()
+
+
+def test_changed_file_with_filter_is_unknown(repository):
+    git(repository, "config", "filter.large.clean", "cat")
+    git(repository, "config", "filter.large.required", "true")
+    (repository / ".git" / "info" / "attributes").write_text("*.bin filter=large\n")
+    (repository / "model.bin").write_text("a\n")
+    git(repository, "add", ".")
+    git(repository, *QUIET, "commit", "-qm", "second")
+    clean = git_facts(repository)
+    (repository / "model.bin").write_text("b\n")
+    unknown = git_facts(repository)
+    (repository / "train.py").write_text("2\n")
+    dirty = git_facts(repository)
+
+    assert [facts["git_dirty"] for facts in (clean, unknown, dirty)] == [False, "unknown", True]
+
+
+def test_submodules_are_not_walked(repository, tmp_path_factory):
+    sub = tmp_path_factory.mktemp("sub")
+    for command in (["init", "-q"], [*QUIET, "commit", "-qm", "x", "--allow-empty"]):
+        git(sub, *command)
+    git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(sub), "sub")
+    git(repository, *QUIET, "commit", "-qm", "second")
+    git(repository / "sub", "config", "core.fsmonitor", f"touch {sub}/ran; false")
+    (repository / "sub" / "new.py").write_text("x")
+
+    assert git_facts(repository)["git_dirty"] is False
+    assert not (sub / "ran").exists()
+
+
+@pytest.fixture
+def slow_git(tmp_path, monkeypatch):
+    """Put a git on the path that waits until it is ended, and writes which signal ended it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = f"""#!/bin/sh
+case "$*" in *status*) ;; *) exec {shutil.which("git")} "$@";; esac
+trap 'echo terminated > {folder}/ended; exit 1' TERM
+touch {folder}/started
+while true; do sleep 0.1; done
+"""
+    (folder / "git").write_text(program)
+    (folder / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return folder
+
+
+def test_slow_git_is_terminated_and_dirty_is_unknown(repository, slow_git):
+    facts = git_facts(repository)
+
+    assert len(facts["git_commit"]) == 40
+    assert facts["git_dirty"] == "unknown"
+    assert (slow_git / "ended").read_text() == "terminated\n", "SIGTERM lets git remove its locks"
+
+
+@pytest.mark.alone
+def test_aggregator_does_not_wait_for_git(slow_git, repository, launch, tmp_path):
+    job = launch.python("loop.py", "--until", tmp_path / "enough")
+    until(lambda: (slow_git / "started").exists())
+    until(lambda: job.blocks)
+    has_ended = (slow_git / "ended").exists()
+    (tmp_path / "enough").touch()
+
+    assert not has_ended, "git was still at work when a window was written"
+    assert job.done().ledger.facts["git_dirty"] == "unknown"
+
+
+def test_answer_of_git_is_entered_into_run_json(repository, launch, tmp_path):
+    job = launch.python("loop.py", "--until", tmp_path / "enough")
+    until(lambda: job.num_windows and job.ledger.facts.get("git_dirty") is False)
+    (tmp_path / "enough").touch()
+
+    assert job.done().ledger.facts["git_commit"] == git(repository, "rev-parse", "HEAD").strip()
+
+
 def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
-    facts = gather(tmp_path)
-
-    assert "git_commit" not in facts
-    assert facts["packages"]["msgspec"]
-    assert json.loads(json.dumps(facts)) == facts
+    assert git_facts(tmp_path) == {}
 
 
 def test_without_git_there_is_no_commit(repository, monkeypatch):
     monkeypatch.setenv("PATH", "")
 
-    assert "git_commit" not in gather(repository)
+    assert git_facts(repository) == {}
+
+
+def test_versions_of_packages_are_named():
+    facts = gather()
+
+    assert facts["packages"]["msgspec"]
+    assert json.loads(json.dumps(facts)) == facts

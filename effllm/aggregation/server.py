@@ -13,10 +13,11 @@ import queue
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 import zmq
@@ -38,7 +39,7 @@ from effllm.network.interface import is_loopback
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, Link, ServerSocket, decode_from_agent, encode, make_context
 from effllm.runs import own_files, run_lock
-from effllm.runs.provenance import boot_id, gather
+from effllm.runs.provenance import Git, boot_id, gather
 from effllm.schema import (
     Ack,
     Beat,
@@ -72,6 +73,12 @@ MOST_FRAMES = 1000  # between two looks at everything else
 MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
 
 
+class _Facts(NamedTuple):
+    """Facts of the run that became known after its start."""
+
+    facts: Mapping[str, Any]
+
+
 class Server:
     """One aggregator with its socket and its sinks."""
 
@@ -83,7 +90,7 @@ class Server:
         self._warned_until_s = 0.0
         self.address = ""  # known once `run` has bound it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._inbox: queue.SimpleQueue[Event | dict[int, int]] = queue.SimpleQueue()  # from the sinks' threads
+        self._inbox: queue.SimpleQueue[Event | dict[int, int] | _Facts] = queue.SimpleQueue()  # from other threads
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
         self._sinks: list[SinkThread] = []
@@ -94,8 +101,9 @@ class Server:
         self._pace = Pace(self._config.history_size)
         self._acknowledged: Mapping[int, int] = {}
         self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
-        self._facts = {**gather(Path.cwd()), **orders.facts, "config": orders.config, "job": orders.job}
-        self._facts_changed = self._has_learned = self._has_begun = False
+        self._git = Git(Path.cwd())
+        self._facts = {**gather(), **orders.facts, "config": orders.config, "job": orders.job}
+        self._facts_changed = self._has_learned = self._has_begun = self._has_git_facts = False
         self._lost = LostAgents()
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
@@ -214,6 +222,12 @@ class Server:
         for sink in self._sinks:
             if sink.name == KEEPER:
                 sink.opened.wait(KEEPER_OPENS_S)
+        threading.Thread(target=self._ask_git, name="git", daemon=True).start()
+
+    def _ask_git(self) -> None:
+        """Add the commit of the user's code to the facts, in a thread of its own: git may take seconds."""
+        self._inbox.put(_Facts(self._git.facts()))
+        os.eventfd_write(self._wake, 1)
 
     def _restore(self) -> Ledger | None:
         if self._folder is None:
@@ -426,6 +440,9 @@ class Server:
                 item = self._inbox.get_nowait()
                 if isinstance(item, Event):
                     self._to_sinks(lambda sink, item=item: sink.event(item))  # type: ignore[misc]
+                elif isinstance(item, _Facts):
+                    self._facts, self._facts_changed = {**item.facts, **self._facts}, True
+                    self._has_git_facts = True
                 else:
                     self._acknowledge(item)
 
@@ -564,8 +581,11 @@ class Server:
     def _finish(self) -> str:
         self._aggregator.close_all()
         self._tick(time.monotonic())
-        self._tell_facts()
         self._hand_out(time.monotonic())
+        self._git.stop()
+        if not self._has_git_facts:  # the job is over before git has answered
+            self._facts["git_dirty"], self._facts_changed = "unknown", True
+        self._tell_facts()
         deadline_s = time.monotonic() + SINKS_STOP_S
         # The run folder last: its summary counts what the others have not written by then.
         others = [sink for sink in self._sinks if sink.name != KEEPER]
