@@ -282,22 +282,33 @@ class MetricsCollector:
         finally:
             session.recorder.phase_end()
 
-    def log_metrics(self, iteration: int, loss: float | None = None, writer: Any = None) -> dict[str, float]:
+    def log_metrics(
+        self,
+        iteration: int | None = None,
+        loss: float | None = None,
+        writer: Any = None,
+        *,
+        step: int | None = None,
+        tb_writer: Any = None,
+    ) -> dict[str, float]:
         """Record the loss, and return the newest values of the whole job: at once, whatever they are by now.
 
         Args:
             iteration: the number of the iteration that ended last, as people know it.
             loss: its loss, as a number. A tensor on a GPU is not read, for that would be a synchronisation.
             writer: has ``add_scalar(tag, value, step)``; gets each report's values once.
+            step: ``iteration`` by LLaMA-Factory's name.
+            tb_writer: ``writer`` by LLaMA-Factory's name.
 
         Returns:
             The contract's six tags, ``nan`` where a value is not measured (yet).
         """
+        iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
         if not self._facts.get("is_numbered") and self._session is not None:
             self._learn(is_numbered=True)  # once: whoever restarts the job knows by it what is done again
         return self.log_own(iteration, loss, writer)
 
-    def log_own(self, iteration: int, loss: float | None = None, writer: Any = None) -> dict[str, float]:
+    def log_own(self, iteration: int | None, loss: float | None = None, writer: Any = None) -> dict[str, float]:
         """Do as `log_metrics`, with a number that is our own count and need not go on over restarts."""
         session = self._session
         if session is not None:
@@ -327,9 +338,10 @@ class MetricsCollector:
 
     # --- facts ---
 
-    def set_model_parameters(self, model_parameters: int) -> None:
-        """Say how many parameters the whole model has."""
-        self._learn(parameters={"total": positive_count(model_parameters), "is_share": False})
+    def set_model_parameters(self, model_parameters: int | None = None, *, num_parameters: int | None = None) -> None:
+        """Set how many parameters the whole model has; ``num_parameters`` is LLaMA-Factory's name for it."""
+        given = num_parameters if model_parameters is None else model_parameters
+        self._learn(parameters={"total": positive_count(given), "is_share": False})
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Say how much one step processes on this rank, for loops that do not count."""
@@ -386,9 +398,9 @@ class MetricsCollector:
         found = {name: self._values.get(tag, NAN) for name, tag in HEADLINE.items()}
         return EfficientLLMMetrics(**found, it=self._values.get(_IT, NAN))
 
-    def should_log(self, iteration: int) -> bool:
+    def should_log(self, iteration: int | None) -> bool:
         """Whether a window ends at ``iteration``; never while metrics are off."""
-        if self._session is None or self._config is None:
+        if self._session is None or self._config is None or iteration is None:
             return False
         return iteration % self._config.log_interval == 0
 
@@ -519,9 +531,12 @@ def _greet(collector: MetricsCollector) -> None:
         )
 
 
-def should_log_metrics(iteration: int) -> bool:
-    """Whether a window ends at ``iteration``: divisible by LOG_INTERVAL; never while metrics are off."""
-    return get_metrics_collector().should_log(iteration)
+def should_log_metrics(iteration: int | None = None, *, step: int | None = None) -> bool:
+    """Whether a window ends at ``iteration``: divisible by LOG_INTERVAL; never while metrics are off.
+
+    ``step`` is LLaMA-Factory's name for it.
+    """
+    return get_metrics_collector().should_log(step if iteration is None else iteration)
 
 
 def finalize_efficientllm_metrics() -> None:

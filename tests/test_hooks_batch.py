@@ -60,6 +60,14 @@ def test_the_prompt_of_a_pair_is_read_with_each_answer():
     assert held(batch) == (40, 4, 32, 16)
 
 
+def test_a_pair_of_sentence_transformers_is_one_sample():
+    columns = {f"{name}_input_ids": IDS for name in ("sentence1", "sentence2")}
+    triplet = {f"{name}_input_ids": IDS for name in ("anchor", "positive", "negative")}
+
+    assert held(columns)[:2] == (20, 2)
+    assert held(triplet)[:2] == (30, 2)
+
+
 def test_the_labels_are_what_the_second_half_of_an_encoder_decoder_reads():
     labels = torch.tensor([[3, 4, -100], [3, 4, 5]])
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}

@@ -74,6 +74,7 @@ def test_every_era_is_counted_as_by_hand(train, era):
     assert facts["precision"] == "bf16"
     assert (facts["tensor_parallel"], facts["data_parallel"], facts["sequence_length"]) == (1, 1, LENGTH)
     assert "num_floating_point_operations" in facts["flops_convention"]
+    assert not [fact for fact in facts if "expert" in fact], "the model is dense"
     assert not [line for line in job.our_errors if "training goes on" in line]
     shown = {block["iteration"]: block["loss"] for block in job.blocks}
     printed = {line.split()[1]: float.fromhex(line.split()[2]) for line in losses(job)}

@@ -56,7 +56,7 @@ METHODS = {
     "record_iteration_end": {"tokens_processed": 0, "samples_processed": 0},
     "record_step_start": {},
     "record_step_end": {"tokens_processed": None, "samples_processed": None},
-    "set_model_parameters": {"model_parameters": ...},
+    "set_model_parameters": {"model_parameters": None, "num_parameters": None},
     "set_batch_config": {"sequence_length": ..., "batch_size": ...},
     "calculate_amu": {},
     "calculate_pcu": {},
@@ -71,7 +71,7 @@ METHODS = {
 FUNCTIONS = {
     "get_metrics_collector": {},
     "get_efficientllm_collector": {},
-    "should_log_metrics": {"iteration": ...},
+    "should_log_metrics": {"iteration": None, "step": None},
     "finalize_efficientllm_metrics": {},
 }
 
@@ -96,11 +96,34 @@ def test_a_collector_is_made_with_the_originals_arguments():
 
 
 def test_log_metrics_takes_a_writer_by_either_originals_position():
-    assert list(parameters(MetricsCollector.log_metrics)) == ["iteration", "loss", "writer"]
+    assert list(parameters(MetricsCollector.log_metrics))[:3] == ["iteration", "loss", "writer"]
     collector = MetricsCollector()
 
     assert set(collector.log_metrics(10, 3.25, None)) == TAGS
     assert set(collector.log_metrics(10, 3.25)) == TAGS
+
+
+def test_llama_factory_keywords_are_taken(launch):
+    job = launch.code(
+        "import effllm\n"
+        "collector = effllm.initialize_efficientllm_metrics(1000)\n"
+        "collector.set_model_parameters(num_parameters=2000)\n"
+        "class Writer:\n"
+        "    def add_scalar(self, *_): pass\n"
+        "for step in range(1, 11):\n"
+        "    collector.record_step_start()\n"
+        "    collector.record_step_end(10, 1)\n"
+        "    if effllm.should_log_metrics(step=step):\n"
+        "        print('logged', step, sorted(collector.log_metrics(step=step, loss=step / 2, tb_writer=Writer())))\n"
+        "assert effllm.should_log_metrics() is False\n"
+        "effllm.finalize_efficientllm_metrics()\n",
+        log_interval=5,
+    ).done()
+
+    assert job.stderr == ""
+    assert [line.split()[1] for line in job.stdout.splitlines() if line.startswith("logged")] == ["5", "10"]
+    assert [(block["iteration"], block["loss"]) for block in job.blocks] == [("5", "2.500000"), ("10", "5.000000")]
+    assert job.ledger.summary.parameters == 2000
 
 
 def test_llama_factorys_names_are_other_names_of_the_same():

@@ -119,9 +119,9 @@ def _samples(tensors: Mapping[str, Any], inputs: Mapping[str, Any], names: list[
         is_packed = places is not None and places.shape == tensors[_IDS].shape and "attention_mask" not in inputs
         return _sum(places == 0) if rows == 1 and is_packed else rows
     others = [name for name in names if not name.startswith(("prompt_", "decoder_"))]
-    if len(others) > 1:
-        return sum(len(tensors[name]) for name in others)
-    return len(tensors[(others or names)[0]])
+    if any(name.startswith(("chosen_", "rejected_")) or "completion_" in name for name in others):
+        return sum(len(tensors[name]) for name in others)  # each answer is a sequence of its own
+    return len(tensors[(others or names)[0]])  # columns of one data set: a pair of sentence-transformers is one sample
 
 
 def _sum(flags: Any) -> Any:

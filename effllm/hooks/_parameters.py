@@ -131,6 +131,45 @@ def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None
     return float(4 * active + 2 * trained + 3 * attention), float(2 * active + attention)
 
 
+class FlopsByWidth:
+    """The FLOPs of a token where batches are padded to different widths; the attention grows with the width.
+
+    Args:
+        short: FLOPs of a token at a width of 0, all and forward, as `flops_per_token` returns them.
+        known: the same at ``width``.
+        width: of the first batch.
+    """
+
+    def __init__(
+        self, short: tuple[float, float] = (0.0, 0.0), known: tuple[float, float] = (0.0, 0.0), width: int = 0
+    ) -> None:
+        self._short = short
+        self._width: float = width  # that was reported last
+        self._slopes: tuple[float, ...] = (
+            tuple((there - here) / width for here, there in zip(short, known, strict=True)) if width else ()
+        )
+        self._tokens = self._weighted = 0
+
+    def add(self, tokens: int, weighted: int) -> None:
+        """Add a batch's tokens, and their product with its width."""
+        self._tokens += tokens
+        self._weighted += weighted
+
+    @property
+    def mean_width(self) -> float:
+        """The mean width of the batches, weighted by their tokens."""
+        return self._weighted / self._tokens if self._tokens else 0.0
+
+    def has_news(self, tolerance: float) -> bool:
+        """Whether the mean differs by more than this share from the width that was reported last."""
+        return bool(self._slopes and self._weighted) and abs(self.mean_width / self._width - 1) > tolerance
+
+    def at(self, width: float) -> tuple[float, float]:
+        """Return the FLOPs of a token at this width, all and forward, and remember the width as reported."""
+        self._width = width
+        return self._short[0] + self._slopes[0] * width, self._short[1] + self._slopes[1] * width
+
+
 def _attention_width(config: Any) -> int | None:
     heads, head = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     if heads and head:

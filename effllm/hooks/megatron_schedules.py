@@ -146,17 +146,18 @@ class _Iterations:
 def _facts(call: Call, config: Any) -> dict[str, Any]:
     from megatron.core import parallel_state as groups
 
+    experts = getattr(config, "num_moe_experts", None)
     facts = {
         "tensor_parallel": groups.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": groups.get_pipeline_model_parallel_world_size(),
         "context_parallel": groups.get_context_parallel_world_size(),
-        "expert_parallel": groups.get_expert_model_parallel_world_size(),
+        "expert_parallel": groups.get_expert_model_parallel_world_size() if experts else None,
         "data_parallel": groups.get_data_parallel_world_size(),
         "micro_batch_size": call.get("micro_batch_size"),
         "sequence_length": call.get("seq_length"),
         "num_layers": getattr(config, "num_layers", None),
         "hidden_size": getattr(config, "hidden_size", None),
-        "num_experts": getattr(config, "num_moe_experts", None),
+        "num_experts": experts,
         "precision": next((name for name in ("fp8", "bf16", "fp16") if getattr(config, name, None)), "fp32"),
         "megatron_version": getattr(sys.modules.get("megatron.core"), "__version__", None),
     }

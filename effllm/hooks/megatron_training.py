@@ -282,7 +282,8 @@ def _chunks(model: Any) -> Iterable[Any]:
 
 def _facts(args: Any) -> dict[str, Any]:
     facts = {fact: getattr(args, name, None) for fact, name in FACTS.items()}
-    facts = {fact: value for fact, value in facts.items() if value is not None}
+    is_dense = not facts["num_experts"]  # Megatron's defaults for experts are set in a dense model too
+    facts = {f: value for f, value in facts.items() if value is not None and not (is_dense and "expert" in f)}
     facts["precision"] = _precision(args)
     version = getattr(sys.modules.get("megatron.core"), "__version__", None)
     if version:

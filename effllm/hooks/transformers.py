@@ -13,13 +13,26 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from effllm.config import read_place
 from effllm.hooks import Unknown
 from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
-from effllm.hooks._parameters import CONVENTION, Parameters, config_of, flops_per_token, parameters_of, unwrapped
-from effllm.hooks._steps import Steps
+from effllm.hooks._parameters import (
+    CONVENTION,
+    FlopsByWidth,
+    Parameters,
+    config_of,
+    flops_per_token,
+    parameters_of,
+    unwrapped,
+)
+from effllm.hooks._steps import Steps, place
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.switches import this_process
 from effllm.training import ownership
+
+#: The mean width of the batches may differ by this share from the one that FLOPs were last reported with.
+WIDTH_TOLERANCE = 0.01
 
 #: What of a Trainer is no iteration.
 PHASES = {
@@ -142,7 +155,8 @@ class Training:
         self.callback, self.trainer = callback, trainer
         self.is_begun = False
         self.depth = 0  # of training_step, which calls that of its parent
-        self._late = LateSums(3)  # samples, tokens, tokens with a label
+        self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of their batch
+        self._flops = FlopsByWidth()
         self._processed = 0
         self._has_unknown = False  # a batch came whose tokens cannot be summed
         self._num_batches = 0
@@ -160,9 +174,10 @@ class Training:
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
-        first = bool(state.is_world_process_zero)
+        # By the rank that the metrics go by: transformers may take each rank of a job for a job of its own.
+        is_first = (place() or read_place(this_process())).rank == 0
         self.is_begun = _STEPS.begin(
-            parameter_share=self._parameters.share(first) if self._parameters else None,
+            parameter_share=self._parameters.share(is_first) if self._parameters else None,
             first_iteration=state.global_step,
             total_iterations=state.max_steps,
             facts=self._facts(args),
@@ -180,10 +195,11 @@ class Training:
         if self._speaks:
             self._processed += batch.tokens_processed
         samples = batch.samples if self._speaks_for_samples else 0
-        sums = (samples, batch.tokens, batch.tokens_loss) if self._speaks else (samples, 0, 0)
+        weighted = batch.tokens * (batch.width or 0)
+        sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._speaks else (samples, 0, 0, 0)
         if not self._late.add(sums):
             self._has_unknown = True
-            self._late.add((samples if isinstance(samples, int) else 1, 0, 0))
+            self._late.add((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
     def end_step(self, args: Any, state: Any) -> None:
         """Stamp the end of a step."""
@@ -194,16 +210,31 @@ class Training:
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             _STEPS.end(tokens, samples if self._speaks_for_samples else 0)
             return
-        samples, tokens, tokens_loss = self._late.take()
+        samples, tokens, tokens_loss, weighted = self._late.take()
         processed, self._processed = self._processed, 0
         _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
+        self._flops.add(tokens, weighted)
+        if self._flops.has_news(WIDTH_TOLERANCE):
+            self._tell_flops()
 
     def finish(self, status: str) -> None:
         """End the metrics, with what the GPU had not told by the last step."""
         if status == "completed":
-            samples, tokens, tokens_loss = self._late.take_rest()
+            samples, tokens, tokens_loss, weighted = self._late.take_rest()
             _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+            self._flops.add(tokens, weighted)
+            if self._flops.has_news(0.0):
+                self._tell_flops()
         _STEPS.finish(status)
+
+    def _tell_flops(self) -> None:
+        """Replace the FLOPs of a token by those at the mean width of the batches so far."""
+        width = self._flops.mean_width
+        flops, forward = self._flops.at(width)
+        more = forward if _is_checkpointing(getattr(self.trainer, "args", None)) else 0.0
+        convention = f"{CONVENTION}; sequence length: each batch's own, the mean over one rank's tokens"
+        facts = {"sequence_length": round(width, 1), "flops_convention": convention}
+        _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
     def _learn(self, batch: Batch) -> None:
         """Tell what the first batch shows: where tokens are counted, and how long a sequence is."""
@@ -217,6 +248,8 @@ class Training:
                 facts["sequence_length"] = length
             if found := _COUNTING(flops_per_token, self._model, self._parameters, length):
                 flops, forward = found
+                if batch.width and (short := _COUNTING(flops_per_token, self._model, self._parameters, 0)):
+                    self._flops = FlopsByWidth(short, found, batch.width)
                 hardware = flops + (forward if _is_checkpointing(args) else 0.0)
                 facts["flops_convention"] = CONVENTION if length else f"{CONVENTION} (left out: length not known)"
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=hardware, facts=facts)

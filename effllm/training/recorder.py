@@ -386,12 +386,12 @@ class Recorder:
         if self._generation_is_phase:
             self.phase_end()
 
-    def loss(self, number: int, loss: float | None) -> None:
+    def loss(self, number: int | None, loss: float | None) -> None:
         """Record the loss of the iteration that ended last, and the number it is known by."""
         if not self._on:
             return
         try:
-            number = int(number)
+            number = int(number)  # type: ignore[arg-type] # of None it raises, as of other things that are no number
             value = float("nan") if loss is None else float(loss)
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once("log_metrics takes an iteration number and a loss that is a number; ignored")

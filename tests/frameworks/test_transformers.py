@@ -65,6 +65,31 @@ def test_tokens_are_counted_without_padding_with_it_and_where_they_have_a_label(
     assert job.ledger.facts["token_source"] == "attention mask"
 
 
+def test_flops_use_each_batchs_own_width(frameworks):
+    """Batches of 2 x 3 and of 2 x 8 tokens take turns: (3 x 6 x 3 + 3 x 16 x 8) / 66 positions are seen by a token."""
+    code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
+    code = code.replace("tiny.rows(48)", "tiny.rows(48, (3, 3, 8, 8))")
+
+    job = frameworks.run(code)
+
+    width = (18 * 3 + 48 * 8) / 66
+    run = job.ledger.windows[-1].run
+    assert run.flops_per_token == pytest.approx(6 * (4656 - 64 * 16) + 12 * 16 * width)
+    assert job.ledger.facts["sequence_length"] == round(width, 1)
+
+
+def test_ranks_that_believe_to_be_alone_give_one_model(frameworks):
+    """As with DeepSpeed where transformers was not told of the CPU: each rank is the first of a world of one."""
+    code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
+    code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
+    code += script(before="assert trainer.state.is_world_process_zero")
+
+    job = frameworks.run(code, ranks=2)
+
+    assert job.ledger.summary.coverage.ranks_reporting == 2
+    assert job.ledger.summary.parameters == 4656
+
+
 def test_accumulated_micro_batches_are_one_step(frameworks):
     code = script("gradient_accumulation_steps=2", before="trainer._get_train_sampler = lambda *_: range(48)")
 
