@@ -189,7 +189,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
     Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
     Variable("CONSOLE", "console", _one_of("auto", "short", "full"), "auto, short or full", "what is printed of a window: two lines, or the block that scripts parse; auto is short on a terminal, full elsewhere"),
-    Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples"),
+    Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples; auto is its NVIDIA or AMD GPU, else the host"),
     Variable("POWER_SCOPE", "power_scope", _one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"), "auto, gpu, module, gpu+cpu or node-psu", "whose power makes AEC and energy; auto is the widest that every node has"),
     Variable("NODE_POWER", "node_power", _node_power, "auto, none, ipmi, or the https:// address of a Redfish service", "by what local rank 0 reads its node's power beside the GPUs"),
     Variable("NODE_POWER_CREDENTIALS", "node_power_credentials", str, "a file of mode 0600", "user and password of the Redfish service"),

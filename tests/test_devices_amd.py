@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from effllm.devices import DeviceUnavailable, Site, amd, device_names
+from effllm import devices
+from effllm.agents.gpu_energy import GpuEnergy
+from effllm.devices import DeviceUnavailable, Site, amd, device_names, nvml, open_gpu
 from effllm.devices import open_device as open_named
 from effllm.devices.amd import Reading, judge_counter, open_device
 from effllm.schema import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
@@ -758,6 +760,44 @@ def test_a_package_without_its_library_is_told_in_a_sentence_and_prints_nothing(
     with pytest.raises(DeviceUnavailable, match=r"cannot use libamd_smi.so .* install ROCm's amd-smi-lib"):
         open_named("amd", Site())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def no_nvidia(monkeypatch):
+    def open_device(_site):
+        raise DeviceUnavailable("libnvidia-ml.so.1 is not here")
+
+    monkeypatch.setattr(nvml, "open_device", open_device)
+    monkeypatch.setattr(devices, "_GPUS", {"nvml": Path("/nonexistent"), "amd": Path("/nonexistent")})
+
+
+def test_auto_finds_an_amd_gpu(library, no_nvidia):
+    reader = open_named("auto", Site())
+    reader.close()
+
+    assert (reader.device.kind, reader.device.key) == ("amd", KEY_B)
+
+
+def test_an_amd_gpu_that_auto_cannot_read_is_named(monkeypatch, no_nvidia, tmp_path):
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    without_driver = open_named("auto", Site()).device
+    monkeypatch.setitem(devices._GPUS, "amd", tmp_path)  # its driver is loaded
+    with_driver = open_named("auto", Site()).device
+
+    assert (without_driver.kind, with_driver.kind) == ("host", "host")
+    assert not [text for text in without_driver.not_measured if "amdsmi" in text]
+    assert with_driver.not_measured[-1].startswith("GPU: the Python package amdsmi is not installed")
+    with pytest.raises(DeviceUnavailable, match="amdsmi"):
+        open_gpu("auto", Site())
+
+
+def test_watch_measures_amd_gpus_by_default(library, no_nvidia):
+    gpus = GpuEnergy("auto", {}, 0.1)
+    gpus.start()
+    count = gpus.count
+    gpus.close()
+
+    assert count == 3
 
 
 def test_its_name_is_its_file_and_needs_no_library_to_be_listed():

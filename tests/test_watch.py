@@ -181,7 +181,7 @@ def test_every_gpu_is_counted_however_late_its_first_read(monkeypatch):
             raise DeviceUnavailable("there are four")
         return LateReader(site.local_rank, last=3)
 
-    monkeypatch.setattr(gpu_energy, "open_device", open_device)
+    monkeypatch.setattr(gpu_energy, "open_gpu", open_device)
     gpus = gpu_energy.GpuEnergy("nvml", {}, 0.05)
     gpus.start()
     start_s = time.monotonic()

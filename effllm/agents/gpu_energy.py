@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from effllm.agents.sampler import Sampler
 from effllm.agents.track import EDGE_WAIT_S, Track
-from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 
 _MOST_GPUS = 64
 _OPENED_WITHIN_S = 3.0
@@ -19,13 +19,13 @@ class GpuEnergy:
     """Samples every GPU that CUDA_VISIBLE_DEVICES shows, each once.
 
     Args:
-        device: a name of `effllm.devices`; ``auto`` is nvml.
+        device: a name of `effllm.devices`; ``auto`` is the GPUs of any vendor.
         environ: where CUDA_VISIBLE_DEVICES and the like are.
         interval_s: seconds between samples.
     """
 
     def __init__(self, device: str, environ: Mapping[str, str], interval_s: float) -> None:
-        self._device = "nvml" if device == "auto" else device
+        self._device = device
         self._environ, self._interval_s = environ, interval_s
         self._tracks: list[Track] = []
         self._woken = -1
@@ -85,6 +85,7 @@ class GpuEnergy:
 
     def _open_all(self) -> list[Reader]:
         found: dict[str, Reader] = {}
+        device = self._device
         if self._device == "host":
             self.why_not = "EFFICIENTLLM_DEVICE=host is no GPU"
             return []
@@ -98,7 +99,7 @@ class GpuEnergy:
                 rocr_visible_devices=self._environ.get("ROCR_VISIBLE_DEVICES"),
             )
             try:
-                reader = open_device(self._device, site)
+                reader = open_gpu(device, site)
             except DeviceUnavailable as error:
                 self.why_not = "" if found else str(error)
                 break
@@ -106,6 +107,7 @@ class GpuEnergy:
                 reader.close()
                 break
             found[reader.device.key] = reader
+            device = reader.device.kind
             self.is_simulated = reader.device.simulated
             if self.is_simulated:
                 break  # there are as many of these as one asks for

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from effllm import profiling
 from effllm.config import Config, cache_folder, read_config
-from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 from effllm.energy import calibration
 from effllm.preflight import usable
 from effllm.profiling.load import TorchLoad
@@ -76,13 +76,11 @@ def _open(config: Config, device: str) -> Reader:
     """
     visible = device or this_process().get("CUDA_VISIBLE_DEVICES")
     site = Site(visible_devices=visible, power_scope=config.power_scope)
-    reader = open_device(config.device, site)
+    reader = open_gpu(config.device, site)
     if reader.device.is_gpu and not reader.device.simulated:
         return reader
     kind = reader.device.kind
     reader.close()
-    if config.device == "auto":
-        return open_device("nvml", site)  # which says what there is to do
     raise DeviceUnavailable(f"device {kind!r} is none; unset EFFICIENTLLM_DEVICE, or set it to nvml or amd")
 
 

@@ -11,9 +11,15 @@ import importlib
 import importlib.util
 import pkgutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from effllm.schema import Device, Sample
+
+#: What ``auto`` tries, in this order, and what exists where the driver of such a GPU is loaded.
+_GPUS = {"nvml": Path("/dev/nvidiactl"), "amd": Path("/dev/kfd")}
 
 
 class DeviceUnavailable(Exception):
@@ -63,16 +69,20 @@ def device_names() -> list[str]:
 
 
 def open_device(name: str, site: Site) -> Reader:
-    """Open the device ``name``; ``auto`` is nvml where the driver is, else host.
+    """Open the device ``name``; ``auto`` is the GPU where one can be read, else the host.
 
     Raises:
         DeviceUnavailable: no such file, its library is missing, or the device cannot be read here.
     """
     if name == "auto":
         try:
-            return open_device("nvml", site)
-        except DeviceUnavailable:
-            return open_device("host", site)
+            return open_gpu(name, site)
+        except DeviceUnavailable as error:
+            host = open_device("host", site)
+            if any(node.exists() for node in _GPUS.values()):
+                missing = (*host.device.not_measured, f"GPU: {error}")
+                host.device = replace(host.device, not_measured=missing)
+            return host
     if name not in device_names():
         raise DeviceUnavailable(f"there is no device {name!r}; there are: {', '.join(device_names())}")
     try:
@@ -81,3 +91,20 @@ def open_device(name: str, site: Site) -> Reader:
         raise DeviceUnavailable(f"device {name!r} needs a package that is not installed: {error}") from error
     reader: Reader = module.open_device(site)
     return reader
+
+
+def open_gpu(name: str, site: Site) -> Reader:
+    """Open the device ``name``, where ``auto`` is a GPU of any vendor and never the host.
+
+    Raises:
+        DeviceUnavailable: as `open_device`; of ``auto``, with the reason of the vendor whose driver is loaded.
+    """
+    if name != "auto":
+        return open_device(name, site)
+    errors = {}
+    for gpu in _GPUS:
+        try:
+            return open_device(gpu, site)
+        except DeviceUnavailable as error:
+            errors[gpu] = error
+    raise next((errors[gpu] for gpu, node in _GPUS.items() if node.exists()), errors["nvml"])
