@@ -72,8 +72,8 @@ class _Agent:
             self._track.take()
             self._cut()
         assert self._track.series is not None
-        for kind, text in self._track.take_events():
-            _log(f"GPU {self._gpu}: {kind}: {text}")
+        for event in self._track.take_events(time.monotonic_ns(), time.time()):
+            _log(f"GPU {self._gpu}: {event.kind}: {event.text}")
         gain_error = self._track.series.device.sensor.gain_error
         answer = {"gain_error": gain_error, "windows": [_joules_and_variance(window) for window in self._windows]}
         with os.fdopen(self._answers, "w") as answers:

@@ -19,50 +19,55 @@ class Kind:
 
     level: str  # FILE, ONCE or ALWAYS
     help: str  # one sentence for the person who reads it
+    is_problem: bool = False  # coloured on a terminal
 
 
 KINDS: dict[str, Kind] = {
     # Ranks and agents
     "joined": Kind(FILE, "A rank's agent connected."),
     "left": Kind(FILE, "A rank ended, with its status."),
-    "silent": Kind(ONCE, "A rank's agent sent nothing for 15 s, or its process is gone."),
+    "silent": Kind(ONCE, "A rank's agent sent nothing for 15 s, or its process is gone.", is_problem=True),
     "back": Kind(ONCE, "An agent that was silent sends again."),
     "missing": Kind(FILE, "A window closed without the report of a rank."),
     "late": Kind(FILE, "A report came after its window had closed; totals were corrected."),
-    "lost": Kind(ALWAYS, "Reports of a rank will never arrive."),
+    "lost": Kind(ALWAYS, "Reports of a rank will never arrive.", is_problem=True),
     "restarted": Kind(ALWAYS, "The job was started again and continues in the same run folder."),
     "agent": Kind(FILE, "A line of an agent's log."),
-    "warning": Kind(ONCE, "A warning from the training process."),
-    "disagreement": Kind(ONCE, "Ranks report different parameter counts of the whole model."),
+    "warning": Kind(ONCE, "A warning from the training process.", is_problem=True),
+    "disagreement": Kind(ONCE, "Ranks report different parameter counts of the whole model.", is_problem=True),
     # Connections
-    "refused": Kind(ONCE, "A peer was rejected; each rejection is counted, not each is a line."),
-    "garbage": Kind(ONCE, "A frame was rejected because it could not be decoded."),
+    "refused": Kind(ONCE, "A peer was rejected; each rejection is counted, not each is a line.", is_problem=True),
+    "garbage": Kind(ONCE, "A frame was rejected because it could not be decoded.", is_problem=True),
     "security": Kind(FILE, "How connections are protected."),
-    "descriptors": Kind(ALWAYS, "The limit of open files is too low for the job."),
+    "descriptors": Kind(ALWAYS, "The limit of open files is too low for the job.", is_problem=True),
     # The aggregator and its sinks
-    "aggregator": Kind(ALWAYS, "The aggregator could not be started, or died and was replaced."),
-    "sink": Kind(ONCE, "A sink cannot be opened, fails, or is too slow."),
+    "aggregator": Kind(ALWAYS, "The aggregator could not be started, or died and was replaced.", is_problem=True),
+    "sink": Kind(ONCE, "A sink cannot be opened, fails, or is too slow.", is_problem=True),
     "clock": Kind(FILE, "The clock of the aggregator's host was set."),
     # Devices
     "not_measured": Kind(ONCE, "A quantity that a device cannot give, with the reason."),
-    "stale": Kind(ONCE, "A read of a device does not return, or returns again."),
-    "xid": Kind(ALWAYS, "The driver reported an Xid error of a GPU."),
-    "ecc": Kind(ALWAYS, "A GPU reported uncorrected memory errors."),
+    "stale": Kind(ONCE, "A read of a device does not return, or returns again.", is_problem=True),
+    "xid": Kind(ALWAYS, "The driver reported an Xid error of a GPU.", is_problem=True),
+    "ecc": Kind(ALWAYS, "A GPU reported uncorrected memory errors.", is_problem=True),
     "power_limit": Kind(FILE, "The power limit of a GPU was changed."),
     # Energy
-    "energy_counter": Kind(ONCE, "A GPU's energy counter is not used, or used again."),
-    "energy_disagreement": Kind(ONCE, "A GPU's energy counter and its power disagree."),
+    "energy_counter": Kind(ONCE, "A GPU's energy counter is not used, or used again.", is_problem=True),
+    "energy_disagreement": Kind(ONCE, "A GPU's energy counter and its power disagree.", is_problem=True),
     "energy_calibration": Kind(ONCE, "A GPU contradicts the calibration in the cache, which was dropped."),
-    "energy_aliasing": Kind(ONCE, "Iterations keep step with the power sensor: a GPU's energy has a larger error."),
-    "energy_doubtful": Kind(ONCE, "A window's energy has a large random error."),
+    "energy_aliasing": Kind(
+        ONCE, "Iterations keep step with the power sensor: a GPU's energy has a larger error.", is_problem=True
+    ),
+    "energy_doubtful": Kind(ONCE, "A window's energy has a large random error.", is_problem=True),
     # Training
-    "mfu": Kind(ONCE, "MFU or HFU came out above 1: a wrong number of FLOPs or tokens, or a wrong peak."),
-    "slower": Kind(ONCE, "The job became slower, with what else changed at the time."),
+    "mfu": Kind(
+        ONCE, "MFU or HFU came out above 1: a wrong number of FLOPs or tokens, or a wrong peak.", is_problem=True
+    ),
+    "slower": Kind(ONCE, "The job became slower, with what else changed at the time.", is_problem=True),
     "faster": Kind(FILE, "The job became faster."),
-    "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed."),
+    "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed.", is_problem=True),
     "resumed": Kind(ALWAYS, "The job makes progress again after a stall."),
     "stack": Kind(ONCE, "Where the stacks of stalled ranks were written."),
-    "straggler": Kind(ALWAYS, "A rank is slower than its peers and holds them up."),
+    "straggler": Kind(ALWAYS, "A rank is slower than its peers and holds them up.", is_problem=True),
     "recovered": Kind(ALWAYS, "A straggler is as fast as its peers again."),
 }
 
@@ -71,3 +76,9 @@ def level_of(kind: str) -> str:
     """Return where events of a kind are shown; one that nobody registered is shown."""
     known = KINDS.get(kind)
     return known.level if known is not None else ONCE
+
+
+def is_problem(kind: str) -> bool:
+    """Return whether events of a kind name something that is wrong."""
+    known = KINDS.get(kind)
+    return known is not None and known.is_problem

@@ -16,6 +16,8 @@ from msgspec import Meta, Struct
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
+MAX_EVENT_COUNT = 2**32
+EventCount = Annotated[int, Meta(ge=1, le=MAX_EVENT_COUNT)]
 Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -127,6 +129,15 @@ class Device(Struct, frozen=True):
     baseline_w: Amount | None = None  # its mean power before the first iteration, where that was asked for
 
 
+class DeviceEvent(Struct, frozen=True, gc=False):
+    """Something that happened to a device."""
+
+    kind: str  # one of effllm.events.KINDS
+    text: str
+    count: int = 1  # how often
+    time_ns: int = 0  # when it was read; 0 in a `Sample`, which has its own time
+
+
 class Sample(Struct, frozen=True, gc=False):
     """One reading of a device.
 
@@ -142,7 +153,7 @@ class Sample(Struct, frozen=True, gc=False):
     power_average_w: float | None = None  # mean of the driver's last second or so
     gauges: dict[str, float] = {}  # whatever else was read, by the names in GAUGES
     throttled_by: tuple[str, ...] | None = None  # NVML's clocks event reasons that hold now
-    events: tuple[tuple[str, str], ...] = ()  # (kind, text): Xid, ECC, ...
+    events: tuple[DeviceEvent, ...] = ()  # Xid, ECC, ...
     energy_only: bool = False  # nothing else was asked, which is not to say that it failed
 
 
@@ -466,6 +477,7 @@ class Event(Struct, frozen=True):
     rank: int | None = None
     device: str | None = None  # its key, where it happened to a device
     attempt: int = 0
+    count: int = 1  # how many events this line stands for
 
 
 class Value(Struct, frozen=True, omit_defaults=True):
@@ -637,7 +649,9 @@ class Note(Struct, frozen=True, array_like=True, tag=4):
     rank: Count
     kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
     text: Sentence
-    time_s: Number
+    time_s: Number  # unix, when it happened, by the clock of the agent's host
+    device: Word = ""  # its key, where it happened to a device
+    count: EventCount = 1  # how many events the line stands for
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=5):

@@ -489,23 +489,81 @@ def test_on_a_host_the_rank_that_reads_the_sensor_decides_that_there_is_one():
     assert job.closed()[0].coverage.energy == 1.0
 
 
-def test_notes_of_agents_are_told_once_each():
+def test_equal_faults_are_recorded_and_counted_each_time():
     job = Job().join()
-    for text in ("no sensor", "no sensor", "another"):
-        job.aggregator.note(Note("agent-0", 0, "agent", text, 1000.0), 0.0, 1000.0)
-    job.aggregator.note(Note("stranger", 0, "agent", "hello", 1000.0), 0.0, 1000.0)
+    for text in ("Xid 79", "Xid 79", "Xid 48"):
+        job.aggregator.note(Note("agent-0", 0, "xid", text, 1000.0), 0.0, 1000.0)
+    job.aggregator.note(Note("another", 0, "xid", "Xid 1", 1000.0), 0.0, 1000.0)
 
-    assert [event.text for event in job.events("agent")] == ["rank 0: no sensor", "rank 0: another"]
+    assert [event.text for event in job.events("xid")] == ["rank 0: Xid 79", "rank 0: Xid 79", "rank 0: Xid 48"]
+    assert job.summary().events["xid"] == 3
+
+
+def test_a_fault_keeps_its_time_rank_and_device():
+    job = Job().join()
+    note = Note("agent-1", 1, "xid", "Xid 79", 1030.0, "GPU-7", 2)
+    job.aggregator.note(note, 2000.0, 3000.0)  # after an outage of the aggregator
+
+    (event,) = job.events("xid")
+    assert (event.time_s, event.rank, event.device, event.count) == (1030.0, 1, "GPU-7", 2)
+
+
+@pytest.mark.parametrize(("note_s", "time_s"), [(9e9, 3000.0), (-1e30, 1000.0)])
+def test_a_fault_lies_between_the_jobs_start_and_now(note_s, time_s):
+    job = Job().join()
+    job.aggregator.note(Note("agent-0", 0, "xid", "Xid 79", note_s), 2000.0, 3000.0)
+
+    assert job.events("xid")[0].time_s == time_s
 
 
 @pytest.mark.fault("hostile-frames")
-def test_garbage_is_counted_and_told_a_thousand_times_at_most():
+def test_a_storm_is_a_hundred_lines_a_minute_and_a_count():
     job = Job()
-    for i in range(2000):
-        job.aggregator.reject(1000.0, f"reason {i}")
+    for minute in (1, 2):
+        for _ in range(2000):
+            job.aggregator.reject(1000.0, "no frame")
+        job.wait(61)
 
-    assert job.aggregator.garbage == 2000
-    assert len(job.events("garbage")) == 1000
+        lines = job.events("garbage")
+        assert len(lines) == 101
+        assert sum(line.count for line in lines) == 2000
+        assert job.summary().events["garbage"] == 2000 * minute
+    assert job.aggregator.garbage == 4000
+
+
+def test_a_million_faults_of_many_ranks_stay_below_ten_megabytes():
+    ranks = 200
+    job = Job(ranks).join()
+    for number in range(1000):
+        for rank in range(ranks):
+            note = Note(f"agent-{rank}", rank, "ecc", f"{number} uncorrected memory errors", 1000.0, f"GPU-{rank}", 5)
+            job.aggregator.note(note, 0.0, 1000.0)
+    job.wait(61, *range(ranks))
+
+    lines = job.events("ecc")
+    assert sum(len(msgspec.json.encode(line)) + 1 for line in lines) < 10e6
+    assert sum(line.count for line in lines) == job.summary().events["ecc"] == 1_000_000
+
+
+def test_what_a_storm_left_out_is_named_at_the_end_of_the_job():
+    job = Job().join()
+    for _ in range(250):
+        job.aggregator.note(Note("agent-1", 1, "ecc", "1 uncorrected memory errors", 1000.0), 0.0, 1000.0)
+    job.aggregator.close_all()
+
+    last = job.events("ecc")[-1]
+    assert (last.rank, last.count) == (1, 150)
+
+
+def test_kinds_beyond_a_hundred_are_counted_together():
+    job = Job().join()
+    for number in range(300):
+        kind = "".join(chr(ord("a") + int(digit)) for digit in str(number))
+        job.aggregator.note(Note("agent-0", 0, kind, "text", 1000.0), 0.0, 1000.0)
+
+    counts = job.summary().events
+    assert len(counts) <= 102
+    assert sum(counts.values()) == 300 + counts["joined"]
 
 
 # --- the run to date -----------------------------------------------------------------------------
@@ -956,7 +1014,7 @@ def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
     job.send(row(0))
     job.send(row(0))
 
-    assert len(job.events("garbage")) == 1
+    assert len(job.events("garbage")) == 3
     assert {kind: job.summary().events[kind] for kind in ("rejected", "duplicate")} == {"rejected": 3, "duplicate": 1}
 
 

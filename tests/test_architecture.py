@@ -20,7 +20,7 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  runs  schema  training
-0.5     runs.own_files  timeline
+0.5     event_limit  runs.own_files  timeline
 0.6     network.descriptors  network.hangups  network.intake  network.secret  network.strangers
 0.7     network.connections  network.curve
 0.8     network.door

@@ -396,7 +396,7 @@ def until(condition):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
         track.take()
-        events.extend(track.take_events())
+        events.extend((one.kind, one.text) for one in track.take_events(time.monotonic_ns(), time.time()))
 
 until(lambda: track.series is not None and track.series.newest_ns)
 start_ns = track.series.newest_ns

@@ -15,7 +15,7 @@ import pytest
 from nvml_library import GIB, Gpu, flat, sine, square
 
 from effllm.devices import Site
-from effllm.schema import Device
+from effllm.schema import Device, DeviceEvent
 
 A, B = "GPU-aaaa0001-0000-4000-8000-000000000001", "GPU-bbbb0002-0000-4000-8000-000000000002"
 AT_A, AT_B = Site(cuda_uuid=A, host="node0"), Site(cuda_uuid=B, host="node0")
@@ -666,7 +666,7 @@ def test_a_slice_that_was_lost_is_found_elsewhere_and_keeps_its_part(trace):
 def told(reader, pass_s: float = 0.0):
     """Let time pass for the reader, read, and return what it tells to have happened."""
     reader.pass_time(pass_s)
-    return reader.read()[0].events
+    return tuple((event.kind, event.text) for event in reader.read()[0].events)
 
 
 def test_a_critical_error_is_told_once(trace):
@@ -746,7 +746,7 @@ def test_a_changed_power_limit_is_told_once_and_shown_from_then_on(trace):
         sample, _ = reader.read()
         after = told(reader, 10.0)
 
-    assert sample.events == (("power_limit", "the power limit went from 700 W to 350 W"),)
+    assert sample.events == (DeviceEvent("power_limit", "the power limit went from 700 W to 350 W"),)
     assert after == ()
     with trace.reader(AT_A) as reader:
         assert reader.read()[0].gauges["power_limit_w"] == 350.0

@@ -9,6 +9,7 @@ import pytest
 import systems
 
 from effllm.config import VARIABLES
+from effllm.events import KINDS
 from effllm.hooks import TARGETS
 from effllm.metrics import METRICS
 
@@ -26,6 +27,12 @@ def test_the_configuration_page_has_a_row_for_every_variable():
 def test_the_page_of_metrics_names_every_one_beside_the_seven():
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
+
+
+def test_the_page_of_events_has_a_row_for_every_kind():
+    page = (ROOT / "docs" / "events.md").read_text()
+    for name, kind in KINDS.items():
+        assert f"| `{name}` | {kind.level}{', coloured' if kind.is_problem else ''} | {kind.help} |" in page
 
 
 def test_every_link_into_a_page_leads_to_one_of_its_headings():

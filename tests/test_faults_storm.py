@@ -17,7 +17,7 @@ from effllm.aggregation.orders import Orders
 from effllm.config import read_config
 from effllm.network.discovery import listen
 from effllm.network.transport import AgentLink, Outbox, make_context
-from effllm.schema import Ack, Bye, ByeSeen, Device, Hello, Parameters, Reports, Welcome
+from effllm.schema import Ack, Bye, ByeSeen, Device, Hello, Note, Parameters, Reports, Welcome
 
 pytestmark = pytest.mark.faults
 
@@ -38,6 +38,7 @@ class FakeAgent:
         self.is_welcome = self.is_over = False
         self.most_waiting = 0
         self._said_hello_s = 0.0
+        self.notes = []
 
     def measure(self, window):
         row = make_row(
@@ -85,6 +86,10 @@ class FakeAgent:
             if not self.link.send(Reports(tuple(rows), self.outbox.lost, 0.0)):
                 return
             self.outbox.sent(len(rows))
+        while self.is_welcome and self.notes:
+            if not self.link.send(self.notes[-1]):
+                return
+            self.notes.pop()
         if self.is_welcome and ended and not len(self.outbox):
             self.link.send(Bye(self.id, self.rank, "completed", WINDOWS * 10))
 
@@ -162,3 +167,39 @@ def test_forty_agents_lose_nothing_when_their_aggregator_is_killed_five_times(ag
     rows = sorted((row.rank, row.window) for row in ledger.ranks)
     assert rows == [(rank, window) for rank in range(AGENTS) for window in range(1, WINDOWS + 1)]
     assert [report.window for report in ledger.windows] == list(range(1, WINDOWS + 1))
+
+
+@pytest.mark.timeout(120)
+def test_a_million_memory_errors_delay_no_window_and_fill_no_disk(aggregator):
+    child, orders, _ = aggregator
+    context, windows, notes = make_context(), 20, 400
+    agents = [FakeAgent(context, orders.endpoint, rank, world_size=4) for rank in range(4)]
+    began_s, measured = time.monotonic(), 0
+    while not child.done:
+        now_s = time.monotonic()
+        assert now_s < began_s + 90
+        if measured < windows and now_s - began_s >= (measured + 1) * WINDOW_S:
+            measured += 1
+            for agent in agents:
+                agent.measure(measured)
+                text = "uncorrected memory errors"
+                note = Note(
+                    agent.id, agent.rank, "ecc", text, time.time(), f"GPU-{agent.rank}", 1_000_000 // 4 // notes
+                )
+                agent.notes += [note] * (notes // windows)
+        for agent in agents:
+            agent.talk(measured == windows and not any(one.notes for one in agents))
+        child.look(now_s)
+        time.sleep(0.005)
+    for agent in agents:
+        agent.link.close()
+    context.destroy(linger=0)
+
+    ledger = jobs.Ledger(jobs.Path(orders.folder))
+    lines = [event for event in ledger.events if event.kind == "ecc"]
+    assert ledger.summary.events["ecc"] == sum(line.count for line in lines) == 1_000_000
+    assert len(lines) < 4 * notes
+    assert (ledger.folder / "events.jsonl").stat().st_size < 10e6
+    assert [report.window for report in ledger.windows] == list(range(1, windows + 1))
+    assert {report.coverage.ranks_reporting for report in ledger.windows} == {4}
+    assert not ledger.summary.events.keys() & {"missing", "late", "lost", "throttled"}

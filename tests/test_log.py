@@ -6,6 +6,7 @@ import time
 import pytest
 
 from effllm.agents.log import Log
+from effllm.schema import Event
 
 
 def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):
@@ -17,7 +18,7 @@ def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order
 
     lines = (tmp_path / "logs" / "agent-3.log").read_text().splitlines()
     assert [line.partition("Z ")[2] for line in lines] == ["rank 3: one", "rank 3: two"]
-    assert [(kind, text) for kind, text, _ in log.unsent] == [("agent", "one"), ("warning", "two")]
+    assert [(event.kind, event.text) for event in taken(log)] == [("agent", "one"), ("warning", "two")]
 
 
 def test_an_agent_that_has_nothing_to_say_leaves_no_file(tmp_path):
@@ -50,4 +51,41 @@ def test_a_disk_that_stands_still_holds_up_no_line_and_no_end(tmp_path):
     assert time.monotonic() - began_s < 5.0
 
     said = (tmp_path / "agent-0.log").read_text()  # to its end, which is the log's
-    assert [line.rpartition(" ")[2] for line in said.splitlines()] == [str(number) for number in range(800, 1000)]
+    assert [line.rpartition(" ")[2] for line in said.splitlines()] == [str(number) for number in range(100)]
+
+
+def taken(log):
+    """Take all that waits to be sent."""
+    events = []
+    while (event := log.unsent()) is not None:
+        events.append(event)
+        log.sent()
+    return events
+
+
+def test_a_storm_at_an_agent_is_a_hundred_events_and_a_count(tmp_path):
+    log = Log(0)
+    log.attach(tmp_path)
+    for number in range(100_000):
+        log.event(Event(1000.0, "ecc", f"{number} errors", count=10))
+    log.event(Event(1000.0, "xid", "Xid 79"))
+    log.end()
+    events = taken(log)
+    log.close()
+
+    assert len(events) == 102
+    assert sum(event.count for event in events if event.kind == "ecc") == 1_000_000
+    assert [event.text for event in events if event.kind == "xid"] == ["Xid 79"]
+    assert (tmp_path / "agent-0.log").stat().st_size < 20_000
+
+
+def test_events_of_a_long_outage_are_counted_where_they_do_not_fit(monkeypatch):
+    monkeypatch.setattr("effllm.event_limit.MINUTE_S", 0.0)  # each event in a minute of its own
+    log = Log(0)
+    for _ in range(1000):
+        log.event(Event(1000.0, "ecc", "1 error"))
+    log.end()
+
+    events = taken(log)
+    assert len(events) <= 202
+    assert sum(event.count for event in events) == 1000

@@ -8,8 +8,9 @@ import pytest
 import zmq
 from builders import gpu, hello, reports, row
 
-from effllm.aggregation.aggregator import MOST_NOTES, Aggregator
+from effllm.aggregation.aggregator import Aggregator
 from effllm.config import Config
+from effllm.event_limit import MAX_PER_MINUTE
 from effllm.network.peers import (
     AGAIN_EVERY_S,
     BURST_BYTES,
@@ -211,7 +212,7 @@ def test_a_rank_that_talks_without_end_is_cut_short_and_silences_nobody():
     aggregator.reject(1001.0, "no frame")
 
     told = [event.text for event in aggregator.take_events()]
-    assert sum(text.startswith("rank 0: ") for text in told) == MOST_NOTES
+    assert sum(text.startswith("rank 0: ") for text in told) == MAX_PER_MINUTE
     assert told[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
 
 

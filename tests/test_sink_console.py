@@ -336,6 +336,28 @@ def test_a_kind_that_nobody_registered_is_shown():
     assert stream.getvalue() == "[EfficientLLM] something happened\n"
 
 
+def test_a_kind_that_used_its_lines_up_silences_no_other():
+    stream = Stream()
+    sink = open_sink("console", make_run(stdout=stream))
+    for number in range(100):
+        sink.event(Event(0.0, "not_measured", f"quantity {number}"))
+    sink.event(Event(0.0, "warning", "rank 0: loss is a CUDA tensor"))
+
+    assert stream.getvalue().endswith("\n[EfficientLLM] rank 0: loss is a CUDA tensor\n")
+
+
+def test_a_problem_is_coloured_on_a_terminal_and_has_its_count(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Stream(terminal=True)
+    sink = open_sink("console", make_run(stdout=stream))
+    sink.event(Event(0.0, "xid", "Xid 79", count=3))
+    sink.event(Event(0.0, "resumed", "the job makes progress again"))
+
+    assert "\x1b[1;31m[EfficientLLM] Xid 79 (3 events)\x1b[0m\n" in stream.getvalue()
+    assert stream.getvalue().endswith("\x1b[K[EfficientLLM] the job makes progress again\n")
+
+
 def test_the_end_of_a_run_prints_the_golden_table():
     stream = Stream()
     sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream))

@@ -41,7 +41,7 @@ class Values:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
         self.write = lambda report, rows: self.values.take(report)
-        self.event = lambda event: self.values.count(event.kind)
+        self.event = lambda event: self.values.count(event.kind, event.count)
 
     def page(self):
         return generate_latest(self.registry).decode()
@@ -274,6 +274,14 @@ def test_the_page_is_what_promtool_takes(sink):
     # It takes "per" and its like for wrong; what it says of our names is advice, and no error of the format.
     assert done.returncode in (0, 3), done.stderr
     assert "error" not in done.stderr.lower()
+
+
+def test_an_event_line_counts_all_that_it_stands_for(sink):
+    sink.event(Event(1.0, "ecc", "1 uncorrected memory errors"))
+    sink.event(Event(1.0, "ecc", "more events", count=999_999))
+
+    (value,) = (value for (name, *labels), value in served(sink).items() if "ecc" in str(labels))
+    assert value == 1_000_000
 
 
 def test_the_rules_ask_for_what_is_served(sink):

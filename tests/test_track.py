@@ -11,7 +11,7 @@ from test_sampler import SELDOM_S, FakeReader, until, woken
 from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler
 from effllm.agents.track import Track
-from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
+from effllm.schema import COUNTER, INSTANT, Device, DeviceEvent, Sample, Sensor
 
 
 class Gpu(FakeReader):
@@ -217,12 +217,30 @@ def test_a_device_that_hangs_is_waited_for_no_longer_and_told_once(tracked, monk
     until(lambda: track.sampler.stale_s() is not None)
 
     assert track.is_settled(edge_ns)
-    [(kind, text)] = track.take_events()
-    assert (kind, text) == ("stale", "GPU-0 is stale: a read has not come back for 0 s")
-    assert track.take_events() == []
+    assert events_of(track) == [("stale", "GPU-0 is stale: a read has not come back for 0 s")]
+    assert events_of(track) == []
     answer.set()
     until(lambda: track.sampler.stale_s() is None)
-    assert track.take_events() == [("stale", "GPU-0 answers again")]
+    assert events_of(track) == [("stale", "GPU-0 answers again")]
+
+
+def events_of(track):
+    return [(event.kind, event.text) for event in track.take_events(time.monotonic_ns(), time.time())]
+
+
+def test_an_event_has_the_time_key_and_count_of_its_reading(tracked, wake):
+    class Faulty(Gpu):
+        def read(self):
+            sample, failures = super().read()
+            return Sample(sample.time_ns, power_w=100.0, events=(DeviceEvent("ecc", "3 errors", 3),)), failures
+
+    track = tracked(Faulty())
+    track.sampler.ask()
+    woken(wake)
+    track.take()
+    event = track.take_events(track.series.newest_ns + 90 * 10**9, 1000.0)[-1]  # after an outage of 90 s
+
+    assert (event.time_s, event.device, event.count) == (pytest.approx(910.0), "GPU-0", 3)
 
 
 def test_what_happens_to_a_device_is_told_with_its_name(tracked, wake):
@@ -230,7 +248,7 @@ def test_what_happens_to_a_device_is_told_with_its_name(tracked, wake):
         def read(self):
             sample, failures = super().read()
             energy_j = 1e6 if self.reads == 1 else 5.0
-            events = (("xid", "a critical error: Xid 79"),) if self.reads == 2 else ()
+            events = (DeviceEvent("xid", "a critical error: Xid 79"),) if self.reads == 2 else ()
             return Sample(sample.time_ns, power_w=100.0, energy_j=energy_j, events=events), failures
 
     track = tracked(Reset())
@@ -238,14 +256,14 @@ def test_what_happens_to_a_device_is_told_with_its_name(tracked, wake):
     woken(wake)
     track.take()
 
-    assert track.take_events() == [
+    assert events_of(track) == [
         ("xid", "GPU-0: a critical error: Xid 79"),
         (
             "energy_counter",
             "GPU-0: the energy counter is not believed: it went back by 999995 J; power fills the gap",
         ),
     ]
-    assert track.take_events() == []
+    assert events_of(track) == []
 
 
 def test_five_intervals_without_a_sample_are_a_hole(tracked):

@@ -46,6 +46,7 @@ from effllm.runs.plain_text import one_line
 from effllm.runs.run_lock import name_of_run
 from effllm.schema import (
     MARKED_PHASES,
+    MAX_EVENT_COUNT,
     MOST_TEXT,
     Ack,
     Beat,
@@ -429,8 +430,9 @@ class Agent:
         if (stretch := self._facts.get("baseline_ns")) and not self._has_baseline:
             self._has_baseline = all(track.note_baseline(*stretch) for track in self._tracks if track.series)
             news.append(self._has_baseline)
-        for kind, text in (event for track in self._tracks for event in track.take_events()):
-            self._log.line(text, kind)
+        now_ns, time_s = time.monotonic_ns(), time.time()
+        for event in (event for track in self._tracks for event in track.take_events(now_ns, time_s)):
+            self._log.event(event)
         if any(news) and self._welcome:
             self._say_hello(time.monotonic())
 
@@ -480,11 +482,12 @@ class Agent:
             self._complain(now_s)
             return
         self._send_reports(link, now_s)
-        while self._log.unsent:
-            kind, text, time_s = self._log.unsent[0]
-            if not link.send(Note(self._id, self._rank, kind, text[:MOST_TEXT], time_s)):
+        while (event := self._log.unsent()) is not None:
+            text, count = event.text[:MOST_TEXT], min(event.count, MAX_EVENT_COUNT)
+            note = Note(self._id, self._rank, event.kind, text, event.time_s, event.device or "", count)
+            if not link.send(note):
                 break
-            self._log.unsent.popleft()
+            self._log.sent()
         self._take_inspection(now_s)
         if self._stack is not None:
             stack = Stack(self._id, self._rank, self._ring.state()[1], self._stack.text, self._stack.top[:MOST_TEXT])
@@ -670,6 +673,7 @@ class Agent:
         while (row := self._cutter.cut(self._series)) is not None:
             self._outbox.add(row)
         self._outbox.add(self._cutter.cut_rest(self._series, self._end_ns))
+        self._log.end()
         while time.monotonic() - began_s < LAST_WORDS_S and not self._refused:
             self._look(trainer_gone=False)
             if self._welcome and not self._outbox.num_unsent and not self._bye_sent:

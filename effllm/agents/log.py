@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -10,8 +11,11 @@ from collections import deque
 from pathlib import Path
 
 from effllm.config import state_folder
+from effllm.event_limit import EventLimit
+from effllm.schema import Event
 
 CLOSE_S = 0.5
+MAX_UNSENT = 200
 
 
 class Log:
@@ -27,15 +31,48 @@ class Log:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._is_closed = False
-        self.unsent: deque[tuple[str, str, float]] = deque(maxlen=200)
+        self._limit = EventLimit()
+        self._lock = threading.Lock()  # samplers' threads log too
+        self._unsent: deque[Event] = deque()
 
     def line(self, text: str, kind: str = "agent") -> None:
         """Take one line, for the file and for the aggregator."""
-        now = time.time()
-        self.unsent.append((kind, text, now))
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
-        self._lines.append(f"{stamp}Z rank {self._rank}: {text}\n")
+        self.event(Event(time.time(), kind, text))
+
+    def event(self, event: Event) -> None:
+        """Take an event, for the file and for the aggregator; in a storm most are only counted."""
+        with self._lock:
+            left_out = self._limit.roll(time.monotonic())
+            for one in [*left_out, event] if self._limit.admits(event) else left_out:
+                self._put(one)
         self._flush()
+
+    def unsent(self) -> Event | None:
+        """Return the oldest event that is not sent yet, or ``None``."""
+        with self._lock:
+            for one in self._limit.roll(time.monotonic()):
+                self._put(one)
+            return self._unsent[0] if self._unsent else None
+
+    def sent(self) -> None:
+        """Note that the oldest event was sent."""
+        with self._lock:
+            self._unsent.popleft()
+
+    def end(self) -> None:
+        """Let the events that were left out so far be sent now: the job ends."""
+        with self._lock:
+            for one in self._limit.roll(math.inf):
+                self._put(one, most=2 * MAX_UNSENT)
+        self._flush()
+
+    def _put(self, event: Event, most: int = MAX_UNSENT) -> None:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(event.time_s))
+        often = f" ({event.count} events)" if event.count > 1 else ""
+        self._lines.append(f"{stamp}Z rank {self._rank}: {event.text}{often}\n")
+        if len(self._unsent) >= most:
+            self._limit.leave_out(self._unsent.popleft())
+        self._unsent.append(event)
 
     def attach(self, folder: Path) -> None:
         """Write to a file in ``folder`` from now on; it is made with the first line."""

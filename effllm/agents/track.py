@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from effllm.agents.sampler import Sampler
 from effllm.agents.window import Series
-from effllm.schema import Device, Sample
+from effllm.schema import Device, DeviceEvent, Event, Sample
 
 LONGEST_GAP_INTERVALS = 5
 LEAST_INTERVAL_S = 0.2
@@ -78,14 +78,30 @@ class Track:
             self.series.device = replace(self.series.device, baseline_w=idle.energy_j / idle.energy_covered_s)
         return True
 
-    def take_events(self) -> list[tuple[str, str]]:
-        """Return what happened to the device since the last call, as (kind, text)."""
+    def take_events(self, now_ns: int, time_s: float) -> list[Event]:
+        """Return what happened to the device since the last call, each event with the time at which it was read.
+
+        Args:
+            now_ns: the time.
+            time_s: unix time.
+        """
         events = self.series.take_events() if self.series else []
         stale_s, was_stale = self.sampler.stale_s(), self._is_stale
         self._is_stale = stale_s is not None
         name = self.series.device.key if self.series else "the device"
         if stale_s is not None and not was_stale:
-            events.append(("stale", f"{name} is stale: a read has not come back for {stale_s:.0f} s"))
+            text = f"{name} is stale: a read has not come back for {stale_s:.0f} s"
+            events.append(DeviceEvent("stale", text, time_ns=now_ns))
         elif was_stale and stale_s is None:
-            events.append(("stale", f"{name} answers again"))
-        return [(kind, f"{name}: {text}" if name not in text else text) for kind, text in events]
+            events.append(DeviceEvent("stale", f"{name} answers again", time_ns=now_ns))
+        key = self.series.device.key if self.series else None
+        return [
+            Event(
+                time_s=time_s - max(now_ns - event.time_ns, 0) * 1e-9,
+                kind=event.kind,
+                text=event.text if name in event.text else f"{name}: {event.text}",
+                device=key,
+                count=event.count,
+            )
+            for event in events
+        ]

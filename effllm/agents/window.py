@@ -21,6 +21,7 @@ from effllm.schema import (
     SHUTDOWN,
     STARTUP,
     Device,
+    DeviceEvent,
     DeviceWindow,
     Gauge,
     Integrals,
@@ -51,7 +52,7 @@ class Series:
         self._folded: dict[int, DeviceWindow] = {}  # what lay between a sample and the next that is kept, by its time
         self._energy = EnergyLedger(device, longest_gap_s)
         self._newest_ns = 0
-        self._events: list[tuple[str, str]] = []
+        self._events: list[DeviceEvent] = []
 
     @property
     def newest_ns(self) -> int:
@@ -81,7 +82,7 @@ class Series:
         self._energy.add(sample)
         if not sample.energy_only:
             self._samples.append(sample)
-            self._events += sample.events
+            self._events += [replace(event, time_ns=sample.time_ns) for event in sample.events]
 
     def calibrate(self, device: Device) -> None:
         """Take what has been learnt of the device's sensor since the samples began."""
@@ -97,9 +98,10 @@ class Series:
         """Tell how long iterations take and how much that varies, for the sensor may beat with them."""
         self._energy.set_rhythm(step_s, deviation_s)
 
-    def take_events(self) -> list[tuple[str, str]]:
-        """Return what happened to the device and its measurement since the last call, as (kind, text)."""
-        events, self._events = self._events + self._energy.take_events(), []
+    def take_events(self) -> list[DeviceEvent]:
+        """Return what happened to the device and its measurement since the last call."""
+        of_energy = [DeviceEvent(kind, text, time_ns=self._newest_ns) for kind, text in self._energy.take_events()]
+        events, self._events = self._events + of_energy, []
         return events
 
     def reads_for(self, edge_ns: int) -> list[int]:

@@ -22,6 +22,8 @@ from effllm.aggregation.pacing import is_large, late_every_s
 from effllm.aggregation.reporting import Window, doubts, report_of, summary_of
 from effllm.aggregation.roster import ABSENT_AFTER_S, Roster
 from effllm.config import Config
+from effllm.event_limit import EventLimit
+from effllm.events import KINDS
 from effllm.health.stalls import StackFile, Stalls
 from effllm.health.straggler_watch import StragglerWatch
 from effllm.runs.plain_text import one_line
@@ -29,8 +31,9 @@ from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankRepo
 
 LEAST_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
-MOST_TOLD = 1000  # of a kind
-MOST_NOTES = 200  # of a rank: as many as its agent keeps
+MAX_STATED = 1000  # sentences of a kind that are remembered as stated
+MAX_KINDS = 100  # of events; further ones are counted as OTHER
+OTHER = "other"
 MOST = 0.5
 MOST_NAMED = 8  # ranks in a line
 MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
@@ -81,8 +84,8 @@ class Aggregator:
         self._late_s = -math.inf  # when late rows were last taken in
         self._late_rows: dict[int, dict[int, RankReport]] = {}  # of windows that have closed
         self._events: list[Event] = []
-        self._told: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
-        self._notes: dict[int, int] = {}  # of each rank
+        self._limit = EventLimit()
+        self._stated: dict[str, set[str]] = {}  # by kind: what one kind floods, others are not silenced by
         self._last_report: ClusterReport | None = None
         self._boot = boot
         self._heard_s: float | None = None  # when any rank was heard last
@@ -97,7 +100,7 @@ class Aggregator:
         """Take an introduction; return why it is refused, or an empty string."""
         reason = self._roster.objection(message, now_s)
         if reason:
-            self._tell("refused", f"rank {message.rank} on {message.host} was refused: {reason}", time_s, message.rank)
+            self._event("refused", f"rank {message.rank} on {message.host} was refused: {reason}", time_s, message.rank)
             return reason
         is_new = self._roster.admit(message, now_s)
         if is_new:
@@ -112,10 +115,10 @@ class Aggregator:
         )  # fmt: skip
         for device in message.devices:
             for sentence in device.not_measured:
-                self._tell("not_measured", sentence, time_s)
+                self._state("not_measured", sentence, time_s)
         disagreement = self._roster.disagreement(message)
         if disagreement:
-            self._tell("disagreement", disagreement, time_s, message.rank, once="parameters")
+            self._state("disagreement", disagreement, time_s, message.rank, once="parameters")
         return ""
 
     def reports(self, message: Reports, now_s: float, time_s: float) -> None:
@@ -178,13 +181,12 @@ class Aggregator:
             self._hear(message.rank, now_s, time_s)
 
     def note(self, message: Note, now_s: float, time_s: float) -> None:
-        """Take a line of an agent's log."""
+        """Take an event of an agent: it keeps its own time, but for a clock that is ahead or far behind."""
         if self._roster.rank_of(message.rank, message.agent) is not None:
             self._hear(message.rank, now_s, time_s)
-            self._notes[message.rank] = count = self._notes.get(message.rank, 0) + 1
-            if count > MOST_NOTES:
-                return
-            self._tell(message.kind, f"rank {message.rank}: {message.text}", time_s, message.rank)
+            happened_s = min(max(message.time_s, self._ledger.started_time_s), time_s)
+            text = f"rank {message.rank}: {message.text}"
+            self._event(message.kind, text, happened_s, message.rank, message.device or None, message.count)
 
     def bye(self, message: Bye, now_s: float, time_s: float) -> bool:
         """Take a farewell; ``False`` where it comes from a stranger."""
@@ -207,11 +209,15 @@ class Aggregator:
     def reject(self, time_s: float, reason: str) -> None:
         """Count a frame that was no message of ours."""
         self.garbage += 1
-        self._tell("garbage", f"a frame was rejected: {reason}", time_s)
+        self._event("garbage", f"a frame was rejected: {reason}", time_s)
 
-    def refuse(self, time_s: float, reason: str, rank: int | None) -> None:
-        """Tell of a peer whose messages are not taken; they are counted where they are refused."""
-        self._tell("refused", reason, time_s, rank)
+    def refuse(self, time_s: float, reason: str, rank: int | None, count: int = 1) -> None:
+        """Record that messages or connections of a peer were rejected, and how many."""
+        self._event("refused", reason, time_s, rank, count=count)
+
+    def record(self, event: Event) -> None:
+        """Count and report an event of the aggregator's own process."""
+        self._event(event.kind, event.text, event.time_s, event.rank, event.device, event.count)
 
     def may_join(self, message: Hello, now_s: float) -> bool:
         """Whether nothing speaks against an introduction."""
@@ -243,6 +249,7 @@ class Aggregator:
         self._stalls.tick(now_s, time_s)
         self._ledger.note_hang(self._stalls.take_s(now_s))
         self._close_ready(now_s, until_s)
+        self._events += self._limit.roll(now_s)
 
     # --- what goes out ---
 
@@ -343,6 +350,7 @@ class Aggregator:
         for window in sorted(self._pending):
             self._close(window)
         self._late_s = -math.inf
+        self._events += self._limit.roll(math.inf)
 
     def summary(self, time_s: float, ended: bool) -> Summary:
         """Return the run as it stands."""
@@ -474,7 +482,7 @@ class Aggregator:
         self._closed.append(Closed(report, (late or window).ordered, safe))
         if not correction:
             for kind, text in doubts(report, window, self._roster):
-                self._tell(kind, text, report.time_s, once=kind)
+                self._state(kind, text, report.time_s, once=kind)
 
     def safe(self) -> dict[int, int]:
         """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
@@ -522,13 +530,23 @@ class Aggregator:
             self._event("lost", f"rank {number} lost {lost - rank.lost} reports: {why}", time_s, number)
             rank.lost = lost
 
-    def _event(self, kind: str, text: str, time_s: float, rank: int | None = None) -> None:
-        self._ledger.events[kind] = self._ledger.events.get(kind, 0) + 1
-        self._events.append(Event(time_s, kind, one_line(text), rank, attempt=self._ledger.attempt))
+    def _event(
+        self, kind: str, text: str, time_s: float, rank: int | None = None, device: str | None = None, count: int = 1
+    ) -> None:
+        """Count what happened, and make a line of it unless there are too many of them."""
+        counts = self._ledger.events
+        if kind not in KINDS and kind not in counts and len(counts) >= MAX_KINDS:
+            kind = OTHER
+        counts[kind] = counts.get(kind, 0) + count
+        if rank is not None and not 0 <= rank < self._ledger.world_size:
+            rank = None  # a peer may claim any
+        event = Event(time_s, kind, one_line(text), rank, device, self._ledger.attempt, count)
+        if self._limit.admits(event):
+            self._events.append(event)
 
-    def _tell(self, kind: str, text: str, time_s: float, rank: int | None = None, once: str = "") -> None:
-        """Make an event of a line the first time it is heard, and at most so many of them."""
-        told = self._told.setdefault(kind, set())
-        if (once or text) not in told and len(told) < MOST_TOLD:
-            told.add(once or text)
+    def _state(self, kind: str, text: str, time_s: float, rank: int | None = None, once: str = "") -> None:
+        """Make an event of a state that is stated again and again, the first time."""
+        stated = self._stated.setdefault(kind, set())
+        if (once or text) not in stated and len(stated) < MAX_STATED:
+            stated.add(once or text)
             self._event(kind, text, time_s, rank)

@@ -379,6 +379,8 @@ class Server:
     def _tick(self, now_s: float) -> None:
         for refusal in self._peers.take_refusals():
             self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
+        if repeated := self._peers.take_repeated() + self._door.take_repeated():
+            self._aggregator.refuse(time.time(), "peers that were rejected before were rejected again", None, repeated)
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         self._look_for_lost(now_s)
         self._aggregator.tick(now_s, time.time(), self._heard_until_s)
@@ -419,6 +421,7 @@ class Server:
         return is_long and self._aggregator.all_silent(now_s)
 
     def _hand_out(self, now_s: float) -> None:
+        self._take_inbox()
         if closed := self._aggregator.take_closed():
             self._write(closed, now_s)
         self._keep(now_s)
@@ -433,13 +436,16 @@ class Server:
 
             self._to_sinks(tell)
         self._inspect()
+
+    def _take_inbox(self) -> None:
+        """Take what the sinks' threads report."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
                 if isinstance(item, Event):
-                    self._to_sinks(lambda sink, item=item: sink.event(item))  # type: ignore[misc]
+                    self._aggregator.record(item)
                 elif isinstance(item, _Facts):
                     self._facts, self._facts_changed = {**item.facts, **self._facts}, True
                     self._has_git_facts = True

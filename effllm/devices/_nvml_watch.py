@@ -12,6 +12,7 @@ from typing import Any
 import pynvml
 
 from effllm.devices._nvml_call import MOST_64, Quantity, Readout, offered
+from effllm.schema import DeviceEvent
 
 #: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
 XID_EVERY_S, SELDOM_S = 1.0, 10.0
@@ -45,8 +46,8 @@ class Watch:
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
 
-    def look(self, now_s: float, is_there: bool) -> tuple[tuple[str, str], ...]:
-        """Return what has happened, as (kind, text).
+    def look(self, now_s: float, is_there: bool) -> tuple[DeviceEvent, ...]:
+        """Return what has happened.
 
         Args:
             now_s: the time.
@@ -68,27 +69,29 @@ class Watch:
                 pynvml.nvmlEventSetFree(self._events)
             self._events = None
 
-    def _critical(self) -> list[tuple[str, str]]:
+    def _critical(self) -> list[DeviceEvent]:
         numbers: Counter[int] = Counter()
         with suppress(pynvml.NVMLError):  # a time-out: nothing more has happened
             while self._events is not None and numbers.total() < _MOST_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
-        return [("xid", _critical_text(number, times)) for number, times in numbers.items()]
+        return [DeviceEvent("xid", _critical_text(number, times), times) for number, times in numbers.items()]
 
-    def _limit_changed(self) -> list[tuple[str, str]]:
+    def _limit_changed(self) -> list[DeviceEvent]:
         before_w, limit_w = self.limit_w, _read(self._limit)
         if limit_w is None or limit_w == before_w:
             return []
         self.limit_w = limit_w
-        return [("power_limit", f"the power limit went from {before_w:g} W to {limit_w:g} W")] if before_w else []
+        if not before_w:
+            return []
+        return [DeviceEvent("power_limit", f"the power limit went from {before_w:g} W to {limit_w:g} W")]
 
-    def _memory_errors(self) -> list[tuple[str, str]]:
+    def _memory_errors(self) -> list[DeviceEvent]:
         before, errors = self._num_errors, _read(self._errors)
         if errors is None:
             return []
         self._num_errors = errors  # which start from none with the driver
-        new = errors - before if before is not None else 0
-        return [("ecc", f"{new:.0f} uncorrected memory errors")] if new > 0 else []
+        new = int(errors - before) if before is not None else 0
+        return [DeviceEvent("ecc", f"{new} uncorrected memory errors", new)] if new > 0 else []
 
 
 def _critical_text(number: int, times: int) -> str:

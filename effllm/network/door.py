@@ -60,6 +60,10 @@ class Door:
             lines.append(f"no further rank can connect: {reason}; the limit of open files (ulimit -n) is {most}")
         return lines
 
+    def take_repeated(self) -> int:
+        """Return how many connections were rejected since the last call without a line of their own."""
+        return self._strangers.take_repeated()
+
     @property
     def refused(self) -> dict[str, int]:
         """How many connections were refused, by the name of the count."""

@@ -71,6 +71,7 @@ class Peers:
         self._peers: dict[bytes, _Peer] = {}  # all that are known
         self._of_rank: dict[int, bytes] = {}  # those that were introduced
         self._refusals: list[Refusal] = []
+        self._repeated = 0  # of what was refused without a line, since that was last asked
         self.refused: dict[str, int] = {}  # messages and dropped frames by kind
 
     def __len__(self) -> int:
@@ -153,6 +154,11 @@ class Peers:
         refusals, self._refusals = self._refusals, []
         return refusals
 
+    def take_repeated(self) -> int:
+        """Return how many messages were rejected since the last call beside the first of their connection and kind."""
+        repeated, self._repeated = self._repeated, 0
+        return repeated
+
     def _meet(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MOST_STRANGERS:
             # From the oldest on; half of them, so that a flood does not pay for this with every connection.
@@ -186,6 +192,8 @@ class Peers:
         text = f"{name} {what}"
         if one is not None:
             count = one.refused[kind] = one.refused.get(kind, 0) + 1
-            if count == (TOLD_FROM if kind == STRANGER else 1):
+            told_from = TOLD_FROM if kind == STRANGER else 1
+            if count == told_from:
                 self._refusals.append(Refusal(kind, text, one.rank if one.agent else None))
+            self._repeated += count > told_from
         return text

@@ -25,6 +25,7 @@ class Strangers:
 
     def __init__(self) -> None:
         self._counted = 0
+        self._repeated = 0  # of them, without a line, since that was last asked
         self._told: set[tuple[str, str]] = set()
         self._expected: set[str] = set()
         self._lines: list[str] = []
@@ -85,6 +86,11 @@ class Strangers:
         lines, self._lines = self._lines, []
         return lines
 
+    def take_repeated(self) -> int:
+        """Return how many were rejected since the last call without a line of their own."""
+        repeated, self._repeated = self._repeated, 0
+        return repeated
+
     def _name_burst(self) -> None:
         """Put the oldest failure, and those about as old, together with who hung up then."""
         since_s = self._failed[0][0]
@@ -115,11 +121,13 @@ class Strangers:
     def _count(self, address: str, why: str) -> None:
         self._counted += 1
         if (address, why) in self._told:
-            return
-        if len(self._told) < MOST_ADDRESSES:
+            self._repeated += 1
+        elif len(self._told) < MOST_ADDRESSES:
             self._told.add((address, why))
             where = f"at {address}" if address else "whose address could not be seen"
             self._lines.append(f"a stranger {where} was refused: {why}")
         elif len(self._told) == MOST_ADDRESSES:
             self._told.add(("", ""))
             self._lines.append(f"strangers at {MOST_ADDRESSES} addresses were refused; further ones are only counted")
+        else:
+            self._repeated += 1

@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from effllm.events import ALWAYS, FILE, level_of
+from effllm.events import ALWAYS, FILE, is_problem, level_of
 from effllm.runs.closing_text import closing_text
 from effllm.runs.window_text import block_lines, short_lines
 from effllm.schema import ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run
 from effllm.switches import this_process
 
-#: Lines of events that are shown once each; those of level ALWAYS come on top of them.
+#: Lines of one kind of events that are shown once each; those of level ALWAYS are not limited.
 MAX_EVENTS = 20
 
 _HEADER, _PROBLEM, _PLAIN, _ERASE = "\x1b[1;36m", "\x1b[1;31m", "\x1b[0m", "\r\x1b[K"
@@ -37,7 +37,7 @@ class Console:
         form = run.config.console
         self._is_short = self._terminal if form == "auto" else form == "short"
         self._lost = 0
-        self._shown: set[str] = set()
+        self._shown: dict[str, set[str]] = {}  # texts of events, by kind
         self._summarized = "running"
 
     def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:  # noqa: ARG002
@@ -57,15 +57,15 @@ class Console:
         """Print an event as often as the registry says for its kind."""
         level = level_of(event.kind)
         text = " ".join("".join(c if c.isprintable() else " " for c in event.text).split())
-        if level == ALWAYS:
-            self._put([f"[EfficientLLM] {text}"])
-            return
-        if level == FILE or text in self._shown or len(self._shown) > MAX_EVENTS:
-            return
-        self._shown.add(text)
-        if len(self._shown) > MAX_EVENTS:
-            text = "more of this is in events.jsonl of the run folder"
-        self._put([f"[EfficientLLM] {text}"])
+        if level != ALWAYS:
+            shown = self._shown.setdefault(event.kind, set())
+            if level == FILE or text in shown or len(shown) > MAX_EVENTS:
+                return
+            shown.add(text)
+            if len(shown) > MAX_EVENTS:
+                text = f"more events of kind {event.kind} are in events.jsonl of the run folder"
+        line = f"[EfficientLLM] {text}" + (f" ({event.count} events)" if event.count > 1 else "")
+        self._put([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
 
     def summarize(self, summary: Summary) -> None:
         """Print the closing table when the run is over."""

@@ -120,8 +120,8 @@ class Prometheus:
         self._values.take(report)
 
     def event(self, event: Event) -> None:
-        """Count an event."""
-        self._values.count(event.kind)
+        """Count an event, or all that its line stands for."""
+        self._values.count(event.kind, event.count)
 
     def summarize(self, summary: Summary) -> None:
         """Take nothing: the last report holds the last values."""
@@ -152,10 +152,10 @@ class _Values(Collector):
         with self._lock:
             self._report, self._since_s = report, self._clock()
 
-    def count(self, kind: str) -> None:
+    def count(self, kind: str, count: int) -> None:
         with self._lock:
             kind = kind if kind in self._events or len(self._events) < MOST_KINDS else "other"
-            self._events[kind] = self._events.get(kind, 0) + 1
+            self._events[kind] = self._events.get(kind, 0) + count
 
     def collect(self) -> Iterator[Metric]:
         """Yield what Prometheus is to see at this moment."""
