@@ -366,16 +366,14 @@ class ClusterTotals(Struct, frozen=True):
 
 
 class Straggler(Struct, frozen=True):
-    """The slowest rank of a window, against the median rank of its peers.
+    """The slowest rank of a window, where own times show that it is slow in window after window.
 
-    By the time that is its own, where ranks tell that.  Else by its iterations, which in synchronous training all
-    take equally long, for the others wait: then nobody is slower than anybody.
+    Iterations show nothing of the kind: in synchronous training all take equally long, because the others wait.
     """
 
     rank: int
-    time_s: float
-    median_s: float
-    is_own: bool = False
+    time_s: float  # its own time of an iteration ...
+    median_s: float  # ... and that of the median of its peers
 
 
 #: What a verdict stands on, from the best to the weakest.
@@ -452,7 +450,7 @@ class ClusterReport(Struct, frozen=True):
     job: ClusterTotals  # whole wall time of the run, start-up, phases and warm-up included
     values: dict[str, float]  # tag without its prefix -> value; what is not measured is not in it
     coverage: Coverage
-    straggler: Straggler | None = None
+    straggler: Straggler | None = None  # None where no rank is slower than noise explains, or no own time is known
     total_iterations: int | None = None  # where the job's length is known
     remaining_s: float | None = None
     style: str = "Iteration"  # or "Step"
@@ -571,6 +569,7 @@ class Summary(Struct, frozen=True):
     profile: Profile | None = None  # run to date, of all ranks
     left_out: dict[str, int] = {}  # windows that a sink has not written, by sink: it was too slow, or its disk full
     stragglers: tuple[Verdict, ...] = ()  # that were ever named, each with all it cost, the costliest first
+    slowest: dict[int, int] = {}  # rank -> windows in which it was the slowest; at most 64 ranks
     goodput: GoodputSummary | None = None
     is_over: bool = True  # False: the run goes on, or stands, and this will be rewritten
 

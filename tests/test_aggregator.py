@@ -620,30 +620,25 @@ def test_the_remaining_time_is_that_of_the_remaining_iterations():
     assert (report.total_iterations, report.remaining_s) == (100, pytest.approx(80.0))
 
 
-def test_the_slowest_rank_is_named_beside_the_median():
+def test_the_slowest_rank_is_named_by_own_times_from_the_third_window_on():
     job = Job(3).join()
-    for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
-        job.send(row(rank, busy_s=busy_s))
+    for window in range(1, 5):
+        for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # of iterations of 1 s: the rest is waiting for each other
+            job.send(row(rank, window, own_steps=10, own_step_s=10 * own_s, own_median_s=own_s))
 
-    assert job.closed()[0].straggler == Straggler(1, 13.0, 11.0)  # with the second that each waits for data
+    slowest = [report.straggler for report in job.closed()]
+    assert slowest == [None, None, Straggler(2, 0.6, 0.5), Straggler(2, 0.6, 0.5)]
+    assert job.summary().slowest == {2: 2}
 
 
-def test_a_rank_that_others_wait_for_is_the_slowest_by_its_own_time():
+def test_without_own_times_no_rank_is_the_slowest():
     job = Job(3).join()
-    for rank, own_step_s in enumerate((5.0, 5.0, 6.0)):  # of steps of 9 s: the rest is waiting for each other
-        job.send(row(rank, own_steps=10, own_step_s=own_step_s))
+    for window in range(1, 21):
+        for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
+            job.send(row(rank, window, busy_s=busy_s))
 
-    assert job.closed()[0].straggler == Straggler(2, 6.0, 5.0, is_own=True)
-
-
-def test_of_ranks_that_wait_for_each_other_none_is_slower_for_its_long_steps():
-    job = Job(3).join()
-    job.send(row(0, busy_s=9.0, wait_s=1.0))
-    job.send(row(1, busy_s=6.0, wait_s=4.0))  # its data are slow: the others' steps contain the waiting for it
-    job.send(row(2, busy_s=9.0, wait_s=1.0))
-
-    straggler = job.closed()[0].straggler
-    assert straggler.time_s == straggler.median_s == 10.0
+    assert [report.straggler for report in job.closed()] == [None] * 20
+    assert job.summary().slowest == {}
 
 
 def test_what_is_simulated_or_speaks_of_steps_says_so():

@@ -41,7 +41,6 @@ def test_iterations_lie_between_optimizer_steps(loop, num_ranks, layout):
     assert (facts["pipeline_parallel"], facts["num_layers"], facts["precision"]) == (int(layout[-1]), 2, "fp32")
     assert [block["iteration"] for block in job.blocks] == ["4", "8", "12"]
     # Where gradients are finalized is a sync point: ranks tell what time of an iteration is their own.
-    assert [window.straggler.is_own for window in job.ledger.windows if window.straggler] == [True] * 3
     # The two stages of a pipeline have nobody to be compared with.
     assert ("straggler/named_ranks" in summary.metrics) == (layout == "1:1")
 

@@ -120,8 +120,6 @@ _PLACED = (
     "iteration_shown",
     "start_time_s",
     "end_time_s",
-    "own_steps",
-    "own_step_s",
 )
 _SUMMED = ("generation_s", "device_steps", "device_step_s")
 _COUNTED = ("tokens", "tokens_processed", "tokens_loss", "samples", "generated_tokens", "prompt_tokens")

@@ -12,9 +12,11 @@ from effllm.aggregation.account import Account, Merged, Rows
 from effllm.aggregation.columns import from_json, to_json
 from effllm.aggregation.goodput import Goodput
 from effllm.energy.energy_account import DeviceEnergies, WindowEnergy
-from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport, Verdict
+from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport, Straggler, Verdict
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
+#: Ranks that were the slowest of a window are counted one by one up to this many.
+MAX_SLOWEST = 64
 _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 
 
@@ -68,6 +70,7 @@ class Waited(Struct):
     verdicts: tuple[Verdict, ...] = ()
     num_named: int = 0  # ranks
     clock_error_s: float | None = None  # the largest, of the ranks' clocks
+    slowest: Straggler | None = None  # the slowest rank
 
 
 class Ledger(Struct):
@@ -105,6 +108,7 @@ class Ledger(Struct):
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None: a part of it was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
+    slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
@@ -175,6 +179,11 @@ class Ledger(Struct):
         if seconds > 0:
             self.hang_s += seconds
             self.goodput.note_hang(self.closed + 1, seconds)
+
+    def count_slowest(self, rank: int) -> None:
+        """Count one more window in which a rank was the slowest."""
+        if rank in self.slowest or len(self.slowest) < MAX_SLOWEST:
+            self.slowest[rank] = self.slowest.get(rank, 0) + 1
 
     def overhead(self) -> Overhead:
         """Return what the measurement has cost so far, over all its processes and attempts."""

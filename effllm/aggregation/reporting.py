@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from effllm import metrics
@@ -23,7 +22,6 @@ from effllm.schema import (
     EnergySummary,
     GoodputSummary,
     RankReport,
-    Straggler,
     Summary,
     Value,
 )
@@ -139,7 +137,7 @@ def report_of(
         job=whole,
         values=metrics.evaluate(run, shown_of_window, whole),
         coverage=coverage,
-        straggler=straggler_of(rows),
+        straggler=None if correction else waited.slowest,
         total_iterations=roster.total_iterations,
         remaining_s=_remaining_s(whole, roster.total_iterations, shown),
         style=roster.style,
@@ -235,6 +233,7 @@ def summary_of(
         peak=roster.peak_source if run.flops_per_token else "",
         profile=run.profile,
         stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
+        slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
         goodput=goodput,
     )
 
@@ -262,19 +261,6 @@ def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tu
             f"a window's energy is known to ±{100 * error:.2g} % only: {last.iterations} iterations "
             f"({last.energy_time_s:.2g} s) are too short for the sensor{enough}; run-to-date values are not affected",
         )
-
-
-def straggler_of(rows: Rows) -> Straggler | None:
-    """Return the slowest rank, where there are ranks to compare: by their own times, where they tell them."""
-    numbers = rows.numbers
-    worked = np.flatnonzero(numbers["iterations"] > 0)
-    if len(worked) < 2:
-        return None
-    own_steps, own_step_s = numbers["own_steps"][worked], numbers["own_step_s"][worked]
-    is_own = bool(own_steps.all())
-    times = own_step_s / own_steps * numbers["iterations"][worked] if is_own else numbers["time_s"][worked]
-    slowest = int(times.argmax())
-    return Straggler(rows.ranks[worked[slowest]], float(times[slowest]), float(np.median(times)), is_own)
 
 
 def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:

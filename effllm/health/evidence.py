@@ -59,6 +59,10 @@ class Peers:
         replica = self.known[rank].replica
         return self.replicas[replica] if replica else {rank}
 
+    def in_replicas(self) -> set[int]:
+        """Return the ranks that wait for another rank before the sync point."""
+        return {rank for name, ranks in self.replicas.items() if name and len(ranks) > 1 for rank in ranks}
+
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
         """Return the rows that hold an iteration, of ranks that are known."""
         if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._know_all(rows.ranks):

@@ -59,7 +59,10 @@ class StragglerWatch:
             verdicts=self._stragglers.verdicts,
             num_named=self._stragglers.num_named,
             clock_error_s=self._clocks.worst_s(),
+            slowest=found.slowest,
         )
+        if found.slowest is not None:
+            ledger.count_slowest(found.slowest.rank)
         if found.seconds is not None:
             ledger.straggling_s = (ledger.straggling_s or 0.0) + found.seconds
         if found.rank_seconds:

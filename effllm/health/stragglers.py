@@ -19,9 +19,10 @@ from effllm.health.clock import Offset
 from effllm.health.diagnosis import MOST_PEERS, UNKNOWN, explain, power_w
 from effllm.health.evidence import Key, Peer, Peers, gather, iteration_s
 from effllm.health.slowdown import News, Slowdown
+from effllm.health.slowest import Slowest
 from effllm.health.standing_out import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, Track
 from effllm.health.straggler_text import lines
-from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, DeviceWindow, RankReport, Verdict
+from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, DeviceWindow, RankReport, Straggler, Verdict
 
 #: Verdicts in a report, ranks that totals are kept of, and ranks whose power is asked for.
 MOST_VERDICTS, MOST_KEPT, MOST_ASKED = 16, 64, 1024
@@ -35,6 +36,7 @@ class Straggling(NamedTuple):
     joules: float | None = None  # ... and what their devices drew then
     by_window: Mapping[int, float] = {}  # rank-seconds, with those before of whom was named just now
     news: Sequence[News] = ()
+    slowest: Straggler | None = None  # the slowest rank of the window
 
 
 Unit = tuple[int, ...]  # the ranks of a verdict
@@ -62,6 +64,7 @@ class Stragglers:
         self._lately: dict[int, int] = {}  # rank -> window in which it was named last
         self._told_s: dict[int, float] = {}  # rank-seconds by window, of the last ones
         self._slowdown = Slowdown()
+        self._slowest: dict[str, Slowest] = {}  # of each group
 
     def meet(self, rank: int, peer: Peer) -> None:
         """Learn who a rank is, or that it has become somebody else."""
@@ -110,7 +113,19 @@ class Stragglers:
             *([slower] if slower else []),
         ]
         is_known = bool(own or self._named)
-        return straggling._replace(seconds=straggling.seconds if is_known else None, news=news)
+        return straggling._replace(
+            seconds=straggling.seconds if is_known else None, news=news, slowest=self._slowest_of(looks)
+        )
+
+    def _slowest_of(self, looks: Mapping[Key, Look]) -> Straggler | None:
+        """Return the slowest rank of a window, of all groups."""
+        found = []
+        for (group, evidence), look in looks.items():
+            if evidence == OWN_TIME:
+                # The own time of a rank of a larger replica contains waiting for the others of it.
+                skipped = self._peers.in_replicas()
+                found.append(self._slowest.setdefault(group, Slowest()).add(look.ranks, look.values, skipped))
+        return max(filter(None, found), key=lambda one: one.time_s / one.median_s, default=None)
 
     # --- verdicts ---
 

@@ -113,6 +113,9 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "time", shares(summary.time_by_class)
     if summary.stragglers:
         yield "stragglers", stragglers_text(summary.stragglers)
+    if summary.slowest:
+        rank, windows = next(iter(summary.slowest.items()))
+        yield "slowest rank", f"rank {rank}, in {windows:,} windows"
 
 
 def stragglers_text(verdicts: Sequence[Verdict]) -> str:

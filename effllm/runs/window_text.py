@@ -11,8 +11,6 @@ from effllm.schema import ClusterReport
 
 MAX_NAMED = 8
 
-#: A rank is named as slowest from this much above the median on.
-_SLOWER = 0.01
 #: Energy that power was filled in for is named from this share of it on.
 _ESTIMATED = 0.001
 
@@ -221,10 +219,8 @@ def coverage_parts(report: ClusterReport) -> Iterator[str]:
 
 def _slowest(report: ClusterReport) -> Iterator[str]:
     slowest = report.straggler
-    if slowest is not None and slowest.median_s > 0:
-        slower = slowest.time_s / slowest.median_s - 1
-        if slower >= _SLOWER:
-            yield f"slowest rank {slowest.rank} +{100 * slower:.0f} %"
+    if slowest is not None:
+        yield f"slowest rank {slowest.rank} +{100 * (slowest.time_s / slowest.median_s - 1):.0f} %"
 
 
 def _named(ranks: Sequence[int]) -> str:

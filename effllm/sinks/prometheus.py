@@ -238,11 +238,15 @@ def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
         yield "remaining_seconds", "Until the last iteration, at the pace so far.", report.remaining_s
     if seen.energy is not None:
         yield "energy_coverage_ratio", "Measured device-seconds of energy over expected ones.", seen.energy
-    if slowest is not None and slowest.median_s > 0:
-        yield "straggler_rank", "The slowest rank of the window.", slowest.rank
+    if slowest is not None:
+        yield (
+            "straggler_rank",
+            "The slowest rank by own time, where noise does not explain it.",
+            slowest.rank,
+        )
         yield (
             "straggler_time_ratio",
-            "Time of the slowest rank over that of the median rank.",
+            "Own time of the slowest rank over that of the median rank.",
             slowest.time_s / slowest.median_s,
         )
     for name, spread in report.spread.items():

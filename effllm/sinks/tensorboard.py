@@ -37,10 +37,13 @@ BESIDE: dict[str, tuple[str, str]] = {
     "health/reports_late": ("reports", "Reports so far that came after their window was closed."),
     "health/energy_coverage_ratio": ("ratio", "Measured device-seconds of energy over expected ones, in the window."),
     "health/simulated": ("1 if so", "The devices are simulated: no number here was measured."),
-    "straggler/worst_rank": ("rank", "The slowest rank of the window, named as a straggler or not."),
+    "straggler/worst_rank": (
+        "rank",
+        "The slowest rank of the window by own time; no point where no rank is slower than noise explains.",
+    ),
     "straggler/worst_rank_slowdown_ratio": (
         "ratio",
-        "Own time of the slowest rank over the median rank's, or iteration time.",
+        "Own time of the slowest rank over the median rank's.",
     ),
     "straggler/p95_step_seconds": ("s/iteration", "Mean step that a twentieth of the ranks exceed in the window."),
     "health/p5_utilization_ratio": ("ratio", "Utilization that a twentieth of the GPUs fall short of in the window."),
@@ -165,7 +168,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
         "health/energy_coverage_ratio": coverage.energy,
         "health/simulated": 1.0 if report.simulated else None,
     }
-    if slowest is not None and slowest.median_s > 0:
+    if slowest is not None:
         values["straggler/worst_rank"] = slowest.rank
         values["straggler/worst_rank_slowdown_ratio"] = slowest.time_s / slowest.median_s
     if (steps := report.spread.get(STEP_SECONDS)) is not None:

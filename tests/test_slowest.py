@@ -1,0 +1,95 @@
+"""effllm/health/slowest.py: the slowest rank of a window is named where it is slow, and never by chance."""
+
+import numpy as np
+import pytest
+from synchronous_job import SynchronousJob
+
+from effllm.health.slowest import Slowest
+from effllm.schema import Straggler
+
+#: Ranks, iterations of a window, jitter of an iteration.
+JOBS = [(2, 10, 0.02), (3, 10, 0.03), (4, 10, 0.05), (8, 1, 0.02), (16, 10, 0.05), (64, 3, 0.03)]
+
+
+def named(job, windows):
+    """Return the rank that each window names."""
+    slowest = [one.slowest for one in job.run(windows).seen]
+    return [None if one is None else one.rank for one in slowest]
+
+
+def job_of(ranks, iterations, jitter, **changes):
+    return SynchronousJob(ranks, iterations=iterations, jitter=jitter, **changes)
+
+
+@pytest.mark.parametrize(("ranks", "iterations", "jitter"), JOBS)
+def test_a_rank_ten_percent_slower_is_named_in_95_percent(ranks, iterations, jitter):
+    slow = ranks // 2
+    job = job_of(ranks, iterations, jitter, seed=ranks, slow=lambda rank, _: 1.1 if rank == slow else 1.0)
+
+    found = named(job, 200)
+
+    assert found.count(slow) >= 0.95 * len(found)
+    assert set(found) <= {slow, None}
+
+
+@pytest.mark.parametrize(("ranks", "iterations", "jitter"), JOBS)
+def test_of_1000_healthy_windows_at_most_one_names_a_rank(ranks, iterations, jitter):
+    found = [rank for seed in range(10) for rank in named(job_of(ranks, iterations, jitter, seed=seed), 100)]
+
+    assert len(found) - found.count(None) <= 1
+
+
+def test_where_own_time_is_unknown_no_window_names_a_rank():
+    job = SynchronousJob(4, tells=False, slow=lambda rank, _: 1.5 if rank == 2 else 1.0)
+
+    assert named(job, 100) == [None] * 100
+
+
+def test_a_rank_that_becomes_slow_is_named_three_windows_later():
+    job = SynchronousJob(8, slow=lambda rank, window: 1.2 if rank == 5 and window > 20 else 1.0)
+
+    assert named(job, 30) == [None] * 22 + [5] * 8
+
+
+def test_ranks_that_wait_for_each_other_are_not_told_apart():
+    # Tensor parallelism: own time contains waiting, so which of the two is slow is chance.
+    job = SynchronousJob(8, replica=lambda rank: f"{rank // 2}", slow=lambda rank, _: 1.2 if rank in (4, 5) else 1.0)
+
+    assert named(job, 40) == [None] * 40
+
+
+def test_pipeline_stages_of_unequal_work_are_not_compared():
+    job = SynchronousJob(8, weight=lambda rank: 1.0 + rank // 4, group=lambda rank: f"stage {rank // 4}")
+
+    assert named(job, 40) == [None] * 40
+
+
+def test_of_two_halves_neither_is_slow():
+    slowest = Slowest()
+    assert [slowest.add(range(4), [1.0, 1.0, 2.0, 2.0]) for _ in range(20)] == [None] * 20
+
+
+def test_the_times_shown_are_those_of_the_window():
+    slowest = Slowest()
+    for _ in range(2):
+        slowest.add([0, 1, 2], [0.5, 0.5, 0.6])
+
+    assert slowest.add([0, 1, 2], [0.5, 0.5, 0.7]) == Straggler(2, 0.7, 0.5)
+
+
+def test_windows_that_lack_a_rank_are_compared_rank_by_rank():
+    slowest = Slowest()
+    values = {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.6}
+    found = []
+    for window in range(9):
+        ranks = [rank for rank in values if rank != window % 3]
+        found.append(slowest.add(ranks, [values[rank] for rank in ranks]))
+
+    assert found[2:] == [Straggler(3, 0.6, 0.5)] * 7
+
+
+def test_own_times_of_nothing_name_no_rank():
+    slowest = Slowest()
+
+    assert [slowest.add([0, 1], [0.0, 1.0]) for _ in range(5)] == [None] * 5
+    assert slowest.add([], np.array([])) is None
