@@ -55,9 +55,11 @@ KINDS: dict[str, Kind] = {
     "energy_disagreement": Kind(ONCE, "A GPU's energy counter and its power disagree.", is_problem=True),
     "energy_calibration": Kind(ONCE, "A GPU contradicts the calibration in the cache, which was dropped."),
     "energy_aliasing": Kind(
-        ONCE, "Iterations keep step with the power sensor: a GPU's energy has a larger error.", is_problem=True
+        ONCE, "Iterations keep step with power sensors: the energy of single GPUs has a larger error.", is_problem=True
     ),
-    "energy_doubtful": Kind(ONCE, "A window's energy has a large random error.", is_problem=True),
+    "energy_doubtful": Kind(
+        ONCE, "Most windows are too short for the power sensors; their energy is not shown.", is_problem=True
+    ),
     # Training
     "mfu": Kind(
         ONCE, "MFU or HFU came out above 1: a wrong number of FLOPs or tokens, or a wrong peak.", is_problem=True

@@ -20,6 +20,8 @@ Formula = Callable[[ClusterTotals], float | None]
 
 GIB = 2**30
 J_PER_WH = 3600.0
+#: An energy, or what is derived from it, is not shown where its random error is a larger share of it.
+MAX_SHOWN_ERROR = 0.2
 #: Floats that are computed in two ways may differ by this share.
 ROUNDING = 1e-9
 
@@ -112,7 +114,7 @@ def st_samples_per_param_per_sec(totals: ClusterTotals) -> float | None:
 @metric("W", console="AEC (Watts): {:.2f}")
 def aec_watts(totals: ClusterTotals) -> float | None:
     """Average energy consumption: mean power of the whole job, despite its name (Eq. 8)."""
-    return _measured_ratio(totals.energy_j, totals.energy_time_s)
+    return _energy_ratio(totals, totals.energy_j, totals.energy_time_s)
 
 
 @metric("tokens/s", console="IT (Tokens/Sec): {:.2f}")
@@ -127,7 +129,7 @@ def it_tokens_per_sec(totals: ClusterTotals) -> float | None:
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
     """Mean power of one GPU, whatever else the scope of AEC holds. What rankings use."""
-    power = _measured_ratio(totals.energy_gpus_j, totals.energy_time_s)
+    power = _energy_ratio(totals, totals.energy_gpus_j, totals.energy_time_s)
     return None if power is None else _ratio(power, totals.gpus)
 
 
@@ -152,7 +154,7 @@ def peak_watts_per_gpu(totals: ClusterTotals) -> float | None:
 @metric("ratio", group="energy", bases=("window",), chart=False)
 def power_limit_ratio(totals: ClusterTotals) -> float | None:
     """Mean power of the GPUs over their enforced power limits."""
-    power = _measured_ratio(totals.energy_gpus_j, totals.energy_time_s)
+    power = _energy_ratio(totals, totals.energy_gpus_j, totals.energy_time_s)
     return None if power is None or not totals.power_limit_w else power / totals.power_limit_w
 
 
@@ -160,6 +162,11 @@ def power_limit_ratio(totals: ClusterTotals) -> float | None:
 def timing_error_ratio(totals: ClusterTotals) -> float | None:
     """Random part of the error of energy, run to date: where edges fall between readings (95 %)."""
     return _error_ratio(totals.energy_error_j, totals.energy_j)
+
+
+def is_energy_known(totals: ClusterTotals) -> bool:
+    """Return whether energy is known well enough to be shown, as far as its random error says."""
+    return (timing_error_ratio(totals) or 0.0) <= MAX_SHOWN_ERROR
 
 
 @metric("ratio", group="energy", bases=("run",))
@@ -183,19 +190,19 @@ def measured_joules(totals: ClusterTotals) -> float | None:
 @metric("J/token", group="energy", bases=("run",))
 def joules_per_token(totals: ClusterTotals) -> float | None:
     """Energy of a token, run to date: the same windows above and below the line."""
-    return _measured_ratio(totals.energy_j, totals.energy_tokens)
+    return _energy_ratio(totals, totals.energy_j, totals.energy_tokens)
 
 
 @metric("J/iteration", group="energy", bases=("run",), chart=False)
 def joules_per_iteration(totals: ClusterTotals) -> float | None:
     """Energy of an iteration of the whole job, run to date."""
-    return _measured_ratio(totals.energy_j, totals.energy_iterations)
+    return _energy_ratio(totals, totals.energy_j, totals.energy_iterations)
 
 
 @metric("J/sample", group="energy", bases=("run",), chart=False)
 def joules_per_sample(totals: ClusterTotals) -> float | None:
     """Energy of a sample, run to date."""
-    return _measured_ratio(totals.energy_j, totals.energy_samples)
+    return _energy_ratio(totals, totals.energy_j, totals.energy_samples)
 
 
 @metric("J/token", group="energy", bases=("job",), chart=False)
@@ -651,6 +658,10 @@ def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:
 
 def _measured_ratio(above: float | None, below: float) -> float | None:
     return None if above is None else _ratio(above, below)
+
+
+def _energy_ratio(totals: ClusterTotals, joules: float | None, below: float) -> float | None:
+    return _measured_ratio(joules, below) if is_energy_known(totals) else None
 
 
 def _error_ratio(error: float | None, value: float | None) -> float | None:

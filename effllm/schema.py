@@ -279,6 +279,8 @@ class RankReport(Struct, frozen=True, array_like=True, gc=False):
     arrival_ns: Count = 0  # when the rank came there in the window's last iteration; 0: not known
     device_own_steps: Count = 0  # the same on the device
     device_own_step_s: Amount = 0.0
+    # Where iterations keep step with a sensor: half-width (95 %) of the error of its energy, run to date, as a share.
+    aliasing_error: Amount | None = None
 
     @property
     def iterations(self) -> int:

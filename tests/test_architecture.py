@@ -51,7 +51,7 @@ FLOORS = """
 1.4     aggregation.ledger
 1.5     aggregation.roster  aggregation.spread
 1.6     aggregation.reporting  health.stalls
-1.7     health.straggler_watch
+1.7     health.straggler_watch  health.energy_watch
 2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.discovery
 2.0     sinks  training.device_time  training.recorder  training.torch_profile
 2.1     agents.track  aggregation.sink_thread  preflight  sinks.*  training.watched_recorder

@@ -1,12 +1,15 @@
 """energy/device_energy.py: each joule once, none that nobody measured, and errors as large as they are said to be."""
 
+import bisect
 import math
 import random
+import re
 import statistics
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
-from builders import NS
+from builders import NS, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_library import bursts, flat, sine, square, steps
@@ -14,7 +17,8 @@ from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_o
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.power_spread import PowerSpread
-from effllm.energy.tick_energy import beat, in_tick
+from effllm.energy.tick_energy import beat, beat_of, in_tick
+from effllm.health.energy_watch import EnergyWatch
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
 
 LIMIT_W = 700.0
@@ -706,6 +710,14 @@ def test_iterations_that_beat_with_the_ticks_vary_as_a_brute_force_of_phases_say
     assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
+def test_measured_lengths_say_of_the_beat_what_their_spread_does():
+    chance = random.Random(4)
+    for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
+        lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
+        expected = beat(step_s, deviation_s, 0.1, 50 * step_s)
+        assert beat_of(lengths_s, 0.1, 50) == pytest.approx(expected, rel=0.1, abs=0.05)
+
+
 def test_iterations_of_a_whole_number_of_ticks_are_as_uncertain_as_one_of_them():
     assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred err alike
     assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # they vary by half a tick
@@ -724,6 +736,87 @@ def test_a_rhythm_that_beats_widens_what_a_sensor_that_looks_away_says():
         return window.inside_j2
 
     assert stated_j2((0.4, 0.0)) > 50 * stated_j2((0.437, 0.02)) > 0.0
+
+
+# --- iterations that keep step with the sensor ---
+
+
+class Iterations:
+    """Power of iterations of these lengths, from 3 s on: high for their first 0.6, then low."""
+
+    def __init__(self, low, high, lengths_s):
+        self.low, self.high = low, high
+        self.ends_s = list(accumulate(lengths_s, initial=BEGIN_S + 3.0))
+
+    def integral(self, t0, t1):
+        total = self.low * (t1 - t0)
+        first = max(bisect.bisect_right(self.ends_s, t0) - 1, 0)
+        for start_s, end_s in pairwise(self.ends_s[first : bisect.bisect_right(self.ends_s, t1) + 1]):
+            until_s = start_s + 0.6 * (end_s - start_s)
+            total += (self.high - self.low) * max(min(t1, until_s) - max(t0, start_s), 0.0)
+        return total
+
+
+def alarms(lengths, seed, *, duty=0.25, count=150, per_window=10):
+    """Return the energy_aliasing events of a job of one rank, and the true error of its run to date, as a share."""
+    chance = random.Random(seed)
+    lengths_s = [lengths(chance) for _ in range(count + 80)]
+    power = Iterations(100.0, 500.0, lengths_s)
+    sensor = BoardSensor(power, 0.1, duty, chance.uniform(0, 0.1))
+    one = ledger_of(sensor.known(chance))
+    agent = VirtualAgent(one, sensor, chance)
+    agent.calibrate(BEGIN_S + 1.0)  # at rest
+    skipped = bisect.bisect(power.ends_s, BEGIN_S + 6.0)
+    found, errors = [], []
+    watch = EnergyWatch(lambda kind: bool(found), lambda kind, text, _time_s: found.append((kind, text)))
+    for first in range(skipped, skipped + count, per_window):
+        (energy,) = agent.windows([power.ends_s[first], power.ends_s[first + per_window]])
+        error = one.aliasing_error(per_window, energy, lengths_s[max(first + per_window - 64, 0) : first + per_window])
+        watch.close([row(0, aliasing_error=error)], SimpleNamespace(time_s=0.0, final=True))
+        errors.append(energy.joules - power.integral(power.ends_s[first], power.ends_s[first + per_window]))
+    whole_j = power.integral(power.ends_s[skipped], power.ends_s[skipped + count])
+    return found, abs(sum(errors)) / whole_j
+
+
+RANDOM_LENGTHS = [
+    lambda chance: chance.uniform(0.1, 0.3),
+    lambda chance: chance.lognormvariate(math.log(0.2), 0.3),
+    lambda chance: 0.05 + chance.expovariate(1 / 0.15),
+    lambda chance: chance.gauss(0.4, 0.03),
+]
+
+
+def test_random_iteration_lengths_raise_no_alarm():
+    fired = [seed for seed in range(200) if alarms(RANDOM_LENGTHS[seed % len(RANDOM_LENGTHS)], seed)[0]]
+
+    assert fired == []
+
+
+def test_steady_iterations_that_meet_all_phases_raise_no_alarm():
+    for seed, step_s in enumerate([0.237, 0.331, 0.1618, 0.414, 0.73] * 4):
+        assert alarms(lambda chance, step_s=step_s: chance.gauss(step_s, 0.001), seed)[0] == []
+
+
+def test_iterations_that_keep_step_with_the_sensor_are_reported():
+    fired = covered = 0
+    for seed in range(200):
+        step_s = (0.1, 0.2, 0.3, 0.4)[seed % 4]
+        found, true_error = alarms(lambda chance, step_s=step_s: chance.gauss(step_s, 0.0005), seed)
+        fired += len(found) == 1
+        if found:
+            ((kind, text),) = found
+            assert kind == "energy_aliasing"
+            stated = int(re.search(r"off by up to (\d+) %", text)[1])
+            assert stated <= 100
+            covered += true_error <= stated / 100
+
+    assert fired >= 190
+    assert covered >= 0.93 * fired
+
+
+def test_a_sensor_that_measures_all_of_its_tick_raises_no_alarm():
+    for seed in range(10):
+        assert alarms(lambda _chance: 0.2, seed, duty=1.0)[0] == []
 
 
 # --- counter against power ---

@@ -17,7 +17,6 @@ from effllm.energy.energy_account import (
     difference_error,
     stretch_of,
     sum_of,
-    times_longer,
 )
 from effllm.schema import NORMAL_95, ClusterTotals, Integrals, Sensor
 
@@ -270,41 +269,6 @@ def test_without_an_energy_or_its_error_there_are_no_errors(lacking):
     totals = msgspec.structs.replace(TOTALS, **lacking)
 
     assert metrics.errors(totals, totals, totals) == {}
-
-
-# --- how long is honest --------------------------------------------------------------------------
-
-
-def test_a_window_whose_edges_are_off_by_a_fifth_must_be_four_times_as_long():
-    # 1.96 sqrt(2 x 5206) = 200 J of 1000 J
-    short = stretch(start=200**2 / 1.96**2 / 2, end=200**2 / 1.96**2 / 2, inside=0.0)
-
-    assert short.error_j == pytest.approx(200.0)
-    assert times_longer(short) == pytest.approx(4.0)
-    assert times_longer(stretch(joules=0.0)) == math.inf
-
-
-def test_what_lies_inside_shrinks_with_the_root_of_the_length_only():
-    assert times_longer(stretch(start=0.0, end=0.0, inside=200**2 / 1.96**2)) == pytest.approx(16.0)
-
-
-@given(st.floats(1, 1e6), VARIANCES, VARIANCES, VARIANCES, st.sampled_from([0.001, 0.01, 0.05]))
-def test_a_stretch_of_the_honest_length_has_just_the_error_that_is_allowed(joules, start, end, inside, share):
-    short = stretch(joules, start + 1e-3, end, inside)
-    times = times_longer(short, share)
-
-    long = stretch(joules * times, short.start_j2, end, inside * times)
-
-    assert long.error_j / long.joules == pytest.approx(share, rel=1e-6)
-
-
-def test_two_plain_reads_must_be_as_far_apart_as_the_error_model_says():
-    # sigma = T P sqrt(2) / sqrt(12), two of them: L = 0.82 T / epsilon (docs/energy.md)
-    tick_s, power_w, length_s = 0.1, 400.0, 1.0
-    edge_j2 = (tick_s * power_w) ** 2 / 12
-    naive = stretch(power_w * length_s, edge_j2, edge_j2, 0.0)
-
-    assert times_longer(naive, 0.05) * length_s == pytest.approx(0.82 * tick_s / 0.05, rel=0.03)
 
 
 # --- compared ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from effllm.energy.device_energy import NS, EnergyLedger, runs_between
+from effllm.energy.device_energy import NS, Energy, EnergyLedger, runs_between
 from effllm.schema import (
     MARKED_PHASES,
     POWER_STEP_W,
@@ -97,6 +97,11 @@ class Series:
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
         """Tell how long iterations take and how much that varies, for the sensor may beat with them."""
         self._energy.set_rhythm(step_s, deviation_s)
+
+    def aliasing_error(self, iterations: int, wall: Integrals, durations_s: Sequence[float]) -> float | None:
+        """Return the error of the run to date if iterations keep step with the sensor; once for each window."""
+        energy = Energy(wall.energy_j, wall.energy_covered_s)
+        return self._energy.aliasing_error(iterations, energy, durations_s)
 
     def take_events(self) -> list[DeviceEvent]:
         """Return what happened to the device and its measurement since the last call."""
@@ -519,6 +524,13 @@ class WindowCutter:
             step_s, deviation_s = statistics.median(self._durations_s), _deviation(self._durations_s)
             for one in series:
                 one.set_rhythm(step_s, deviation_s)
+        devices = tuple(self._device(one, start_ns, end_ns, inside, phases_s) for one in series)
+        iterations = last - self._row_first + 1
+        aliasing = [
+            error
+            for one, device in zip(series, devices, strict=True)
+            if (error := one.aliasing_error(iterations, device.wall, self._durations_s)) is not None
+        ]
         report = RankReport(
             agent=self._agent,
             sequence=self._sequence,
@@ -541,7 +553,7 @@ class WindowCutter:
             generation_s=change[11] * NS,
             prompt_tokens=change[12],
             loss=losses[-1] if losses else None,
-            devices=tuple(self._device(one, start_ns, end_ns, inside, phases_s) for one in series),
+            devices=devices,
             final=final,
             reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
             iterations_overrun=overrun - self._row_overrun,
@@ -554,6 +566,7 @@ class WindowCutter:
             arrival_ns=arrival_ns,
             device_own_steps=self._device_own_time[0] - device_own_steps,
             device_own_step_s=max(self._device_own_time[1] - device_own_step_s, 0.0),
+            aliasing_error=max(aliasing, default=None),
         )
         if report.reset:
             self._reset_at = 0

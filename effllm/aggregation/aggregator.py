@@ -24,6 +24,7 @@ from effllm.aggregation.roster import ABSENT_AFTER_S, Roster
 from effllm.config import Config
 from effllm.event_limit import EventLimit
 from effllm.events import KINDS
+from effllm.health.energy_watch import EnergyWatch
 from effllm.health.stalls import StackFile, Stalls
 from effllm.health.straggler_watch import StragglerWatch
 from effllm.runs.plain_text import one_line
@@ -91,6 +92,7 @@ class Aggregator:
         self._heard_s: float | None = None  # when any rank was heard last
         self._stalls = Stalls(config, self._roster, self._ledger, self._event)
         self._stragglers = StragglerWatch(self._ledger, self._event)
+        self._energy = EnergyWatch(self._ledger.events.__contains__, self._event)
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
 
@@ -481,8 +483,9 @@ class Aggregator:
         safe = {} if is_large(self._ledger.world_size) else self.safe()
         self._closed.append(Closed(report, (late or window).ordered, safe))
         if not correction:
-            for kind, text in doubts(report, window, self._roster):
+            for kind, text in doubts(report, self._roster):
                 self._state(kind, text, report.time_s, once=kind)
+            self._energy.close(window.ordered, report)
 
     def safe(self) -> dict[int, int]:
         """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""

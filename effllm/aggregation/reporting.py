@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 
@@ -14,7 +13,7 @@ from effllm.aggregation.account import ROUNDING, Account, Expected, Merged, Rows
 from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.roster import Roster
 from effllm.aggregation.spread import window_spread
-from effllm.energy.energy_account import MOST_RANDOM_ERROR, WindowEnergy, times_longer
+from effllm.energy.energy_account import MOST_RANDOM_ERROR, WindowEnergy
 from effllm.schema import (
     ClusterReport,
     ClusterTotals,
@@ -238,7 +237,7 @@ def summary_of(
     )
 
 
-def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tuple[str, str]]:
+def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
     """Yield what speaks against the values of a window, as kind and sentence."""
     last = report.last
     for name, flops in (("MFU", last.flops_per_token), ("HFU", last.hardware_flops_per_token)):
@@ -249,18 +248,6 @@ def doubts(report: ClusterReport, window: Window, roster: Roster) -> Iterator[tu
                 f"{name} would be {share:.3g}, which cannot be, and is not shown: wrong are the {flops:.3g} FLOPs per "
                 f"token, the tokens, or the peak ({roster.peak_source})",
             )
-    if report.energy_doubtful and window.energy and not report.final:
-        error = metrics.timing_error_ratio(last) or 0.0
-        times = times_longer(window.energy.iterations)
-        enough = ""
-        if math.isfinite(times):  # no length is enough for an energy of next to nothing
-            iterations = math.ceil(times * last.iterations - ROUNDING)
-            enough = f", from {iterations} on ({times * last.energy_time_s:.2g} s) it would be ±5 %"
-        yield (
-            "energy_doubtful",
-            f"a window's energy is known to ±{100 * error:.2g} % only: {last.iterations} iterations "
-            f"({last.energy_time_s:.2g} s) are too short for the sensor{enough}; run-to-date values are not affected",
-        )
 
 
 def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from effllm.energy.cross_check import CrossCheck
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
-from effllm.energy.tick_energy import beat, in_tick
-from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, Device, Sample, Sensor
+from effllm.energy.tick_energy import beat, beat_of, in_tick
+from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, NORMAL_95, Device, Sample, Sensor
 
 NS = 1e-9
 
@@ -41,8 +41,12 @@ FROZEN_J, LEAST_STANDING_S = 20.0, 0.5
 LEAST_MARGIN_NS = 10_000_000_000
 #: A phase that is known worse than this is looked for with one more reading at each edge.
 WIDE_NS = 100_000.0
-#: Iterations keep step with the sensor from this share of the largest possible aliasing on; told above the error.
+#: Iterations keep step with the sensor from this share of the largest possible aliasing on; reported above the error.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
+#: Fewer iterations than this show no rhythm.
+MIN_RHYTHM = 64
+#: Power rises and falls once in an iteration, each time anywhere in a tick of which the sensor sees a part: 2 / 12.
+STEPS_J2 = 1 / 6
 
 
 class Energy(NamedTuple):
@@ -127,7 +131,8 @@ class EnergyLedger:
         self._check = CrossCheck()
         self._rhythm: tuple[float, float] | None = None
         self._method = device.energy_method
-        self._has_beaten = False
+        self._run_iterations = 0
+        self._run_j = 0.0  # of all windows
 
     def calibrate(self, sensor: Sensor) -> None:
         """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
@@ -602,27 +607,39 @@ class EnergyLedger:
 
     def _alias_j2(self, span_s: float) -> float:
         """Return the variance that comes from measuring only part of each tick."""
-        if self._sensor.duty >= 1.0 or self._method != COUNTER or self._sensor.tick_s <= 0:
+        if not self._measures_part:
             return 0.0
         ticks = span_s / self._sensor.tick_s
         inflation = 1.0 if self._rhythm is None else beat(*self._rhythm, self._sensor.tick_s, span_s)
-        variance_j2 = ticks * inflation * self._powers.alias_w2(self._sensor.duty) * self._sensor.tick_s**2
-        self._tell_beat(inflation, math.sqrt(variance_j2), span_s)
-        return variance_j2
+        return ticks * inflation * self._powers.alias_w2(self._sensor.duty) * self._sensor.tick_s**2
 
-    def _tell_beat(self, inflation: float, deviation_j: float, span_s: float) -> None:
-        """Say once that iterations beat with the sensor, for no other window will average that out."""
-        if self._rhythm is None or self._has_beaten or inflation < LOCKED * span_s / self._rhythm[0]:
-            return
-        off = deviation_j / (self._powers.mean_w * span_s) if self._powers.mean_w > 0 else 0.0
-        if off > LOCKED_ERROR:
-            self._has_beaten = True
-            text = (
-                f"iterations of {self._rhythm[0]:.3g} s keep step with the power sensor, which measures "
-                f"{self._sensor.duty:.0%} of every {self._sensor.tick_s:.3g} s: this GPU's energy may be off by "
-                f"{off:.0%}, in the same way in every window; over many GPUs it averages out"
-            )
-            self._events.append(("energy_aliasing", text))
+    @property
+    def _measures_part(self) -> bool:
+        return self._sensor.duty < 1.0 and self._method == COUNTER and self._sensor.tick_s > 0
+
+    def aliasing_error(self, iterations: int, energy: Energy, durations_s: Sequence[float]) -> float | None:
+        """Return the error of the run to date if iterations keep step with the sensor; ``None`` if they do not.
+
+        It is a half-width of 95 % as a share of the energy, at most 1. Call it once for each window, in order.
+        How much power changes within an iteration may be what the sensor does not see: it is taken to be as much as
+        was ever seen.
+
+        Args:
+            iterations: of the window.
+            energy: of the window.
+            durations_s: of the last iterations, this window's among them.
+        """
+        self._run_iterations += iterations
+        self._run_j += energy.joules or 0.0
+        count = self._run_iterations
+        if not self._measures_part or self._run_j <= 0 or count < MIN_RHYTHM or not durations_s:
+            return None
+        tick_s = self.clock.tick_ns * NS if self.clock is not None else self._sensor.tick_s
+        inflation = beat_of(durations_s, tick_s, count)
+        swing_w = self._powers.most_w - self._powers.least_w
+        deviation_j = swing_w * tick_s * math.sqrt(count * inflation * STEPS_J2)
+        error = min(NORMAL_95 * deviation_j / self._run_j, 1.0)
+        return error if inflation >= LOCKED * count and error > LOCKED_ERROR else None
 
     def _cross_check(self) -> None:
         point = self._points[-1]

@@ -266,20 +266,6 @@ def _open_j2(edge: Array) -> Array:
     return opened
 
 
-def times_longer(stretch: Stretch, share: float = MOST_RANDOM_ERROR) -> float:
-    """Return how many times as long a stretch must be for its random error to be a share of its energy.
-
-    What its edges leave open stays as it is, what lies inside grows with the length and its energy does, too.
-    """
-    inside = NORMAL_95**2 * stretch.inside_j2
-    edges = NORMAL_95**2 * (stretch.start_j2 + stretch.end_j2)
-    allowed = (share * stretch.joules) ** 2
-    if allowed <= 0:
-        return math.inf
-    # allowed x^2 = inside x + edges
-    return (inside + math.sqrt(inside**2 + 4 * allowed * edges)) / (2 * allowed)
-
-
 def difference_error(one: Mapping[str, Stretch], other: Mapping[str, Stretch]) -> tuple[float, float]:
     """Return the random and the systematic error, half-widths of 95 %, of the difference of two energies.
 

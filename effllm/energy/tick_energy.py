@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import cmath
 import math
+from collections.abc import Sequence
 
 from effllm.energy.power_spread import PowerSpread
 
@@ -10,6 +12,8 @@ from effllm.energy.power_spread import PowerSpread
 STEP = 8.0
 #: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016; others more).
 BEND = 0.04
+#: Harmonics of the tick at which the phases of iterations are added up.
+HARMONICS = (1, 2, 3)
 
 
 def in_tick(
@@ -61,13 +65,36 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
         span_s: length of the stretch.
     """
     count = span_s / step_s if step_s > 0 else 1.0
+    turn = 2 * math.pi / tick_s
+    phases = (cmath.rect(math.exp(-0.5 * (turn * n * deviation_s) ** 2), turn * n * step_s) for n in HARMONICS)
+    return _inflation(tuple(phases), count)
+
+
+def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
+    """Return what `beat` does, over so many iterations like these, whatever the distribution of their lengths is.
+
+    Args:
+        durations_s: of some iterations that followed each other; at least one.
+        tick_s: the sensor's period.
+        count: number of iterations in the stretch.
+    """
+    turn = 2j * math.pi / tick_s
+    return _inflation(
+        tuple(sum(cmath.exp(turn * n * d) for d in durations_s) / len(durations_s) for n in HARMONICS), count
+    )
+
+
+def _inflation(phases: Sequence[complex], count: float) -> float:
+    """Return the power of the Fourier sums of iterations' phases, one iteration's being 1.
+
+    Args:
+        phases: mean turn of the phase from one iteration to the next, at each harmonic.
+        count: iterations.
+    """
     if count < 1.5:
         return 1.0
     total = weights = 0.0
-    for harmonic in (1, 2, 3):
-        angle = 2 * math.pi * harmonic * step_s / tick_s
-        damping = math.exp(-0.5 * (2 * math.pi * harmonic * deviation_s / tick_s) ** 2)
-        z = damping * complex(math.cos(angle), math.sin(angle))
+    for harmonic, z in zip(HARMONICS, phases, strict=True):
         if abs(1 - z) < 1e-6:
             power = count
         else:
