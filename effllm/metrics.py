@@ -333,8 +333,8 @@ def profiling_seconds(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def padding_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the processed positions that are padding, where both counts are known."""
-    if not totals.tokens or totals.tokens_processed < totals.tokens:
+    """Share of the processed positions that are padding; no value where the loop counted no padding."""
+    if not totals.tokens or totals.tokens_processed <= totals.tokens:
         return None
     return 1.0 - totals.tokens / totals.tokens_processed
 

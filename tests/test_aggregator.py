@@ -411,7 +411,7 @@ def test_a_row_of_whoever_did_not_introduce_itself_is_not_counted():
     job.send(row(1), row(0, agent="another"))
 
     assert (job.aggregator.garbage, job.aggregator.duplicates) == (2, 0)
-    assert job.summary().tokens == 0
+    assert job.summary().tokens is None
 
 
 def test_another_agent_takes_the_place_of_one_that_has_just_left():
@@ -742,6 +742,32 @@ def test_not_measured_is_complete_in_any_order_of_joining(order):
     assert job.summary().not_measured == ("energy: no RAPL",)
 
 
+@pytest.mark.parametrize(
+    ("counted", "reasons"),
+    [
+        ({"tokens": 100, "samples": 2}, ()),
+        (
+            {"tokens": 100, "samples": 0},
+            ("samples: the training loop counted none; effllm.count(samples=...) counts them",),
+        ),
+        (
+            {"tokens": 0, "tokens_processed": 0, "samples": 0},
+            ("tokens and samples: the training loop counted none; effllm.count(tokens=..., samples=...) counts them",),
+        ),
+        ({"tokens": 0, "samples": 0, "generated_tokens": 50, "generation_s": 1.0}, ()),
+    ],
+)
+def test_what_the_loop_does_not_count_is_null_with_a_reason(counted, reasons):
+    job = Job(1).join()
+    job.send(row(0, **counted))
+    job.closed()
+
+    summary = job.summary()
+
+    assert (summary.tokens, summary.samples) == (counted["tokens"] or None, counted["samples"] or None)
+    assert summary.not_measured == reasons
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_energy_that_one_rank_reads_is_not_called_missing(order):
     job = Job(2)
@@ -934,7 +960,7 @@ def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps
             getattr(crashing, step)()
     summary, (_, whole) = crashing.finish()
 
-    assert summary.tokens == sum(one.tokens for of_rank in rows.values() for one in of_rank)
+    assert (summary.tokens or 0) == sum(one.tokens for of_rank in rows.values() for one in of_rank)
     assert whole.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))
     energies = [one.devices[0].wall.energy_j for of_rank in rows.values() for one in of_rank]
     assert whole.energy_measured_j is None or whole.energy_measured_j <= sum(energies) * (1 + 1e-9)

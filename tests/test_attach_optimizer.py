@@ -48,7 +48,7 @@ def test_a_loop_that_does_not_know_us_has_its_iterations_counted(launch):
     assert (summary.iterations, summary.parameters, summary.status) == (11, 36, "completed")
     assert job.ledger.facts["framework"] == "torch"
     assert job.ledger.facts["parameters_from"] == "optimizer"
-    assert summary.tokens is None or summary.tokens == 0
+    assert summary.tokens is None
     assert job.our_errors == []
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import jobs
 import msgspec
 import pytest
-from sink_examples import complete_totals, make_report, make_run
+from sink_examples import complete_totals, make_report, make_run, totals
 
 from effllm import metrics
 from effllm.config import Config
@@ -106,6 +106,12 @@ def test_totals_are_counters_and_coverage_stands_beside_them(sink):
     assert seen["efficientllm_reports_lost_total",] == report.coverage.reports_lost
     assert seen["efficientllm_ranks_reporting",] == report.coverage.ranks_reporting
     assert seen["efficientllm_straggler_rank",] == report.straggler.rank
+
+
+def test_what_the_loop_does_not_count_has_no_total(sink):
+    sink.write(make_report(100, job=msgspec.structs.replace(totals(100), tokens=0, samples=0)), ())
+
+    assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
 
 def test_before_the_first_window_there_is_nothing_but_that(sink):

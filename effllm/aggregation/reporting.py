@@ -224,9 +224,9 @@ def summary_of(
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
         simulated=roster.is_simulated,
-        not_measured=roster.not_measured,
-        tokens=whole.tokens,
-        samples=whole.samples,
+        not_measured=(*roster.not_measured, *not_counted(whole)),
+        tokens=whole.tokens or None,
+        samples=whole.samples or None,
         loss=ledger.loss,
         events=dict(ledger.events),
         peak=roster.peak_source if run.flops_per_token else "",
@@ -235,6 +235,15 @@ def summary_of(
         slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
         goodput=goodput,
     )
+
+
+def not_counted(whole: ClusterTotals) -> Iterator[str]:
+    """Yield why there are no tokens or no samples, where iterations or requests ended without them."""
+    counts = {"tokens": whole.tokens or whole.generated_tokens, "samples": whole.samples or whole.generated_tokens}
+    missing = [name for name, count in counts.items() if not count]
+    if whole.iterations and missing:
+        calls = ", ".join(f"{name}=..." for name in missing)
+        yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
 
 
 def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:

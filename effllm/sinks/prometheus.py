@@ -209,9 +209,12 @@ def name_of(entry: metrics.Metric) -> tuple[str, float]:
 def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     job = report.job
     yield "iterations", "Iterations of every attempt.", job.iterations
-    yield "tokens", "Tokens without padding, each once.", job.tokens
-    yield "samples", "Samples.", job.samples
-    yield "generated_tokens", "Tokens that were generated.", job.generated_tokens
+    counts = (
+        ("tokens", "Tokens without padding, each once.", job.tokens),
+        ("samples", "Samples.", job.samples),
+        ("generated_tokens", "Tokens that were generated.", job.generated_tokens),
+    )
+    yield from (one for one in counts if one[2])  # what the loop does not count is not known to be 0
     if job.energy_measured_j is not None:
         yield (
             "energy_measured_joules",
