@@ -248,7 +248,7 @@ def test_the_shell_scripts_pass_shellcheck():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
-    scripts = [*LAUNCH.iterdir(), REPOSITORY / ".ci" / "run"]
+    scripts = [*LAUNCH.iterdir(), *(REPOSITORY / ".ci").iterdir()]
 
     done = subprocess.run(
         [shellcheck, "--external-sources", *scripts], cwd=REPOSITORY, capture_output=True, text=True, check=False

@@ -12,7 +12,7 @@ from effllm.runs.run_lock import Holder, status_of, take
 from effllm.sinks import SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which root alone can")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which root alone can")
 STRANGER = 12345
 
 
@@ -85,7 +85,7 @@ def others(path):
 
 
 def placed_by_root(place):
-    return pytest.param(place, marks=as_root)
+    return pytest.param(place, marks=[needs_root, pytest.mark.faults])
 
 
 THINGS = [pipe, link, link_to_nothing, second_name, folder, placed_by_root(device), placed_by_root(others)]
@@ -142,7 +142,8 @@ def test_a_lock_that_is_no_file_of_ours_is_not_taken(tmp_path, place):
         take(tmp_path, Holder(), wait_s=0.0)
 
 
-@as_root
+@needs_root
+@pytest.mark.faults
 def test_a_folder_of_another_user_is_refused_by_name(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -180,7 +181,8 @@ def test_a_run_in_a_folder_like_tmp_is_our_own(public):
     assert mode(public / "runs") == mode(public / "runs" / "mine") == 0o700
 
 
-@as_root
+@needs_root
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["folder", "link to a folder", "link to our own folder"])
 def test_what_another_user_laid_on_the_way_in_a_folder_like_tmp_is_refused(public, tmp_path, kind):
     ours = tmp_path / "ours"
@@ -219,7 +221,8 @@ def test_a_name_that_plays_games_with_paths_is_refused(name):
         read_config({"EFFICIENTLLM_RUN_NAME": name})
 
 
-@as_root
+@needs_root
+@pytest.mark.faults
 @pytest.mark.faults
 def test_a_job_whose_run_folder_was_laid_there_by_another_user_says_so_and_trains_on(launch, public):
     (public / "runs").mkdir()

@@ -84,6 +84,7 @@ def test_a_link_a_folder_and_a_pipe_are_refused(path):
         secret.create(path)
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
 def test_another_users_is_refused(path):
     os.chown(write(path), 12345, 12345)
