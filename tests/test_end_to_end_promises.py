@@ -44,6 +44,16 @@ def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_
     assert any("aggregator died" in text for text in job.ledger.told("aggregator"))
 
 
+def test_an_aggregator_waits_for_ranks_that_join_late(launch):
+    aggregator = launch.aggregator()
+    assert aggregator.job.left(within_s=1.5), "git has answered before any rank has joined"
+    for rank in launch.ranks(aggregator, 1, LOOP, "--iterations", 20):
+        rank.done()
+
+    assert not aggregator.job.left(within_s=20.0)
+    assert aggregator.ledger.summary.status == "completed"
+
+
 @pytest.fixture
 def without_agent(launch):
     """A job of two ranks, the second of which loses its agent in its first second."""

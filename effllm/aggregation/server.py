@@ -401,7 +401,7 @@ class Server:
         now_s = time.monotonic()
         if self._facts_changed and now_s - self._told_facts_s >= every_s:
             self._facts_changed, self._told_facts_s = False, now_s
-            known = {"ranks": dict(self._facts["ranks"]), "parameters": self._aggregator.parameters()}
+            known = {"ranks": dict(self._facts.get("ranks", {})), "parameters": self._aggregator.parameters()}
             facts = {**self._facts, **known}
             self._to_sinks(lambda sink: sink.update_facts(facts))
 
