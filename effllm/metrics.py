@@ -38,6 +38,7 @@ class Metric:
     group: str  # TensorBoard group; empty for the contract's own tags
     bases: tuple[str, ...]  # which totals it is shown on: run, window, job
     chart: bool  # False: another form of something that has a chart, or a part of it, for summaries alone
+    error: Formula | None = None  # of a mean of samples: its random error, half-width, 95 %
 
     def tag(self, base: str) -> str:
         """Return the tag, without the prefix ``efficientllm/``, of this metric on one base."""
@@ -56,6 +57,7 @@ def metric(
     group: str = "",
     bases: Sequence[str] = ("run", "window", "job"),
     chart: bool = True,
+    error: Formula | None = None,
 ) -> Callable[[Formula], Formula]:
     """Enter a formula into the table that every sink walks.
 
@@ -72,22 +74,30 @@ def metric(
         if not formula.__doc__:
             raise ValueError(f"metric {name} has no docstring, which is its help text")
         shown = tuple(bases[:1]) if group else tuple(bases)
-        METRICS[name] = Metric(name, unit, formula.__doc__.strip(), formula, console, group, shown, chart)
+        METRICS[name] = Metric(name, unit, formula.__doc__.strip(), formula, console, group, shown, chart, error)
         return formula
 
     return enter
 
 
+def _memory_error_gb(totals: ClusterTotals) -> float | None:
+    return None if totals.memory_error_bytes is None else totals.memory_error_bytes / GIB
+
+
+def _utilization_error(totals: ClusterTotals) -> float | None:
+    return totals.utilization_error
+
+
 # --- the contract: the original's seven, in the order of its block -------------------------------
 
 
-@metric("GB", console="AMU (GB): {:.2f}")
+@metric("GB", console="AMU (GB): {:.2f}", error=_memory_error_gb)
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (2^30 bytes; Eq. 1)."""
     return None if totals.memory_mean_bytes is None else totals.memory_mean_bytes / GIB
 
 
-@metric("ratio", console="PCU (Ratio): {:.3f}")
+@metric("ratio", console="PCU (Ratio): {:.3f}", error=_utilization_error)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
     """Peak compute utilization: share of time in which the device was busy; despite its name a mean (Eq. 2)."""
     return totals.utilization_mean
@@ -135,13 +145,13 @@ def watts_per_gpu(totals: ClusterTotals) -> float | None:
 
 @metric("W", group="energy", bases=("run",))
 def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in a twentieth of the time, run to date, in steps of 10 W."""
+    """Power that a GPU exceeds in a twentieth of the time, run to date: middle of a step of 10 W, at most the peak."""
     return power_percentile(totals, 0.95)
 
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds half of the time, run to date, in steps of 10 W."""
+    """Power that a GPU exceeds half of the time, run to date: middle of a step of 10 W, at most the peak."""
     return power_percentile(totals, 0.5)
 
 
@@ -433,6 +443,37 @@ def stalled_s(totals: ClusterTotals) -> float | None:
     return totals.stalled_s
 
 
+# --- what measuring costs -------------------------------------------------------------------------
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds of the agents over the elapsed time of their ranks: a share of one core each."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.agents_cpu_s, totals.rank_seconds)
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds in the loops' own calls, estimated from what one took at the start, over the ranks' elapsed time."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.recorder_cpu_s, totals.rank_seconds)
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def aggregator_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds of the aggregator and its sinks over the elapsed time: a share of one core."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.aggregator_cpu_s, totals.elapsed_s)
+
+
+@metric("bytes/s", group="health", bases=("job",), chart=False)
+def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
+    """Bytes that an agent sends, over the elapsed time, mean over ranks."""
+    spent = totals.overhead
+    return None if spent is None else _measured_ratio(spent.sent_bytes, totals.rank_seconds)
+
+
 # --- where the elapsed time of the job went: docs/goodput.md --------------------------------------
 
 
@@ -477,37 +518,6 @@ def lost_joules(totals: ClusterTotals) -> float | None:
     """Measured energy of what was lost: iterations done again, straggling, hangs."""
     lost = [totals.class_j.get(name) for name in ("redone", "straggling", "hang")]
     return None if None in lost else sum(joules for joules in lost if joules is not None)
-
-
-# --- what measuring costs -------------------------------------------------------------------------
-
-
-@metric("ratio", group="health", bases=("job",), chart=False)
-def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds of the agents over the elapsed time of their ranks: a share of one core each."""
-    spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.agents_cpu_s, totals.rank_seconds)
-
-
-@metric("ratio", group="health", bases=("job",), chart=False)
-def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds in the loops' own calls, estimated from what one took at the start, over the ranks' elapsed time."""
-    spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.recorder_cpu_s, totals.rank_seconds)
-
-
-@metric("ratio", group="health", bases=("job",), chart=False)
-def aggregator_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds of the aggregator and its sinks over the elapsed time: a share of one core."""
-    spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.aggregator_cpu_s, totals.elapsed_s)
-
-
-@metric("bytes/s", group="health", bases=("job",), chart=False)
-def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
-    """Bytes that an agent sends, over the elapsed time, mean over ranks."""
-    spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.sent_bytes, totals.rank_seconds)
 
 
 @metric("ranks", group="straggler", bases=("window",), chart=False)
@@ -568,9 +578,10 @@ def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> d
 
 
 def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
-    """Return the random and the systematic error of every metric of energy and power: tag -> half-widths, 95 %.
+    """Return the random and the systematic error of metrics: tag -> half-widths, 95 %.
 
-    Each is what the metric would change by if the energy were off by its own error.
+    Of energy and power each is what the metric would change by if the energy were off by its own error; means of
+    samples have a random error alone.
     """
     bases = {"run": run, "window": window, "job": job}
     found: dict[str, tuple[float, float]] = {}
@@ -578,6 +589,8 @@ def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dic
         for base in entry.bases:
             totals = bases[base]
             value = entry.formula(totals)
+            if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:
+                found[entry.tag(base)] = (error, 0.0)
             if value is None or not totals.energy_j or totals.energy_error_j is None:
                 continue
             shares = (totals.energy_error_j / totals.energy_j, (totals.energy_gain_error_j or 0.0) / totals.energy_j)
@@ -615,13 +628,14 @@ def _scaled(value: float | None, scale: float) -> float | None:
 
 
 def power_percentile(totals: ClusterTotals, share: float) -> float | None:
-    """Return the power below which GPUs spent a share of their time: the middle of a bar of the histogram."""
+    """Return the power below which GPUs spent a share of their time: the middle of a bar, at most the peak."""
     whole_s = sum(totals.power_histogram_s.values())
     passed_s = 0.0
     for step, seconds in sorted(totals.power_histogram_s.items()):
         passed_s += seconds
         if passed_s >= share * whole_s:
-            return (step + 0.5) * POWER_STEP_W
+            middle_w = (step + 0.5) * POWER_STEP_W
+            return middle_w if totals.power_peak_w is None else min(middle_w, totals.power_peak_w)
     return None
 
 

@@ -43,22 +43,10 @@ MARKED_PHASES = (EVALUATION, CHECKPOINT, OTHER, GENERATION)
 
 
 class Iteration(Struct, frozen=True, gc=False):
-    """One optimizer step, as the training process stamped it, with the running totals of its rank.
-
-    The totals count from the first iteration of this process, so that an iteration whose record was
-    overwritten loses its detail but none of its tokens.
-    """
+    """One optimizer step that ended, as the training process stamped it."""
 
     ordinal: int  # 1 for the first iteration that ended in this process
-    start_ns: int
     end_ns: int
-    step_ns: int  # running total: start to end, less phases marked inside
-    wait_ns: int  # running total: end of the last to start of this one, less phases marked between
-    phase_ns: tuple[int, ...]  # running totals, in the order of MARKED_PHASES
-    tokens: int
-    tokens_processed: int
-    tokens_loss: int
-    samples: int
 
 
 class Phase(Struct, frozen=True, gc=False):
@@ -320,6 +308,8 @@ class ClusterTotals(Struct, frozen=True):
     memory_min_bytes: float | None = None  # the smallest of those means
     memory_max_bytes: float | None = None
     memory_peak_bytes: float | None = None  # the largest single reading
+    memory_error_bytes: float | None = None  # of memory_mean_bytes, from sampling: half-width, 95 %
+    utilization_error: float | None = None  # of utilization_mean, the same; None where it is not sampled
     utilization_mean: float | None = None
     utilization_min: float | None = None
     utilization_max: float | None = None
@@ -486,7 +476,6 @@ class Value(Struct, frozen=True, omit_defaults=True):
     value: float
     unit: str
     error: float | None = None  # random part, half-width of a 95 % interval
-    coverage: float | None = None
     sensor_error: float | None = None  # systematic part: the gain of the sensors, half-width, 95 %
 
 

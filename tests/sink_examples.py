@@ -178,7 +178,7 @@ def values_of(report: ClusterReport) -> dict[str, Value]:
     errors = metrics.errors(report.run, report.run, report.job)
     units = {tag: entry.unit for tag in values if (entry := metrics.describe(tag))}
     return {
-        tag: Value(value, units[tag], errors.get(tag, (None,))[0], None, errors.get(tag, (None, None))[1])
+        tag: Value(value, units[tag], errors.get(tag, (None,))[0], errors.get(tag, (None, None))[1])
         for tag, value in values.items()
         if not tag.startswith("window/")
     }

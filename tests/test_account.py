@@ -1,5 +1,6 @@
 """effllm/aggregation/account.py: each token, joule and second of the cluster is counted once."""
 
+import numpy as np
 import pytest
 from builders import GIB, device_window, full, gpu, row
 from hypothesis import given, settings
@@ -304,7 +305,7 @@ def test_shares_of_a_host_leave_the_error_of_its_energy_as_it_is():
 
 def test_percentiles_of_power_are_those_of_gpu_seconds_in_steps_of_ten_watts():
     # 94 s between 300 and 310 W, 5 s between 500 and 510 W, 1 s between 690 and 700 W
-    busy = device_window("GPU-0", power_histogram_s={30: 44.0, 50: 5.0})
+    busy = device_window("GPU-0", power_peak_w=699.0, power_histogram_s={30: 44.0, 50: 5.0})
     idle = device_window("GPU-1", power_histogram_s={30: 50.0, 69: 1.0})
 
     totals = totals_of([[row(0, devices=(busy,)), row(1, devices=(idle,))]], *gpus(2))
@@ -397,3 +398,44 @@ def test_inference_throughput_is_the_tokens_of_all_ranks_over_the_longest_genera
 
 def test_without_a_generation_there_is_no_inference_throughput():
     assert metrics.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
+
+
+def sampled(values, peak):
+    """Return the totals of a GPU whose utilization and memory (as a share of the peak) were sampled once a second."""
+    count = len(values)
+    integrals = Integrals(
+        memory_byte_seconds=float(values.sum()) * peak,
+        memory_covered_s=count,
+        utilization_seconds=float(values.sum()),
+        utilization_covered_s=count,
+    )
+    devices, members = gpus(1)
+    rows = [row(0, busy_s=count, wait_s=0.0, devices=(device_window("GPU-0", wall=integrals, memory_peak_bytes=peak),))]
+    account = Account()
+    account.add_devices(merge_devices(rows, devices, members))
+    return account.totals(gpus=1, sample_s=1.0)
+
+
+def test_means_of_samples_have_an_error_that_covers_95_percent():
+    chance = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        busy = chance.uniform(0.1, 0.9)  # of each period, which samples meet at unrelated moments
+        totals = sampled((chance.random(100) < busy).astype(float), 8.0 * GIB)
+        covered += abs(totals.utilization_mean - busy) <= totals.utilization_error
+        assert totals.memory_error_bytes == pytest.approx(8.0 * GIB * totals.utilization_error)
+
+    assert covered >= 0.93 * 400
+
+
+def test_memory_that_never_changes_has_no_error_from_sampling():
+    assert sampled(np.ones(100), 8.0 * GIB).memory_error_bytes == 0.0
+
+
+def test_amu_and_pcu_have_their_errors_in_the_summary():
+    totals = sampled(np.array([0.0, 1.0] * 50), 8.0 * GIB)
+
+    found = metrics.errors(totals, totals, totals)
+    # 1.96 sqrt(0.5 * 0.5 / 100)
+    assert found["pcu_ratio"] == found["job/pcu_ratio"] == (pytest.approx(0.098), 0.0)
+    assert found["amu_gb"] == (pytest.approx(8 * 0.098), 0.0)

@@ -98,6 +98,19 @@ def adds_up(goodput):
     return True
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(0.001, 30.0), min_size=1, max_size=8))
+def test_rounding_is_in_no_class(lengths_s):
+    run = Run().wait(0.1).join()
+    for number, seconds in enumerate(lengths_s, 1):
+        run.wait(seconds)
+        for rank in range(2):
+            run.send(rank, number, busy_s=0.9 * seconds, wait_s=0.1 * seconds)
+    goodput = run.bye().goodput()
+
+    assert all(seconds == 0 or seconds > 1e-9 * goodput.elapsed_s for seconds in goodput.seconds.values())
+
+
 def test_a_job_without_trouble_is_kept_but_for_its_data_wait():
     goodput = Run().join().window(1).window(2).bye(status="completed").goodput()
 

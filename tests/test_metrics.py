@@ -347,6 +347,13 @@ def test_what_no_chart_shows_is_another_form_or_a_part_of_what_one_shows():
     }  # fmt: skip
 
 
+def test_a_percentile_of_power_is_not_above_the_peak():
+    totals = msgspec.structs.replace(TOTALS, power_histogram_s={50: 10.0}, power_peak_w=501.0)
+
+    assert metrics.p95_watts_per_gpu(totals) == metrics.median_watts_per_gpu(totals) == 501.0
+    assert metrics.median_watts_per_gpu(msgspec.structs.replace(totals, power_peak_w=509.0)) == 505.0
+
+
 def test_padding_is_unknown_where_only_one_count_is():
     assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=0)) is None
     assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=600_000)) is None

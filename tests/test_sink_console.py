@@ -471,15 +471,24 @@ def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_h
 
 def test_a_simulated_or_holed_run_says_so_in_its_table():
     energy = EnergySummary(measured_joules=3.6e6)
-    values = {"amu_gb": Value(45.0, "GB", error=0.5, coverage=0.5), "new/thing": Value(1.0, "things")}
+    values = {"amu_gb": Value(45.0, "GB", error=0.5), "new/thing": Value(1.0, "things")}
     summary = make_summary("killed", simulated=True, energy=energy, metrics=values)
 
     lines = summary_text(summary, None, None).splitlines()
     assert lines[0] == "[EfficientLLM] Run killed"
     assert "SIMULATED" in lines[2]
     assert "  energy        1.00 kWh (3,600,000 J), only in part measured: no total" in lines
-    assert any(" ".join(line.split()) == "amu_gb 45.0 GB ±1.2 % timing, 50 % covered run" for line in lines)
+    assert any(" ".join(line.split()) == "amu_gb 45.0 GB ±1.2 % sampling run" for line in lines)
     assert any(line.split() == ["new/thing", "1.00", "things"] for line in lines)
+
+
+def test_no_heading_is_in_the_table_twice():
+    totals = complete_totals()
+    values = {tag: Value(1.0, "") for tag in metrics.evaluate(totals, totals, totals)}
+    lines = summary_text(make_summary(metrics=values), None, None).splitlines()
+    headings = [line.strip() for line in lines if line.strip() in {entry.group for entry in metrics.METRICS.values()}]
+
+    assert len(headings) == len(set(headings)) > 3
 
 
 def test_the_command_for_tensorboard_can_be_pasted_and_empty_classes_are_left_out():

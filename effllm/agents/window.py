@@ -447,18 +447,7 @@ class WindowCutter:
 
     def _add_iteration(self, slot: ring.Slot) -> None:
         totals = slot[8:21]
-        iteration = Iteration(
-            ordinal=slot.ordinal,
-            start_ns=slot.start_ns,
-            end_ns=slot.end_ns,
-            step_ns=slot.step_ns,
-            wait_ns=slot.wait_ns,
-            phase_ns=(slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns, slot.generating_ns),
-            tokens=slot.tokens,
-            tokens_processed=slot.tokens_processed,
-            tokens_loss=slot.tokens_loss,
-            samples=slot.samples,
-        )
+        iteration = Iteration(slot.ordinal, slot.end_ns)
         if not self._first_start_ns:
             self._first_start_ns = slot.start_ns
         if slot.number > 0:

@@ -21,7 +21,7 @@ from effllm.aggregation.columns import Array, Positions, Table, fields_of
 from effllm.aggregation.gathered import Gathered, GaugeSums, GpuReadings
 from effllm.energy.energy_account import EnergySums, Stretch, Stretches, WindowEnergy
 from effllm.energy.power_scope import Scope
-from effllm.schema import NODE_PSU, ClusterTotals, Device, DeviceWindow, Integrals, Profile, RankReport
+from effllm.schema import NODE_PSU, NORMAL_95, ClusterTotals, Device, DeviceWindow, Integrals, Profile, RankReport
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
 ROUNDING = 1e-6
@@ -655,10 +655,11 @@ class Account(Struct):
         self.energy_tokens += sign * rows.counts["tokens"]
         self.energy_samples += sign * rows.counts["samples"]
 
-    def totals(self, **known: Any) -> ClusterTotals:
+    def totals(self, *, sample_s: float | None = None, **known: Any) -> ClusterTotals:
         """Return what every metric is computed from: sums per rank first, the maximum over ranks last.
 
         Args:
+            sample_s: time between two samples of a device, where the error of means is to be known.
             known: fields of the totals that are not sums: parameters, number of GPUs, peak, prices.
         """
         memory = _means(self.devices.column("memory_byte_seconds"), self.devices.column("memory_covered_s"))
@@ -689,6 +690,8 @@ class Account(Struct):
             memory_min_bytes=float(memory.min()) if len(memory) else None,
             memory_max_bytes=float(memory.max()) if len(memory) else None,
             memory_peak_bytes=float(peaks.max()) if len(peaks) else None,
+            memory_error_bytes=self._sampling_error("memory", sample_s),
+            utilization_error=self._sampling_error("utilization", sample_s) if known.get("gpus") else None,
             utilization_mean=float(busy.mean()) if len(busy) else None,
             utilization_min=float(busy.min()) if len(busy) else None,
             utilization_max=float(busy.max()) if len(busy) else None,
@@ -714,6 +717,24 @@ class Account(Struct):
             dram_activity=self._gauge("dram_activity_ratio").mean,
             **known,
         )
+
+    def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
+        """Return the half-width (95 %) of a mean of samples over devices, or ``None`` where it is not known.
+
+        What varies around a mean m between 0 and a peak p has a variance of at most m (p - m) (Bhatia and Davis, 2000);
+        of a mean of n samples at unrelated moments, a share 1/n of it.  Devices of a job do the same at the same time,
+        so that their errors do not cancel.
+        """
+        integral = "memory_byte_seconds" if name == "memory" else "utilization_seconds"
+        sums, covered_s = self.devices.column(integral), self.devices.column(f"{name}_covered_s")
+        there = covered_s > 0
+        if sample_s is None or not there.any():
+            return None
+        means = sums[there] / covered_s[there]
+        peaks = self.devices.column("memory_peak_bytes")[there] if name == "memory" else 1.0
+        variances = np.maximum(means * (peaks - means), 0.0) / np.maximum(covered_s[there] / sample_s, 1.0)
+        error = NORMAL_95 * float(np.sqrt(variances).mean())
+        return None if np.isnan(error) else error
 
     def iteration_s(self) -> float:
         """Return the mean iteration of the rank with the longest ones; 0 where there are none."""

@@ -62,6 +62,7 @@ class Window(Struct):
 def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
     """Return the totals of an account, with what the job is known to be."""
     return account.totals(
+        sample_s=roster.config.collection_interval_s,
         parameters=roster.parameters(),
         gpus=roster.num_gpus,
         world_size=ledger.world_size,
@@ -259,8 +260,8 @@ def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
             )
 
 
-def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, None, float | None]:
-    return (None, None, None) if parts is None else (parts[0], None, parts[1])
+def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, float | None]:
+    return (None, None) if parts is None else parts
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

@@ -193,9 +193,10 @@ def _row(name: str, value: Value, over: str) -> str:
     unit = value.unit
     if value.value:
         timing, sensor = ((error or 0.0) / abs(value.value) for error in (value.error, value.sensor_error))
-        unit = f"{unit} {errors_text(timing, sensor, brief=True)}".rstrip()
-    if value.coverage is not None and value.coverage < 0.995:
-        unit += f", {100 * value.coverage:.0f} % covered"
+        entry = describe(name.strip())
+        is_sampled = entry is not None and entry.error is not None
+        text = f"±{_percent(timing)} sampling" if timing and is_sampled else errors_text(timing, sensor, brief=True)
+        unit = f"{unit} {text}".rstrip()
     return f"  {name:<29}{readable(value.value):>12}  {unit:<25}  {over}".rstrip()
 
 
