@@ -64,6 +64,8 @@ KINDS: dict[str, Kind] = {
     "mfu": Kind(
         ONCE, "MFU or HFU came out above 1: a wrong number of FLOPs or tokens, or a wrong peak.", is_problem=True
     ),
+    "loss_not_finite": Kind(ALWAYS, "The loss is NaN or infinite; once per state.", is_problem=True),
+    "loss_finite": Kind(ALWAYS, "The loss is finite again."),
     "slower": Kind(ONCE, "The job became slower, with what else changed at the time.", is_problem=True),
     "faster": Kind(FILE, "The job became faster."),
     "stalled": Kind(ALWAYS, "No rank makes progress; the position of each rank is listed.", is_problem=True),

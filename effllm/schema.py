@@ -249,7 +249,7 @@ class RankReport(Struct, frozen=True, array_like=True, gc=False):
     tokens_processed: Count
     tokens_loss: Count
     samples: Count
-    loss: Finite | None = None
+    loss: Finite | None = None  # the last of the window; None where it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MOST_DEVICES)] = ()
     final: bool = False  # the rank's last row
     reset: bool = False  # the run-to-date values start anew after this window
@@ -269,6 +269,8 @@ class RankReport(Struct, frozen=True, array_like=True, gc=False):
     device_own_step_s: Amount = 0.0
     # Where iterations keep step with a sensor: half-width (95 %) of the error of its energy, run to date, as a share.
     aliasing_error: Amount | None = None
+    losses_not_finite: Count = 0  # losses that were NaN or infinite ...
+    first_not_finite: Position | None = None  # ... and the number shown of the first such iteration
 
     @property
     def iterations(self) -> int:
@@ -355,6 +357,7 @@ class ClusterTotals(Struct, frozen=True):
     class_j: dict[str, float | None] = {}
     rank_seconds: float = 0.0  # elapsed, summed over ranks
     overhead: Overhead | None = None
+    losses_not_finite: int = 0  # losses that were NaN or infinite, of all ranks
 
 
 class Straggler(Struct, frozen=True):
@@ -554,7 +557,9 @@ class Summary(Struct, frozen=True):
     not_measured: tuple[str, ...] = ()
     tokens: int | None = None  # None where the loop counted none
     samples: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # the last; None where it is not finite
+    losses_not_finite: int = 0  # losses that were NaN or infinite, of all ranks
+    first_not_finite: int | None = None  # the iteration of the first such loss, by the number shown
     events: dict[str, int] = {}  # how many of each kind
     peak: str = ""  # of a device, that MFU is measured against, and from where it is known
     profile: Profile | None = None  # run to date, of all ranks

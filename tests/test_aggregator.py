@@ -558,6 +558,34 @@ def test_what_a_storm_left_out_is_named_at_the_end_of_the_job():
     assert (last.rank, last.count) == (1, 150)
 
 
+def test_nan_losses_are_one_event_per_state_and_counted_each_time():
+    job = Job(1).join()
+    for window, bad in enumerate((0, 0, 4, 10, 10, 0, 0), 1):
+        first = window * 10 - 3 if bad else None
+        loss = None if bad else 2.0
+        job.send(row(0, window, loss=loss, losses_not_finite=bad, first_not_finite=first))
+
+    events = [(event.kind, event.text) for event in job.events() if event.kind.startswith("loss")]
+    assert events == [
+        ("loss_not_finite", "the loss is NaN or infinite at iteration 27"),
+        (
+            "loss_finite",
+            "the loss is finite again at iteration 60, after 24 losses of the run that were NaN or infinite",
+        ),
+    ]
+    summary = job.summary()
+    assert (summary.losses_not_finite, summary.first_not_finite, summary.loss) == (24, 27, 2.0)
+    assert [report.last.losses_not_finite for report in job.closed()] == [0, 0, 4, 10, 10, 0, 0]
+
+
+def test_a_job_without_losses_is_not_judged():
+    job = Job(1).join()
+    for window in range(1, 5):
+        job.send(row(0, window, loss=None))
+
+    assert [event.kind for event in job.events()] == ["joined"]
+
+
 def test_kinds_beyond_a_hundred_are_counted_together():
     job = Job().join()
     for number in range(300):

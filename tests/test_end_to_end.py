@@ -181,6 +181,18 @@ def test_nothing_happened_but_joining_and_leaving(world):
     assert job.ledger.summary.events == {"joined": world_size, "left": world_size}
 
 
+def test_a_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
+    job = launch.python("loop.py", "--iterations", 30, "--nan-from", 15).done()
+    (line,) = [line for line in job.stdout.splitlines() if "NaN" in line and line.startswith("[EfficientLLM]")]
+    summary = job.ledger.summary
+
+    assert line == "[EfficientLLM] the loss is NaN or infinite at iteration 15"
+    assert (summary.losses_not_finite, summary.first_not_finite) == (16, 15)
+    assert summary.loss is None
+    assert job.ledger.told("loss_not_finite") == ["the loss is NaN or infinite at iteration 15"]
+    assert "NaN or infinite: 16 losses, the first at iteration 15" in job.stdout
+
+
 def test_agents_and_aggregator_are_gone_soon_after_a_normal_end(launch):
     job = launch.torchrun([*ONE_NODE, "2"], "torch_loop.py", "--iterations", "12").wait()
 

@@ -243,14 +243,24 @@ def test_a_loss_that_comes_after_the_end_is_in_its_window():
     assert [row.loss for row in rows] == [3.0, 2.0]
 
 
-@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan"), None])
-def test_a_loss_that_is_no_finite_number_is_no_loss(loss):
+@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
+def test_a_loss_that_is_not_finite_is_counted_and_is_no_loss(loss):
+    with looping(log_interval=3) as loop:
+        for value in (2.0, loss, loss):
+            iterate(loop, 1)
+            loop.recorder.loss(40 + loop.recorder.ordinal, value)
+        rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=3)
+
+    assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 2, 42)
+
+
+def test_a_loss_that_was_not_given_is_not_counted():
     with looping(log_interval=1) as loop:
         iterate(loop, 1)
-        loop.recorder.loss(1, loss)
+        loop.recorder.loss(1, None)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns, log_interval=1)
 
-    assert rows[0].loss is None
+    assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 0, None)
 
 
 def test_a_reset_is_said_once_by_the_window_it_came_in():

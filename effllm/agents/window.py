@@ -365,7 +365,7 @@ class WindowCutter:
         self._open: deque[tuple[Iteration, tuple[int, ...], int]] = deque()  # windows that ended, not yet cut
         self._phases: list[Phase] = []
         self._first_start_ns = 0
-        self._losses: deque[tuple[int, float]] = deque()
+        self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
         self._profiles: deque[tuple[int, Profile]] = deque()
         self._device_times: deque[tuple[int, int, float]] = deque()  # ordinal, iterations timed so far, their seconds
         self._device_time = (0, 0.0)  # at the row's start
@@ -432,8 +432,8 @@ class WindowCutter:
                 self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
         elif slot.kind == ring.LOSS:
             self._shown_minus_ordinal = slot.number - slot.ordinal
-            if math.isfinite(slot.value):  # nan: none was given, or training diverged
-                self._losses.append((slot.ordinal, slot.value))
+            if not slot.what:  # else none was given
+                self._losses.append((slot.ordinal, slot.number, slot.value))
         elif slot.kind == ring.RESET:
             self._reset_at = max(slot.ordinal, 1)
         elif slot.kind == ring.PROFILE:
@@ -489,7 +489,8 @@ class WindowCutter:
                 phases_s[STARTUP] = startup_ns * NS
         if rest_ns - startup_ns:
             phases_s[SHUTDOWN] = (rest_ns - startup_ns) * NS
-        losses = [loss for ordinal, loss in self._losses if self._row_first <= ordinal <= last]
+        losses = [(number, loss) for ordinal, number, loss in self._losses if self._row_first <= ordinal <= last]
+        not_finite = [number for number, loss in losses if not math.isfinite(loss)]
         while self._losses and self._losses[0][0] <= last:
             self._losses.popleft()
         profile = None
@@ -541,8 +542,8 @@ class WindowCutter:
             generated_tokens=change[10],
             generation_s=change[11] * NS,
             prompt_tokens=change[12],
-            loss=losses[-1] if losses else None,
             devices=devices,
+            loss=losses[-1][1] if losses and math.isfinite(losses[-1][1]) else None,
             final=final,
             reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
             iterations_overrun=overrun - self._row_overrun,
@@ -556,6 +557,8 @@ class WindowCutter:
             device_own_steps=self._device_own_time[0] - device_own_steps,
             device_own_step_s=max(self._device_own_time[1] - device_own_step_s, 0.0),
             aliasing_error=max(aliasing, default=None),
+            losses_not_finite=len(not_finite),
+            first_not_finite=not_finite[0] if not_finite else None,
         )
         if report.reset:
             self._reset_at = 0

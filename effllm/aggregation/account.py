@@ -62,6 +62,12 @@ class Rows(list[RankReport]):
         return next((loss for loss in map(attrgetter("loss"), self) if loss is not None), None)
 
     @cached_property
+    def first_not_finite(self) -> int | None:
+        """The first iteration whose loss was NaN or infinite, by the number shown."""
+        numbers = [number for number in map(attrgetter("first_not_finite"), self) if number is not None]
+        return min(numbers, default=None)
+
+    @cached_property
     def profile(self) -> Profile | None:
         """Their profiled iterations."""
         return reduce(add_profiles, filter(None, map(attrgetter("profile"), self)), None)
@@ -122,7 +128,15 @@ _PLACED = (
     "end_time_s",
 )
 _SUMMED = ("generation_s", "device_steps", "device_step_s")
-_COUNTED = ("tokens", "tokens_processed", "tokens_loss", "samples", "generated_tokens", "prompt_tokens")
+_COUNTED = (
+    "tokens",
+    "tokens_processed",
+    "tokens_loss",
+    "samples",
+    "generated_tokens",
+    "prompt_tokens",
+    "losses_not_finite",
+)
 
 
 class MergedDevice(Struct, frozen=True):
@@ -581,6 +595,7 @@ class Account(Struct):
     samples: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    losses_not_finite: int = 0
     profile: Profile | None = None
     energy: EnergySums = msgspec.field(default_factory=EnergySums)  # of the covered windows
     energy_tokens: int = 0
@@ -683,6 +698,7 @@ class Account(Struct):
             generated_tokens=self.generated_tokens,
             generation_s=_largest(ranks["generation_s"]),
             prompt_tokens=self.prompt_tokens,
+            losses_not_finite=self.losses_not_finite,
             profile=self.profile,
             device_steps=int(_at(ranks["device_steps"], slowest_device)),
             device_step_s=_at(ranks["device_step_s"], slowest_device),

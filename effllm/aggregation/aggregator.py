@@ -24,6 +24,7 @@ from effllm.aggregation.roster import ABSENT_AFTER_S, Roster
 from effllm.config import Config
 from effllm.event_limit import EventLimit
 from effllm.events import KINDS
+from effllm.health import losses
 from effllm.health.energy_watch import EnergyWatch
 from effllm.health.stalls import StackFile, Stalls
 from effllm.health.straggler_watch import StragglerWatch
@@ -396,6 +397,7 @@ class Aggregator:
         ledger.count_rows(number, rows)
         self._count_devices(window)
         ledger.advance(rows)
+        self._judge_losses(rows, rows[-1].end_time_s)
         self._recent[number] = window.forgetful() if is_large(len(window.rows)) else window
         while len(self._recent) > RECENT:
             del self._recent[min(self._recent)]
@@ -408,6 +410,10 @@ class Aggregator:
         self._emit(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
+
+    def _judge_losses(self, rows: Rows, time_s: float) -> None:
+        if (news := losses.judge(rows, self._ledger)) is not None:
+            self._event(news.kind, news.text, time_s)
 
     def _weigh(self, number: int, rows: dict[int, RankReport], gathered: Gathered | None = None) -> Window:
         window = Window(number, rows, None, None)
@@ -451,6 +457,7 @@ class Aggregator:
             self._event("late", text, time_s)
         window = late = Window(number, rows, None, None)
         self._ledger.count_rows(number, window.ordered)
+        self._judge_losses(window.ordered, time_s)
         if recent := self._recent.get(number):
             self._count_devices(recent, sign=-1)
             window = self._weigh(number, {**recent.rows, **rows}) if recent.rows else self._join(recent, rows)

@@ -89,7 +89,9 @@ class Ledger(Struct):
     classes_j: dict[str, float] = {}
     classes_s: dict[str, float] = {}
     late: int = 0
-    loss: float | None = None
+    loss: float | None = None  # the last finite one
+    is_loss_finite: bool = True  # of the last window that had a loss
+    first_not_finite: int | None = None  # the iteration of the first loss that was NaN or infinite, as shown
     iteration_last: int = 0
     iteration_shown: int = 0
     events: dict[str, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from effllm.runs.summary_text import (
     energy_text,
     errors_text,
     goodput_text,
+    loss_text,
     readable,
     shares,
     stragglers_text,
@@ -50,8 +50,8 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
     covered += f", {seen.gpus_measured} of {seen.gpus_expected} GPUs" if seen.gpus_expected else ""
     yield _fact("coverage", covered + lost)
     yield f"{'--- all values: summary.txt in the run folder ' if folder is not None else '':-<{WIDTH}}"
-    if summary.loss is not None and math.isfinite(summary.loss):
-        yield _fact("last loss", f"{summary.loss:.6g}")
+    if text := loss_text(summary):
+        yield _fact("last loss", text)
     if summary.goodput is not None and summary.goodput.ratio is not None:
         yield _fact("goodput", goodput_text(summary.goodput), max_lines=2)
     elif summary.time_by_class:

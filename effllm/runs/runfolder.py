@@ -48,6 +48,7 @@ class RankRow(Struct, frozen=True):
     tokens_processed: int = 0
     tokens_loss: int = 0
     loss: float | None = None
+    losses_not_finite: int = 0
     phases_s: dict[str, float] = {}
     phases_j: dict[str, float | None] = {}  # the part of energy_j that fell into each phase
     energy_j: float | None = None
@@ -112,6 +113,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         device_steps=row.device_steps,
         device_step_s=row.device_step_s,
         loss=row.loss,
+        losses_not_finite=row.losses_not_finite,
         host=host,
         device=device.device or None,
         phases_s=row.phases_s,

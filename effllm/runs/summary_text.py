@@ -105,8 +105,8 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "samples", f"{summary.samples:,}"
     if summary.parameters:
         yield "parameters", f"{summary.parameters:,} ({summary.parameters_kind})"
-    if summary.loss is not None and math.isfinite(summary.loss):
-        yield "last loss", f"{summary.loss:.6f}"
+    if text := loss_text(summary, ".6f"):
+        yield "last loss", text
     if summary.goodput is not None and summary.goodput.ratio is not None:
         yield "goodput", goodput_text(summary.goodput)
     elif summary.time_by_class:
@@ -116,6 +116,15 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.slowest:
         rank, windows = next(iter(summary.slowest.items()))
         yield "slowest rank", f"rank {rank}, in {windows:,} windows"
+
+
+def loss_text(summary: Summary, form: str = ".6g") -> str:
+    """Return the last loss, and how many were not finite; empty where no loss was given."""
+    finite = "" if summary.loss is None else f"{summary.loss:{form}}"
+    if not summary.losses_not_finite:
+        return finite
+    count = f"{summary.losses_not_finite:,} losses, the first at iteration {summary.first_not_finite}"
+    return f"{finite}; NaN or infinite: {count}" if finite else f"NaN or infinite: {count}"
 
 
 def stragglers_text(verdicts: Sequence[Verdict]) -> str:

@@ -145,7 +145,7 @@ def contract_parts(values: Mapping[str, float]) -> Iterator[str]:
 def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
     """Yield what is wrong in this window."""
     seen = report.coverage
-    if report.loss is not None and not math.isfinite(report.loss):
+    if not is_loss_finite(report):
         yield "loss is not finite"
     if seen.missing_ranks:
         yield f"no report of rank {_named(seen.missing_ranks)}"
@@ -154,6 +154,11 @@ def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
     if seen.reports_lost > lost_before:
         yield f"{seen.reports_lost - lost_before} reports lost"
     yield from _slowest(report)
+
+
+def is_loss_finite(report: ClusterReport) -> bool:
+    """Return whether no loss of the window was NaN or infinite."""
+    return not report.last.losses_not_finite and (report.loss is None or math.isfinite(report.loss))
 
 
 # --- the long form -------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ def watched(report: ClusterReport) -> Iterator[str]:
     last = report.last
     words = {"step": "it" if report.style == "Iteration" else "step", "device": "GPU" if last.gpus else "rank"}
     yield report.style.lower() + " " + _place(report)
-    if report.loss is not None and not math.isfinite(report.loss):
+    if not is_loss_finite(report):
         yield "loss is not finite"
     errors = errors_text(metrics.timing_error_ratio(last), metrics.sensor_error_ratio(last))
     # They hold for the power as well, and stand behind it where no tokens are known.

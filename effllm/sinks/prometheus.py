@@ -215,6 +215,7 @@ def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
         ("generated_tokens", "Tokens that were generated.", job.generated_tokens),
     )
     yield from (one for one in counts if one[2])  # what the loop does not count is not known to be 0
+    yield "losses_not_finite", "Losses that were NaN or infinite, of all ranks.", job.losses_not_finite
     if job.energy_measured_j is not None:
         yield (
             "energy_measured_joules",

@@ -403,7 +403,7 @@ class Recorder:
             self._once(f"the iteration number went back from {self._number} to {number}; counting goes on")
         self._number = number
         now_ns = time.monotonic_ns()
-        self._put(ring.LOSS, 0, self.ordinal, number, now_ns, now_ns, value)
+        self._put(ring.LOSS, loss is None, self.ordinal, number, now_ns, now_ns, value)
 
     def reset(self) -> None:
         """Let the run-to-date values start anew after the current window."""

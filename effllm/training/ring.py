@@ -33,7 +33,7 @@ _PHASES = 4  # of schema.MARKED_PHASES: a record has a total of each
 _WHAT = {
     ITERATION: (0, 1),
     PHASE: (0, _PHASES),
-    LOSS: (0, 1),
+    LOSS: (0, 2),
     RESET: (0, 1),
     END: (0, 3),
     PROFILE: (COMPUTING, _KINDS),
@@ -64,7 +64,9 @@ class Slot(NamedTuple):
 
     sequence: int
     kind: int
-    what: int  # PHASE: index into schema.MARKED_PHASES; END: of the status; PROFILE: into timeline.KINDS, or see above
+    # PHASE: index into schema.MARKED_PHASES; END: of the status; PROFILE: into timeline.KINDS, or see above; LOSS: 1
+    # where none was given.
+    what: int
     ordinal: int
     # ITERATION: own time in ns, 0 unknown; LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME and
     # OWN_TIME: iterations that were timed.

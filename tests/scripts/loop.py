@@ -31,6 +31,7 @@ parser.add_argument("--parameters", type=int, default=1000)
 parser.add_argument("--until", type=Path, help="a file: after the iterations goes on until it is there")
 parser.add_argument("--at", type=int, default=0, help="the iteration after which it ends as --end says")
 parser.add_argument("--end", choices=ENDS)
+parser.add_argument("--nan-from", type=int, default=0, help="the iteration from which the loss is NaN")
 given = parser.parse_args()
 
 effllm.initialize_efficientllm_metrics(given.parameters)
@@ -46,7 +47,8 @@ for iteration in count(1):
     time.sleep(given.step_s)
     collector.record_iteration_end(given.tokens, given.samples)
     steps.append((start, time.monotonic()))
-    values = collector.log_metrics(iteration, 10 / iteration)
+    is_nan = 0 < given.nan_from <= iteration
+    values = collector.log_metrics(iteration, float("nan") if is_nan else 10 / iteration)
     logging_s.append(time.monotonic() - steps[-1][1])
     if iteration == given.at:
         ENDS[given.end]()
