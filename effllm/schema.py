@@ -497,6 +497,8 @@ class EnergySummary(Struct, frozen=True):
     estimated_joules: float | None = None  # of the total: filled from power where a counter told nothing
     warmup_joules: float | None = None  # of the total: in the warm-up, which the run-to-date values leave out
     by_class: dict[str, float | None] = {}
+    time_coverage: float | None = None  # share of the elapsed time without restart gaps that is in measured_joules ...
+    iterations_coverage: float | None = None  # ... and of the iterations; both are means over devices
 
 
 class Overhead(Struct, frozen=True):

@@ -159,8 +159,15 @@ def test_a_window_that_is_covered_too_little_is_in_no_sum():
 def test_the_least_coverage_is_judged_per_window():
     windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
 
-    assert totals_of(windows, *gpus(2), least=0.7).energy_complete
-    assert not totals_of(windows, *gpus(2), least=0.71).energy_complete
+    assert totals_of(windows, *gpus(2), least=0.7).energy_j == 3400.0
+    assert totals_of(windows, *gpus(2), least=0.71).energy_j == 2000.0
+
+
+def test_a_total_is_complete_only_if_each_device_of_each_window_is_in_it():
+    windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
+
+    assert not totals_of(windows, *gpus(2), least=0.7).energy_complete
+    assert totals_of(windows, *gpus(2), least=0.4).energy_complete
 
 
 def test_means_stand_where_energy_does_not():

@@ -279,7 +279,7 @@ def test_a_supply_that_is_not_read_in_a_window_is_judged_by_the_least_coverage(l
 
     assert report.coverage.energy == pytest.approx(0.5)
     assert report.last.energy_j == expected_j
-    assert job.summary().energy.total_joules == (None if expected_j is None else 3000.0)
+    assert job.summary().energy.total_joules is None, "a supply is not in it"
     assert job.summary().energy.measured_joules == pytest.approx(3000.0)
 
 

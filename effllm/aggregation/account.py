@@ -478,6 +478,7 @@ def window_energy(
     absent: int,
     blind: int = 0,
     scope: Scope | None = None,
+    left: Iterable[str] = (),
 ) -> WindowEnergy:
     """Return the energy of a window and how much of it was measured.
 
@@ -487,6 +488,7 @@ def window_energy(
         absent: ranks of which nothing is known.
         blind: ranks without a device, though they are there.
         scope: whose energy is the job's; ``None`` for that of all devices.
+        left: devices whose ranks have all left while others train.
     """
     expected = Expected.of(devices)
     lacking = absent + (scope.lacking if scope else 0) + (0 if scope and scope.choice == NODE_PSU else blind)
@@ -505,6 +507,7 @@ def window_energy(
     names = owners if there.all() else [owner for owner, is_there in zip(owners, there, strict=True) if is_there]
     by_owner = Stretches(names, wall[measured])
     present = gpus[gpus >= 0]
+    is_all_there = bool(there.all()) and not lacking
     return WindowEnergy(
         coverage=_coverage(shown, merged, lacking) if is_measurable else None,
         wall=by_owner.total(),
@@ -514,6 +517,9 @@ def window_energy(
         gpus_coverage=_coverage(gpus, merged, absent + blind) if gpu_owners else None,
         gpus_wall_j=float(wall[present, 0].sum()),
         gpus_iterations_j=float(iterations[present, 0].sum()),
+        num_owners=len(owners) + lacking,
+        lowest_coverage=float(merged.energy_coverage[shown].min(initial=1.0)) if is_all_there else 0.0,
+        num_left=sum(scope is None or key in scope.keys for key in left),
     )
 
 
@@ -603,6 +609,10 @@ class Account(Struct):
     energy_iterations: int = 0
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
+    partial: int = 0  # windows of which a device is not in it, or only in part; the holes are among them
+    left_windows: int = 0  # those of them in which it is missing because its ranks had left
+    covered_s: float = 0.0  # wall time, mean over devices, whose energy was measured
+    covered_iterations: float = 0.0
     measured_j: float = 0.0
     gpus_j: float = 0.0  # what GPUs drew in the covered windows, whatever the scope ...
     gpus_holes: int = 0  # ... and in how many of these that is not known
@@ -656,6 +666,12 @@ class Account(Struct):
         """
         stretch: Stretch = energy.wall if self.wall else energy.iterations
         self.measured_j += sign * stretch.joules
+        rows = Rows.of(rows)
+        is_whole = is_covered(energy.coverage, least_coverage) and is_covered(energy.lowest_coverage, least_coverage)
+        self.partial += sign * (not is_whole or energy.num_left > 0)
+        self.left_windows += sign * (energy.num_left > 0)
+        self.covered_s += sign * energy.share * float(rows.numbers["wall_s"].max(initial=0.0))
+        self.covered_iterations += sign * energy.share * rows.iterations
         if not is_covered(energy.coverage, least_coverage):
             self.holes += sign
             return
@@ -663,7 +679,6 @@ class Account(Struct):
         self.energy.add(window, stretch, sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, least_coverage))
-        rows = Rows.of(rows)
         self.energy_iterations += sign * rows.iterations
         at = self.ranks.find(rows.ranks)
         self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
@@ -720,7 +735,7 @@ class Account(Struct):
             energy_tokens=self.energy_tokens,
             energy_samples=self.energy_samples,
             energy_iterations=self.energy_iterations,
-            energy_complete=self.energy_windows > 0 and not self.holes,
+            energy_complete=self.energy_windows > 0 and not self.partial,
             energy_measured_j=self.measured_j if self.energy_windows or self.measured_j else None,
             power_peak_w=self.power_peak_w,
             power_histogram_s=dict(self.power_histogram_s),

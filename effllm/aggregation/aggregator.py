@@ -142,7 +142,7 @@ class Aggregator:
             if sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
-            rank.take(sequence)
+            rank.take(sequence, row.final)
             if rank.gaps > rank.lost:
                 self._lose(number, rank, rank.gaps, time_s)
             if window > rank.last_window:
@@ -201,7 +201,7 @@ class Aggregator:
         self._lose(message.rank, rank, message.lost, time_s)
         self._spend(rank, message)
         self._pass_time(now_s, time_s)
-        self._ledger.goodput.leave(message.rank, message.end_time_s)
+        self._ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
         if self._roster.leave(rank, message.status, now_s):
             self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
             self._stalls.bye(message.rank, rank.bye, now_s)
@@ -427,9 +427,12 @@ class Aggregator:
         assert window.merged is not None
         devices = roster.expected(ranks)
         unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
+        # Their energy is unknown while others train; what ranks do after the last iteration differs by little.
+        left = roster.devices.keys() - devices.keys() if roster.num_left and window.ordered.iterations > 0 else set()
         # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
         weighed = [
-            (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope)) for scope in roster.scopes
+            (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope, left))
+            for scope in roster.scopes
         ]
         scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MOST))
         roster.settle(scope)

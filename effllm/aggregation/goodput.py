@@ -273,6 +273,7 @@ class Attempt(Struct):
     is_numbered: bool = False  # somebody who knows has told it
     first: int = 0  # ordinals of the iterations so far
     last: int = 0
+    reached: int = 0  # the last of which only a farewell told
     idle_s: float = 0.0  # rank-seconds, once it is over
     redone_from: float | None = None  # what `redone` below was computed for: the least number done again
     redone: tuple[float, float, int] = (0.0, 0.0, 0)  # rank-seconds, joules, iterations
@@ -344,8 +345,9 @@ class Goodput(Struct):
         """Take a message of a rank, sent at a time by its agent's clock."""
         self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
 
-    def leave(self, rank: int, end_time_s: float | None = None) -> None:
-        """Take a farewell, with the end of the rank by its agent's clock."""
+    def leave(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
+        """Take a farewell, with the end of the rank by its agent's clock and its last iteration."""
+        self.attempt.reached = max(self.attempt.reached, last_ordinal)
         self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
 
     def count_rows(

@@ -35,9 +35,11 @@ class RankState(Struct):
     gaps: int = 0  # reports that never came, though later ones did ...
     newest_gap: int = 0  # ... those of them ...
     newest_gap_before: int = 0  # ... that are missing before this sequence
+    is_over: bool = False  # its last report was taken
 
-    def take(self, sequence: int) -> None:
+    def take(self, sequence: int, final: bool = False) -> None:
         """Note that a report has come, and what is missing before it."""
+        self.is_over = self.is_over or final
         missing = sequence - self.last_sequence - 1
         if missing > 0:
             self.gaps += missing
@@ -46,16 +48,20 @@ class RankState(Struct):
 
 
 class Spent(Struct):
-    """What the measurement has cost in processes that are no more."""
+    """What the measurement has cost, and lost, in processes that are no more."""
 
     agents_cpu_s: float = 0.0
     recorder_cpu_s: float = 0.0
     sent_bytes: int = 0
     aggregator_cpu_s: float = 0.0
     received_bytes: int = 0
+    reports_lost: int = 0
+    unfinished: int = 0  # ranks whose last report never came
 
     def add(self, rank: RankState) -> None:
         """Take over from an agent that another one follows."""
+        self.reports_lost += rank.lost
+        self.unfinished += not rank.is_over
         self.agents_cpu_s += rank.agent_cpu_s
         self.recorder_cpu_s += rank.recorder_cpu_s or 0.0
         self.sent_bytes += rank.sent_bytes
@@ -117,6 +123,7 @@ class Ledger(Struct):
         self.goodput.end_attempt(self.status())
         for rank in self.ranks.values():
             self.spent.add(rank)
+        self.spent.unfinished += max(self.world_size - len(self.ranks), 0)
         self.attempt, self.job = self.attempt + 1, job
         self.world_size = self.closed = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s, self.waited = {}, 0.0, Waited()
@@ -206,6 +213,16 @@ class Ledger(Struct):
         self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
         self.iteration_shown = max(map(attrgetter("iteration_shown"), rows))
 
+    @property
+    def reports_lost(self) -> int:
+        """Reports that never arrived, of all attempts."""
+        return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
+
+    def unfinished(self, is_over: bool) -> int:
+        """Return of how many ranks the last report never came, over all attempts; ``is_over`` where none will come."""
+        now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
+        return self.spent.unfinished + max(now, 0)
+
     def time_by_class(self) -> dict[str, float]:
         """Return the seconds of each class, mean over ranks."""
         ranks = len(self.whole.ranks) or 1
@@ -241,6 +258,7 @@ class Ledger(Struct):
                 last_sequence=safe[rank],
                 last_window=self.closed,
                 bye="",
+                is_over=False,
                 gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
             )
             for rank, known in self.ranks.items()

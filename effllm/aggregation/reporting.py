@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
-from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
 
 from effllm import metrics
 from effllm.aggregation.account import ROUNDING, Account, Expected, Merged, Rows
+from effllm.aggregation.goodput import RESTART_GAP
 from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.roster import Roster
 from effllm.aggregation.spread import window_spread
@@ -59,9 +60,9 @@ class Window(Struct):
         return self.by_rank
 
 
-def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
-    """Return the totals of an account, with what the job is known to be."""
-    return account.totals(
+def totals(account: Account, ledger: Ledger, roster: Roster, lacks: bool = False) -> ClusterTotals:
+    """Return the totals of an account, with what the job is known to be; ``lacks`` where reports are missing in it."""
+    sums = account.totals(
         sample_s=roster.config.collection_interval_s,
         parameters=roster.parameters(),
         gpus=roster.num_gpus,
@@ -82,6 +83,34 @@ def totals(account: Account, ledger: Ledger, roster: Roster) -> ClusterTotals:
         straggling_gpu_s=ledger.straggling_gpu_s,
         straggling_j=ledger.straggling_j,
     )
+    return msgspec.structs.replace(sums, energy_complete=sums.energy_complete and not lacks)
+
+
+def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
+    """Return why the total energy is not known, a reason each; none where it is."""
+    lost, unfinished, account = ledger.reports_lost, ledger.unfinished(is_over), ledger.whole
+    elsewhere = account.partial - account.left_windows
+    reasons = [
+        (lost, f"{lost:,} reports never arrived"),
+        (unfinished, f"the last report of {unfinished:,} ranks never arrived"),
+        (elsewhere, f"{elsewhere:,} windows were not measured on every device"),
+        (account.left_windows, f"in {account.left_windows:,} windows devices were missing whose ranks had left"),
+    ]
+    return [text for count, text in reasons if count > 0]
+
+
+def _energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:
+    """Return the share of time and of iterations whose energy was measured, mean over devices; gaps are no time."""
+    seconds = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
+    iterations = sum(max(attempt.last, attempt.reached) for attempt in ledger.goodput.attempts)
+    shares = (ledger.whole.covered_s, seconds), (ledger.whole.covered_iterations, float(iterations))
+    time, count = (min(max(above, 0.0) / below, 1.0) if below > 0 else None for above, below in shares)
+    return time, count
+
+
+def _percent(share: float | None) -> str:
+    """Return a share that is not the whole, rounded down."""
+    return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"
 
 
 def with_goodput(whole: ClusterTotals, ledger: Ledger, goodput: GoodputSummary) -> ClusterTotals:
@@ -112,7 +141,9 @@ def report_of(
         account.add_devices(window.merged)
     if window.energy:
         account.add_energy(window.number, window.energy, rows, least_coverage)
-    run, own, whole = (totals(one, ledger, roster) for one in (ledger.run, account, ledger.whole))
+    lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
+    run, whole = (totals(one, ledger, roster, lacks) for one in (ledger.run, ledger.whole))
+    own = totals(account, ledger, roster)
     whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.measures_energy))
     waited = ledger.waited
     own = msgspec.structs.replace(
@@ -168,7 +199,7 @@ def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Covera
         ranks_reporting=len(rows),
         gpus_expected=gpus + unknown,
         gpus_measured=merged.count_measured(expected) if merged is not None else 0,
-        reports_lost=sum(map(attrgetter("lost"), ledger.ranks.values())),
+        reports_lost=ledger.reports_lost,
         reports_late=ledger.late,
         missing_ranks=tuple(sorted(absent)),
         energy=window.energy.coverage if window and window.energy else None,
@@ -186,9 +217,15 @@ def summary_of(
     ended: bool,
 ) -> Summary:
     """Return the run as it stands; ``kind`` says which parameters P is."""
-    run, whole = totals(ledger.run, ledger, roster), totals(ledger.whole, ledger, roster)
+    lacking = _lacking(ledger, ended)
+    run, whole = (totals(one, ledger, roster, bool(lacking)) for one in (ledger.run, ledger.whole))
     status = ledger.status() if ended else "running"
     goodput = ledger.goodput.summary(ended, roster.measures_energy, status)
+    of_time, of_iterations = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
+    not_measured = list(roster.not_measured)
+    if lacking and whole.energy_measured_j is not None and roster.measures_energy:
+        parts = f"{_percent(of_time)} of the time and {_percent(of_iterations)} of the iterations were measured"
+        not_measured.append(f"total energy: {parts}; {'; '.join(lacking)}")
     whole = with_goodput(whole, ledger, goodput)
     # A run has no last window: what charts show of one, a summary shows of the run to date.
     values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
@@ -217,6 +254,8 @@ def summary_of(
             warmup_joules=ledger.warmup_j if roster.measures_energy else None,
             estimated_joules=whole.energy_estimated_j if roster.measures_energy else None,
             by_class=ledger.energy_by_class() if roster.measures_energy else {},
+            time_coverage=of_time if whole.energy_measured_j is not None else None,
+            iterations_coverage=of_iterations if whole.energy_measured_j is not None else None,
         ),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
@@ -225,7 +264,7 @@ def summary_of(
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
         simulated=roster.is_simulated,
-        not_measured=(*roster.not_measured, *not_counted(whole)),
+        not_measured=(*not_measured, *not_counted(whole)),
         tokens=whole.tokens or None,
         samples=whole.samples or None,
         loss=ledger.loss if ledger.is_loss_finite else None,

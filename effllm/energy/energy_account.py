@@ -68,6 +68,15 @@ class WindowEnergy(Struct, frozen=True):
     gpus_coverage: float | None = None  # of the GPUs, whatever the scope
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
+    num_owners: int = 0  # devices whose energy the window should hold
+    lowest_coverage: float = 1.0  # of any of these devices; 0 where a device or a rank is missing
+    num_left: int = 0  # devices whose ranks have left while others train: they are in no coverage
+
+    @property
+    def share(self) -> float:
+        """Share of the window's energy that was measured, of devices whose ranks have left too."""
+        num_owners = self.num_owners + self.num_left
+        return (self.coverage or 0.0) * self.num_owners / num_owners if num_owners else 0.0
 
     @property
     def wall_j(self) -> float:

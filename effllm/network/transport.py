@@ -93,17 +93,21 @@ class Outbox:
         self._rows: deque[RankReport] = deque()
         self._most = most
         self._sent = 0  # how many of them, from the oldest, are under way
+        self._newest_sent = 0  # sequence
         self.lost = 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, row: RankReport) -> None:
-        """Append a report; where there is no room the oldest goes, and is counted."""
+        """Append a report; where there is no room the oldest goes, and is counted as lost if it was never sent.
+
+        One that was sent may have arrived: if it has not, the aggregator finds the gap.
+        """
         if len(self._rows) >= self._most:
-            self._rows.popleft()
+            oldest = self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
-            self.lost += 1
+            self.lost += oldest.sequence > self._newest_sent
         self._rows.append(row)
 
     @property
@@ -125,6 +129,8 @@ class Outbox:
     def sent(self, count: int) -> None:
         """Note that so many more are under way."""
         self._sent = min(self._sent + count, len(self._rows))
+        if self._sent:
+            self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1].sequence)
 
     def acknowledged(self, sequence: int) -> None:
         """Forget the reports up to ``sequence``: they are safe."""
