@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from effllm.devices import DeviceUnavailable, Reader
-from effllm.schema import Device, Sample, Sensor
+from effllm.schema import INSTANT, Device, Sample, Sensor
 
 NS = 1e-9
 
@@ -23,9 +23,12 @@ MOST_OF_A_CORE = 0.005
 WAKE_S = 110e-6  # measured at 10 Hz: 0.11 % of a core
 #: Of a core: what plain sampling may cost; slower devices are read more seldom.
 MOST_PLAINLY = 0.001
+#: A GPU that has no energy counter is asked for its power so often, within so much of a core.
+POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
 #: A call that took so long may be holding the driver's lock, on which kernel launches wait too.
 SLOW_CALL_S = 0.020
 LONGEST_INTERVAL_S = 30.0
+NEVER_NS = 2**63 - 1
 #: How quickly what calls take is believed to have grown, or shrunk: nearer to the slow ones than to the mean.
 CALL_RISE, CALL_FALL, LONGEST_COUNTED_S = 0.2, 0.05, 0.2
 #: A read that has not come back after so long makes the device stale.
@@ -163,11 +166,14 @@ class Sampler:
         self._learn(reader, opened, is_suspect=False)
         turn_s = time.monotonic() + self._interval_s
         next_ns = int(turn_s / NS)
+        power_ns = self._next_power_ns(opened)
         while not self._stopped:
-            now_ns = self._sleep_until(next_ns)
-            is_time = now_ns >= next_ns
-            if not self._stopped and (is_time or self._due):
-                self._answer(reader, now_ns, is_time)
+            now_ns = self._sleep_until(min(next_ns, power_ns))
+            is_time, is_power_time = now_ns >= next_ns, now_ns >= power_ns
+            if not self._stopped and (is_time or is_power_time or self._due):
+                if self._answer(reader, now_ns, is_time) is None and is_power_time:
+                    self._read(reader, energy_only=True)
+                power_ns = self._next_power_ns(opened) if is_time or is_power_time else power_ns
             if not self._stopped and self._learns_again:
                 self._learns_again = False
                 self._learn(reader, opened, is_suspect=True)
@@ -177,6 +183,14 @@ class Sampler:
                 next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - nobody gains by guessing it
                 now_ns = time.monotonic_ns()  # a slow read leaves ticks out, it does not pile them up
         reader.close()
+
+    def _next_power_ns(self, device: Device) -> int:
+        """Return when power is to be read next for its integral alone; never where a counter does that."""
+        if device.energy_method != INSTANT or not device.is_gpu or device.only_power or self._call_s > SLOW_CALL_S:
+            return NEVER_NS
+        apart_s = max(POWER_EVERY_S, (self._call_s + WAKE_S) / MAX_POWER_SHARE)
+        # Not evenly, for iterations that keep step with the reads would show some moments of theirs alone.
+        return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - nobody gains by guessing it
 
     def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
         """Take the reading that is due, if one is: all there is at its time and at an edge, energy alone elsewhere."""

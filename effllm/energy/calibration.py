@@ -22,11 +22,15 @@ from msgspec.structs import replace
 
 from effllm import hardware
 from effllm.runs import own_files
-from effllm.schema import COUNTER, Device, Sample, Sensor
+from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
 LONGEST_S = 2.0
 #: Between two moves of a counter that nobody has watched: 100 ms on all GPUs from Turing on (docs/hardware.md).
 USUAL_TICK_S = 0.1
+#: A power reading that is held is at most so many ticks older than it looks: half of its own, and one that it is held.
+OLDEST_TICKS = 1.5
+#: No power reading of a GPU is known that is held for longer; what changes more seldom is the load.
+MAX_POWER_TICK_S = 0.12
 #: Reads of one calibration are at least so far apart; and each call may take so much of the time.
 LEAST_APART_S, MOST_BUSY = 0.002, 0.25
 LEAST_MOVES = 4
@@ -98,8 +102,13 @@ def calibrate(
     if device.simulated or not device.is_gpu:
         return device.sensor
     kept = load(folder, device.name, device.driver) if folder else None
+    if device.energy_method != COUNTER and kept is not None and kept.measured_lag:
+        return kept.told()
+    if device.energy_method == INSTANT and not device.only_power:
+        samples, call_s = _watch(read, LONGEST_S, LEAST_APART_S)
+        return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
-        return kept.told() if kept is not None and kept.measured_lag else device.sensor
+        return device.sensor
     if kept is not None and kept.is_fresh() and not is_suspect:
         checked = _look(read, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
         if checked.tick is not None and not _contradiction(kept.sensor, checked):
@@ -128,7 +137,12 @@ def assumed(device: Device) -> Sensor:
 
     A GPU that it does not know has the tick that most have; when it ticks is known of neither.
     """
-    if device.energy_method != COUNTER or device.simulated or not device.is_gpu:
+    if device.simulated or not device.is_gpu or device.only_power:
+        return device.sensor
+    if device.energy_method == INSTANT:
+        # A reading may be the power of the moment, or the mean of the tick before, held for a tick.
+        return replace(device.sensor, lag_error_s=OLDEST_TICKS * USUAL_TICK_S)
+    if device.energy_method != COUNTER:
         return device.sensor
     row = hardware.find(device.name)
     sensor = _of_table(row.sensor, device.sensor) if row is not None and row.sensor is not None else device.sensor
@@ -180,6 +194,43 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
         call_s=seen.call_s,
         source="measured here",
     )
+
+
+def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
+    """Return a sensor of power alone, with how old its readings are, if they changed often enough to tell."""
+    readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
+    tick = tick_of(readings)
+    if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
+        # Of that moment or the mean of the tick before, and held for a tick.
+        lag_s = error_s = OLDEST_TICKS / 2 * tick[0]
+    elif (tick_s := _tick_of_means(readings)) is not None:
+        lag_s, error_s = tick_s, tick_s / 2
+    else:
+        return sensor
+    return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, LEAST_APART_S), source="measured here")
+
+
+def _tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
+    """Return for how long readings are held that change seldom, and are means: seconds, or ``None``.
+
+    A load that switches between two levels shows as three readings or more, each held for a tick, because the tick in
+    which it switched is a mean of both.
+    """
+    moves = [(first[0] + second[0]) / 2e9 for first, second in pairwise(readings) if first[1] != second[1]]
+    if len(moves) < LEAST_MOVES or len({power_w for _, power_w in readings}) < 3:
+        return None
+    open_s = 2 * statistics.median((second[0] - first[0]) / 1e9 for first, second in pairwise(readings))
+    gaps_s = sorted(later - earlier for earlier, later in pairwise(moves))
+    total_s = ticks = 0.0
+    for gap_s in gaps_s:
+        tick_s = total_s / ticks if ticks else gap_s
+        count = round(gap_s / tick_s)
+        if abs(gap_s - count * tick_s) > open_s:
+            return None
+        total_s, ticks = total_s + gap_s, ticks + count
+    tick_s = total_s / ticks
+    is_seen = sum(abs(gap_s - tick_s) <= open_s for gap_s in gaps_s) >= 2
+    return tick_s if is_seen and 2 * open_s < tick_s <= MAX_POWER_TICK_S else None
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:

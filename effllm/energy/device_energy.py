@@ -555,7 +555,7 @@ class EnergyLedger:
         """Return by how much readings are older than they look, on average."""
         if self._method == COUNTER:
             return round((self._sensor.lag_s + self._sensor.tick_s / 2) / NS)
-        return round(self._sensor.average_s / 2 / NS) if self._method == AVERAGE else 0
+        return round((self._sensor.average_s / 2 if self._method == AVERAGE else self._sensor.lag_s) / NS)
 
     def _shift_s2(self, time_ns: int) -> float:
         """Return the variance of when readings are from, as far as is known now."""

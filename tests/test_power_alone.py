@@ -1,0 +1,150 @@
+"""GPUs without an energy counter: power is read ten times a second and integrated, with its error."""
+
+import math
+import os
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+from nvml_library import bursts, flat, sine, square, steps
+from sensor_model import BEGIN_S, NS, Telegraph
+from test_sampler import FakeReader, until
+
+from effllm.agents.sampler import NEVER_NS, POWER_EVERY_S, Sampler
+from effllm.energy.calibration import assumed, with_power_seen
+from effllm.energy.device_energy import EnergyLedger
+from effllm.schema import COUNTER, INSTANT, Device, Sample
+
+GPU = Device("GPU-0", "nvml", energy_method=INSTANT, power_limit_w=700.0)
+
+
+def levels(chance):
+    return chance.uniform(70, 200), chance.uniform(420, 690)
+
+
+TRACES = {
+    "square": lambda chance: square(*levels(chance), chance.uniform(1.2, 2.6), chance.uniform(0.35, 0.65)),
+    "fast square": lambda chance: square(*levels(chance), chance.uniform(0.22, 0.45), chance.uniform(0.35, 0.65)),
+    "sine": lambda chance: sine(*levels(chance), chance.uniform(1.5, 4.0)),
+    "bursts": lambda chance: bursts(*levels(chance), chance.uniform(0.7, 1.6), 0.15, chance.randrange(9999)),
+    "steps": lambda chance: steps(*levels(chance), chance.uniform(0.35, 0.8), chance.randrange(9999)),
+    "telegraph": lambda chance: Telegraph(*levels(chance), 0.5, chance.randrange(40)),
+}
+
+
+class PowerSensor:
+    """Shows the power of the moment, or the mean of the last tick."""
+
+    def __init__(self, power, held_s, phase_s):
+        self.power, self._held_s, self._phase_s = power, held_s, phase_s
+
+    def at(self, time_s):
+        if not self._held_s:
+            return self.power.at(time_s)
+        tick_s = self._phase_s + (time_s - self._phase_s) // self._held_s * self._held_s
+        return self.power.integral(tick_s - self._held_s, tick_s) / self._held_s
+
+    def sample(self, time_s):
+        time_ns = round(time_s * NS)
+        return Sample(time_ns, power_w=self.at(time_ns / NS))
+
+
+def windows(power, seed, *, held_s=0.0, window_s=1.0, count=30):
+    """Return relative error and relative half-width of windows, read as the sampler does."""
+    chance = random.Random(seed)
+    sensor = PowerSensor(power, held_s, chance.uniform(0, 1))
+    dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
+    one = EnergyLedger(replace(GPU, sensor=with_power_seen(assumed(GPU), dense)), 5.0)
+    begin_s = BEGIN_S + 3.0 + chance.uniform(0, 5)
+    edges_s = [begin_s + 1.0]
+    for _ in range(count):
+        edges_s.append(edges_s[-1] + window_s * chance.uniform(0.9, 1.1))
+    reads_s = [at_ns / NS for edge_s in edges_s for at_ns in one.reads_for(round(edge_s * NS))]
+    at_s = begin_s
+    while at_s < edges_s[-1] + 1.0:
+        reads_s.append(at_s)
+        at_s += POWER_EVERY_S * chance.uniform(0.9, 1.1)
+    for read_s in sorted(reads_s):
+        one.add(sensor.sample(read_s + chance.uniform(5e-5, 4e-4)))
+    found = []
+    for start_s, end_s in pairwise(edges_s):
+        energy, truth_j = one.energy(round(start_s * NS), round(end_s * NS)), power.integral(start_s, end_s)
+        deviation_j = math.sqrt(energy.start_j2 + energy.end_j2 + energy.inside_j2)
+        found.append((energy.joules / truth_j - 1, 1.96 * deviation_j / truth_j))
+    return found
+
+
+@pytest.mark.parametrize("held_s", [0.0, 0.02, 0.1])
+def test_a_square_wave_of_2_s_is_within_5_percent(held_s):
+    found = [one for seed in range(12) for one in windows(square(100.0, 500.0, 2.0), seed, held_s=held_s)]
+
+    assert statistics.fmean(abs(error) for error, _ in found) < 0.05
+
+
+@pytest.mark.parametrize("held_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("trace", TRACES)
+def test_stated_intervals_cover_each_kind_of_trace(trace, held_s):
+    for window_s in (0.2, 1.0, 5.0):
+        found = []
+        for seed in range(10):
+            power = TRACES[trace](random.Random(seed))
+            found += windows(power, seed, held_s=held_s, window_s=window_s, count=20)
+        assert statistics.fmean(abs(error) <= half_width for error, half_width in found) >= 0.93
+
+
+def test_constant_power_is_exact():
+    assert max(abs(error) for error, _ in windows(flat(400.0), 1)) < 1e-6
+
+
+@pytest.mark.parametrize(("held_s", "lag_s"), [(0.02, 0.02), (0.1, 0.1)])
+def test_a_held_reading_is_found_from_its_switches(held_s, lag_s):
+    for seed in range(5):
+        sensor = PowerSensor(square(100.0, 500.0, 0.93), held_s, 0.0137 * seed)
+        seen = with_power_seen(assumed(GPU), [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)])
+
+        assert seen.lag_s == pytest.approx(lag_s, rel=0.05)
+        assert seen.lag_error_s <= 0.6 * held_s
+
+
+@pytest.mark.parametrize("period_s", [0.2, 0.31, 0.93, 2.0])
+def test_a_load_that_switches_is_not_taken_for_a_tick(period_s):
+    sensor = PowerSensor(square(100.0, 500.0, period_s), 0.0, 0.0)
+    dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
+
+    seen = with_power_seen(assumed(GPU), dense)
+
+    assert seen.lag_error_s >= 0.07, "how old a reading may be is as open as before"
+
+
+# --- the sampler ---
+
+
+def test_power_alone_is_read_between_the_samples():
+    wake = os.eventfd(0, os.EFD_NONBLOCK)
+    reader = FakeReader()
+    reader.device = GPU
+    sampler = Sampler(lambda: reader, 3600.0, lambda _line: None, wake)
+    sampler.start()
+    try:
+        until(lambda: reader.reads >= 5)
+    finally:
+        assert sampler.stop(5.0)
+        os.close(wake)
+
+
+@pytest.mark.parametrize("traits", [{"energy_method": COUNTER}, {"is_gpu": False}, {"only_power": True}])
+def test_nothing_else_is_read_so_often(traits):
+    sampler = Sampler(lambda: FakeReader(), 1.0, lambda _line: None, -1)
+
+    assert sampler._next_power_ns(replace(GPU, **traits)) == NEVER_NS
+    assert sampler._next_power_ns(GPU) < NEVER_NS
+
+
+def test_slow_calls_are_made_more_seldom(monkeypatch):
+    sampler = Sampler(lambda: FakeReader(), 1.0, lambda _line: None, -1)
+    monkeypatch.setattr("effllm.agents.sampler.time.monotonic_ns", lambda: 0)
+    sampler._call_s = 0.0024
+
+    assert sampler._next_power_ns(GPU) >= 0.9 * 0.0025 / 0.003 * NS
