@@ -729,11 +729,21 @@ def test_a_run_is_completed_only_if_every_rank_says_so(byes, status):
     assert job.summary(ended=True).status == status
 
 
-def test_a_run_that_a_rank_never_joined_is_not_completed():
+def test_a_rank_that_had_not_come_is_named_and_is_no_kill():
     job = Job().join(0)
     job.bye(0)
+    summary = job.summary(ended=True)
 
-    assert job.summary(ended=True).status == "killed"
+    assert summary.status == "completed"
+    assert any(text.startswith("1 of 2 ranks") for text in summary.not_measured)
+
+
+@pytest.mark.parametrize(("status", "expected"), [("failed", "failed"), ("killed", "killed")])
+def test_a_rank_that_had_not_come_hides_no_other_end(status, expected):
+    job = Job().join(0)
+    job.bye(0, status)
+
+    assert job.summary(ended=True).status == expected
 
 
 def test_the_summary_has_a_unit_for_every_value_and_the_energy_of_each_class():

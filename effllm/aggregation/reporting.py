@@ -226,6 +226,10 @@ def summary_of(
     if lacking and whole.energy_measured_j is not None and roster.measures_energy:
         parts = f"{_percent(of_time)} of the time and {_percent(of_iterations)} of the iterations were measured"
         not_measured.append(f"total energy: {parts}; {'; '.join(lacking)}")
+    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
+        not_measured.append(
+            f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
+        )
     whole = with_goodput(whole, ledger, goodput)
     # A run has no last window: what charts show of one, a summary shows of the run to date.
     values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
