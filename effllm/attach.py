@@ -21,8 +21,11 @@ def autoload(asked: bool = False) -> None:
         asked: whether the person asked for it in words, as with ``effllm run``; else the environment must.
     """
     try:
-        from effllm.switches import is_attached, is_enabled, this_process
+        from effllm.switches import ATTACH, METRICS_ENABLED, is_attached, is_enabled, is_off, this_process, unclear
 
+        switches = (METRICS_ENABLED,) if asked else (METRICS_ENABLED, ATTACH)
+        if not is_off(this_process()) and (wrong := unclear(this_process(), *switches)):
+            _report_wrong(wrong)
         if is_attached(this_process()) or (asked and is_enabled(this_process())):
             from effllm.hooks import attach_all
 
@@ -31,6 +34,16 @@ def autoload(asked: bool = False) -> None:
             _wait_for_our_name()
     except Exception as error:  # noqa: BLE001 - torch must be importable whatever is wrong with us
         _say(error)
+
+
+def _report_wrong(line: str) -> None:
+    """Print at the end of rank 0 that a switch is neither on nor off, unless the loop itself asks for metrics."""
+    from effllm.config import read_place
+    from effllm.switches import this_process
+    from effllm.training.without_metrics import repeat_at_exit
+
+    if read_place(this_process()).rank == 0:
+        repeat_at_exit(line)
 
 
 def _wait_for_our_name() -> None:

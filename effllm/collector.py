@@ -15,13 +15,14 @@ from typing import Any
 
 from effllm.config import Config, ConfigError, Place, read_config, read_place
 from effllm.network.discovery import DiscoveryError
-from effllm.switches import is_enabled, this_process
+from effllm.switches import is_off, this_process
 from effllm.training import ownership
 from effllm.training.facts import count as positive_count
 from effllm.training.facts import plain, positive, text
 from effllm.training.recorder import Recorder, whole_number
 from effllm.training.ring import RingError
 from effllm.training.session import AgentError, Session
+from effllm.training.without_metrics import repeat_at_exit
 
 NAN = float("nan")
 
@@ -95,7 +96,7 @@ class MetricsCollector:
 
     def start_collection(self) -> None:
         """Start the agent of this rank; a second start does nothing, and off means off."""
-        if self._session is not None or not is_enabled(this_process()):
+        if self._session is not None or is_off(this_process()):
             return
         try:
             self._place = self._given_place or read_place(this_process())
@@ -105,8 +106,10 @@ class MetricsCollector:
             self._take_counted()
             self._session = Session(config, self._place, self._facts)
             self._session.start()
+            repeat_at_exit("")
         except (ConfigError, RingError, DiscoveryError, OSError) as error:
             _say(f"no metrics, training goes on: {error}", self._place, everywhere=isinstance(error, AgentError))
+            repeat_at_exit(str(error) if self._place.rank == 0 else "")
             self._abandon()
 
     def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
@@ -151,9 +154,9 @@ class MetricsCollector:
         given = {name: value for name, value in self._overrides.items() if value is not None}
         interval, slots = given.get("collection_interval_s"), given.get("history_size")
         if interval is not None and not (isinstance(interval, int | float) and 0.01 <= interval <= 3600):
-            raise ConfigError("collection_interval", interval, "seconds, 0.01 to 3600")
+            raise ConfigError("collection_interval", interval, "must be a number of seconds from 0.01 to 3600")
         if slots is not None and not (isinstance(slots, int) and 16 <= slots <= 1_000_000):
-            raise ConfigError("history_size", slots, "a whole number, 16 to 1000000")
+            raise ConfigError("history_size", slots, "must be a whole number from 16 to 1000000")
         self._config = dataclasses.replace(config, **given)  # type: ignore[arg-type]
         return self._config
 

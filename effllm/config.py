@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from effllm.switches import PREFIX, is_on, this_process
+from effllm.switches import ALLOWED, ATTACH, PREFIX, is_on, is_unclear, this_process
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PLUGIN = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class ConfigError(ValueError):
-    """A wrong setting: names the variable, its value and what is allowed."""
+    """A wrong setting: names the variable, its value and what is wrong with it, as in "must be a whole number"."""
 
-    def __init__(self, variable: str, value: object, allowed: str) -> None:
-        super().__init__(f"{variable}={value!r} is not usable: {allowed}")
+    def __init__(self, variable: str, value: object, reason: str) -> None:
+        super().__init__(f"{variable}={value!r} is not usable: {reason}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """Undo `to_dict`."""
         return cls(**{**values, "sinks": tuple(values["sinks"])})
+
+
+def _switch(text: str) -> bool:
+    if is_unclear(text):
+        raise ValueError
+    return is_on(text)
 
 
 def _number(least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -180,12 +186,12 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("METRICS_ENABLED", "metrics_enabled", is_on, "true, 1, yes or on; anything else is off", "the switch; off means off"),
-    Variable("COLLECTION_INTERVAL", "collection_interval_s", _number(0.01, 3600.0), "seconds, 0.01 to 3600", "seconds between device samples"),
-    Variable("HISTORY_SIZE", "history_size", _whole(16, 1_000_000), "a whole number, 16 to 1000000", "slots of the ring and of the buffer of unsent reports"),
-    Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number, at least 1", "iterations per window"),
+    Variable("METRICS_ENABLED", "metrics_enabled", _switch, ALLOWED, "the switch; off means off"),
+    Variable("COLLECTION_INTERVAL", "collection_interval_s", _number(0.01, 3600.0), "a number of seconds from 0.01 to 3600", "seconds between device samples"),
+    Variable("HISTORY_SIZE", "history_size", _whole(16, 1_000_000), "a whole number from 16 to 1000000", "slots of the ring and of the buffer of unsent reports"),
+    Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number of at least 1", "iterations per window"),
     Variable("RUN_DIR", "run_dir", str, "a folder", "where run folders are made"),
-    Variable("RUN_NAME", "run_name", _safe_name, "letters, digits, '.', '_' and '-', at most 100, no leading dot", "name of the run folder"),
+    Variable("RUN_NAME", "run_name", _safe_name, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit", "name of the run folder"),
     Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
     Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
     Variable("CONSOLE", "console", _one_of("auto", "short", "full"), "auto, short or full", "what is printed of a window: two lines, or the block that scripts parse; auto is short on a terminal, full elsewhere"),
@@ -194,28 +200,31 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("NODE_POWER", "node_power", _node_power, "auto, none, ipmi, or the https:// address of a Redfish service", "by what local rank 0 reads its node's power beside the GPUs"),
     Variable("NODE_POWER_CREDENTIALS", "node_power_credentials", str, "a file of mode 0600", "user and password of the Redfish service"),
     Variable("ROLE", "role", _safe_name, "a word, such as trainer or rollout", "what this process does in the job"),
-    Variable("WARMUP_ITERATIONS", "warmup_iterations", _whole(0), "a whole number, at least 0", "left out of run-to-date values, rounded up to whole windows"),
-    Variable("WARMUP_SECONDS", "warmup_seconds", _number(0.0), "seconds, at least 0", "left out of run-to-date values, rounded up to whole windows"),
-    Variable("MIN_COVERAGE", "min_coverage", _number(0.0, 1.0), "a ratio, 0 to 1", "a window measured less than this has no cluster sum"),
+    Variable("WARMUP_ITERATIONS", "warmup_iterations", _whole(0), "a whole number of at least 0", "left out of run-to-date values, rounded up to whole windows"),
+    Variable("WARMUP_SECONDS", "warmup_seconds", _number(0.0), "a number of seconds of at least 0", "left out of run-to-date values, rounded up to whole windows"),
+    Variable("MIN_COVERAGE", "min_coverage", _number(0.0, 1.0), "a ratio from 0 to 1", "a window measured less than this has no cluster sum"),
     Variable("PARAMETERS", "parameters", _one_of("total", "trainable", "active"), "total, trainable or active", "which parameter count divides TT and ST"),
-    Variable("PEAK_TFLOPS", "peak_tflops", _positive, "TFLOP/s of one device, above 0", "peak that MFU is measured against"),
-    Variable("BASELINE_SECONDS", "baseline_seconds", _number(0.0, 600.0), "seconds, 0 to 600", "idle power is measured so long before the first iteration; 0 is not at all"),
-    Variable("CARBON_INTENSITY", "carbon_intensity", _number(0.0, 5000.0), "g CO2e per kWh, at least 0", "of the electricity; without it no CO2 is reported"),
-    Variable("PUE", "pue", _number(1.0, 10.0), "a ratio, at least 1", "what the site draws over what its machines draw; multiplies CO2 and cost"),
-    Variable("PRICE_PER_KWH", "price_per_kwh", _number(0.0), "money per kWh, at least 0", "of the electricity"),
-    Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "money per GPU and hour, at least 0", "of rented GPUs, electricity included"),
+    Variable("PEAK_TFLOPS", "peak_tflops", _positive, "a number above 0, in TFLOP/s of one device", "peak that MFU is measured against"),
+    Variable("BASELINE_SECONDS", "baseline_seconds", _number(0.0, 600.0), "a number of seconds from 0 to 600", "idle power is measured so long before the first iteration; 0 is not at all"),
+    Variable("CARBON_INTENSITY", "carbon_intensity", _number(0.0, 5000.0), "a number from 0 to 5000, in g CO2e per kWh", "of the electricity; without it no CO2 is reported"),
+    Variable("PUE", "pue", _number(1.0, 10.0), "a ratio from 1 to 10", "what the site draws over what its machines draw; multiplies CO2 and cost"),
+    Variable("PRICE_PER_KWH", "price_per_kwh", _number(0.0), "a number of at least 0, in money per kWh", "of the electricity"),
+    Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "a number of at least 0, in money per GPU and hour", "of rented GPUs, electricity included"),
     Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
-    Variable("PROMETHEUS_PORT", "prometheus_port", _whole(0, 65535), "a port, 0 to 65535; it is opened on loopback alone", "where the sink prometheus serves; 0 is any free port"),
-    Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number, at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
+    Variable("PROMETHEUS_PORT", "prometheus_port", _whole(0, 65535), "a port from 0 to 65535", "where the sink prometheus serves, on loopback alone; 0 is any free port"),
+    Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number of at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
     Variable("SECURITY", "security", _one_of("auto", "curve", "none"), "auto, curve or none", "whether reports are encrypted and strangers kept out; auto is curve off loopback, none on it"),
     Variable("SECRET_FILE", "secret_file", str, "a file of mode 0600", "the user's secret, from which the keys are made; else efficientllm/secret in the user's config folder"),
     Variable("INTERFACE", "interface", _interface, "the name of an interface, such as ib0, or an address of rank 0's host", "where rank 0 listens; else on the interface that reaches MASTER_ADDR"),
     Variable("PORTS", "ports", _ports, "two ports, such as 29700-29799", "rank 0 listens on the first of them that is free; else on any free port"),
-    Variable("STALL_SECONDS", "stall_seconds", _number(1.0, 86400.0), "seconds, 1 to 86400", "a loop that stands for so long, and for three iterations, is told, and who is where"),
+    Variable("STALL_SECONDS", "stall_seconds", _number(1.0, 86400.0), "a number of seconds from 1 to 86400", "a loop that stands for so long, and for three iterations, is told, and who is where"),
 )  # fmt: skip
 
+#: What is written for `PREFIX` by mistake.
+_WRONG_PREFIXES = ("EFFLLM_", "EFFICIENT_LLM_", "EFFICENTLLM_")
+
 #: Read by the launch scripts and by the entry point, not settings of a run.
-SWITCHES = (f"{PREFIX}ATTACH",)
+SWITCHES = (ATTACH,)
 
 
 def read_config(environ: Mapping[str, str]) -> Config:
@@ -232,17 +241,17 @@ def read_config(environ: Mapping[str, str]) -> Config:
         try:
             values[variable.field] = variable.read(text)
         except ValueError:
-            raise ConfigError(PREFIX + variable.name, text, variable.allowed) from None
+            raise ConfigError(PREFIX + variable.name, text, f"must be {variable.allowed}") from None
     return Config(**values)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each ``EFFICIENTLLM_*`` variable that nothing reads, with the likely meant name."""
+    """Return one line for each variable that looks like ours and that nothing reads, with the likely meant name."""
     known = [variable.name for variable in VARIABLES] + [name.removeprefix(PREFIX) for name in SWITCHES]
     lines = []
     for name in sorted(environ):
-        short = name.removeprefix(PREFIX)
-        if name.startswith(PREFIX) and short not in known:
+        prefix = next((prefix for prefix in (PREFIX, *_WRONG_PREFIXES) if name.startswith(prefix)), None)
+        if prefix is not None and (short := name.removeprefix(prefix)) not in (known if prefix == PREFIX else ()):
             near = difflib.get_close_matches(short, known, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
@@ -287,9 +296,9 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     try:
         value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)", "8,4"
     except ValueError:
-        raise ConfigError(name, text, "a whole number, as launchers set it") from None
+        raise ConfigError(name, text, "must be a whole number, as launchers set it") from None
     if value < 0:
-        raise ConfigError(name, text, "a whole number, as launchers set it")
+        raise ConfigError(name, text, "must be a whole number, as launchers set it")
     return value
 
 
@@ -307,7 +316,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
             continue
         rank, world_size = _integer(environ, names["rank"], 0), _integer(environ, names["world_size"], 1)
         if rank >= max(world_size, 1):
-            raise ConfigError(names["rank"], rank, f"below {names['world_size']}={world_size}")
+            raise ConfigError(names["rank"], rank, f"must be below {names['world_size']}={world_size}")
         local_world_size = _integer(environ, names["local_world_size"], 1 if world_size == 1 else 0)
         if launcher == "slurm":  # exact where it is set, unlike SLURM_NTASKS_PER_NODE, which is what was asked for
             local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)

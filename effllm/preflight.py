@@ -1,24 +1,56 @@
-"""What is wrong with the settings, found before a job starts, when it can still be told loudly."""
+"""What is wrong with the settings, found before a job starts, when it can still be said loudly."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from effllm.config import VARIABLES, Config, ConfigError, Place, read_config, read_place, secret_path, unknown_variables
 from effllm.devices import device_names
-from effllm.sinks import sink_names
-from effllm.switches import PREFIX
+from effllm.sinks import SinkUnavailable, import_sink, sink_names
+from effllm.switches import ATTACH, PREFIX, unclear
 
 
 def problems(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each setting that a run would not take, or would not do what it says."""
     found = [str(error) for _, error in _wrong_values(environ)]
-    found += map(str, _wrong_names(read_config(usable(environ))))
+    found += [line] if (line := unclear(environ, ATTACH)) else []
+    config = read_config(usable(environ))
+    found += map(str, [*_wrong_names(config), *_wrong_folders(config)])
     try:
         read_place(environ)
     except ConfigError as error:
         found.append(str(error))
     return found + unknown_variables(environ)
+
+
+def doubts(environ: Mapping[str, str]) -> list[str]:
+    """Return one line for each setting that is wrong for a job on this host, which may be another than the job's."""
+    config = read_config(usable(environ))
+    found = []
+    if config.interface:
+        from effllm.network import interface  # only here: it would double the time this takes
+
+        if not interface.is_here(config.interface):
+            names = ", ".join(interface.names())
+            found.append(
+                f"{PREFIX}INTERFACE={config.interface!r}: this host has no such interface or address, and rank 0's "
+                f"host needs one; here are: {names}"
+            )
+    if not Path(config.run_dir).is_absolute() and (reason := unwritable(Path(config.run_dir))):
+        found.append(f"{PREFIX}RUN_DIR={config.run_dir!r}: {reason}, if the job starts in this folder")
+    return found
+
+
+def unwritable(folder: Path) -> str:
+    """Return why no file can be written in a folder, which need not exist yet; empty where one can."""
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror or error}"
 
 
 def usable(environ: Mapping[str, str]) -> dict[str, str]:
@@ -35,6 +67,16 @@ def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError
             yield name, error
 
 
+def _wrong_folders(config: Config) -> Iterator[ConfigError]:
+    """Yield the absolute folders that cannot be written; where a relative one will be is not known yet."""
+    for variable, folder, sink in (
+        ("RUN_DIR", config.run_dir, "runfolder"),
+        ("TENSORBOARD_DIR", config.tensorboard_dir, "tensorboard"),
+    ):
+        if sink in config.sinks and Path(folder).is_absolute() and (reason := unwritable(Path(folder))):
+            yield ConfigError(f"{PREFIX}{variable}", folder, reason)
+
+
 def _wrong_names(config: Config) -> Iterator[ConfigError]:
     devices, sinks = device_names(), sink_names()
     if config.device not in ("auto", *devices):
@@ -44,6 +86,11 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
         if name not in sinks:
             allowed = f"there is no sink {name!r}; there are: {', '.join(sinks)}"
             yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), allowed)
+        elif name not in Config().sinks:  # what those need is installed with effllm, and slow to import
+            try:
+                import_sink(name)
+            except SinkUnavailable as error:
+                yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), str(error))
     if config.endpoint:
         from effllm.network import discovery, secret  # only here: it would double the time this takes
 

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -27,7 +26,7 @@ from effllm.metrics import METRICS
 from effllm.network import secret
 from effllm.network.discovery import is_secured
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
-from effllm.preflight import problems, usable
+from effllm.preflight import problems, unwritable, usable
 from effllm.profiling.known import Known, known
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device
 from effllm.spawn import pidfd
@@ -310,13 +309,9 @@ def _sinks(config: Config) -> Iterator[Finding]:
 
 def _run_folder(config: Config) -> Finding:
     folder = Path(config.run_dir).absolute()
-    existing = next(one for one in (folder, *folder.parents) if one.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return Finding("run folders", OK, f"in {folder}")
-    except OSError as error:
-        text = f"{folder} cannot be written: {error.strerror or error}"
-        return Finding("run folders", BROKEN, text, f"set {PREFIX}RUN_DIR to a folder that can")
+    if reason := unwritable(folder):
+        return Finding("run folders", BROKEN, reason, f"set {PREFIX}RUN_DIR to a folder that can")
+    return Finding("run folders", OK, f"in {folder}")
 
 
 def _loopback() -> Finding:

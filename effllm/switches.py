@@ -10,7 +10,12 @@ from collections.abc import Mapping
 
 PREFIX = "EFFICIENTLLM_"
 
+METRICS_ENABLED = f"{PREFIX}METRICS_ENABLED"
+ATTACH = f"{PREFIX}ATTACH"
+
+ALLOWED = "true, 1, yes or on, or false, 0, no or off"
 _ON = ("true", "1", "yes", "on")
+_OFF = ("false", "0", "no", "off")
 
 
 def this_process() -> Mapping[str, str]:
@@ -24,15 +29,33 @@ def set_default(name: str, value: str) -> None:
 
 
 def is_on(text: str) -> bool:
-    """Whether a switch is on: true, 1, yes or on; anything else is off."""
+    """Whether a switch is on: true, 1, yes or on; anything else is off, see `unclear`."""
     return text.strip().lower() in _ON
+
+
+def is_unclear(text: str) -> bool:
+    """Whether a switch is set, and neither to on nor to off."""
+    return text.strip().lower() not in (*_ON, *_OFF, "")
+
+
+def unclear(environ: Mapping[str, str], *names: str) -> str:
+    """Return what is wrong with the first of these switches that is neither on nor off; empty where none is."""
+    for name in names:
+        if is_unclear(text := environ.get(name, "")):
+            return f"{name}={text!r} is not usable: must be {ALLOWED}"
+    return ""
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
     """Say whether metrics are on; the one setting that is looked at before all others."""
-    return is_on(environ.get(PREFIX + "METRICS_ENABLED", "").strip() or "true")
+    return is_on(environ.get(METRICS_ENABLED, "").strip() or "true")
+
+
+def is_off(environ: Mapping[str, str]) -> bool:
+    """Whether metrics are off in so many words; one that is neither on nor off is a mistake, for `config` to name."""
+    return not is_enabled(environ) and not is_unclear(environ.get(METRICS_ENABLED, ""))
 
 
 def is_attached(environ: Mapping[str, str]) -> bool:
     """Say whether frameworks are to be hooked as they are imported: what sourcing the config script asks for."""
-    return is_on(environ.get(f"{PREFIX}ATTACH", "")) and is_enabled(environ)
+    return is_on(environ.get(ATTACH, "")) and is_enabled(environ)

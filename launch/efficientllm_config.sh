@@ -31,7 +31,11 @@ true | 1 | yes | on)
     return 1
   fi
   ;;
-*)
+false | 0 | no | off)
   printf '%s\n' "EfficientLLM metrics are off (EFFICIENTLLM_METRICS_ENABLED=$EFFICIENTLLM_METRICS_ENABLED)"
+  ;;
+*)
+  printf '%s\n' "effllm: EFFICIENTLLM_METRICS_ENABLED='$EFFICIENTLLM_METRICS_ENABLED' is not usable: must be true, 1, yes or on, or false, 0, no or off" >&2
+  return 1
   ;;
 esac

@@ -26,7 +26,7 @@ FLOORS = """
 0.8     network.door
 1.0     devices  energy.tick_clock  hardware  health.clock  metrics  network.interface  network.transport
 1.0     runs.plain_text  runs.redaction  runs.run_lock  runs.runfolder  spawn  switches  training.facts
-1.0     training.ownership  training.ring
+1.0     training.ownership  training.ring  training.without_metrics
 1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   runs.provenance

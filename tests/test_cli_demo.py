@@ -78,4 +78,7 @@ def test_a_wrong_setting_is_one_line(cli):
     done = cli.run("demo", EFFICIENTLLM_LOG_INTERVAL="0")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: a whole number, at least 1\n"
+    assert (
+        done.stderr
+        == "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1\n"
+    )

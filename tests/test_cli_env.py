@@ -56,8 +56,8 @@ def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "effllm: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: a whole number, at least 1",
-        "effllm: EFFICIENTLLM_MIN_COVERAGE='2' is not usable: a ratio, 0 to 1",
+        "effllm: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1",
+        "effllm: EFFICIENTLLM_MIN_COVERAGE='2' is not usable: must be a ratio from 0 to 1",
     ]
 
 
@@ -68,6 +68,10 @@ def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
         ("DEVICE", "gpu", "there is no such device; there are: auto, amd, host, nvml, simulated"),
         ("ENDPOINT", "10.0.0.1:5555", "copy it from rank 0's"),
         ("LOG_INTERVALL", "5", "did you mean EFFICIENTLLM_LOG_INTERVAL?"),
+        ("METRICS_ENABLED", "flase", "must be true, 1, yes or on, or false, 0, no or off"),
+        ("ATTACH", "perhaps", "EFFICIENTLLM_ATTACH='perhaps' is not usable: must be true, 1"),
+        ("RUN_DIR", "/proc/x", "/proc/x cannot be written: "),
+        ("TENSORBOARD_DIR", "/proc/x", "/proc/x cannot be written: "),
     ],
 )
 def test_names_that_nothing_answers_to_are_told_with_those_there_are(cli, name, value, said):
@@ -76,6 +80,32 @@ def test_names_that_nothing_answers_to_are_told_with_those_there_are(cli, name, 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_sink_without_its_package_is_named_with_the_pip_line(cli):
+    cli.script("raise ImportError('not installed')", "prometheus_client.py")
+
+    done = cli.run("env", "--check", EFFICIENTLLM_SINKS="console,prometheus", PYTHONPATH=str(cli.folder))
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pip install 'effllm[prometheus]'" in done.stderr
+
+
+def test_a_wrong_prefix_is_named_with_the_right_name(cli):
+    done = cli.run("env", "--check", EFFLLM_LOG_INTERVAL="5")
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "EFFLLM_LOG_INTERVAL is not read" in done.stderr
+    assert "did you mean EFFICIENTLLM_LOG_INTERVAL?" in done.stderr
+
+
+def test_an_interface_that_may_be_another_hosts_is_named(cli):
+    unknown = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="ib7")
+    known = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="lo")
+
+    assert (unknown.returncode, known.returncode) == (0, 0)
+    assert "EFFICIENTLLM_INTERFACE='ib7': this host has no such interface" in unknown.stderr
+    assert known.stderr == ""
 
 
 def test_an_option_that_it_does_not_have_is_wrong_use(cli):

@@ -57,6 +57,7 @@ BAD = {
     "PEAK_TFLOPS": ["0", "-1", "inf"],
     "POWER_SCOPE": ["cpu", "GPU", "psu"],
     "NODE_POWER": ["yes", "ftp://bmc", "https://user:secret@bmc/"],
+    "METRICS_ENABLED": ["flase", "2", "none"],
     "BASELINE_SECONDS": ["-1", "601"],
     "CARBON_INTENSITY": ["-1", "nan"],
     "PUE": ["0.9", "inf"],
@@ -70,7 +71,7 @@ BAD = {
     "PORTS": ["29700", "29799-29700", "0-10", "60000-70000", "a-b"],
     "STALL_SECONDS": ["0", "0.9", "-30", "inf", "soon"],
 }
-ALLOWS_ANYTHING = {"METRICS_ENABLED", "RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS", "SECRET_FILE"}
+ALLOWS_ANYTHING = {"RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS", "SECRET_FILE"}
 
 
 def test_every_variable_is_tried_here():
@@ -115,7 +116,7 @@ def test_a_bad_value_names_the_variable_the_value_and_what_is_allowed(name, text
     with pytest.raises(ConfigError) as error:
         read_config({PREFIX + name: text})
 
-    assert str(error.value) == f"EFFICIENTLLM_{name}={text!r} is not usable: {allowed}"
+    assert str(error.value) == f"EFFICIENTLLM_{name}={text!r} is not usable: must be {allowed}"
 
 
 @pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE", "Yes", " on ", ""])
@@ -124,8 +125,8 @@ def test_these_words_mean_on(word):
     assert read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
 
-@pytest.mark.parametrize("word", ["false", "0", "no", "off", "ture", "2"])
-def test_any_other_word_means_off(word):
+@pytest.mark.parametrize("word", ["false", "0", "no", "off", "FALSE", " Off "])
+def test_these_words_mean_off(word):
     assert not is_enabled({"EFFICIENTLLM_METRICS_ENABLED": word})
     assert not read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 

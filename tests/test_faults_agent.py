@@ -108,8 +108,9 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 def test_where_no_agent_can_start_training_goes_on_and_one_line_says_why(launch, breaks, why):
     job = launch.code(TRAIN.format(breaks)).done()
 
-    (line,) = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]
+    line, again = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]
     assert line.startswith("[EfficientLLM] no metrics, training goes on: ")
+    assert again.startswith("[EfficientLLM] this job ran without metrics: ")
     assert why in line
     assert "Traceback" not in job.stderr
     assert float(job.stdout) < 2.0  # it does not wait for an agent that is dead

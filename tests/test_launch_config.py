@@ -80,7 +80,7 @@ def test_the_summary_is_a_heading_and_aligned_lines(shell):
     assert all(line.startswith("  ") and line[14] == " " and line[15] != " " for line in lines)
 
 
-@pytest.mark.parametrize("switch", ["false", "0", "nonsense"])
+@pytest.mark.parametrize("switch", ["false", "0", " OFF "])
 def test_metrics_that_are_off_are_told_in_one_line_and_checked_by_nobody(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch, PYTHON="/nowhere/python")
 
@@ -94,6 +94,13 @@ def test_every_spelling_that_the_package_takes_for_on_is_on(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch)
 
     assert done.stdout.startswith("EfficientLLM metrics\n")
+
+
+def test_a_switch_that_is_neither_on_nor_off_fails_loudly(shell):
+    done = run(shell, f"source '{CONFIG}' || echo status $?", EFFICIENTLLM_METRICS_ENABLED="flase")
+
+    assert done.stdout == "status 1\n"
+    assert "EFFICIENTLLM_METRICS_ENABLED='flase' is not usable: must be true, 1, yes or on, or" in done.stderr
 
 
 def test_a_python_without_effllm_is_told_in_one_line_and_is_no_error(shell):

@@ -144,7 +144,7 @@ def env(
       eval "$(effllm env)"                          # set it in this shell
       effllm env --check && torchrun ... train.py
 
-    Exit status: 0 all is well, 2 a setting is wrong.
+    Exit status: 0 no setting is wrong (one that may be is named), 2 a setting is wrong.
     """
     from effllm.commands import env as command
 

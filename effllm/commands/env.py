@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from effllm.config import SWITCHES, VARIABLES, read_config
-from effllm.preflight import problems
+from effllm.preflight import doubts, problems
 from effllm.switches import PREFIX, this_process
 
 _OPTIONS = ("--check", "--shell")
@@ -24,7 +24,10 @@ def main(arguments: Sequence[str]) -> int:
     if found:
         print("\n".join(f"effllm: {line}" for line in found), file=sys.stderr)
         return 2
-    if "--check" not in arguments:
+    if "--check" in arguments:
+        for line in doubts(environ):
+            print(f"effllm: {line}", file=sys.stderr)
+    else:
         lines = statements(environ) if "--shell" in arguments else commented(environ)
         print("\n".join(lines))
     return 0

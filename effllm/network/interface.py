@@ -78,6 +78,24 @@ def of(name: str) -> str:
         return next(_addresses(name), "")
 
 
+def names() -> list[str]:
+    """Return the names of this host's interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def is_here(name: str) -> bool:
+    """Whether this host has an interface of this name, or an address that is given instead."""
+    address = of(name)
+    if not address:
+        return False
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))  # only an address of its own
+        except OSError:
+            return False
+    return True
+
+
 def _source(family: int, address: tuple[object, ...]) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing

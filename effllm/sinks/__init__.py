@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -91,9 +92,19 @@ def open_sink(name: str, run: Run) -> Sink:
     """
     if name not in sink_names():
         raise SinkUnavailable(f"there is no sink {name!r}; there are: {', '.join(sink_names())}")
-    try:
-        module = importlib.import_module(f"{__name__}.{name}")
-    except ImportError as error:
-        raise SinkUnavailable(f"sink {name!r} needs a package that is not installed: {error}") from error
-    sink: Sink = module.open_sink(run)
+    sink: Sink = import_sink(name).open_sink(run)
     return sink
+
+
+def import_sink(name: str) -> Any:
+    """Import the file of a sink.
+
+    Raises:
+        SinkUnavailable: its library is missing; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        extras = metadata.metadata("effllm").get_all("Provides-Extra") or []
+        how = f"pip install 'effllm[{name}]'" if name in extras else "install it"
+        raise SinkUnavailable(f"sink {name!r} needs a package that is not installed ({error}): {how}") from error

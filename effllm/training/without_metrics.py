@@ -1,0 +1,38 @@
+"""Why this process has no metrics, once more when it ends: the first line is long out of sight by then.
+
+Standard library alone, for the training process imports it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+_reason = ""
+_is_registered = False
+
+
+def repeat_at_exit(reason: str) -> None:
+    """Have the reason printed when the process ends, unless metrics were collected after all; an empty one is none."""
+    global _reason, _is_registered
+    _reason = reason
+    if reason and not _is_registered:
+        _is_registered = True
+        atexit.register(_at_exit, os.getpid())
+
+
+def _at_exit(pid: int) -> None:
+    if not _reason or os.getpid() != pid or _is_no_rank():
+        return
+    try:
+        os.write(2, f"[EfficientLLM] this job ran without metrics: {_reason}\n".encode("utf-8", "replace"))
+    except OSError:  # nothing is left to write it to
+        return
+
+
+def _is_no_rank() -> bool:
+    """Whether this is a launcher of ranks, or a worker of one, such as a data loader's."""
+    process = sys.modules.get("multiprocessing.process")
+    is_worker = process is not None and process.parent_process() is not None
+    return is_worker or "torch.distributed.launcher" in sys.modules
