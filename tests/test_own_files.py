@@ -1,5 +1,6 @@
 """runs/own_files.py: whatever somebody else lays in the way is neither followed, nor written to, nor waited for."""
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -197,6 +198,155 @@ def test_what_another_user_laid_on_the_way_in_a_folder_like_tmp_is_refused(publi
 
     with pytest.raises(PermissionError, match="runs belongs to another user"):
         own_files.make_folder(public / "runs" / "mine")
+
+
+# --- folders of a group, as projects have them ---
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Return a folder of mode 2770, and beside it one of ours that holds a run."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project").chmod(0o2770)
+    (tmp_path / "precious" / "mine").mkdir(parents=True)
+    for name in ("summary.json", "state.json", "run.json", "lock"):
+        (tmp_path / "precious" / "mine" / name).write_text("precious")
+    return tmp_path / "project"
+
+
+def link_of_another(path, target):
+    path.symlink_to(target)
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+def folder_of_another(path, mode):
+    path.mkdir()
+    os.chown(path, STRANGER, STRANGER)
+    path.chmod(mode)
+
+
+def is_untouched(precious):
+    return {path.name: path.read_text() for path in (precious / "mine").iterdir()} == dict.fromkeys(
+        ("summary.json", "state.json", "run.json", "lock"), "precious"
+    )
+
+
+def test_run_in_a_folder_of_a_group_is_our_own(project):
+    own_files.make_folder(project / "runs" / "mine")
+
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o777 for path in (project / "runs", project / "runs" / "mine")} == {
+        0o700
+    }
+
+
+@as_root
+def test_folder_of_a_colleague_in_a_group_is_passed(project):
+    folder_of_another(project / "experiments", 0o2770)
+
+    own_files.make_folder(project / "experiments" / "runs" / "mine")
+
+
+@as_root
+@pytest.mark.parametrize("way", ["runs", "experiments/runs", "own/runs"])
+def test_link_of_another_in_a_folder_of_a_group_is_refused(project, way):
+    if way == "experiments/runs":  # a colleague's own folder, to which the group cannot write
+        folder_of_another(project / "experiments", 0o755)
+    elif way == "own/runs":  # a link of our own, which leads over one of another
+        (project / "own").symlink_to(project / "links")
+        (project / "links").mkdir(mode=0o2770)
+        (project / "links").chmod(0o2770)
+    link_of_another(project / way, project.parent / "precious")
+
+    with pytest.raises(PermissionError, match="runs belongs to another user"):
+        own_files.make_folder(project / way / "mine")
+    with pytest.raises(PermissionError, match="runs belongs to another user"):
+        take(project / way / "mine", Holder(), wait_s=0.0)
+    with pytest.raises(PermissionError, match="runs belongs to another user"):
+        own_files.make_folder(project / way / "new" / "folder")
+    assert is_untouched(project.parent / "precious")
+    assert [path.name for path in (project.parent / "precious").iterdir()] == ["mine"]
+
+
+@as_root
+def test_open_folder_of_another_in_a_group_is_refused(project):
+    folder_of_another(project / "open", 0o2777)
+
+    with pytest.raises(PermissionError, match="open belongs to another user"):
+        own_files.make_folder(project / "open" / "mine")
+
+
+def test_run_folder_that_its_group_can_write_is_refused(project):
+    (project / "mine").mkdir()
+    (project / "mine").chmod(0o2770)
+
+    with pytest.raises(PermissionError, match="its group can write to it: chmod g-w"):
+        own_files.make_folder(project / "mine")
+
+
+def test_link_of_our_own_in_a_folder_of_a_group_is_followed(project):
+    (project.parent / "scratch").mkdir()
+    (project / "runs").symlink_to(project.parent / "scratch")
+
+    RunFolder(project / "runs" / "mine", {"job": "x"}).close()
+
+    assert (project.parent / "scratch" / "mine" / "run.json").exists()
+
+
+@as_root
+def test_link_that_takes_the_place_of_the_run_folder_is_not_followed(project):
+    sink = RunFolder(project / "runs" / "mine", {"job": "x"})
+    (project / "runs").rename(project / "moved")
+    link_of_another(project / "runs", project.parent / "precious")
+
+    sink.update_facts({"more": 1})
+    assert not sink.keep(b"{}")
+    sink.store("summary.json", "ours")
+    sink.close()
+    for change in (own_files.remove_file, lambda path: own_files.rename_file(path, "other")):
+        with pytest.raises(PermissionError):
+            change(project / "runs" / "mine" / "state.json")
+
+    assert is_untouched(project.parent / "precious")
+
+
+def test_circle_of_links_is_an_error(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+
+    with pytest.raises(OSError, match="symbolic links"):
+        own_files.make_folder(tmp_path / "a" / "mine")
+
+
+def test_relative_links_and_dots_are_followed(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "link").symlink_to("../deep/./er")
+
+    own_files.make_folder(tmp_path / "deep" / "link" / "mine")
+
+    assert (tmp_path / "deep" / "er" / "mine").is_dir()
+
+
+def test_no_descriptor_is_left_open(project):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    own_files.make_folder(project / "runs" / "mine")
+    for path in (project / "runs" / "mine" / "file", project / "missing" / "file"):
+        with contextlib.suppress(OSError):
+            own_files.replace_file(path, b"x")
+            own_files.rename_file(path, "other")
+            own_files.remove_file(path)
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@as_root
+@pytest.mark.faults
+def test_job_leaves_a_run_behind_the_link_of_another_alone(launch, project):
+    link_of_another(project / "runs", project.parent / "precious")
+    job = launch.python("loop.py", run_dir=project / "runs", run_name="mine").done()
+
+    assert len(job.blocks) == 2
+    assert job.stdout.count("runs belongs to another user") == 1
+    assert is_untouched(project.parent / "precious")
 
 
 def test_a_link_of_our_own_is_followed(tmp_path):

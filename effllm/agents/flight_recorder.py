@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from effllm.runs import own_files
+
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # a pipe for each rank, <this><rank>.pipe: any byte asks for a dump
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # a file for each rank, <this><rank>
 WAIT_S = 10.0  # torch looks at its pipe once a second
@@ -78,9 +80,9 @@ def copy(dump: Path, to: Path) -> bool:
         size = os.fstat(source).st_size
         if size > MOST_BYTES:
             return False
-        to.parent.mkdir(mode=0o700, exist_ok=True)
-        to.unlink(missing_ok=True)
-        target = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        own_files.make_folder(to.parent)
+        own_files.remove_file(to)
+        target = own_files.open_file(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             sent = 0
             while sent < size and (count := os.sendfile(target, source, sent, size - sent)):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from effllm.config import state_folder
 from effllm.event_limit import EventLimit
+from effllm.runs import own_files
 from effllm.schema import Event
 
 CLOSE_S = 0.5
@@ -104,8 +105,8 @@ class Log:
             is_last = self._is_closed
             with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
                 if file < 0 and self._lines:
-                    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                    own_files.make_folder(path.parent)
+                    file = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 while self._lines:
                     os.write(file, self._lines[0].encode())
                     self._lines.popleft()

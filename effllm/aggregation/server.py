@@ -615,7 +615,7 @@ class Server:
         self._hand_out(time.monotonic())
         if summary.status == "completed" and self._folder is not None:
             with contextlib.suppress(OSError):  # what is over is not gone on with
-                (self._folder / STATE).unlink(missing_ok=True)
+                own_files.remove_file(self._folder / STATE)
         return summary.status
 
     def _stop(self, sinks: Sequence[SinkThread], deadline_s: float) -> Summary:

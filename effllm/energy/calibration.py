@@ -345,17 +345,16 @@ def store(folder: Path, calibration: Calibration) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(OSError):
         own_files.make_folder(folder)
-        draft.unlink(missing_ok=True)
-        descriptor = own_files.open_file(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
-        draft.replace(path)
+        own_files.replace_file(
+            draft, msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n", durable=False
+        )
+        own_files.rename_file(draft, path.name)
 
 
 def forget(folder: Path, name: str, driver: str) -> None:
     """Remove what is kept about a model and driver."""
     with suppress(OSError):
-        _path(folder, _model(name), driver).unlink(missing_ok=True)
+        own_files.remove_file(_path(folder, _model(name), driver))
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from effllm.config import Config, Place, secret_path
 from effllm.network import interface, secret
+from effllm.runs import own_files
 
 PROBE_S = 0.5
 STORE_S = 5.0
@@ -227,10 +228,10 @@ class SharedFile:
     def publish(self, record: dict[str, str]) -> bool:
         """Write the record, whole; ``False`` where the folder cannot be written."""
         temporary = self.path.with_name(f"{self.path.name}-{secrets.token_hex(4)}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+            with os.fdopen(own_files.open_file(temporary, flags), "w") as file:
                 json.dump(record, file)
             temporary.replace(self.path)
         except OSError:

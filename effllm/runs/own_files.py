@@ -1,16 +1,22 @@
 """Files and folders that are the user's alone, whatever the umask; what somebody else may hold is refused.
 
-In a folder such as /tmp anybody can lay a link, a pipe or a folder in our way.  Such a thing is never followed, written
-to or waited for.
+In a folder such as /tmp anybody can lay a link, a pipe or a folder in our way, in a project's folder whoever is of its
+group.  Such a thing is never followed, written to or waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import stat
 from pathlib import Path
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_MAX_LINKS = 40  # of a path, as in the kernel
+_UNMAPPED_USER = 65534  # whom a user namespace shows as the owner of what the host's root owns
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(OSError):
@@ -23,10 +29,7 @@ def make_folder(folder: Path) -> None:
     Raises:
         OSError: it cannot be made, or it is there and not the user's alone to write to.
     """
-    for missing in reversed([folder, *folder.parents]):
-        if not missing.exists():
-            missing.mkdir(mode=0o700, exist_ok=True)
-    check_folder(folder)
+    _check_own(folder, open_folder(folder, make=True))
 
 
 def check_folder(folder: Path) -> None:
@@ -35,21 +38,112 @@ def check_folder(folder: Path) -> None:
     Raises:
         OSError: it is not.
     """
-    about = folder.stat()
-    if not stat.S_ISDIR(about.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-    if not _is_ours(about, folder):
-        raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
-    if about.st_mode & stat.S_IWOTH and _keeps_modes(folder):
-        raise PermissionError(errno.EPERM, "everybody can write to it: chmod o-w", str(folder))
-    absolute = Path(os.path.abspath(folder))  # noqa: PTH100 - the way as it is written, links and all
-    for one in (absolute, *absolute.parents[:-1]):
-        # What lies in a folder that everybody can write to, /tmp say, anybody may have laid there.
-        if not one.parent.stat().st_mode & stat.S_IWOTH:
-            continue
-        laid = one.lstat()
-        if laid.st_uid != 0 and not _is_ours(laid, one.parent) and _keeps_modes(one.parent):
-            raise PermissionError(errno.EPERM, f"{one} belongs to another user", str(folder))
+    _check_own(folder, open_folder(folder))
+
+
+def _check_own(folder: Path, descriptor: int) -> None:
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISDIR(about.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+        if not _is_ours(about, folder):
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+        if about.st_mode & _WRITTEN_BY_OTHERS and _keeps_modes(folder):
+            writers, mode = ("everybody", "o-w") if about.st_mode & stat.S_IWOTH else ("its group", "g-w")
+            raise PermissionError(errno.EPERM, f"{writers} can write to it: chmod {mode}", str(folder))
+    finally:
+        os.close(descriptor)
+
+
+def open_folder(folder: Path, make: bool = False) -> int:
+    """Return a descriptor (``O_PATH``) of a folder on whose way no link of another user is followed.
+
+    Every part of the path is opened below the one before, so that nobody can exchange one after it was looked at.
+
+    Args:
+        folder: the folder.
+        make: whether missing folders are made, for the user alone.
+
+    Raises:
+        OSError: it is not there, or another user has a link, or a folder that everybody can write to, on its way.
+    """
+    path = os.path.abspath(folder)  # noqa: PTH100 - as it is written, links and all
+    Path(path, "_").exists()  # makes automatic mounts on the way, which opening with O_PATH does not
+    parts = list(reversed(path.split("/")))
+    num_links = 0
+    at = os.open("/", _FOLDER)
+    try:
+        while parts:
+            part = parts.pop()
+            if part in ("", "."):
+                continue
+            below = _open_part(part, at, make)
+            try:
+                if part != "..":
+                    _check_part(os.fstat(below), at, part, folder)
+                target = _target(below, num_links)
+            except OSError:
+                os.close(below)
+                raise
+            if target is None:
+                os.close(at)
+                at = below
+                continue
+            os.close(below)
+            num_links += 1
+            parts += reversed(target.split("/"))
+            if target.startswith("/"):
+                os.close(at)
+                at = os.open("/", _FOLDER)
+    except OSError as error:
+        os.close(at)
+        error.filename = str(folder)
+        raise
+    return at
+
+
+def _target(descriptor: int, num_links: int) -> str | None:
+    """Return where a link leads; ``None`` of what is no link."""
+    if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
+        return None
+    if num_links >= _MAX_LINKS:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return os.readlink("", dir_fd=descriptor)
+
+
+def _open_part(part: str, at: int, make: bool) -> int:
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(part, flags, dir_fd=at)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(part, 0o700, dir_fd=at)
+    return os.open(part, flags, dir_fd=at)
+
+
+def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None:
+    """Refuse what another user may have laid in a folder ``at`` to which others can write.
+
+    In a folder of a group the folders of colleagues are passed, their links are not followed.
+    """
+    around = os.fstat(at)
+    is_open = around.st_mode & _WRITTEN_BY_OTHERS or around.st_uid not in (0, os.geteuid(), _UNMAPPED_USER)
+    if not is_open or about.st_uid in (0, os.geteuid()):
+        return
+    is_laid = stat.S_ISLNK(about.st_mode) or (around.st_mode | about.st_mode) & stat.S_IWOTH
+    shown = Path(f"/proc/self/fd/{at}")
+    if is_laid and not _is_ours(about, shown) and _keeps_modes(shown):
+        where = _path_of(at) / part
+        raise PermissionError(errno.EPERM, f"{where} belongs to another user", str(folder))
+
+
+def _path_of(descriptor: int) -> Path:
+    try:
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return Path()
 
 
 def mount_point(folder: Path) -> Path:
@@ -63,12 +157,79 @@ def open_file(path: Path, flags: int) -> int:
     Raises:
         OSError: it cannot be opened, or is a link, a pipe, another user's, or known by another name as well.
     """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    at = open_folder(path.parent)
+    try:
+        descriptor = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=at)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(at)
     about = os.fstat(descriptor)
     if stat.S_ISREG(about.st_mode) and about.st_nlink <= 1 and _is_ours(about, path.parent):
         return descriptor
     os.close(descriptor)
     raise PermissionError(errno.EPERM, "it is no file of our own", str(path))
+
+
+def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Put a whole new file in the place of the old one, or leave the old one.
+
+    Args:
+        path: of the file.
+        content: of the new file.
+        durable: whether it is to be on the disk before the old one goes, against a crash of the machine.
+
+    Raises:
+        OSError: it cannot be written, or as `open_folder`.
+    """
+    scratch = f".{path.name}.new"  # of one writer at a time; what a killed one left is removed here
+    at = open_folder(path.parent)
+    try:
+        _remove(scratch, at)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(scratch, flags, 0o600, dir_fd=at), "wb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(scratch, path.name, src_dir_fd=at, dst_dir_fd=at)
+    except OSError:
+        _remove(scratch, at)
+        raise
+    finally:
+        os.close(at)
+
+
+def rename_file(path: Path, name: str) -> None:
+    """Give a file another name in its folder; another file of that name goes.
+
+    Raises:
+        OSError: as `os.replace` and `open_folder`.
+    """
+    at = open_folder(path.parent)
+    try:
+        os.replace(path.name, name, src_dir_fd=at, dst_dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if it is there.
+
+    Raises:
+        OSError: as `os.unlink` and `open_folder`.
+    """
+    at = open_folder(path.parent)
+    try:
+        _remove(path.name, at)
+    finally:
+        os.close(at)
+
+
+def _remove(name: str, at: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=at)
 
 
 def read_file(path: Path) -> bytes:

@@ -58,7 +58,7 @@ class Lock:
         if self._descriptor >= 0:
             if is_over:
                 with contextlib.suppress(OSError):
-                    (self.folder / LOCK).unlink(missing_ok=True)
+                    own_files.remove_file(self.folder / LOCK)
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -19,7 +19,7 @@ def append(path: Path, text: str, max_bytes: int) -> None:
     try:
         size = os.fstat(descriptor).st_size
         if size and size + len(content) > max_bytes:
-            path.replace(path.with_name(f"{path.name}.1"))
+            own_files.rename_file(path, f"{path.name}.1")
             os.close(descriptor)
             descriptor = -1
             descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

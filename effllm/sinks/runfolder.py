@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,9 +122,9 @@ class RunFolder:
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
         left_out = {**summary.left_out, "runfolder": self._windows.left_out} if self._windows.left_out else {}
         summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out or summary.left_out)
-        self._do(lambda: _replace(self._folder / "summary.json", _pretty(summary)))
+        self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
         text = summary_text(summary, self._folder, self._tensorboard_dir).encode(errors="replace")
-        self._do(lambda: _replace(self._folder / "summary.txt", text, durable=False))
+        self._do(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts to run.json, the new over the old."""
@@ -135,7 +134,9 @@ class RunFolder:
 
     def keep(self, state: bytes) -> bool:
         """Replace state.json, from which a killed aggregator is replaced, once all before it is written."""
-        return not any(self._journals) and self._do(lambda: _replace(self._folder / "state.json", state, durable=False))
+        return not any(self._journals) and self._do(
+            lambda: own_files.replace_file(self._folder / "state.json", state, durable=False)
+        )
 
     def store(self, name: str, text: str) -> None:
         """Write a file below the folder; an older one of its name is replaced."""
@@ -143,7 +144,7 @@ class RunFolder:
 
         def write() -> None:
             own_files.make_folder(path.parent)
-            _replace(path, text.encode(), durable=False)
+            own_files.replace_file(path, text.encode(), durable=False)
 
         self._do(write)
 
@@ -178,7 +179,7 @@ class RunFolder:
             self._tell(f"run folder {self._folder} was removed while the job runs: made again, with what follows")
         if self._facts != self._written_facts:
             own_files.make_folder(self._folder)
-            _replace(path, _pretty(self._facts))
+            own_files.replace_file(path, _pretty(self._facts))
             self._written_facts = self._facts
 
     def _do(self, work: Callable[[], None]) -> bool:
@@ -241,23 +242,6 @@ _encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the li
 
 def _pretty(value: Any) -> bytes:
     return msgspec.json.format(_encoder.encode(value), indent=2) + b"\n"
-
-
-def _replace(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Put a whole new file in the place of the old one, or leave the old one."""
-    scratch = path.with_name(f".{path.name}.new")  # of one writer at a time; what a killed one left is taken away here
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            if durable:  # against a crash of the machine; once per window would be too often
-                os.fsync(descriptor)
-        scratch.replace(path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
 
 
 def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
