@@ -305,14 +305,16 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 def read_place(environ: Mapping[str, str]) -> Place:
     """Return this process's rank and world from torchrun's, Open MPI's or Slurm's variables, in this order.
 
-    A shell inside a Slurm allocation has no ``SLURM_PROCID`` of a task, so rank and world are only
-    believed together.
+    Slurm's count only in a task of ``srun``: a batch script is ``SLURM_PROCID=0`` of the tasks that it asked for, though
+    nothing has started those, and a program in it, as one in the shell of ``salloc``, is one rank.
 
     Raises:
         ConfigError: a variable is no number, or the rank lies outside the world.
     """
     for launcher, names in _LAUNCHERS:
         if not (environ.get(names["rank"], "").strip() and environ.get(names["world_size"], "").strip()):
+            continue
+        if launcher == "slurm" and not _is_srun_task(environ):
             continue
         rank, world_size = _integer(environ, names["rank"], 0), _integer(environ, names["world_size"], 1)
         if rank >= max(world_size, 1):
@@ -333,6 +335,14 @@ def read_place(environ: Mapping[str, str]) -> Place:
             launch_id=_launch_id(environ),
         )
     return Place(run_id=_run_id(environ))
+
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # the shell of salloc, a batch script, ...
+
+
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
 
 
 def _run_id(environ: Mapping[str, str]) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # `python -m` would put the current folder first on sys.path, where a training script's own json.py or
-# queue.py would shadow the standard library's.
+# queue.py would shadow the standard library's; `python -c` puts it there as "", but not where paths are safe.
 _PROGRAM = (
-    "import sys; sys.path.pop(0); sys.path.append({parent!r}); "
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
     "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
 )
 
@@ -21,7 +21,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start ``module.main(arguments)`` in a session of its own, with these descriptors and our stderr.
 
-    Its environment is ours where none is given.
+    Its environment is ours where none is given, and what our interpreter was told to ignore it ignores as well.
 
     A session of its own, because launchers kill process groups, and what is left of a job's last window
     is read after that.
@@ -31,13 +31,26 @@ def spawn(
     """
     program = _PROGRAM.format(parent=str(Path(__file__).resolve().parent.parent), module=module)
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, *_interpreter_options(), "-c", program, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[one for one in descriptors if one >= 0],
         start_new_session=True,
         env=environ,
     )
+
+
+def _interpreter_options() -> list[str]:
+    """Return the options of this interpreter that say where modules may come from."""
+    flags = sys.flags
+    if flags.isolated:
+        return ["-I"]
+    given = {
+        "-E": flags.ignore_environment,
+        "-s": flags.no_user_site,
+        "-P": getattr(flags, "safe_path", False),  # from Python 3.11 on
+    }
+    return [option for option, is_given in given.items() if is_given]
 
 
 def pidfd(pid: int) -> int:

@@ -179,6 +179,7 @@ SLURM = {
     "SLURM_NTASKS": "8",
     "SLURM_NTASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_ID": "777",
+    "SLURM_STEP_ID": "0",
 }
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -261,10 +262,20 @@ def test_a_place_as_plain_values_has_all_of_it():
 def test_two_launches_in_one_allocation_are_two():
     first, second = ({**SLURM, "SLURM_STEP_ID": step} for step in ("0", "1"))
 
-    assert [read_place(one).launch_id for one in (SLURM, first, second)] == ["777", "777.0", "777.1"]
+    assert [read_place(one).launch_id for one in (first, second)] == ["777.0", "777.1"]
     assert read_place({"PMIX_NAMESPACE": "prterun-node0-4711@1"}).launch_id == ""
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-4711@1"}
     assert read_place(mpi).launch_id == "prterun-node0-4711@1"
+
+
+@pytest.mark.parametrize("step", ["", "4294967291", "4294967290"])
+def test_program_in_a_batch_script_or_shell_is_one_rank(step):
+    batch = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": step}
+
+    place = read_place(batch)
+
+    assert (place.rank, place.world_size, place.one_host, place.launcher) == (0, 1, True, "none")
+    assert place.run_id == "777"
 
 
 def test_what_slurm_started_on_a_node_is_believed_before_what_was_asked_for():

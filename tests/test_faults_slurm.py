@@ -36,6 +36,19 @@ def test_ranks_of_plain_srun_make_one_run_folder_that_is_named_by_the_job(srun):
     assert len(job.blocks) == 30
 
 
+def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):
+    job = launch._job()
+    script = job.folder / "job.sbatch"
+    script.write_text(f"#!/bin/sh\nenv > environ.txt\nexec {sys.executable} {jobs.SCRIPTS / 'loop.py'}\n")
+    options = ["--wait", "--quiet", "--ntasks=2", f"--chdir={job.folder}", "--output=batch.txt"]
+    job.start(["sbatch", *options, str(script)], {**launch.environ({}), **slurm.environ}).done(60)
+
+    environ = (job.folder / "environ.txt").read_text()
+    assert "SLURM_PROCID=0\n" in environ and "SLURM_NTASKS=2\n" in environ, "what looks like a rank of two"
+    summary = job.ledger.summary
+    assert (summary.status, summary.coverage.ranks_expected, summary.tokens) == ("completed", 1, 2000)
+
+
 def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm):
     job = srun(5000)
     jobs.until(lambda: job.num_windows >= 5, within_s=30)

@@ -1,0 +1,64 @@
+"""effllm/spawn.py: our processes find their modules where the trainer does, and never in the current folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPORT = "import json, sys; open({path!r}, 'w').write(json.dumps([list(sys.flags), sys.path]))"
+PARENT = """
+import json, os, sys
+from effllm.spawn import spawn
+print(json.dumps([list(sys.flags), sys.path]), flush=True)
+code = spawn("timeit", ["-n1", "-r1", sys.argv[1]], []).wait()  # the one module whose main takes a program
+sys.exit(code)
+"""
+since_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="safe paths came with Python 3.11")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        ([], {}),
+        (["-I"], {}),
+        (["-E"], {}),
+        (["-s"], {}),
+        pytest.param(["-P"], {}, marks=since_3_11),
+        pytest.param([], {"PYTHONSAFEPATH": "1"}, marks=since_3_11),
+        ([], {"PYTHONNOUSERSITE": "1"}),
+    ],
+)
+def test_modules_come_from_where_the_trainer_has_them(tmp_path, options, variables):
+    given = tmp_path / "given"
+    given.mkdir()
+    path = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, *options, "-c", PARENT, REPORT.format(path=str(path))],
+        env={**os.environ, "PYTHONPATH": str(given), **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    trainers_flags, trainers_path = json.loads(done.stdout)
+    flags, (_, *modules_path) = json.loads(path.read_text())  # timeit puts "." before all
+
+    assert flags == trainers_flags
+    assert (str(given) in modules_path) == (str(given) in trainers_path)
+    assert not {"", ".", str(tmp_path)} & set(map(str, modules_path))
+
+
+@since_3_11
+@pytest.mark.faults
+def test_job_with_safe_path_has_metrics_of_modules_on_pythonpath(launch, tmp_path):
+    first = tmp_path / "first"
+    first.mkdir()
+    import msgspec
+
+    (first / "msgspec").symlink_to(Path(msgspec.__file__).parent)
+    job = launch.python("loop.py", environ={"PYTHONSAFEPATH": "1", "PYTHONPATH": str(first)}).done()
+
+    assert job.ledger.summary.tokens == 2000
