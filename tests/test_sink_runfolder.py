@@ -377,9 +377,8 @@ class Moments:
 
     def __init__(self, monkeypatch):
         self.left = math.inf
-        # Not os.replace and os.unlink: Python 3.10's pathlib has taken its own before we come.
-        for owner, name in ((os, "write"), (os, "ftruncate"), (Path, "replace"), (Path, "unlink")):
-            monkeypatch.setattr(owner, name, self._dying(getattr(owner, name)))
+        for name in ("write", "ftruncate", "replace", "unlink"):
+            monkeypatch.setattr(os, name, self._dying(getattr(os, name)))
 
     def _dying(self, call):
         def counted(*arguments, **keywords):

@@ -106,7 +106,7 @@ class Log:
             with contextlib.suppress(OSError):  # a full disk, another host's folder: the aggregator has the lines
                 if file < 0 and self._lines:
                     own_files.make_folder(path.parent)
-                    file = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                 while self._lines:
                     os.write(file, self._lines[0].encode())
                     self._lines.popleft()
