@@ -239,14 +239,14 @@ def test_run_in_a_folder_of_a_group_is_our_own(project):
     }
 
 
-@as_root
+@needs_root
 def test_folder_of_a_colleague_in_a_group_is_passed(project):
     folder_of_another(project / "experiments", 0o2770)
 
     own_files.make_folder(project / "experiments" / "runs" / "mine")
 
 
-@as_root
+@needs_root
 @pytest.mark.parametrize("way", ["runs", "experiments/runs", "own/runs"])
 def test_link_of_another_in_a_folder_of_a_group_is_refused(project, way):
     if way == "experiments/runs":  # a colleague's own folder, to which the group cannot write
@@ -267,7 +267,7 @@ def test_link_of_another_in_a_folder_of_a_group_is_refused(project, way):
     assert [path.name for path in (project.parent / "precious").iterdir()] == ["mine"]
 
 
-@as_root
+@needs_root
 def test_open_folder_of_another_in_a_group_is_refused(project):
     folder_of_another(project / "open", 0o2777)
 
@@ -292,7 +292,7 @@ def test_link_of_our_own_in_a_folder_of_a_group_is_followed(project):
     assert (project.parent / "scratch" / "mine" / "run.json").exists()
 
 
-@as_root
+@needs_root
 def test_link_that_takes_the_place_of_the_run_folder_is_not_followed(project):
     sink = RunFolder(project / "runs" / "mine", {"job": "x"})
     (project / "runs").rename(project / "moved")
@@ -338,7 +338,7 @@ def test_no_descriptor_is_left_open(project):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@as_root
+@needs_root
 @pytest.mark.faults
 def test_job_leaves_a_run_behind_the_link_of_another_alone(launch, project):
     link_of_another(project / "runs", project.parent / "precious")
