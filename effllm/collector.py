@@ -94,6 +94,11 @@ class MetricsCollector:
         """Whether anybody has said how many parameters the model has."""
         return self._facts["parameters"].get("total") is not None
 
+    @property
+    def has_counted(self) -> bool:
+        """Whether the loop has counted something of the running iteration by `count`."""
+        return self._has_counted
+
     def start_collection(self) -> None:
         """Start the agent of this rank; a second start does nothing, and off means off."""
         if self._session is not None or is_off(this_process()):

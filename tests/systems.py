@@ -81,6 +81,13 @@ SYSTEMS = {
         "`input_ids` of the batch, else none",
         "FSDP, DeepSpeed",
     ),
+    "deepspeed": System(
+        "DeepSpeed's engine",
+        ("deepspeed",),
+        "import hook on the engine's `forward`, `step` and `save_checkpoint`",
+        "`input_ids` of the batch, else `effllm.count`",
+        "a GPU, its pipeline, tensor parallelism, experts",
+    ),
     "torchtitan": System(
         "torchtitan", ("torchtitan",), "import hook on its metrics and trainer", "its own count", "a GPU"
     ),

@@ -63,6 +63,6 @@ def test_every_module_that_is_hooked_belongs_to_a_system_of_the_table():
         "torch": "any loop of torch",
         "vllm": "vLLM",
     }
-    names |= {"transformers": "Hugging Face Trainer", "trl": "TRL"}
+    names |= {"transformers": "Hugging Face Trainer", "trl": "TRL", "deepspeed": "DeepSpeed's engine"}
 
     assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in told] == []

@@ -28,6 +28,8 @@ TARGETS: dict[str, str] = {
     "trl.trainer.distillation_trainer": "trl:attach",
     "transformers.generation.utils": "generate:attach",
     "vllm.entrypoints.llm": "vllm:attach",
+    "deepspeed.runtime.engine": "deepspeed:attach",
+    "deepspeed.runtime.pipe.engine": "deepspeed:attach_pipeline",
     "accelerate.optimizer": "accelerate:attach",
     "accelerate.accelerator": "accelerate:attach_accelerator",
     "torchtitan.components.metrics": "torchtitan:attach",

@@ -1,7 +1,7 @@
 """accelerate: a step of its optimizer is one where it does not hold gradients back to accumulate them.
 
 What is an iteration then is told in `_rounds`.  A step that its gradient scaler skips for an overflow is one, for it
-was worked for.  DeepSpeed under accelerate steps in its engine, which is not seen.
+was worked for.  DeepSpeed under accelerate steps in its engine, which has a hook of its own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""The micro-batches of an iteration, as a loop hands them to its model; standard library alone."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from effllm.collector import get_metrics_collector
+from effllm.hooks._batch import Batch, read_batch
+from effllm.hooks._late import LateSums
+from effllm.hooks._parameters import CONVENTION, Parameters, flops_per_token
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Guard
+
+_DEPTH = 4  # how far into a batch of unknown type a tensor is searched
+_IDS = "input_ids"
+_OTHER_NAMES_OF_IDS = ("idx", "tokens")  # litgpt and nanoGPT, torchtune
+
+_COUNTING = Guard("the number of FLOPs")
+
+
+class Batches:
+    """Sums up micro-batches until their iteration ends.
+
+    Args:
+        steps: of the framework whose loop it is.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._late = LateSums(3)  # samples, tokens, tokens with a label
+        self._processed = 0
+        self._source = ""
+        self._model: Any = None
+        self._parameters: Parameters | None = None
+        self._at_exit = functools.partial(Guard("what the last iterations counted"), self._count_rest)
+
+    def of_model(self, model: Any, parameters: Parameters | None) -> None:
+        """Set whose FLOPs the first batch with text gives; call it when the metrics have begun."""
+        self._model, self._parameters, self._source = model, parameters, ""
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)  # after the session's own, so that it is called before
+
+    def see(self, inputs: Any, counts_samples: bool = True) -> None:
+        """Count a micro-batch: tokens where it shows them, else samples alone."""
+        seen = read_batch(inputs)
+        if seen is None or not seen.source:
+            first = next(_tensors(inputs, _DEPTH), None)
+            seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
+        if seen.source and seen.source != self._source:
+            self._learn(seen)
+        self._processed += seen.tokens_processed
+        samples = seen.samples if counts_samples else 0
+        if not self._late.add((samples, seen.tokens, seen.tokens_loss)):
+            # An accelerator that cannot be read without waiting: positions stand for tokens.
+            self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
+
+    def end(self) -> None:
+        """End the iteration with what was seen; counts that the loop gave to `effllm.count` come first."""
+        samples, tokens, tokens_loss = self._late.take()
+        processed, self._processed = self._processed, 0
+        if self._source and not get_metrics_collector().has_counted:
+            self._steps.end(processed, samples, tokens, tokens_loss)
+        else:
+            self._steps.end_counted(samples)
+
+    def _count_rest(self) -> None:
+        """Add what a GPU had not computed at the end of the last iteration; nothing is waited for here either."""
+        samples, tokens, tokens_loss = self._late.take()
+        if self._source and self._processed == 0:
+            self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+
+    def _learn(self, seen: Batch) -> None:
+        is_first, self._source = not self._source, seen.source
+        facts: dict[str, Any] = {"token_source": seen.source}
+        flops = None
+        if is_first and seen.width and self._parameters is not None:
+            facts["sequence_length"] = seen.width
+            if found := _COUNTING(flops_per_token, self._model, self._parameters, seen.width):
+                flops, facts["flops_convention"] = found[0], f"{CONVENTION}; at the width of the first batch"
+        self._steps.learn(flops_per_token=flops, facts=facts)
+
+
+def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a model is called with, by the names of its parameters; token ids always as ``input_ids``."""
+    if len(args) == 1 and not kwargs and not hasattr(args[0], "dim"):
+        return args[0]  # a batch in one piece
+    kind: Any = type(module)
+    inputs = {**dict(zip(_names(kind), args, strict=False)), **kwargs}
+    if not any(isinstance(name, str) and name.endswith(_IDS) for name in inputs):
+        for name in _OTHER_NAMES_OF_IDS:
+            ids: Any = inputs.get(name)
+            if hasattr(ids, "dim") and ids.dim() == 2 and not ids.is_floating_point():
+                inputs[_IDS] = inputs.pop(name)
+                break
+    return inputs
+
+
+@functools.lru_cache(maxsize=16)
+def _names(kind: Any) -> tuple[str, ...]:
+    """Return the names of what ``forward`` of a class takes by position."""
+    try:
+        found = list(inspect.signature(kind.forward).parameters.values())[1:]
+    except (AttributeError, TypeError, ValueError):
+        found = []
+    return tuple(one.name for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Any]:
+    if hasattr(value, "numel") and hasattr(value, "dim"):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one, depth - 1)
+    elif depth and hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), depth - 1)

@@ -1,0 +1,232 @@
+"""DeepSpeed's engine: a loop of ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``, and the pipeline's.
+
+An iteration begins with the first forward pass after a step of the optimizer and ends with the ``step`` that takes
+one (``global_steps`` grows): several micro-batches where gradients are accumulated.  What lies between ``step`` and
+the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode, begins an
+evaluation, which lasts to the next training pass.
+
+Of several engines the first that trains leads.  Parameters are those of the whole model, whatever ZeRO made of them;
+with tensor parallelism or experts they are not known.  Under a Trainer or Lightning it is their steps that count.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from types import ModuleType
+from typing import Any
+
+from effllm.collector import get_metrics_collector
+from effllm.config import read_place
+from effllm.hooks import Unknown
+from effllm.hooks._batches import Batches, inputs_of
+from effllm.hooks._parameters import parameters_of
+from effllm.hooks._steps import Steps, place
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.switches import this_process
+from effllm.training import ownership
+
+_GUARD = Guard("DeepSpeed")
+_SYNC_GUARD = Guard("DeepSpeed's own time of ranks")
+_COUNTING = Guard("the parameter count of DeepSpeed's model")
+
+
+def attach(module: ModuleType) -> None:
+    """Hook the engine: of ``deepspeed.runtime.engine``.
+
+    Raises:
+        Unknown: it has no ``DeepSpeedEngine`` with ``forward`` and ``step``.
+    """
+    engine = getattr(module, "DeepSpeedEngine", None)
+    if not (
+        around(engine, "forward", _GUARD, before=_LOOP.forward_begins)
+        and around(engine, "step", _GUARD, before=_LOOP.step_begins, after=_LOOP.step_ended)
+    ):
+        raise Unknown("deepspeed.runtime.engine has no DeepSpeedEngine with forward and step")
+    around(engine, "backward", _SYNC_GUARD, before=_LOOP.backward_begins)
+    around(
+        engine,
+        "save_checkpoint",
+        _GUARD,
+        before=_LOOP.checkpoint_begins,
+        after=_LOOP.checkpoint_ended,
+        failed=_LOOP.checkpoint_ended,
+    )
+
+
+def attach_pipeline(module: ModuleType) -> None:
+    """Hook the pipeline's engine: of ``deepspeed.runtime.pipe.engine``.
+
+    Raises:
+        Unknown: it has no ``PipelineEngine.train_batch``.
+    """
+    engine = getattr(module, "PipelineEngine", None)
+    if engine is None or not around(
+        engine, "train_batch", _GUARD, before=_LOOP.pipeline_begins, after=_LOOP.pipeline_ended
+    ):
+        raise Unknown("deepspeed.runtime.pipe.engine has no PipelineEngine.train_batch")
+    around(engine, "eval_batch", _GUARD, before=_LOOP.pipeline_evaluates)
+
+
+class _Loop:
+    """The steps of the engine that leads."""
+
+    def __init__(self) -> None:
+        self._steps = Steps(ownership.CORE, "deepspeed", "Step")
+        self._batches = Batches(self._steps)
+        self._leader: Any = None  # a weak reference
+        self._is_running = self._is_evaluating = False
+        self._idle_since_ns = 0  # the end of a micro-batch after which the optimizer did not step
+        self._counts_data = self._counts_samples = True
+
+    # --- the engine ---
+
+    def forward_begins(self, call: Call) -> None:
+        """Begin an iteration or go on with it; or begin an evaluation."""
+        engine = call.args[0]
+        if getattr(engine, "pipeline_parallelism", False):
+            return
+        torch: Any = sys.modules["torch"]
+        if not (engine.module.training and torch.is_grad_enabled()):
+            self._evaluate(engine)
+        elif self._leads(engine):
+            self._train()
+            if self._counts_data:
+                inputs = inputs_of(engine.module, call.args[1:], call.kwargs)
+                self._batches.see(inputs, self._counts_samples)
+
+    def backward_begins(self, call: Call) -> None:
+        """Stamp the last moment before gradients are summed; in ZeRO-3 ranks have waited for each other before."""
+        engine = call.args[0]
+        is_ours = self._is_leader(engine) and self._steps.is_owner
+        if is_ours and engine.zero_optimization_stage() < 3 and engine.is_gradient_accumulation_boundary():
+            get_metrics_collector().sync_point()
+
+    def step_begins(self, call: Call) -> Any:
+        """Return the engine's count of steps, by which it is seen whether it takes one."""
+        engine = call.args[0]
+        return engine.global_steps if self._is_leader(engine) else None
+
+    def step_ended(self, steps: int | None, call: Call, _result: Any) -> None:
+        """End the iteration where the optimizer stepped; a step that an overflow skips is one too."""
+        if steps is None:
+            return
+        if call.args[0].global_steps == steps:
+            self._idle_since_ns = time.monotonic_ns()
+            return
+        self._idle_since_ns, self._is_running = 0, False
+        self._batches.end()
+
+    def checkpoint_begins(self, call: Call) -> bool:
+        """Begin a checkpoint."""
+        if not self._is_leader(call.args[0]):
+            return False
+        self._end_evaluation()
+        self._steps.phase_start("checkpoint")
+        return True
+
+    def checkpoint_ended(self, is_ours: bool | None, *_: Any) -> None:
+        """End it."""
+        if is_ours:
+            self._steps.phase_end()
+
+    # --- the pipeline's engine ---
+
+    def pipeline_begins(self, call: Call) -> bool:
+        """Begin an iteration of a pipeline, which fetches its batches inside."""
+        if not self._leads(call.args[0]):
+            return False
+        self._train()
+        return True
+
+    def pipeline_ended(self, is_ours: bool | None, call: Call, _result: Any) -> None:
+        """End it; its first stage counts the samples."""
+        if is_ours:
+            self._is_running = False
+            engine = call.args[0]
+            samples = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+            self._steps.end_counted(samples if self._counts_data and engine.is_first_stage() else 0)
+
+    def pipeline_evaluates(self, call: Call) -> None:
+        """Begin an evaluation."""
+        self._evaluate(call.args[0])
+
+    # --- both ---
+
+    def _is_leader(self, engine: Any) -> bool:
+        return self._leader is not None and self._leader() is engine
+
+    def _leads(self, engine: Any) -> bool:
+        """Return whether this engine leads; the first that trains begins the metrics."""
+        if self._is_leader(engine):
+            return self._steps.is_owner
+        leader = self._leader() if self._leader is not None else None
+        if leader is not None or not hasattr(engine.optimizer, "step"):
+            return False
+        if not ownership.claim(ownership.CORE, self._steps.name):
+            return False
+        self._leader = weakref.ref(engine)
+        self._begin(engine)
+        return True
+
+    def _begin(self, engine: Any) -> None:
+        model_parallel = _size(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+        self._counts_data = model_parallel == 1 or _rank_in(engine) == 0
+        split = getattr(engine, "sequence_parallel_size", 1) or 1
+        rank = (place() or read_place(this_process())).rank
+        self._counts_samples = rank % split == 0
+        is_partly_here = model_parallel > 1 or getattr(engine, "has_moe_layers", False)
+        is_partly_here = is_partly_here or bool(getattr(engine.module, "tied_comms", None))  # on several stages
+        found = None if is_partly_here else _COUNTING(parameters_of, engine.module)
+        is_pipeline = getattr(engine, "pipeline_parallelism", False)
+        counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else rank == 0
+        is_new = not get_metrics_collector().is_collecting
+        self._steps.begin(
+            parameter_share=found.share(counts_them) if found else None,
+            first_iteration=engine.global_steps if is_new else None,
+            facts={
+                "framework_version": getattr(sys.modules.get("deepspeed"), "__version__", None) or "unknown",
+                "zero_stage": engine.zero_optimization_stage(),
+                "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+                "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+                "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+                "global_batch_size": engine.train_batch_size(),
+            },
+        )
+        self._batches.of_model(engine.module, None if is_pipeline else found)
+
+    def _train(self) -> None:
+        self._end_evaluation()
+        if self._idle_since_ns:
+            self._steps.waited(time.monotonic_ns() - self._idle_since_ns)
+            self._idle_since_ns = 0
+        elif not self._is_running:
+            self._is_running = True
+            self._steps.start()
+
+    def _evaluate(self, engine: Any) -> None:
+        if self._is_leader(engine) and not self._is_evaluating:
+            self._is_evaluating = True
+            self._steps.phase_start("evaluation")
+
+    def _end_evaluation(self) -> None:
+        if self._is_evaluating:
+            self._is_evaluating = False
+            self._steps.phase_end()
+            if self._idle_since_ns:
+                self._idle_since_ns = time.monotonic_ns()
+
+
+def _size(engine: Any, *names: str) -> int:
+    """Return how many ranks share a layer, by the first of these that the engine's groups know."""
+    groups = getattr(engine, "mpu", None)
+    found = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
+    return int(found()) if found is not None else 1
+
+
+def _rank_in(engine: Any) -> int:
+    return _size(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank")
+
+
+_LOOP = _Loop()

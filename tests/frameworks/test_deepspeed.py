@@ -1,0 +1,87 @@
+"""A plain loop of DeepSpeed's engine on two ranks of a CPU, attached by the environment alone."""
+
+from __future__ import annotations
+
+import jobs
+import pytest
+from systems import RAN
+
+pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+
+pytestmark = pytest.mark.system("deepspeed", how=RAN)
+
+CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+SCRIPT = """
+import os, sys
+import torch, deepspeed
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
+torch.manual_seed(0)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 15)
+        self.out = torch.nn.Linear(15, 50)  # 750 + 750 + 50 parameters, an odd number of rows
+
+    def forward(self, input_ids, labels=None):
+        predicted = self.out(self.table(input_ids)).flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(predicted, labels.flatten())
+
+model = Net()
+stage = int(sys.argv[1])
+adam = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": adam,
+          "zero_optimization": {"stage": stage}, "bf16": {"enabled": stage > 0}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+generator = torch.Generator().manual_seed(engine.global_rank)
+for step in range(12):
+    ids = torch.randint(50, (4, 8), generator=generator)
+    loss = engine(ids, labels=ids)
+    engine.backward(loss)
+    engine.step()
+    if engine.global_rank == 0:
+        print("loss", loss.item().hex())
+    if step == 5:
+        engine.eval()
+        with torch.no_grad():
+            engine(ids, labels=ids)
+        engine.train()
+        engine.save_checkpoint("checkpoint")
+torch.distributed.destroy_process_group()
+"""
+
+
+def losses(job):
+    return [line for line in job.stdout.splitlines() if line.startswith("loss")]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
+    """12 micro-batches of 4 x 8 on each of 2 ranks, 2 to an iteration; the evaluation's batch is in none."""
+    job = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU)
+
+    summary, facts = job.ledger.summary, job.ledger.facts
+    assert (summary.status, summary.iterations, summary.parameters) == ("completed", 6, 1550)
+    assert (summary.samples, summary.tokens) == (12 * 4 * 2, 12 * 4 * 8 * 2)
+    assert summary.time_by_class["evaluation"] > 0
+    assert summary.time_by_class["checkpoint"] > 0
+    assert (facts["framework"], facts["zero_stage"]) == ("deepspeed", stage)
+    assert not job.our_errors
+    # Before ZeRO-3 ranks first wait for each other in the last backward pass; ZeRO-3 gathers in the first forward.
+    assert any(window.straggler and window.straggler.is_own for window in job.ledger.windows) is (stage < 3)
+
+    without = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU, attach="0")
+    assert len(losses(job)) == 12
+    assert losses(job) == losses(without)
+
+
+def test_counts_given_by_the_loop_come_first(frameworks):
+    """Only the loop knows that half of the positions are padding."""
+    count = "    effllm.count(tokens=16, tokens_processed=32, samples=4)\n"
+    code = "import effllm\n" + SCRIPT.replace("    engine.backward(loss)", count + "    engine.backward(loss)")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+    job = frameworks.run(code, 0, environ={**CPU, **alone, "MASTER_PORT": str(jobs.unused_port())})
+
+    assert (job.ledger.summary.tokens, job.ledger.summary.samples) == (12 * 16, 12 * 4)
