@@ -39,12 +39,24 @@ class Metric:
     bases: tuple[str, ...]  # which totals it is shown on: run, window, job
     chart: bool  # False: another form of something that has a chart, or a part of it, for summaries alone
     error: Formula | None = None  # of a mean of samples: its random error, half-width, 95 %
+    in_windows: bool = True  # False: another unit of a metric, for summaries alone
 
     def tag(self, base: str) -> str:
-        """Return the tag, without the prefix ``efficientllm/``, of this metric on one base."""
-        if base == "run" or self.group:
-            return f"{self.group}/{self.name}" if self.group else self.name
-        return f"{base}/{self.name}"
+        """Return the tag, without the prefix ``efficientllm/``, of this metric on one base: no two bases have one."""
+        if self.group:
+            return f"{self.group}/{self.name}" if base == self.bases[0] else f"{base}_{self.group}/{self.name}"
+        return self.name if base == "run" else f"{base}/{self.name}"
+
+    @property
+    def run_bases(self) -> tuple[str, ...]:
+        """The bases that a summary has, which knows no window: what windows show is there of the run to date."""
+        return tuple(
+            dict.fromkeys(
+                "run" if self.group and base == "window" else base
+                for base in self.bases
+                if self.group or base != "window"
+            )
+        )
 
 
 METRICS: dict[str, Metric] = {}
@@ -58,10 +70,11 @@ def metric(
     bases: Sequence[str] = ("run", "window", "job"),
     chart: bool = True,
     error: Formula | None = None,
+    in_windows: bool = True,
 ) -> Callable[[Formula], Formula]:
     """Enter a formula into the table that every sink walks.
 
-    A metric of a ``group`` has one tag, so it is shown on one base, the first of ``bases``.
+    A metric of a ``group`` has the tag ``group/name`` on the first of its bases, and ``base_group/name`` on others.
 
     Raises:
         ValueError: the name is taken, or the function explains nothing.
@@ -73,8 +86,9 @@ def metric(
             raise ValueError(f"two metrics are named {name}")
         if not formula.__doc__:
             raise ValueError(f"metric {name} has no docstring, which is its help text")
-        shown = tuple(bases[:1]) if group else tuple(bases)
-        METRICS[name] = Metric(name, unit, formula.__doc__.strip(), formula, console, group, shown, chart, error)
+        METRICS[name] = Metric(
+            name, unit, formula.__doc__.strip(), formula, console, group, tuple(bases), chart, error, in_windows
+        )
         return formula
 
     return enter
@@ -197,21 +211,21 @@ def measured_joules(totals: ClusterTotals) -> float | None:
     return totals.energy_measured_j
 
 
-@metric("J/token", group="energy", bases=("run",))
+@metric("J/token", group="energy", bases=("window", "run"))
 def joules_per_token(totals: ClusterTotals) -> float | None:
-    """Energy of a token, run to date: the same windows above and below the line."""
+    """Energy of a token: the same windows above and below the line."""
     return _energy_ratio(totals, totals.energy_j, totals.energy_tokens)
 
 
-@metric("J/iteration", group="energy", bases=("run",), chart=False)
+@metric("J/iteration", group="energy", bases=("window",), chart=False)
 def joules_per_iteration(totals: ClusterTotals) -> float | None:
-    """Energy of an iteration of the whole job, run to date."""
+    """Energy of an iteration of the whole job."""
     return _energy_ratio(totals, totals.energy_j, totals.energy_iterations)
 
 
-@metric("J/sample", group="energy", bases=("run",), chart=False)
+@metric("J/sample", group="energy", bases=("window",), chart=False)
 def joules_per_sample(totals: ClusterTotals) -> float | None:
-    """Energy of a sample, run to date."""
+    """Energy of a sample."""
     return _energy_ratio(totals, totals.energy_j, totals.energy_samples)
 
 
@@ -221,23 +235,23 @@ def joules_per_generated_token(totals: ClusterTotals) -> float | None:
     return _measured_ratio(total_joules(totals), totals.generated_tokens)
 
 
-@metric("Wh", group="energy", bases=("job",), chart=False)
+@metric("Wh", group="energy", bases=("job",), chart=False, in_windows=False)
 def total_wh(totals: ClusterTotals) -> float | None:
     """Energy of the run so far in watt-hours; no value where a part of it was not measured."""
     joules = total_joules(totals)
     return None if joules is None else joules / J_PER_WH
 
 
-@metric("J/10k tokens", group="energy", bases=("run",), chart=False)
+@metric("J/10k tokens", group="energy", bases=("window",), chart=False, in_windows=False)
 def joules_per_10k_tokens(totals: ClusterTotals) -> float | None:
-    """Energy of ten thousand tokens, run to date."""
+    """Energy of ten thousand tokens."""
     joules = joules_per_token(totals)
     return None if joules is None else 1e4 * joules
 
 
-@metric("tokens/J", group="energy", bases=("run",), chart=False)
+@metric("tokens/J", group="energy", bases=("window",), chart=False, in_windows=False)
 def tokens_per_joule(totals: ClusterTotals) -> float | None:
-    """Tokens of a joule, run to date."""
+    """Tokens of a joule."""
     return _ratio(totals.energy_tokens, totals.energy_j) if totals.energy_tokens and totals.energy_j else None
 
 
@@ -303,39 +317,39 @@ def data_wait_ratio(totals: ClusterTotals) -> float | None:
     return _ratio(totals.wait_s, totals.time_s)
 
 
-@metric("ratio", group="throughput", bases=("run",))
+@metric("ratio", group="throughput", bases=("window",))
 def exposed_communication_ratio(totals: ClusterTotals) -> float | None:
     """Share of the profiled iterations' time in which communication ran and no computation, over all ranks."""
     return None if totals.profile is None else _ratio(totals.profile.exposed_s, totals.profile.time_s)
 
 
-@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def exposed_seconds(totals: ClusterTotals) -> float | None:
     """Part of AL in which communication runs and no computation: AL times its share of the profiled iterations."""
     return _part_of_al(totals, exposed_communication_ratio(totals))
 
 
-@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def computation_seconds(totals: ClusterTotals) -> float | None:
     """AL less exposed communication, so that the two add up; what is idle and no communication is in it."""
     exposed = exposed_communication_ratio(totals)
     return None if exposed is None else _part_of_al(totals, 1.0 - exposed)
 
 
-@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def communication_seconds(totals: ClusterTotals) -> float | None:
     """Part of AL in which communication runs, hidden by computation or not; never to be added to computation."""
     profile = totals.profile
     return None if profile is None else _part_of_al(totals, _ratio(profile.communication_s, profile.time_s))
 
 
-@metric("s/iteration", group="throughput", bases=("run",), chart=False)
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def device_step_seconds(totals: ClusterTotals) -> float | None:
     """Step on the CUDA device, between events on its stream; mean over steps, of the slowest rank."""
     return _ratio(totals.device_step_s, totals.device_steps)
 
 
-@metric("s", group="throughput", bases=("run",), chart=False)
+@metric("s", group="throughput", bases=("window",), chart=False)
 def profiling_seconds(totals: ClusterTotals) -> float | None:
     """What a profiled iteration costs its rank beside itself: starting, stopping and reading the profiler."""
     return None if totals.profile is None else _ratio(totals.profile.cost_s, totals.profile.iterations)
@@ -566,27 +580,31 @@ def model_compression_ratio(
 
 
 def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
-    """Return every metric on every base that it is shown on: tag -> value, without what is not measured."""
+    """Return what a window shows, every metric on each of its bases: tag -> value, without what is not measured."""
     bases = {"run": run, "window": window, "job": job}
-    values: dict[str, float] = {}
-    for entry in METRICS.values():
-        for base in entry.bases:
-            value = entry.formula(bases[base])
-            if value is not None:
-                values[entry.tag(base)] = value
-    return values
+    shown = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
+    values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
+    return {tag: value for tag, value in values.items() if value is not None}
 
 
-def errors(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
-    """Return the random and the systematic error of metrics: tag -> half-widths, 95 %.
+def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
+    """Return what a summary shows: tag -> value, without what is not measured."""
+    bases = {"run": run, "job": job}
+    shown = [(entry, base) for entry in METRICS.values() for base in entry.run_bases]
+    values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
+    """Return the random and the systematic error of what a summary shows: tag -> half-widths, 95 %.
 
     Of energy and power each is what the metric would change by if the energy were off by its own error; means of
     samples have a random error alone.
     """
-    bases = {"run": run, "window": window, "job": job}
+    bases = {"run": run, "job": job}
     found: dict[str, tuple[float, float]] = {}
     for entry in METRICS.values():
-        for base in entry.bases:
+        for base in entry.run_bases:
             totals = bases[base]
             value = entry.formula(totals)
             if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:

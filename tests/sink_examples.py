@@ -174,13 +174,12 @@ def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
 
 def values_of(report: ClusterReport) -> dict[str, Value]:
     """Return the values of a run as a summary holds them, with their errors."""
-    values = metrics.evaluate(report.run, report.run, report.job)
-    errors = metrics.errors(report.run, report.run, report.job)
+    values = metrics.evaluate_run(report.run, report.job)
+    errors = metrics.errors(report.run, report.job)
     units = {tag: entry.unit for tag in values if (entry := metrics.describe(tag))}
     return {
         tag: Value(value, units[tag], errors.get(tag, (None,))[0], errors.get(tag, (None, None))[1])
         for tag, value in values.items()
-        if not tag.startswith("window/")
     }
 
 

@@ -442,7 +442,7 @@ def test_memory_that_never_changes_has_no_error_from_sampling():
 def test_amu_and_pcu_have_their_errors_in_the_summary():
     totals = sampled(np.array([0.0, 1.0] * 50), 8.0 * GIB)
 
-    found = metrics.errors(totals, totals, totals)
+    found = metrics.errors(totals, totals)
     # 1.96 sqrt(0.5 * 0.5 / 100)
     assert found["pcu_ratio"] == found["job/pcu_ratio"] == (pytest.approx(0.098), 0.0)
     assert found["amu_gb"] == (pytest.approx(8 * 0.098), 0.0)

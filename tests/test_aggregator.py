@@ -1231,8 +1231,8 @@ def test_the_summary_has_of_the_run_what_charts_show_of_a_window():
     run_of(job, 2)
     metrics = job.summary().metrics
 
-    assert metrics["throughput/mfu_ratio"].value == pytest.approx(0.5)
-    assert metrics["energy/watts_per_gpu"].value == pytest.approx(100.0)
+    assert metrics["run_throughput/mfu_ratio"].value == pytest.approx(0.5)
+    assert metrics["run_energy/watts_per_gpu"].value == pytest.approx(100.0)
     assert not [tag for tag in metrics if tag.startswith("window/")]
 
 

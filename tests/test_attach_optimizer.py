@@ -117,7 +117,7 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
     assert summary.time_by_class["evaluation"] == pytest.approx(0.2, abs=0.03)
     assert summary.time_by_class["checkpoint"] == pytest.approx(0.1, abs=0.03)
     # Of 11 x 0.09 s of iterations two thirds were waiting for data.
-    assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
+    assert summary.metrics["run_throughput/data_wait_ratio"].value == pytest.approx(0.66, abs=0.05)
 
 
 @pytest.mark.alone

@@ -229,16 +229,16 @@ TOTALS = ClusterTotals(
     ("tag", "random", "systematic"),
     [
         ("aec_watts", 1.5, 75.0),  # of 1500 W
-        ("energy/joules_per_token", 0.000125, 0.00625),  # of 0.125 J
-        ("energy/joules_per_10k_tokens", 1.25, 62.5),
-        ("energy/joules_per_iteration", 0.75, 37.5),
+        ("run_energy/joules_per_token", 0.000125, 0.00625),  # of 0.125 J
+        ("run_energy/joules_per_10k_tokens", 1.25, 62.5),
+        ("run_energy/joules_per_iteration", 0.75, 37.5),
         ("energy/total_joules", 60.0, 3000.0),
         ("energy/total_wh", 60 / 3600, 3000 / 3600),
         # 60 kJ = 16.67 Wh, times 1.5, times 0.4 g/Wh: 10 g
         ("energy/co2_kg", 0.01 * 0.001, 0.01 * 0.05),
         ("energy/electricity_cost", 0.0075 * 0.001, 0.0075 * 0.05),
         # A token costs 8/J less 8 / 1.001, less 8 / 1.05.
-        ("energy/tokens_per_joule", 8 - 8 / 1.001, 8 - 8 / 1.05),
+        ("run_energy/tokens_per_joule", 8 - 8 / 1.001, 8 - 8 / 1.05),
         # 60,000 - 500 x 40: timing knows nothing of the baseline, the gain has it in common with the energy.
         ("energy/joules_above_baseline", 60.0, 0.05 * 40_000),
         # Readings of power have no timing error, but the gain.
@@ -248,19 +248,19 @@ TOTALS = ClusterTotals(
     ],
 )
 def test_the_errors_of_a_metric_are_those_worked_by_hand(tag, random, systematic):
-    found = metrics.errors(TOTALS, TOTALS, TOTALS)
+    found = metrics.errors(TOTALS, TOTALS)
 
     assert found[tag] == (pytest.approx(random, rel=1e-9), pytest.approx(systematic, rel=1e-9))
 
 
 def test_what_no_energy_is_in_has_no_error_of_energy():
-    found = metrics.errors(TOTALS, TOTALS, TOTALS)
+    found = metrics.errors(TOTALS, TOTALS)
 
-    for name in ("throughput/mfu_ratio", "al_seconds", "energy/gpu_cost", "energy/timing_error_ratio"):
+    for name in ("run_throughput/mfu_ratio", "al_seconds", "energy/gpu_cost", "energy/timing_error_ratio"):
         assert name not in found
     for share in (0.1, 0.05, 0.03, 0.07):
         gain = msgspec.structs.replace(TOTALS, energy_gain_error_j=share * 60_000.0)
-        assert "energy/sensor_error_ratio" not in metrics.errors(gain, gain, gain), "for the rounding of floats"
+        assert "energy/sensor_error_ratio" not in metrics.errors(gain, gain), "for the rounding of floats"
     assert metrics.mfu_ratio(TOTALS) == pytest.approx(12_000 * 2e5 / 1e10)
 
 
@@ -268,7 +268,7 @@ def test_what_no_energy_is_in_has_no_error_of_energy():
 def test_without_an_energy_or_its_error_there_are_no_errors(lacking):
     totals = msgspec.structs.replace(TOTALS, **lacking)
 
-    assert metrics.errors(totals, totals, totals) == {}
+    assert metrics.errors(totals, totals) == {}
 
 
 # --- compared ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_of_four_ranks_the_one_that_is_ten_percent_slower_is_named_and_nobody_el
     # What was lost to it is a class of the goodput, and the clocks' error is published.
     assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds, rel=0.2)
     assert summary.metrics["straggler/waiting_gpu_seconds"].value == pytest.approx(verdict.gpu_seconds)
-    assert 0 < summary.metrics["health/clock_error_s"].value < 1
+    assert 0 < summary.metrics["run_health/clock_error_s"].value < 1
 
 
 def test_slowness_that_ends_is_taken_back(tmp_path):
@@ -60,4 +60,4 @@ def test_without_a_sync_point_nobody_is_named_for_what_nobody_can_know(tmp_path)
     ledger = run(tmp_path, "--slow", 2, "--by", 1.3, "--silent").ledger
 
     assert ledger.summary.stragglers == () and not ledger.told("straggler")
-    assert "straggler/named_ranks" not in ledger.summary.metrics
+    assert "run_straggler/named_ranks" not in ledger.summary.metrics

@@ -42,7 +42,7 @@ def test_iterations_lie_between_optimizer_steps(loop, num_ranks, layout):
     assert [block["iteration"] for block in job.blocks] == ["4", "8", "12"]
     # Where gradients are finalized is a sync point: ranks tell what time of an iteration is their own.
     # The two stages of a pipeline have nobody to be compared with.
-    assert ("straggler/named_ranks" in summary.metrics) == (layout == "1:1")
+    assert ("run_straggler/named_ranks" in summary.metrics) == (layout == "1:1")
 
 
 def test_several_passes_before_a_step_are_one_iteration(loop):

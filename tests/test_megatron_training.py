@@ -166,7 +166,7 @@ def test_mfu_comes_of_megatrons_own_count_of_operations(train):
     values = train("0_16", peak_tflops=1).done().ledger.summary.metrics
 
     tokens_per_s = values["tt_tokens_per_param_per_sec"].value * MODEL
-    assert values["throughput/mfu_ratio"].value == pytest.approx(6 * MODEL * tokens_per_s / 1e12)
+    assert values["run_throughput/mfu_ratio"].value == pytest.approx(6 * MODEL * tokens_per_s / 1e12)
 
 
 def test_our_event_file_stands_below_megatrons_own(train, tmp_path):

@@ -181,6 +181,20 @@ def test_evaluate_leaves_out_what_is_not_measured():
     assert values["al_seconds"] == 0.4
 
 
+def test_no_tag_has_two_bases():
+    bases = {
+        base: msgspec.structs.replace(COMPLETE, time_s=COMPLETE.time_s * factor, energy_j=COMPLETE.energy_j * factor)
+        for base, factor in (("run", 2), ("window", 3), ("job", 5))
+    }
+
+    of_window, of_run = evaluate(**bases), metrics.evaluate_run(bases["run"], bases["job"])
+    assert {tag for tag in of_window.keys() & of_run.keys() if of_window[tag] != of_run[tag]} == set()
+    for name in ("throughput/tokens_per_second", "throughput/mfu_ratio", "energy/joules_per_token"):
+        assert of_window[name] == describe(name).formula(bases["window"])
+        assert of_run[f"run_{name}"] == describe(name).formula(bases["run"])
+        assert name not in of_run
+
+
 def test_the_contract_is_shown_on_three_bases_and_the_rest_on_one():
     job = msgspec.structs.replace(TOTALS, utilization_mean=0.3, energy_complete=True)
     window = msgspec.structs.replace(TOTALS, utilization_mean=0.6, gpus=2)
@@ -190,15 +204,17 @@ def test_the_contract_is_shown_on_three_bases_and_the_rest_on_one():
     assert [values[tag] for tag in ("pcu_ratio", "window/pcu_ratio", "job/pcu_ratio")] == [0.9, 0.6, 0.3]
     assert values["energy/watts_per_gpu"] == 600.0, "of the window"
     assert values["energy/total_joules"] == 60_000.0, "of the job"
-    assert "energy/window/watts_per_gpu" not in values
+    assert values["energy/joules_per_token"] == values["run_energy/joules_per_token"]
 
 
 def test_a_full_report_has_every_metric_and_at_most_sixty_tags_with_a_chart():
     tags = evaluate(COMPLETE, COMPLETE, COMPLETE)
 
-    assert len(tags) == sum(len(entry.bases) for entry in METRICS.values())
-    assert sum(describe(tag).chart for tag in tags) + len(tensorboard.BESIDE) <= 60
-    assert {describe(tag).name for tag in tags} == set(METRICS)
+    assert len(tags) == sum(len(entry.bases) for entry in METRICS.values() if entry.in_windows)
+    charted = [tag for tag in tags if describe(tag).chart and not tag.startswith("run_")]
+    assert len(charted) + len(tensorboard.BESIDE) <= 60
+    assert {describe(tag).name for tag in tags} == {entry.name for entry in METRICS.values() if entry.in_windows}
+    assert {describe(tag).name for tag in metrics.evaluate_run(COMPLETE, COMPLETE)} == set(METRICS)
 
 
 def test_the_headline_is_the_contracts_block_in_its_order():
@@ -241,7 +257,8 @@ def test_a_new_metric_is_one_decorated_function(monkeypatch):
     assert evaluate(TOTALS, TOTALS, TOTALS) == dict.fromkeys(tags, 100.0)
     assert describe("job/number_of_iterations").help == "Iterations so far."
     assert [entry.name for entry in headline()] == ["number_of_iterations"]
-    assert metrics.METRICS["spread"].bases == ("window",), "one tag, so one base"
+    entry = metrics.METRICS["spread"]
+    assert (entry.tag("window"), entry.tag("run"), entry.run_bases) == ("memory/spread", "run_memory/spread", ("run",))
 
 
 def test_two_metrics_of_a_name_or_one_without_help_are_a_mistake(monkeypatch):

@@ -125,7 +125,7 @@ def test_its_steps_tokens_waits_and_phases_are_measured(start, era):
     assert job.ledger.facts["framework"] == "torchtitan"
     assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.008)
     # Of each step 0.04 s are loading.
-    assert summary.metrics["throughput/data_wait_ratio"].value == pytest.approx(0.75, abs=0.15)
+    assert summary.metrics["run_throughput/data_wait_ratio"].value == pytest.approx(0.75, abs=0.15)
     assert summary.time_by_class["checkpoint"] == pytest.approx(0.05, abs=0.03)
     assert summary.time_by_class["evaluation"] == pytest.approx(0.04, abs=0.03)
     assert job.our_errors == []

@@ -231,8 +231,7 @@ def summary_of(
             f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
         )
     whole = with_goodput(whole, ledger, goodput)
-    # A run has no last window: what charts show of one, a summary shows of the run to date.
-    values, errors = metrics.evaluate(run, run, whole), metrics.errors(run, run, whole)
+    values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
     return Summary(
         status=status,
         is_over=ended,
@@ -243,14 +242,14 @@ def summary_of(
         metrics={
             tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
             for tag, value in values.items()
-            if (entry := metrics.describe(tag)) and not tag.startswith("window/")
+            if (entry := metrics.describe(tag))
         },
         energy=EnergySummary(
             total_joules=whole.energy_j if whole.energy_complete else None,
             measured_joules=whole.energy_measured_j if roster.measures_energy else None,
             scope=roster.scope.label,
             method=roster.energy_method,
-            joules_per_token=values.get("energy/joules_per_token"),
+            joules_per_token=values.get("run_energy/joules_per_token"),
             by_device=ledger.devices.joules(),
             error_by_device=ledger.devices.errors_j(),
             error_joules=whole.energy_error_j if roster.measures_energy else None,

@@ -104,7 +104,7 @@ def _count(number: int) -> str:
 
 
 def _value(summary: Summary, entry: Metric) -> Value | None:
-    return next((summary.metrics[tag] for base in entry.bases if (tag := entry.tag(base)) in summary.metrics), None)
+    return next((summary.metrics[tag] for base in entry.run_bases if (tag := entry.tag(base)) in summary.metrics), None)
 
 
 def _fact(name: str, text: str, max_lines: int = 1) -> str:

@@ -183,8 +183,8 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
     yield f"  {'metric':<29}{'value':>12}  {'unit':<25}  over"
     for entry in METRICS.values():
         # One line for each metric, on the first base that has a value; summary.json holds them all.
-        base = next((base for base in entry.bases if entry.tag(base) in values), None)
-        shown.update(entry.tag(base) for base in entry.bases)
+        base = next((base for base in entry.run_bases if entry.tag(base) in values), None)
+        shown.update(entry.tag(base) for base in entry.run_bases)
         if base is None:
             continue
         if entry.group != group:

@@ -189,7 +189,7 @@ def _known(tag: str) -> tuple[str, str]:
 
 def _is_charted(tag: str) -> bool:
     entry = describe(tag)
-    return entry is None or entry.chart
+    return entry is None or (entry.chart and not (entry.group and tag != entry.tag(entry.bases[0])))
 
 
 def _is_cumulative(tag: str) -> bool:
@@ -222,9 +222,7 @@ def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
     contract = {f"{entry.name} ({entry.unit})": [entry.tag(base) for base in entry.bases] for entry in headline()}
     yield "efficiency: run to date, window, job", _charts(contract, tags)
     groups: dict[str, dict[str, list[str]]] = {}
-    grouped = [
-        (entry.tag(base), entry.unit) for entry in metrics.METRICS.values() if entry.group for base in entry.bases
-    ]
+    grouped = [(entry.tag(entry.bases[0]), entry.unit) for entry in metrics.METRICS.values() if entry.group]
     for tag, unit in grouped + [(tag, unit) for tag, (unit, _) in BESIDE.items()]:
         group, _, name = tag.partition("/")
         # Levels of one unit compare on one chart; rates differ by orders of magnitude, so each has its own.

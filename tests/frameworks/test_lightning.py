@@ -46,7 +46,7 @@ def test_a_trainer_reports_its_steps_tokens_and_phases(launch):
     # 20 steps of 4 rows of 32 positions, 24 of them no padding
     assert (summary.iterations, summary.tokens, summary.samples) == (20, 20 * 4 * 24, 80)
     assert (summary.parameters, summary.status) == (PARAMETERS, "completed")
-    assert summary.metrics["throughput/padding_ratio"].value == pytest.approx(0.25)
+    assert summary.metrics["run_throughput/padding_ratio"].value == pytest.approx(0.25)
     assert {"iterations", "evaluation", "checkpoint"} <= set(summary.time_by_class)
     assert summary.loss is not None
     assert job.ledger.facts["framework"] == "lightning"
