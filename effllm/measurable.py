@@ -13,11 +13,11 @@ from effllm.schema import ClusterTotals, Overhead, Profile
 
 _WHOLE = ClusterTotals(
     parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
-    tokens=1, tokens_processed=1, tokens_loss=1, samples=1, generated_tokens=1, generation_s=1.0,
+    tokens=1, tokens_processed=2, tokens_loss=1, samples=1, generated_tokens=1, generation_s=1.0,
     memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
     utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
     energy_j=1.0, energy_time_s=1.0, energy_tokens=1, energy_samples=1, energy_iterations=1,
-    energy_complete=True, energy_measured_j=1.0, energy_gpus_j=1.0, energy_error_j=1.0, energy_gain_error_j=1.0,
+    energy_complete=True, energy_measured_j=1.0, energy_gpus_j=1.0, energy_error_j=0.1, energy_gain_error_j=0.1,
     gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0, hardware_flops_per_token=1.0,
     power_limit_w=1.0, power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
     temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,

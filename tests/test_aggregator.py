@@ -1337,7 +1337,7 @@ def test_a_total_without_a_window_has_no_value_and_says_what_it_covers(without, 
     (text,) = [text for text in summary.not_measured if text.startswith("total energy")]
     assert "75 % of the time and 75 % of the iterations were measured" in text
     assert reason in text
-    assert "energy/joules_per_token" in summary.metrics, "the same windows above and below the line"
+    assert "run_energy/joules_per_token" in summary.metrics, "the same windows above and below the line"
 
 
 def test_a_total_without_one_ranks_window_has_no_value():
