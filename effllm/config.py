@@ -36,6 +36,7 @@ class Config:
     log_interval: int = 10
     run_dir: str = "efficientllm_runs"
     run_name: str = ""
+    run_folder_mb: int = 10_000
     tensorboard_dir: str = ""
     sinks: tuple[str, ...] = ("console", "tensorboard", "runfolder")
     console: str = "auto"
@@ -192,6 +193,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number of at least 1", "iterations per window"),
     Variable("RUN_DIR", "run_dir", str, "a folder", "where run folders are made"),
     Variable("RUN_NAME", "run_name", _safe_name, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit", "name of the run folder"),
+    Variable("RUN_FOLDER_MB", "run_folder_mb", _whole(0, 1_000_000_000), "a whole number of at least 0; 0 is no limit", "MB that a run folder may become; the oldest windows and rows of ranks are removed first, totals never"),
     Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
     Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
     Variable("CONSOLE", "console", _one_of("auto", "short", "full"), "auto, short or full", "what is printed of a window: two lines, or the block that scripts parse; auto is short on a terminal, full elsewhere"),

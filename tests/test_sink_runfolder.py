@@ -184,6 +184,65 @@ def test_segments_rotate_and_are_read_in_order(folder):
     assert [row.iteration_last for row in read_ranks(folder)] == list(range(10, 310, 10))
 
 
+def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
+    told = []
+    sink = RunFolder(folder, {"model": "7B"}, limit_mb=1, tell=told.append)
+    sink.event(Event(1.0, "lost", "rank 3 is gone", 3))
+    for iteration in range(10, 4010, 10):
+        sink.write(make_report(iteration), [make_row(rank, iteration) for rank in range(4)])
+    sink.summarize(make_summary("completed"))
+    sink.close()
+
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert 700_000 < size < 1_100_000  # its files of detail are at most a sixteenth of it
+    kept = [report.iteration for report in read_windows(folder)]
+    assert kept[0] > 10
+    assert kept == list(range(kept[0], 4010, 10))
+    rows = [row.iteration_last for row in read_ranks(folder)]
+    assert rows[0] > 10
+    assert rows[-1] == 4000
+    assert [event.kind for event in read_events(folder)] == ["lost"]
+    assert (folder / "summary.json").exists()
+    assert json.loads((folder / "run.json").read_text())["model"] == "7B"
+    (line,) = [line for line in told if "1 MB" in line]
+    assert "the oldest windows and rows of ranks are removed from now on, totals and events stay" in line
+
+
+def test_no_limit_removes_nothing(folder):
+    sink = RunFolder(folder, {}, limit_mb=0, segment_bytes=10_000)
+    for iteration in range(10, 1010, 10):
+        sink.write(make_report(iteration), ())
+
+    assert len(list(read_windows(folder))) == 100
+
+
+def windows_every(folder, seconds, count, **settings):
+    """Return what is said of windows of two ranks that end every so many seconds."""
+    told = []
+    sink = RunFolder(folder, {}, tell=told.append, **settings)
+    for number in range(1, count + 1):
+        rows = [make_row(rank, 10 * number) for rank in range(2)]
+        sink.write(make_report(10 * number, time_s=1_700_000_000.0 + seconds * number), rows)
+    return told
+
+
+def test_windows_of_10_ms_are_named_once_with_their_cost(folder):
+    (line,) = windows_every(folder, 0.01, 7000, log_interval=10)
+
+    size = sum(path.stat().st_size for path in folder.glob("*-0*.jsonl"))
+    found = re.fullmatch(
+        r"windows of 10 iterations end 100\.0 times a second: 200 reports/s, "
+        r"and the run folder grows by ([0-9,]+) MB/h; EFFICIENTLLM_LOG_INTERVAL=1000 makes them a second long",
+        line,
+    )
+    assert float(found[1].replace(",", "")) == pytest.approx(size / 70 * 3600 / 1e6, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.9, 1.0, 10.0])
+def test_windows_of_a_second_are_not_named(folder, seconds):
+    assert windows_every(folder, seconds, 200) == []
+
+
 def test_a_next_attempt_goes_on_in_the_last_segment(folder):
     for attempt in (1, 2):
         sink = RunFolder(folder, {"attempt": attempt}, segment_bytes=5_000)

@@ -52,15 +52,23 @@ class Journal:
         """Number of lines that wait."""
         return len(self._waiting)
 
-    def put(self, rows: Iterable[Any]) -> None:
-        """Take rows, which `flush` writes; where too many wait already the oldest go, and are counted."""
+    @property
+    def number(self) -> int:
+        """Number of the file that is written."""
+        return self._number
+
+    def put(self, rows: Iterable[Any]) -> int:
+        """Take rows, which `flush` writes; return their bytes.  Where too many wait the oldest go, and are counted."""
+        taken_bytes = 0
         for row in rows:
             line = _encoder.encode(row) + b"\n"
             self._waiting.append(line)
-            self._waiting_bytes += len(line)
+            taken_bytes += len(line)
+        self._waiting_bytes += taken_bytes
         while self._waiting_bytes > self._most_waiting_bytes:
             self._waiting_bytes -= len(self._waiting.popleft())
             self.left_out += 1
+        return taken_bytes
 
     def flush(self) -> None:
         """Write all that waits, oldest first.

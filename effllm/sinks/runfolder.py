@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from effllm.runs import own_files, text_log
+from effllm.runs import folder_size, own_files, text_log
+from effllm.runs.folder_size import Growth
 from effllm.runs.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
 from effllm.runs.runfolder import RankRow, coverage_of, rank_row
 from effllm.runs.summary_text import summary_text
@@ -48,7 +49,15 @@ def open_sink(run: Run) -> RunFolder:
         raise SinkUnavailable("there is no run folder; set EFFICIENTLLM_RUN_DIR to a folder that can be written")
     try:
         charts = run.tensorboard_dir if "tensorboard" in run.config.sinks else None
-        return RunFolder(run.folder, run.facts, tell=run.tell, tensorboard_dir=charts)
+        config = run.config
+        return RunFolder(
+            run.folder,
+            run.facts,
+            tell=run.tell,
+            tensorboard_dir=charts,
+            limit_mb=config.run_folder_mb,
+            log_interval=config.log_interval,
+        )
     except OSError as error:
         raise SinkUnavailable(
             f"run folder {run.folder} cannot be written: {error.strerror or error}; "
@@ -74,8 +83,13 @@ class RunFolder:
         most_waiting_bytes: int = MOST_WAITING_BYTES,
         tell: Callable[[str], None] = lambda _: None,
         tensorboard_dir: Path | None = None,
+        limit_mb: int = 0,
+        log_interval: int = 1,
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
+        self._limit_mb, self._has_removed = limit_mb, False
+        self._growth = Growth(log_interval)
+        segment_bytes = folder_size.segment_bytes(limit_mb, segment_bytes)
         own_files.make_folder(folder)
         self._folder = folder
         self._mount_point = own_files.mount_point(folder)
@@ -86,6 +100,7 @@ class RunFolder:
             Journal(folder, "ranks", segment_bytes, most_waiting_bytes),
             Journal(folder, "events", None, most_waiting_bytes),
         )
+        self._num_files = 0  # of detail, when the folder's size was looked at last
         self._hosts: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._written_facts: dict[str, Any] | None = None
@@ -98,14 +113,18 @@ class RunFolder:
         """Append one window and the rows of its ranks; of worlds above 256 only the rows that stand out."""
         # JSON has no nan: one in here would make the line unreadable as a whole.
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
+        num_bytes, num_reports = 0, len(rows)
         if report.correction or not self._written.has_window(report, rows):
-            self._windows.put([msgspec.structs.replace(report, values=finite)])
+            num_bytes = self._windows.put([msgspec.structs.replace(report, values=finite)])
             self._log(report)
         if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
             rows = outliers(rows)
         new = (row for row in rows if not self._written.has_row(report.attempt, row))
-        self._ranks.put([self._flat(row, report) for row in new])
+        num_bytes += self._ranks.put([self._flat(row, report) for row in new])
+        if line := "" if report.correction else self._growth.add(report.time_s, num_reports, num_bytes):
+            self._tell(line)
         self._flush()
+        self._keep_limit()
 
     def event(self, event: Event) -> None:
         """Append an event."""
@@ -171,6 +190,24 @@ class RunFolder:
         done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
             self._recover()
+
+    def _keep_limit(self) -> None:
+        """Remove the oldest detail where the folder is larger than it may be; looked at whenever a file is full."""
+        num_files = self._windows.number + self._ranks.number
+        if not self._limit_mb or num_files == self._num_files:
+            return
+        self._num_files = num_files
+        try:
+            removed = folder_size.remove_oldest_detail(self._folder, self._limit_mb)
+        except OSError as error:
+            self._tell(f"the oldest detail of run folder {self._folder} cannot be removed: {error.strerror or error}")
+            return
+        if removed and not self._has_removed:
+            self._has_removed = True
+            self._tell(
+                f"run folder {self._folder} has reached {self._limit_mb:,} MB (EFFICIENTLLM_RUN_FOLDER_MB): the oldest "
+                "windows and rows of ranks are removed from now on, totals and events stay"
+            )
 
     def _write_facts(self) -> None:
         path = self._folder / "run.json"
