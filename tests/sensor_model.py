@@ -209,11 +209,12 @@ def simulate(
     count: int = 40,
     lag_is_known: bool = True,
     lag_s: float = 0.0,
+    name: str = "",
 ) -> list[Told]:
     """Return windows of about ``window_s`` on a sensor whose phase is anywhere."""
     chance = random.Random(seed)
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
-    ledger = ledger_of(sensor.known(chance, lag_is_known))
+    ledger = ledger_of(sensor.known(chance, lag_is_known), name=name)
     agent = VirtualAgent(ledger, sensor, chance)
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
     for _ in range(count):

@@ -24,7 +24,8 @@ FLOORS = """
 0.6     network.descriptors  network.hangups  network.intake  network.secret  network.strangers
 0.7     network.connections  network.curve
 0.8     network.door
-1.0     devices  energy.tick_clock  hardware  health.clock  metrics  network.interface  network.transport
+1.0     devices  energy.lag_evidence  energy.tick_clock  hardware  health.clock  metrics
+1.0     network.interface  network.transport
 1.0     runs.plain_text  runs.redaction  runs.run_lock  runs.runfolder  spawn  switches  training.facts
 1.0     training.ownership  training.ring  training.without_metrics
 1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust

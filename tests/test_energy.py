@@ -608,6 +608,43 @@ def test_the_stated_intervals_cover_the_truth_as_often_as_they_say():
     assert 0.93 <= covered(windows) <= 0.98
 
 
+# --- what a run shows of the lag ---
+
+WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0, 1.31), steps(120.0, 560.0, 0.43, 7)]
+
+
+def after_5_minutes(name, lag_s=0.0, duty=1.0):
+    """Return the median half-width, as a share, of windows of a second, and the share of them that it covers."""
+    found = []
+    for seed in range(8):
+        known = {"lag_is_known": False, "lag_s": lag_s, "duty": duty, "name": name}
+        found += simulate(WAVES[seed % len(WAVES)], seed, count=340, **known)[300:]
+    half_widths = [1.96 * one.deviation_j for one in found]
+    covered = [abs(one.error_j) <= half_width for one, half_width in zip(found, half_widths, strict=True)]
+    shares = [half_width / one.truth_j for one, half_width in zip(found, half_widths, strict=True)]
+    return statistics.median(shares), statistics.fmean(covered)
+
+
+def test_changes_of_load_narrow_what_is_open_about_the_lag():
+    before, _ = after_5_minutes("a model that is not in the table")
+    after, covered = after_5_minutes("NVIDIA L40S")
+
+    assert after < before / 10
+    assert covered >= 0.95
+
+
+@pytest.mark.parametrize("lag_s", [0.01, 0.04])
+def test_a_counter_that_is_late_keeps_a_wide_interval(lag_s):
+    half_width, covered = after_5_minutes("NVIDIA L40S", lag_s)
+
+    assert covered >= 0.9
+    assert half_width > 0.005
+
+
+def test_a_share_that_nobody_knows_keeps_a_wide_interval():
+    assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
+
+
 # --- a calibration that the device contradicts ---
 
 

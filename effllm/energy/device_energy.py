@@ -16,10 +16,14 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from effllm import hardware
 from effllm.energy.cross_check import CrossCheck
+from effllm.energy.lag_evidence import MIN_ERROR_S, LagEvidence
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
 from effllm.energy.tick_energy import beat, beat_of, in_tick
@@ -131,12 +135,14 @@ class EnergyLedger:
         self._check = CrossCheck()
         self._rhythm: tuple[float, float] | None = None
         self._method = device.energy_method
+        self._lag = LagEvidence() if _knows_share(device) else None
         self._run_iterations = 0
         self._run_j = 0.0  # of all windows
 
     def calibrate(self, sensor: Sensor) -> None:
         """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
         self._sensor = sensor
+        self._lag = LagEvidence() if _knows_share(self._device) else None
         self.clock = _clock_of(sensor)
         previous: _Point | None = None
         for point in self._points:
@@ -446,6 +452,7 @@ class EnergyLedger:
     def _level(self, time_ns: int) -> _Level:
         """Return the cumulative energy at a moment; the same again for the same moment, though more is known then."""
         if time_ns not in self._edges:
+            self._learn_lag(time_ns)
             anchors = self._anchors(time_ns) if self.clock is not None else None
             level = self._between_ticks(time_ns, anchors) if anchors else self._between_points(time_ns)
             # What has been learnt since may contradict what was told, but no window is negative.
@@ -485,6 +492,28 @@ class EnergyLedger:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
         anchors = {**implied, **anchors}
         return anchors if 0 in anchors or 1 in anchors else None
+
+    def _learn_lag(self, time_ns: int) -> None:
+        """Learn from the ticks around a moment how late the counter is; forget what is assumed of that."""
+        sensor = self._sensor
+        if self._lag is None or self.clock is None or not sensor.is_held or sensor.duty < 1.0 or sensor.lag_s:
+            return
+        if sensor.lag_error_s <= MIN_ERROR_S or (last := self.clock.before(time_ns)) is None:
+            return
+        tick_ns = self.clock.tick_ns
+        read: dict[int, tuple[float, float, float]] = {}
+        low = bisect.bisect_left(self._points, round(last[0] - tick_ns), key=lambda point: point.time_ns)
+        for point in islice(self._points, max(low, 1), None):
+            told = self.clock.tells(point.time_ns)
+            if told is not None and point.method == COUNTER and point.power_w is not None:
+                since_s = (point.time_ns - told[0] - told[1]) * NS
+                read[round((told[0] - last[0]) / tick_ns)] = point.total_j, point.power_w, since_s
+        for tick, (total_j, power_w, _) in read.items():
+            if (before := read.get(tick - 1)) is not None and 0 < tick <= 2:
+                self._lag.add((total_j - before[0]) / (tick_ns * NS), power_w, *before[1:])
+        error_s = self._lag.error_s(tick_ns * NS)
+        if error_s is not None and error_s < sensor.lag_error_s:
+            self._sensor = replace(sensor, lag_error_s=error_s)
 
     def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> _Level:
         assert self.clock is not None
@@ -688,6 +717,12 @@ def _clock_of(sensor: Sensor) -> TickClock | None:
     if sensor.tick_s < LEAST_TICK_S or sensor.tick_error_s > MOST_OPEN * sensor.tick_s:
         return None
     return TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s))
+
+
+def _knows_share(device: Device) -> bool:
+    """Whether the share of a tick that is measured is known of this model, and not only assumed."""
+    row = hardware.find(device.name)
+    return row is not None and row.sensor.duty is not None
 
 
 def _usable(reading: float | None) -> float | None:
