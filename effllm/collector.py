@@ -653,7 +653,7 @@ def monitor(parameters: int | None = None, **arguments: Any) -> Iterator[Monitor
     try:
         yield Monitor(collector)
     except KeyboardInterrupt:
-        collector.stop_collection("killed")
+        collector.stop_collection("interrupted")
         raise
     except BaseException:
         collector.stop_collection("failed")

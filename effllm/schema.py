@@ -542,7 +542,7 @@ class GoodputSummary(Struct, frozen=True):
 class Summary(Struct, frozen=True):
     """summary.json: the run as it stands, rewritten every minute and at the end."""
 
-    status: str  # running, completed, failed, killed, stalled
+    status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled
     iterations: int
     attempts: int
     parameters: int | None
@@ -656,7 +656,7 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
 
     agent: Word
     rank: Count
-    status: Word  # completed, failed, killed
+    status: Word  # completed, failed, interrupted, killed
     last_ordinal: Count
     lost: Count = 0
     agent_cpu_s: Amount = 0.0

@@ -715,6 +715,8 @@ def test_a_window_without_iterations_has_no_window_values():
         (("completed", "failed"), "failed"),
         (("killed", "failed"), "failed"),
         (("completed", "killed"), "killed"),
+        (("interrupted", "killed"), "interrupted"),
+        (("interrupted", "failed"), "failed"),
         (("completed",), "killed"),
         ((), "killed"),
     ],

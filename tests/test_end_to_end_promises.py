@@ -10,6 +10,8 @@ import jobs
 import psutil
 import pytest
 
+from effllm.runs.summary_text import outcome
+
 LOOP = "loop.py"
 SLOWEST_CALL_S = 1.0  # of a call that takes microseconds, on a machine that does other things too; waits take longer
 
@@ -132,7 +134,7 @@ def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch)
         ("raise", 1, "failed"),
         ("exit", 3, "completed"),
         ("terminate", -signal.SIGTERM, "killed"),
-        ("interrupt", -signal.SIGINT, "killed"),
+        ("interrupt", -signal.SIGINT, "interrupted"),
         ("leave", 4, "killed"),
     ],
 )
@@ -144,7 +146,7 @@ def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, e
     assert not job.left(within_s=5.0)
     summary = job.ledger.summary
     assert (summary.status, summary.iterations, summary.tokens) == (status, 15, 1500)
-    assert f"[EfficientLLM] Run {status}" in job.stdout
+    assert f"[EfficientLLM] Run {outcome(status)}" in job.stdout
 
 
 @pytest.mark.fault("exits")

@@ -213,7 +213,7 @@ with open("began", "wb") as file:
         ("sys.exit(3)", 3, "completed"),
         ("raises", 1, "failed"),
         ("os._exit(0)", 0, "killed"),
-        ("SIGINT", -signal.SIGINT, "killed"),
+        ("SIGINT", -signal.SIGINT, "interrupted"),
         ("SIGTERM", -signal.SIGTERM, "killed"),
         ("SIGKILL", -signal.SIGKILL, "killed"),
     ],

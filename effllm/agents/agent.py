@@ -81,7 +81,7 @@ AGGREGATOR_ENDS_S = 4.7
 REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
 LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
 FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples of a device that are kept as they are, and when that is looked at
-STATUSES = ("completed", "failed", "killed")
+STATUSES = ("completed", "failed", "killed", "interrupted")
 
 
 class Agent:

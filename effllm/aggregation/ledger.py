@@ -235,8 +235,9 @@ class Ledger(Struct):
     def status(self) -> str:
         """Return how the job ended, from the farewells of its ranks."""
         said = [rank.bye for rank in self.ranks.values()]
-        if "failed" in said:
-            return "failed"
+        for word in ("failed", "interrupted"):  # of one rank: its launcher then kills the others
+            if word in said:
+                return word
         # A rank that never came is no evidence of a kill: it may begin after all others have ended.
         return "completed" if said and all(word == "completed" for word in said) else "killed"
 

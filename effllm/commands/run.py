@@ -60,7 +60,7 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         status = "failed" if end.code else "completed"
         raise
     except KeyboardInterrupt:
-        status = "killed"
+        status = "interrupted"
         raise
     finally:
         if os.getpid() == pid:  # a child that the script forked has no ledger to close

@@ -119,7 +119,7 @@ class _Callback:
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the metrics of a training that failed."""
-        self._finish("killed" if isinstance(exception, KeyboardInterrupt) else "failed")
+        self._finish("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """End the metrics, after the last checkpoint."""

@@ -181,7 +181,7 @@ class _Training:
         if isinstance(error, SystemExit):  # Megatron's way to stop at an iteration, at a time, or after a signal
             self._finish("failed" if error.code else "completed")
         else:
-            self._finish("killed" if isinstance(error, KeyboardInterrupt) else "failed")
+            self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     def _finish(self, status: str) -> None:
         if self._steps.is_owner:

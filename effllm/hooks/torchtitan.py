@@ -92,7 +92,7 @@ def _after_log(training: Any, call: Call, result: Any) -> None:
 
 
 def _failed(_: Any) -> None:
-    _finish("killed" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
+    _finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
 
 
 def _finish(status: str) -> None:

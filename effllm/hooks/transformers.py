@@ -370,8 +370,9 @@ def _train_ended(token: Any, call: Call, result: Any) -> None:
 
 
 def _train_failed(token: Any) -> None:
-    stopped = isinstance(sys.exc_info()[1], (KeyboardInterrupt, SystemExit))
-    _train_is_over(token, "killed" if stopped else "failed")
+    error = sys.exc_info()[1]
+    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    _train_is_over(token, "killed" if isinstance(error, SystemExit) else status)
 
 
 def _train_is_over(token: Any, status: str) -> None:

@@ -17,6 +17,7 @@ from effllm.runs.summary_text import (
     errors_text,
     goodput_text,
     loss_text,
+    outcome,
     readable,
     shares,
     stragglers_text,
@@ -35,7 +36,7 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
 
 def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
     yield "=" * WIDTH
-    yield f"[EfficientLLM] Run {summary.status}" + " (SIMULATED: no hardware was measured)" * summary.simulated
+    yield f"[EfficientLLM] Run {outcome(summary.status)}" + " (SIMULATED: no hardware was measured)" * summary.simulated
     yield from _not_measured(summary, folder)
     if problems := _events(summary):
         yield _fact("events", problems)

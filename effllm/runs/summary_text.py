@@ -69,13 +69,18 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours} h"
 
 
+def outcome(status: str) -> str:
+    """Return a status as a person says it."""
+    return "stopped by Ctrl-C" if status == "interrupted" else status
+
+
 def summary_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
     """Return the table that ends a run."""
     return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
 
 
 def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
-    yield f"[EfficientLLM] Run {summary.status}"
+    yield f"[EfficientLLM] Run {outcome(summary.status)}"
     yield "=" * WIDTH
     if summary.simulated:
         yield "  SIMULATED: no hardware was measured; these numbers mean nothing beyond a test."

@@ -16,7 +16,7 @@ from typing import Any
 from effllm.training import ring
 
 _PHASES = ("evaluation", "checkpoint", "other", "generation")
-_STATUSES = ("completed", "failed", "killed")
+_STATUSES = ("completed", "failed", "killed", "interrupted")
 _MOST = 2**62  # what a running total can hold
 _FEW_BITS = 30  # of counts that no total overflows by
 _NO_TOKENS = 0

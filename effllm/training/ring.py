@@ -35,7 +35,7 @@ _WHAT = {
     PHASE: (0, _PHASES),
     LOSS: (0, 2),
     RESET: (0, 1),
-    END: (0, 3),
+    END: (0, 4),
     PROFILE: (COMPUTING, _KINDS),
     DEVICE_TIME: (0, 1),
     OWN_TIME: (0, 1),

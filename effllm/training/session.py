@@ -322,7 +322,7 @@ def _how_it_ended() -> str:
     """Return how the interpreter comes to its end: it keeps the exception that nobody caught."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, KeyboardInterrupt):
-        return "killed"
+        return "interrupted"
     return "completed" if error is None else "failed"
 
 

@@ -159,7 +159,7 @@ def test_a_second_training_in_one_process_is_a_run_of_its_own(frameworks):
     assert [run["parameters"] for run in runs] == [4656, 4656]
 
 
-@pytest.mark.parametrize(("error", "status"), [("RuntimeError", "failed"), ("KeyboardInterrupt", "killed")])
+@pytest.mark.parametrize(("error", "status"), [("RuntimeError", "failed"), ("KeyboardInterrupt", "interrupted")])
 def test_an_exception_in_a_step_passes_on_and_is_the_end_of_the_run(frameworks, error, status):
     breaking = f"""
 step = trainer.compute_loss
