@@ -411,7 +411,7 @@ def least_utilization_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("window",))
 def throttled_ratio(totals: ClusterTotals) -> float | None:
-    """Share of GPU time in which power, heat or the board slowed a clock down."""
+    """Share of GPU time in which heat or the board slowed a clock down; the power limit does not count."""
     return _measured_ratio(totals.throttled_s, totals.throttle_covered_s)
 
 

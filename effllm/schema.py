@@ -199,7 +199,7 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     power_peak_w: Amount | None = None
     energy_method: Word | None = None  # that was used here: one of METHODS
     gauges: Annotated[dict[Word, Gauge], Meta(max_length=64)] = {}
-    throttled_s: Amounts = {}  # by reason; reasons may hold together; "any" is their union
+    throttled_s: Amounts = {}  # by reason; reasons may hold together; "any": of heat or the board
     throttle_covered_s: Amount = 0.0
     # Seconds by power, in steps of POWER_STEP_W.
     power_histogram_s: Annotated[dict[Count, Amount], Meta(max_length=1000)] = {}
@@ -334,7 +334,7 @@ class ClusterTotals(Struct, frozen=True):
     power_limit_w: float | None = None  # of all GPUs
     power_peak_w: float | None = None  # the largest reading of one GPU
     power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
-    throttled_s: float | None = None  # GPU-seconds in which a clock was slowed down
+    throttled_s: float | None = None  # GPU-seconds in which heat or the board slowed a clock down
     throttle_covered_s: float = 0.0
     temperature_max_c: float | None = None
     sm_clock_hz: float | None = None  # mean over time and GPUs, as are the activities

@@ -590,6 +590,15 @@ def test_a_job_without_losses_is_not_judged():
     assert [event.kind for event in job.events()] == ["joined"]
 
 
+@pytest.mark.parametrize(("is_gpu", "expected"), [(True, ["gpus_idle"]), (False, [])])
+def test_a_job_whose_gpus_idle_reports_that_once(is_gpu, expected):
+    job = Job(1).join(0, devices=(gpu(is_gpu=is_gpu),))
+    for window in range(1, 30):
+        job.send(row(0, window, devices=(device_window(wall=full(10.0, utilization=0.05)),)))
+
+    assert [event.kind for event in job.events() if event.kind != "joined"] == expected
+
+
 def test_kinds_beyond_a_hundred_are_counted_together():
     job = Job().join()
     for number in range(300):

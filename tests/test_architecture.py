@@ -32,7 +32,7 @@ FLOORS = """
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   runs.provenance
 1.0.1   training.ptracer
-1.0.2   runs.folder_size
+1.0.2   health.waste  runs.folder_size
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  node_power.redfish_sources
 1.0.4   energy.power_spread  health.straggler_text  node_power.*

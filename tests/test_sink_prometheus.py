@@ -114,8 +114,12 @@ def test_what_the_loop_does_not_count_has_no_total(sink):
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
 
-def test_before_the_first_window_there_is_nothing_but_that(sink):
-    assert served(sink) == {("efficientllm_fresh",): 0.0}
+def test_before_the_first_window_there_are_only_counters_of_events(sink):
+    seen = served(sink)
+
+    assert seen.pop(("efficientllm_fresh",)) == 0.0
+    assert {name for name, *_ in seen} == {"efficientllm_events_total"}
+    assert set(seen.values()) == {0.0}, "increase() sees the first event of a kind"
 
 
 def test_what_is_not_measured_any_more_has_no_sample(sink):

@@ -550,3 +550,13 @@ def test_an_arrival_is_told_of_the_last_iteration_alone_and_no_own_time_is_no_ti
 
     assert (first.own_steps, first.arrival_ns) == (1, 0)
     assert (second.own_steps, second.own_step_s, second.own_median_s) == (0, 0.0, None)
+
+
+def test_the_power_cap_is_a_reason_of_its_own_and_no_slowdown():
+    series = Series(gpu(), 5.0)
+    reasons = [(), ("power_cap",), ("power_cap", "hw_thermal"), ("sync_boost",)]
+    for second, throttled_by in enumerate(reasons):
+        series.add(Sample(time_ns=(second + 1) * 10**9, power_w=100.0, throttled_by=throttled_by))
+
+    window = series.window(10**9, 4 * 10**9, {})
+    assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}

@@ -202,7 +202,8 @@ class Series:
                 gauges[name] = _with(gauges.get(name), Gauge(mean * covered_s, covered_s, value, value))
             if second.throttled_by is not None:
                 throttle_covered_s += covered_s
-                for reason in (*second.throttled_by, *(["any"] if second.throttled_by else [])):
+                is_slowed = not FAULTLESS.issuperset(second.throttled_by)
+                for reason in (*second.throttled_by, *(["any"] if is_slowed else [])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
                 step = int(second.power_w // POWER_STEP_W)
@@ -252,6 +253,9 @@ class Series:
                 if inside_ns > 0:
                     yield block, inside_ns / (second.time_ns - first.time_ns)
 
+
+#: Reasons of a lower clock that are no fault: busy GPUs reach their power limit, or wait for each other's clocks.
+FAULTLESS = frozenset({"power_cap", "sync_boost"})
 
 PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
 

@@ -28,6 +28,7 @@ from effllm.health import losses
 from effllm.health.energy_watch import EnergyWatch
 from effllm.health.stalls import StackFile, Stalls
 from effllm.health.straggler_watch import StragglerWatch
+from effllm.health.waste import WasteWatch
 from effllm.runs.plain_text import one_line
 from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Stack, Summary
 
@@ -93,6 +94,7 @@ class Aggregator:
         self._heard_s: float | None = None  # when any rank was heard last
         self._stalls = Stalls(config, self._roster, self._ledger, self._event)
         self._stragglers = StragglerWatch(self._ledger, self._event)
+        self._waste = WasteWatch(self._ledger.events, self._event)
         self._energy = EnergyWatch(self._ledger.events.__contains__, self._event)
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
@@ -496,6 +498,7 @@ class Aggregator:
             for kind, text in doubts(report, self._roster):
                 self._state(kind, text, report.time_s, once=kind)
             self._energy.close(window.ordered, report)
+            self._waste.close(report)
 
     def safe(self) -> dict[int, int]:
         """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from effllm import metrics
+from effllm.events import KINDS
 from effllm.schema import SPREADS, ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
@@ -33,7 +34,7 @@ TIMEOUT_S = 5.0  # for each
 POLL_S = 0.1
 #: What is shown of how values lie over ranks and GPUs.
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
-MOST_KINDS = 50  # of events; what a name is made of comes from ranks
+MOST_KINDS = len(KINDS) + 10  # of events; what a name is made of comes from ranks
 
 #: Prometheus wants base units: what a name says -> what it says instead, and by what the value is multiplied.
 UNITS: dict[str, tuple[str, str, float]] = {
@@ -146,7 +147,7 @@ class _Values(Collector):
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
         self._since_s = 0.0
-        self._events: dict[str, int] = {}
+        self._events = dict.fromkeys(KINDS, 0)  # served from the start, so that increase() has the first event too
 
     def take(self, report: ClusterReport) -> None:
         with self._lock:

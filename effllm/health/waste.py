@@ -1,0 +1,109 @@
+"""A job whose GPUs idle, or whose tokens are not counted any more: one event when it begins, one when it ends; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from effllm import metrics
+from effllm.schema import ClusterReport, ClusterTotals
+
+#: GPUs idle below this share of busy time, and no longer from the second on.
+IDLE_BELOW, BUSY_FROM = 0.2, 0.25
+#: So many windows in a row, which last so long, are a state.
+MIN_WINDOWS, MIN_S = 5, 60.0
+#: Where tokens come in bursts, they are missing after so many times the longest gap before.
+BURST_GAPS = 3
+#: So many windows without any token since the start are a state.
+NEVER_WINDOWS = 100
+#: Data wait is named as evidence from this share of the iterations on.
+DATA_WAIT_FROM = 0.2
+
+IDLE, BUSY, NO_TOKENS, TOKENS = "gpus_idle", "gpus_busy", "no_tokens", "tokens_again"
+
+#: Takes the kind of an event, its text and its unix time.
+Report = Callable[[str, str, float], None]
+
+
+class WasteWatch:
+    """Judges windows as they close.
+
+    Warm-up, phases (evaluation, checkpoint, generation), the first and the last window are not judged.
+
+    Args:
+        events: how many events of each kind the job has had, by which a replaced aggregator goes on.
+        report: takes an event.
+    """
+
+    def __init__(self, events: Mapping[str, int], report: Report) -> None:
+        self._report = report
+        self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
+        self._lacks_tokens = events.get(NO_TOKENS, 0) > events.get(TOKENS, 0)
+        self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that are not of the state
+        self._without_tokens = self._longest_gap = 0  # windows
+        self._without_tokens_s = 0.0
+
+    def close(self, report: ClusterReport) -> None:
+        """Judge a window that has closed."""
+        window = report.last
+        is_start = report.iteration_first <= 1 or report.warming_up
+        if is_start or report.final or window.iterations <= 0 or window.generation_s > 0:
+            return
+        self._judge_gpus(report, window)
+        self._judge_tokens(report, window)
+
+    def _judge_gpus(self, report: ClusterReport, window: ClusterTotals) -> None:
+        busy = window.utilization_mean
+        if not report.coverage.gpus_measured or busy is None:
+            return
+        is_other = busy >= BUSY_FROM if self._is_idle else busy < IDLE_BELOW
+        if not is_other:
+            self._others.clear()
+            return
+        self._others.append(window)
+        seconds = sum(one.time_s for one in self._others)
+        if len(self._others) < MIN_WINDOWS or seconds < MIN_S:
+            return
+        self._is_idle = not self._is_idle
+        mean = sum((one.utilization_mean or 0.0) * one.time_s for one in self._others) / seconds
+        span = f"{100 * mean:.0f} % of the last {len(self._others)} windows ({seconds:.0f} s of iterations)"
+        if self._is_idle:
+            evidence = " and ".join(_evidence(window))
+            text = f"the GPUs are idle: busy for {span}" + (f"; in the last one {evidence}" if evidence else "")
+            self._report(IDLE, text, report.time_s)
+        else:
+            self._report(BUSY, f"the GPUs work again: busy for {span}", report.time_s)
+        self._others.clear()
+
+    def _judge_tokens(self, report: ClusterReport, window: ClusterTotals) -> None:
+        if window.tokens or window.prompt_tokens:
+            self._longest_gap = max(self._longest_gap, self._without_tokens)
+            self._without_tokens, self._without_tokens_s = 0, 0.0
+            if self._lacks_tokens:
+                self._lacks_tokens = False
+                self._report(TOKENS, f"tokens are counted again at iteration {report.iteration}", report.time_s)
+            return
+        self._without_tokens += 1
+        self._without_tokens_s += window.time_s
+        counted = report.job.tokens
+        least = max(MIN_WINDOWS, BURST_GAPS * self._longest_gap + 1) if counted else NEVER_WINDOWS
+        if self._lacks_tokens or self._without_tokens < least or self._without_tokens_s < MIN_S:
+            return
+        if counted or window.flops_per_token:
+            self._lacks_tokens = True
+            since = f"no tokens were counted in the last {self._without_tokens} windows"
+            why = f"{counted:,} were before" if counted else "though the FLOPs of a token are known"
+            self._report(NO_TOKENS, f"{since}, {why}: no tokens/s, MFU and J/token", report.time_s)
+
+
+def _evidence(window: ClusterTotals) -> list[str]:
+    """Return what else speaks of idle GPUs: power below its limit, and the wait for data."""
+    texts = []
+    watts = metrics.watts_per_gpu(window)
+    if watts is not None:
+        limit = f" of {window.power_limit_w / window.gpus:.0f} W" if window.power_limit_w and window.gpus else " W"
+        texts.append(f"{watts:.0f}{limit} per GPU")
+    wait = metrics.data_wait_ratio(window)
+    if wait is not None and wait >= DATA_WAIT_FROM:
+        texts.append(f"{100 * wait:.0f} % of the time waiting for data")
+    return texts

@@ -1,0 +1,145 @@
+"""effllm/health/waste.py: idle GPUs and missing tokens are reported once per state, healthy jobs never."""
+
+import random
+
+import msgspec
+import pytest
+from sink_examples import make_report, totals
+
+from effllm.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
+
+
+class Run:
+    """A job whose windows are made one by one."""
+
+    def __init__(self, events=None):
+        self.events = []
+        self.watch = WasteWatch(events or {}, lambda kind, text, time_s: self.events.append((kind, text)))
+        self.ordinal = self.tokens = 0
+
+    def window(self, busy=0.9, tokens=1000, time_s=10.0, gpus=8, **changes):
+        self.ordinal += 10
+        self.tokens += tokens
+        last = msgspec.structs.replace(
+            totals(10),
+            time_s=time_s,
+            tokens=tokens,
+            utilization_mean=busy,
+            energy_j=91.0 * gpus * time_s if gpus else None,
+            energy_gpus_j=91.0 * gpus * time_s if gpus else None,
+            energy_time_s=time_s,
+            gpus=gpus,
+            power_limit_w=700.0 * gpus,
+            **changes.pop("last", {}),
+        )
+        report = make_report(self.ordinal, last=last)
+        coverage = msgspec.structs.replace(report.coverage, gpus_measured=gpus, gpus_expected=gpus)
+        job = msgspec.structs.replace(report.job, tokens=self.tokens)
+        self.watch.close(msgspec.structs.replace(report, coverage=coverage, job=job, **changes))
+
+    def windows(self, number, **changes):
+        for _ in range(number):
+            self.window(**changes)
+        return self
+
+    @property
+    def kinds(self):
+        return [kind for kind, _ in self.events]
+
+
+def healthy(seed):
+    """Run a healthy job of random habits."""
+    chance, run = random.Random(seed), Run()
+    time_s, busy = chance.uniform(0.5, 60.0), chance.uniform(0.35, 1.0)
+    gpus = chance.choice([0, 1, 8])
+    busy = busy if gpus else chance.uniform(0.0, 0.1)
+    checkpoint, evaluation, burst = chance.randint(3, 40), chance.randint(3, 40), chance.choice([1, 1, 4, 25])
+    counts, generates = chance.random() < 0.8, chance.random() < 0.2
+    flops = {"flops_per_token": 2e10 if counts else None}
+    run.window(0.02, 0, 300.0, gpus, last=flops)  # start-up: compilation, the first batches
+    for _ in range(chance.randint(0, 20)):
+        run.window(0.05, 0, time_s, gpus, last=flops, warming_up=True)
+    for number in range(1, 400):
+        tokens = 1000 * burst if counts and number % burst == 0 else 0
+        noisy = min(max(busy + chance.gauss(0.0, 0.03), 0.0), 1.0)
+        window_s = time_s * chance.uniform(0.8, 1.2)
+        if number % checkpoint == 0:  # that nobody marked: the GPUs wait for the disk
+            noisy, window_s = 0.02, window_s + 300.0
+        if number % evaluation == 0:  # a row of evaluation alone
+            run.window(0.05, 0, 0.0, gpus, last={"iterations": 0, **flops})
+        if generates and number % 50 < 10:
+            run.window(0.05, 0, window_s, gpus, last={"generation_s": window_s / 2, **flops})
+            continue
+        run.window(noisy, tokens, window_s, gpus, last=flops)
+    run.window(0.02, 0, 100.0, gpus, last=flops, final=True)
+    return run
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_two_hundred_healthy_runs_are_silent(part):
+    for seed in range(50 * part, 50 * part + 50):
+        assert healthy(seed).events == [], seed
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_idle_gpus_are_reported_once_and_so_is_their_work(seed):
+    chance, run = random.Random(seed), Run()
+    time_s = chance.uniform(0.2, 60.0)
+    several = 6 + int(60.0 / time_s)
+    run.windows(20, time_s=time_s)
+    for _ in range(20 * several):
+        run.window(busy=chance.uniform(0.0, 0.19), time_s=time_s)
+    assert run.kinds == [IDLE]
+    run.windows(20 * several, time_s=time_s)
+
+    assert run.kinds == [IDLE, BUSY]
+
+
+def test_the_line_about_idle_gpus_has_power_and_data_wait_as_evidence():
+    run = Run().windows(3)
+    run.windows(6, busy=0.1, time_s=20.0, last={"wait_s": 16.0})
+
+    assert run.events == [
+        (
+            IDLE,
+            "the GPUs are idle: busy for 10 % of the last 5 windows (100 s of iterations); "
+            "in the last one 91 of 700 W per GPU and 80 % of the time waiting for data",
+        )
+    ]
+
+
+def test_gpus_that_go_up_and_down_are_no_flood():
+    run = Run().windows(3)
+    for number in range(1000):
+        run.window(busy=0.1 if number % 4 else 0.5)
+
+    assert run.events == []
+
+
+def test_tokens_that_stop_are_reported_once_and_so_is_their_return():
+    run = Run().windows(20).windows(200, tokens=0)
+    assert run.events == [(NO_TOKENS, f"{_since(6)}, 20,000 were before: no tokens/s, MFU and J/token")]
+    run.windows(50)
+
+    assert run.kinds == [NO_TOKENS, TOKENS]
+
+
+def test_tokens_that_never_come_though_their_flops_are_known_are_reported():
+    run = Run().windows(300, tokens=0)
+
+    assert run.events == [
+        (NO_TOKENS, f"{_since(100)}, though the FLOPs of a token are known: no tokens/s, MFU and J/token")
+    ]
+
+
+def test_a_replaced_aggregator_goes_on_in_the_state_of_the_one_before():
+    run = Run({IDLE: 2, BUSY: 1, NO_TOKENS: 1})
+    run.windows(50, busy=0.1, tokens=0)
+    assert run.events == []
+    run.windows(10)
+
+    assert run.kinds == [TOKENS, BUSY]
+
+
+def _since(windows):
+    return f"no tokens were counted in the last {windows} windows"
