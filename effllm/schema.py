@@ -13,6 +13,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+#: Of the files in a run folder: one more when a field of theirs changes its meaning or goes away.
+SCHEMA_VERSION = 1
+
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -570,6 +573,7 @@ class Summary(Struct, frozen=True):
     slowest: dict[int, int] = {}  # rank -> windows in which it was the slowest; at most 64 ranks
     goodput: GoodputSummary | None = None
     is_over: bool = True  # False: the run goes on, or stands, and this will be rewritten
+    schema_version: int = SCHEMA_VERSION
 
 
 class Parameters(Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ from sink_examples import complete_totals, make_report, make_row, make_run, make
 from effllm import metrics
 from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.runs.summary_text import summary_text
-from effllm.schema import Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
+from effllm.schema import SCHEMA_VERSION, Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
 from effllm.sinks import Chronicle, Keeper, SinkUnavailable, open_sink
 from effllm.sinks.runfolder import RunFolder
 
@@ -57,7 +57,24 @@ def test_every_metric_that_has_a_value_is_in_the_windows_line(folder):
     RunFolder(folder, {}).write(make_report(run=whole, last=whole, job=whole), ())
 
     values = json.loads((folder / "windows-0001.jsonl").read_text())["values"]
-    assert {tag.rpartition("/")[2] for tag in values} == set(metrics.METRICS)
+    assert {tag.rpartition("/")[2] for tag in values} == {
+        entry.name for entry in metrics.METRICS.values() if entry.in_windows
+    }
+
+
+def test_every_file_says_once_which_schema_it_has(folder):
+    sink = open_sink("runfolder", make_run(folder))
+    for iteration in (100, 110):
+        sink.write(make_report(iteration), [make_row(iteration=iteration)])
+        sink.event(Event(1.0, "lost", f"rank {iteration} is gone"))
+    sink.summarize(make_summary())
+    sink.close()
+
+    for name in ("run.json", "summary.json"):
+        assert json.loads((folder / name).read_text())["schema_version"] == SCHEMA_VERSION
+    for name in ("windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl"):
+        first, second = map(json.loads, (folder / name).read_text().splitlines())
+        assert (first["schema_version"], second.keys()) == (SCHEMA_VERSION, first.keys() - {"schema_version"})
 
 
 def test_files_are_the_owners_alone_whatever_the_umask(folder):
@@ -392,7 +409,7 @@ def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(
     assert [report.iteration for report in read_windows(folder)] == [110]
     assert [row.iteration_last for row in read_ranks(folder)] == [110]
     assert len(list(read_events(folder))) == 1
-    assert json.loads((folder / "run.json").read_text()) == {"model": "7B"}
+    assert json.loads((folder / "run.json").read_text()) == {"model": "7B", "schema_version": SCHEMA_VERSION}
     assert {path.name for path in folder.glob("s*.json")} == {"state.json", "summary.json"}
     assert (mode(folder), len(told)) == (0o700, 1)
     assert "was removed" in told[0]
@@ -555,6 +572,7 @@ def test_facts_that_come_later_join_the_earlier_ones(folder):
     RunFolder(folder, {"model": "8B"})
 
     assert json.loads((folder / "run.json").read_text()) == {
+        "schema_version": SCHEMA_VERSION,
         "model": "8B",
         "folder": str(folder),
         "ranks": {"0": "node1"},
@@ -584,7 +602,7 @@ def test_a_run_json_that_is_no_json_is_replaced(folder):
     (folder / "run.json").write_text("{")
     RunFolder(folder, {"model": "7B"})
 
-    assert json.loads((folder / "run.json").read_text()) == {"model": "7B"}
+    assert json.loads((folder / "run.json").read_text()) == {"model": "7B", "schema_version": SCHEMA_VERSION}
 
 
 def test_facts_that_do_not_change_are_not_written_again(folder):

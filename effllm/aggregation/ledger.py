@@ -12,7 +12,7 @@ from effllm.aggregation.account import Account, Merged, Rows
 from effllm.aggregation.columns import from_json, to_json
 from effllm.aggregation.goodput import Goodput
 from effllm.energy.energy_account import DeviceEnergies, WindowEnergy
-from effllm.schema import MARKED_PHASES, SHUTDOWN, STARTUP, Overhead, RankReport, Straggler, Verdict
+from effllm.schema import MARKED_PHASES, SCHEMA_VERSION, SHUTDOWN, STARTUP, Overhead, RankReport, Straggler, Verdict
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 #: Ranks that were the slowest of a window are counted one by one up to this many.
@@ -116,6 +116,7 @@ class Ledger(Struct):
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None: a part of it was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
+    schema_version: int = SCHEMA_VERSION  # of state.json
     slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest
 
     def next_attempt(self, job: str) -> Ledger:
@@ -264,7 +265,7 @@ class Ledger(Struct):
             )
             for rank, known in self.ranks.items()
         }
-        return msgspec.json.encode(replace(self, ranks=ranks), enc_hook=to_json)
+        return msgspec.json.encode(replace(self, ranks=ranks, schema_version=SCHEMA_VERSION), enc_hook=to_json)
 
 
 _decode: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_json).decode

@@ -14,6 +14,7 @@ import msgspec
 
 from effllm.runs import own_files
 from effllm.runs.runfolder import segments
+from effllm.schema import SCHEMA_VERSION
 
 SEGMENT_BYTES = 64 * 2**20
 #: What waits for a disk that is full: hours of windows of a job of a thousand ranks.
@@ -120,6 +121,8 @@ class Journal:
         size = self._without_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
+        if not size and text.startswith(b'{"'):  # once a file, not on each line
+            text = b'{"schema_version":%d,%b' % (SCHEMA_VERSION, text[1:])
         left = text
         try:
             while left:

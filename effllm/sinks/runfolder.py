@@ -24,7 +24,7 @@ from effllm.runs.runfolder import RankRow, coverage_of, rank_row
 from effllm.runs.summary_text import summary_text
 from effllm.runs.unkept import Written
 from effllm.runs.window_text import block_lines
-from effllm.schema import ClusterReport, Event, RankReport, Summary
+from effllm.schema import SCHEMA_VERSION, ClusterReport, Event, RankReport, Summary
 from effllm.sinks import Run, SinkUnavailable
 
 #: Worlds up to this size are kept whole; of larger ones at most so many rows a window, the strangest.
@@ -147,7 +147,7 @@ class RunFolder:
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts to run.json, the new over the old."""
-        self._facts = {**self._facts, **facts}
+        self._facts = {**self._facts, **facts, "schema_version": SCHEMA_VERSION}
         self._hosts = _hosts(self._facts)
         self._flush()
 
