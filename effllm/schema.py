@@ -192,6 +192,11 @@ class Gauge(Struct, frozen=True, array_like=True, gc=False):
     most: Number
 
 
+#: Bars of the histogram of power; what is above belongs to the last one: no GPU draws 4 kW.
+NUM_POWER_BARS = 400
+PowerBar = Annotated[int, Meta(ge=0, lt=NUM_POWER_BARS)]
+
+
 class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     """What one device did while one rank went through one window."""
 
@@ -205,7 +210,7 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     throttled_s: Amounts = {}  # by reason; reasons may hold together; "any": of heat or the board
     throttle_covered_s: Amount = 0.0
     # Seconds by power, in steps of POWER_STEP_W.
-    power_histogram_s: Annotated[dict[Count, Amount], Meta(max_length=1000)] = {}
+    power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
     energy_gain_error: Amount | None = None  # of its sensor: a ratio, half-width, 95 %
 
 

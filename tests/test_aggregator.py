@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.aggregation.aggregator import RECENT, Aggregator
+from effllm.aggregation.aggregator import MAX_LATE, MAX_PENDING_BYTES, RECENT, Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
@@ -1380,3 +1380,60 @@ def test_reports_that_arrive_are_not_lost_whatever_the_agent_dropped():
 
     assert (summary.coverage.reports_lost, summary.iterations) == (0, 50)
     assert summary.energy.total_joules == pytest.approx(5000.0)
+
+
+# --- one rank takes no more than its share --------------------------------------------------------
+
+
+def test_a_rank_far_ahead_keeps_no_more_reports_than_an_agent():
+    job = Job(2, history_size=50).join()
+    taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0) for window in range(1, 200)]
+
+    assert taken.count(True) == 50
+    assert len(job.aggregator._pending) == 50
+    for window in range(1, 51):
+        job.send(row(0, window))
+    # What was not taken is sent again.
+    assert len(job.closed()) == 50
+    assert job.aggregator.reports(reports(*(row(1, window) for window in range(51, 101))), 0.0, 1000.0)
+    job.send(*(row(0, window) for window in range(51, 101)))
+    assert job.summary().tokens == 2 * 100 * 1000
+    assert job.summary().coverage.reports_lost == 0
+
+
+def test_large_reports_of_a_rank_that_wait_are_bounded_in_bytes():
+    job = Job(2, history_size=1000).join()
+    size = 100 * 1024
+    taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0, size) for window in range(1, 200)]
+
+    assert taken.count(True) == MAX_PENDING_BYTES // size
+
+
+def test_windows_that_one_rank_claims_ahead_do_not_make_the_others_late():
+    job = Job(3).join()
+    job.send(*(row(2, window) for window in range(1, 500)))
+    for window in range(1, 61):  # of a second: longer than the deadline
+        job.wait(1, 0, 1, 2)
+        job.send(row(0, window))
+        job.send(row(1, window))
+    closed = job.closed()
+
+    assert [report.window for report in closed] == list(range(1, 61))
+    assert all(report.coverage.ranks_reporting == 3 for report in closed)
+    assert job.summary().coverage.reports_late == 0
+
+
+def test_late_reports_are_taken_a_few_at_a_time_and_all_at_the_end():
+    job = Job(2).join()
+    for window in range(1, 201):
+        job.send(row(0, window, final=window == 200))
+    job.aggregator.close_all()
+    job.aggregator._most_late = MAX_LATE
+    job.closed()
+    job.send(*(row(1, window, final=window == 200) for window in range(1, 201)))
+
+    assert len(job.closed()) == MAX_LATE
+    job.aggregator.close_all()
+    job.wait(1)
+    assert len(job.closed()) == 200 - MAX_LATE
+    assert job.summary().tokens == 400_000

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from effllm.energy.device_energy import NS, Energy, EnergyLedger, runs_between
 from effllm.schema import (
     MARKED_PHASES,
+    NUM_POWER_BARS,
     POWER_STEP_W,
     SHUTDOWN,
     STARTUP,
@@ -206,7 +207,7 @@ class Series:
                 for reason in (*second.throttled_by, *(["any"] if is_slowed else [])):
                     throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
             if second.power_w is not None:
-                step = int(second.power_w // POWER_STEP_W)
+                step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BARS - 1)
                 histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
         for block, share in self._blocks(start_ns, end_ns):
             for name, gauge in block.gauges.items():

@@ -6,8 +6,10 @@ order and once: when every live rank has passed them, or when their deadline has
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -39,6 +41,9 @@ MAX_KINDS = 100  # of events; further ones are counted as OTHER
 OTHER = "other"
 MOST = 0.5
 MOST_NAMED = 8  # ranks in a line
+MAX_PENDING_BYTES = 2 * 2**20  # of one rank's reports, as they came: in memory they take eight times as much
+MAX_LATE = 32  # late windows at a time: each is a report, which takes about a millisecond ...
+LATE_WINDOW_S = 0.005  # ... and then the next ones wait for so long for each of them
 MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
 
 
@@ -54,6 +59,20 @@ class _Pending(Struct):
     first_s: float  # when its first row came
     rows: dict[int, RankReport] = {}
     gathered: Gathered = msgspec.field(default_factory=Gathered)
+
+
+class _Held:
+    """How many reports of a rank wait for their windows to close, and how many bytes they took on the wire."""
+
+    __slots__ = ("num_bytes", "num_rows")
+
+    def __init__(self) -> None:
+        self.num_rows = self.num_bytes = 0
+
+    def release(self) -> None:
+        """Let one report go, of mean size."""
+        self.num_bytes -= self.num_bytes // self.num_rows if self.num_rows else 0
+        self.num_rows = max(self.num_rows - 1, 0)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -83,7 +102,10 @@ class Aggregator:
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # of the last windows, for the deadline
         self._closed: list[Closed] = []
-        self._oldest = 0  # of the pending windows
+        self._order: list[int] = []  # a heap of the pending windows
+        self._held: dict[int, _Held] = {}  # by rank
+        self._most_late = MAX_LATE
+        self._closed_s = -math.inf  # when the last window closed
         self._late_s = -math.inf  # when late rows were last taken in
         self._late_rows: dict[int, dict[int, RankReport]] = {}  # of windows that have closed
         self._events: list[Event] = []
@@ -126,10 +148,22 @@ class Aggregator:
             self._state("disagreement", disagreement, time_s, message.rank, once="parameters")
         return ""
 
-    def reports(self, message: Reports, now_s: float, time_s: float) -> None:
-        """Take windows of a rank; those taken before are dropped and counted."""
+    def reports(self, message: Reports, now_s: float, time_s: float, num_bytes: int = 0) -> bool:
+        """Take windows of a rank; those taken before are dropped and counted.
+
+        Args:
+            message: the windows.
+            now_s: the time.
+            time_s: unix time.
+            num_bytes: of the message.
+
+        Returns:
+            ``False`` where the rank has more open windows than an agent keeps: the rest of the message is not taken,
+            nor may what follows be, until the agent has sent it again.
+        """
         # What is done here is done ten thousand times a second.
         rows, closed = message.rows, self._ledger.closed
+        most_rows, row_bytes, is_all = self._config.history_size, num_bytes // (len(message.rows) or 1), True
         for row in rows:
             number, window, sequence = row.rank, row.window, row.sequence
             rank = self._roster.rank_of(number, row.agent)
@@ -144,6 +178,14 @@ class Aggregator:
             if sequence <= rank.last_sequence:
                 self.duplicates += 1
                 continue
+            held = self._held.get(number)
+            if held is None:
+                held = self._held[number] = _Held()
+            if held.num_rows >= most_rows or held.num_bytes + row_bytes > MAX_PENDING_BYTES:
+                is_all = False
+                break
+            held.num_rows += 1
+            held.num_bytes += row_bytes
             rank.take(sequence, row.final)
             if rank.gaps > rank.lost:
                 self._lose(number, rank, rank.gaps, time_s)
@@ -157,13 +199,14 @@ class Aggregator:
             pending = self._pending.get(window)
             if pending is None:
                 pending = self._pending[window] = _Pending(first_s=now_s)
-                self._oldest = min(self._pending)
+                heapq.heappush(self._order, window)
             pending.rows[number] = row
             pending.gathered.add(row)
-        if self._late_rows and not is_large(self._ledger.world_size):
+        if self._late_rows and now_s >= self._late_s and not is_large(self._ledger.world_size):
             self._take_late(now_s, time_s)
         if self._may_close():
             self._close_ready(now_s)
+        return is_all
 
     def beat(self, message: Beat, now_s: float, time_s: float) -> None:
         """Take a sign of life."""
@@ -270,7 +313,7 @@ class Aggregator:
 
     def settle(self, now_s: float, time_s: float) -> None:
         """Take in what came late: a state cannot say that an older row of a rank is missing from its sums."""
-        if self._late_rows:
+        if self._late_rows and (now_s >= self._late_s or is_large(self._ledger.world_size)):
             self._take_late(now_s, time_s)
 
     @property
@@ -354,7 +397,7 @@ class Aggregator:
         """Close whatever is pending: the end has come."""
         for window in sorted(self._pending):
             self._close(window)
-        self._late_s = -math.inf
+        self._late_s, self._most_late = -math.inf, sys.maxsize
         self._events += self._limit.roll(math.inf)
 
     def summary(self, time_s: float, ended: bool) -> Summary:
@@ -372,17 +415,21 @@ class Aggregator:
         # A count, because this is asked for every report of up to 10,000 ranks; what it misses, a tick finds.
         if not self._pending:
             return False
-        return len(self._pending[self._oldest].rows) + self._roster.num_away >= self._ledger.world_size
+        return len(self._pending[self._order[0]].rows) + self._roster.num_away >= self._ledger.world_size
 
     def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         while self._pending:
-            window = self._oldest
+            window = self._order[0]
             pending = self._pending[window]
-            overdue = heard_until_s - pending.first_s > self._deadline_s()
+            # Windows far ahead that few ranks report are closed one by one, not all before the others come to them.
+            is_shared = 2 * len(pending.rows) > self._ledger.world_size - self._roster.num_away
+            since_s = pending.first_s if is_shared else max(pending.first_s, self._closed_s)
+            overdue = heard_until_s - since_s > self._deadline_s()
             is_whole = len(pending.rows) == self._ledger.world_size
             if not overdue and not is_whole and self._roster.is_behind(window, now_s):
                 return
             self._pass_time(now_s)
+            self._closed_s = now_s
             self._close(window)
 
     def _deadline_s(self) -> float:
@@ -391,9 +438,11 @@ class Aggregator:
     def _close(self, number: int) -> None:
         ledger = self._ledger
         ledger.closed = number
+        heapq.heappop(self._order)  # windows close in order
         pending = self._pending.pop(number)
+        for rank in pending.rows:
+            self._held[rank].release()
         window = self._weigh(number, pending.rows, pending.gathered)
-        self._oldest = min(self._pending, default=0)
         rows = window.ordered
         window.warming = ledger.warm(number, rows, self._config.warmup_iterations, self._config.warmup_seconds)
         ledger.count_rows(number, rows)
@@ -446,11 +495,15 @@ class Aggregator:
 
     def _take_late(self, now_s: float, time_s: float) -> None:
         """Let late rows into the totals; the windows that they belong to stay as they were shown."""
-        self._late_s = now_s
         self._pass_time(now_s, time_s)
-        late, self._late_rows = self._late_rows, {}
-        for number in sorted(late):
-            self._complete(number, late[number], time_s)
+        is_limited = not is_large(self._ledger.world_size)  # there they are taken together, and seldom
+        numbers = sorted(self._late_rows)[: self._most_late if is_limited else None]
+        self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
+        for number in numbers:
+            rows = self._late_rows.pop(number)
+            for rank in rows:
+                self._held[rank].release()
+            self._complete(number, rows, time_s)
 
     def _complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         self._ledger.late += len(rows)

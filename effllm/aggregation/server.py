@@ -71,6 +71,8 @@ STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else
 MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
+MAX_FACTS_BYTES = 256 * 1024  # of what ranks send as facts of the run
+FACTS_EVERY_S = 1.0  # run.json is written again because of ranks that are known, at the most
 
 
 class _Facts(NamedTuple):
@@ -103,7 +105,8 @@ class Server:
         self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
         self._git = Git(Path.cwd())
         self._facts = {**gather(), **orders.facts, "config": orders.config, "job": orders.job}
-        self._facts_changed = self._has_learned = self._has_begun = self._has_git_facts = False
+        self._facts_changed = self._has_learned = self._has_begun = self._has_git_facts = self._has_new_rank = False
+        self._facts_bytes = 0  # of those that ranks have sent
         self._lost = LostAgents()
         self._was_stalled = False  # as the last summary has it: there may be no later one
         self._predecessor: Link | None = None
@@ -300,16 +303,17 @@ class Server:
             if not admits(peer, len(frame), now_s):
                 continue  # not even decoded
             try:
-                self._take(peer, decode_from_agent(frame), now_s)
+                self._take(peer, decode_from_agent(frame), now_s, len(frame))
             except FrameError as error:
                 self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
         return False
 
-    def _take(self, peer: bytes, message: FromAgent, now_s: float) -> None:
+    def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
         time_s, aggregator = time.time(), self._aggregator
         reason = self._peers.objection(peer, message)
         if isinstance(message, Reports) and not reason:  # ten thousand a second, before all else
-            aggregator.reports(message, now_s, time_s)
+            if not aggregator.reports(message, now_s, time_s, num_bytes):
+                self._peers.hold(peer)  # it sends again what was not taken
             return
         if isinstance(message, Supersede):
             self._make_room(message)
@@ -364,15 +368,22 @@ class Server:
     def _learn(self, hello: Hello) -> None:
         ranks = self._facts.setdefault("ranks", {})
         is_new = str(hello.rank) not in ranks
-        ranks[str(hello.rank)] = {
+        entry = {
             "host": hello.host,
             "role": hello.role,
             "devices": [msgspec.to_builtins(device) for device in hello.devices],
         }
-        for name, value in hello.facts.items() if len(self._facts) < MOST_FACTS else ():
-            self._facts.setdefault(name, value)
+        news = {name: value for name, value in hello.facts.items() if name not in self._facts}
+        for name, value in news.items() if len(self._facts) < MOST_FACTS else ():
+            self._facts_bytes += len(name) + len(msgspec.json.encode(value))
+            if self._facts_bytes <= MAX_FACTS_BYTES:
+                self._facts[name] = value
+        is_changed = bool(news) or ranks.get(str(hello.rank)) != entry
+        ranks[str(hello.rank)] = entry
         self._facts["world_size"] = hello.world_size
-        self._facts_changed = self._has_learned = True
+        self._has_new_rank = self._has_new_rank or is_new
+        self._facts_changed = self._facts_changed or is_changed
+        self._has_learned = True
         if is_new and len(ranks) == hello.world_size and is_large(hello.world_size):  # before the first windows come
             self._collect()
 
@@ -384,7 +395,8 @@ class Server:
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         self._look_for_lost(now_s)
         self._aggregator.tick(now_s, time.time(), self._heard_until_s)
-        self._tell_facts(keep_every_s(self._aggregator.world_size))  # those of ten thousand ranks are 8 MB
+        # Those of ten thousand ranks are 8 MB.
+        self._tell_facts(max(keep_every_s(self._aggregator.world_size), FACTS_EVERY_S))
 
     def _look_for_lost(self, now_s: float) -> None:
         """When the job ends, wait no more for agents that were killed."""
@@ -400,7 +412,7 @@ class Server:
     def _tell_facts(self, every_s: float = 0.0) -> None:
         now_s = time.monotonic()
         if self._facts_changed and now_s - self._told_facts_s >= every_s:
-            self._facts_changed, self._told_facts_s = False, now_s
+            self._facts_changed, self._has_new_rank, self._told_facts_s = False, False, now_s
             known = {"ranks": dict(self._facts.get("ranks", {})), "parameters": self._aggregator.parameters()}
             facts = {**self._facts, **known}
             self._to_sinks(lambda sink: sink.update_facts(facts))
@@ -474,7 +486,8 @@ class Server:
 
     def _put(self, closed: Sequence[Closed]) -> None:
         # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
-        self._tell_facts()  # a row names its host, which the run folder learns from them
+        # A row names its host, which the run folder learns from the facts of its rank.
+        self._tell_facts(0.0 if self._has_new_rank else FACTS_EVERY_S)
 
         def write(sink: Sink) -> None:
             for report, rows, _ in closed:

@@ -123,6 +123,12 @@ class Peers:
         one.is_held = False
         self._of_rank[message.rank] = peer
 
+    def hold(self, peer: bytes) -> None:
+        """Take nothing but a HELLO of a connection, with which it begins to send again what was not taken."""
+        if (one := self._peers.get(peer)) is not None:
+            one.is_held = True
+            self._refuse(one, THROTTLED, "has more reports that wait for others than an agent keeps")
+
     def turn_away(self) -> None:
         """Count an introduction that was refused, whoever told why."""
         self.refused[TURNED_AWAY] = self.refused.get(TURNED_AWAY, 0) + 1
