@@ -70,7 +70,7 @@ def own_address(place: Place, config: Config) -> str:
         DiscoveryError: there is none; the message says which setting names it.
     """
     if place.one_host:
-        return "127.0.0.1"  # whatever is named: nothing listens elsewhere without keys
+        return interface.loopback()  # whatever is named: nothing listens elsewhere without keys
     if config.interface:
         address = interface.of(config.interface)
         if not address:
@@ -113,9 +113,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
         # the choice of a free port it would let that fall on one that another is about to listen on.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(error.errno, f"cannot listen on {interface.endpoint(address, port)}: {error.strerror}") from error
     return listener
 
 

@@ -175,7 +175,9 @@ class Session:
         facts["job"] = secrets.token_hex(8)
         facts["endpoint"] = interface.endpoint(address, self._listener.getsockname()[1])
         self._warn_of_openness()
-        facts["run_folder"] = str(_run_folder(config, place))
+        facts["run_folder"] = folder = _run_folder(config, place)
+        if not folder:
+            _print("no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another")
         facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
         if source is not None:
             record = {"endpoint": facts["endpoint"], "job": facts["job"]}
@@ -198,8 +200,7 @@ class Session:
     def _warn_of_openness(self) -> None:
         endpoint = self._facts["endpoint"]
         if self._place.rank == 0 and not self._facts["secured"] and (line := discovery.openness(endpoint)):
-            with contextlib.suppress(OSError):
-                os.write(2, f"[EfficientLLM] {line}\n".encode())  # before the first iteration
+            _print(line)
 
     # These may run in the discovery thread, so they touch nothing that the loop's thread writes.
 
@@ -299,6 +300,12 @@ class Session:
         self.close()
 
 
+def _print(line: str) -> None:
+    """Print a line on stderr, before the first iteration."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"[EfficientLLM] {line}\n".encode())
+
+
 def _how_it_died(code: int) -> str:
     if code >= 0:
         return f"ended with status {code}"
@@ -342,7 +349,21 @@ def _cuda_identity() -> dict[str, str]:
     return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
 
 
-def _run_folder(config: Config, place: Place) -> Path:
+def _run_folder(config: Config, place: Place) -> str:
+    """Return the path of the run folder; empty where its name is not UTF-8, as messages and run.json are."""
+    folder = str(_wanted_folder(config, place))
+    return folder if folder.isascii() or _is_utf8(folder) else ""
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wanted_folder(config: Config, place: Place) -> Path:
     parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
     if config.run_name:
         return parent / config.run_name
