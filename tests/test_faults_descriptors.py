@@ -89,6 +89,18 @@ def serving(launch, *prefix, **settings):
     job.done()
 
 
+def test_job_of_one_rank_that_is_refused_ends_at_once_as_refused(launch):
+    job = launch._job()
+    loop = [sys.executable, str(jobs.SCRIPTS / "loop.py")]
+    job.start(["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *loop], launch.environ({})).wait()
+    at_exit = job.ledger.summary.status
+
+    job.done()
+    assert at_exit == "refused", "the trainer waits for the summary, which says so"
+    assert "99 open files are needed" in job.stderr
+    assert "Run refused" in job.stdout
+
+
 def test_an_aggregator_that_serves_refuses_a_job_that_is_larger_than_its_limit(launch):
     with serving(launch, *limited(120)) as (aggregator, endpoint):
         ranks = [

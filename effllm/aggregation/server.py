@@ -324,6 +324,8 @@ class Server:
             if not reason and (trouble := self._shortage(message, now_s)):
                 self._peers.turn_away()
                 self._socket.send(peer, Refused(trouble, whole_job=True))
+                # Of a job of one rank nobody else comes; agents of others that find nobody would go on looking.
+                self._stop_asked = self._stop_asked or message.world_size == 1
                 return
             reason = reason or aggregator.hello(message, now_s, time_s)
             if reason:
@@ -588,6 +590,7 @@ class Server:
             summary,
             events={**summary.events, **self._peers.refused, **self._door.refused},
             left_out={name: count for name, count in left_out.items() if count},
+            status="refused" if ended and self._told_shortage and not self._aggregator.world_size else summary.status,
         )
 
     def _keep_as_killed(self) -> None:
