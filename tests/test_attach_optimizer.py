@@ -211,6 +211,35 @@ def test_steps_that_train_no_model_begin_nothing(launch):
         """,
     )
     assert job.runs() == []
+    (line,) = job.our_errors
+    assert "ran without metrics: its optimizer steps plain tensors" in line
+    assert "effllm.monitor(parameters=n)" in line
+
+
+def test_batches_without_a_step_are_named_at_the_end(launch):
+    loop = "for batch in torch.utils.data.DataLoader(torch.ones({}, 8)): model(batch)"
+
+    (line,) = train(launch, loop.format(20)).our_errors
+
+    assert "no step of a torch optimizer was seen" in line
+    assert train(launch, loop.format(5)).our_errors == []
+
+
+@pytest.mark.parametrize(("how", "times"), [("torch.no_grad()", 1), ("effllm.phase('evaluation')", 0)])
+def test_evaluation_is_named_as_part_of_al_unless_marked(launch, how, times):
+    loop = """
+    for _ in range(6):
+        backward()
+        optimizer.step()
+        with {}:
+            model(torch.ones(2, 8))
+    """
+
+    summary = train(launch, dedent(loop).format(how)).ledger.summary
+
+    named = [line for line in summary.not_measured if line.startswith("evaluation: ")]
+    assert len(named) == times
+    assert all("AL contains it" in line for line in named)
 
 
 def test_steps_that_a_gradient_scaler_skips_end_no_iteration(launch):

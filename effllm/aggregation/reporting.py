@@ -230,6 +230,11 @@ def summary_of(
         not_measured.append(
             f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
         )
+    if roster.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
+        not_measured.append(
+            "evaluation: if the loop evaluates between steps, AL contains it; "
+            "`with effllm.phase('evaluation'):` around it takes it out"
+        )
     whole = with_goodput(whole, ledger, goodput)
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
     return Summary(

@@ -375,6 +375,12 @@ class Roster:
 
     @property
     @_remembered
+    def evaluation_is_in_iterations(self) -> bool:
+        """Whether a hook sees iterations from one step to the next, whatever else the loop does between."""
+        return any(hello.facts.get("evaluation_in_iterations") for hello in self.hellos.values())
+
+    @property
+    @_remembered
     def is_simulated(self) -> bool:
         """Whether any device is not real."""
         return any(device.simulated for device in self.devices.values())

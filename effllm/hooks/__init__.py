@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from effllm.hooks._imports import when_imported
-from effllm.hooks._wrap import say_once
+from effllm.hooks._wrap import no_metrics, say_once
 
 #: Module of a framework -> the function that hooks it, in a file of this folder.
 TARGETS: dict[str, str] = {
@@ -78,5 +78,7 @@ class _Hook:
             getattr(import_module(f"effllm.hooks.{self._file}"), self._function)(module)
         except Unknown as error:
             say_once(f"this {module.__name__} is not understood, training goes on without its metrics: {error}")
+            no_metrics(f"this {module.__name__} is not understood: {error}")
         except Exception as error:  # noqa: BLE001 - an import of the user's must not fail because of us
             say_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
+            no_metrics(f"{module.__name__} could not be hooked")

@@ -2,7 +2,8 @@
 
 What an iteration is here: the time from the end of one step to the end of the next, less what torch's DataLoader
 took to give its batches (that is the data wait).  A batch that comes from elsewhere is inside it, which run.json
-says.  The first step begins the metrics and is not measured: nobody saw when its iteration started.
+says; so is an evaluation that no `effllm.phase` is around, which the summary says.  The first step begins the metrics
+and is not measured: nobody saw when its iteration started.
 
 Two optimizers are one iteration.  The one that steps first in a process leads, and an iteration ends when it has
 stepped; what the others do after it falls into the next iteration, so counts and time are right in sum and shifted
@@ -22,9 +23,11 @@ from effllm.collector import get_metrics_collector
 from effllm.config import read_place
 from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, place
+from effllm.hooks._wrap import no_metrics
 from effllm.switches import this_process
 from effllm.training import ownership
 
+MIN_STEPS = 3  # fewer steps of plain tensors are no training
 PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is given up
 
 
@@ -42,6 +45,7 @@ class Rounds:
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: frozenset[int] = frozenset()
         self._steps_of_others = 0
+        self._plain_steps = 0  # of optimizers of tensors that are no parameters; counted up to MIN_STEPS
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._seen: set[int] = set()  # parameters, by id: those of two optimizers may be the same
         self._share = {"total": 0, "trainable": 0}
@@ -57,6 +61,10 @@ class Rounds:
             return False
         if not _trains_a_model(optimizer):
             ownership.release(self._level, self._name)
+            if self._plain_steps < MIN_STEPS and any(one.grad is not None for one in _parameters(optimizer)):
+                self._plain_steps += 1
+                if self._plain_steps == MIN_STEPS:
+                    no_metrics("its optimizer steps plain tensors, which are not the parameters of a model")
             return False
         self._begin()
         return True
@@ -69,6 +77,7 @@ class Rounds:
         facts = {
             "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
             "iterations_not_measured": 1,
+            "evaluation_in_iterations": True,
             **({"parameters_from": "optimizer"} if says_parameters else {}),
         }
         # An earlier call of the loop's has said the first iteration, if any has; that it is 1 is our guess.

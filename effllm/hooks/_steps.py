@@ -72,6 +72,7 @@ class Steps:
             collector._facts.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
             collector._facts["first_iteration"] = 0
             collector._facts["is_numbered"] = False
+            collector._facts["run"].pop("evaluation_in_iterations", None)
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,

@@ -26,6 +26,16 @@ def say_once(line: str) -> None:
             print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop
 
 
+def no_metrics(reason: str) -> None:
+    """Have a line at the end of rank 0 name this reason and the call to add, unless something measures the job."""
+    with contextlib.suppress(Exception):
+        from effllm.training.without_metrics import suggest_at_exit
+
+        if _is_first_rank():
+            call = "`with effllm.monitor(parameters=n) as m:`, and `m.iteration(tokens=t, samples=s)` after each step"
+            suggest_at_exit(f"{reason}; if it trains, measure its loop by {call}")
+
+
 def _is_first_rank() -> bool:
     try:
         from effllm.config import read_place

@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import Any
 
 from effllm.hooks import Unknown
-from effllm.hooks._wrap import Guard, around
+from effllm.hooks._wrap import Guard, around, no_metrics
+
+MIN_BATCHES = 10  # fewer are no training
 
 _guard = Guard("torch's optimizer")
 
@@ -64,6 +66,7 @@ class _Fetch:
 
     def __init__(self) -> None:
         self._start_ns = 0
+        self._batches = 0  # before the first step; counted up to MIN_BATCHES
 
     def start(self, _call: Any) -> bool:
         if self._start_ns:
@@ -77,3 +80,7 @@ class _Fetch:
             rounds = sys.modules.get("effllm.hooks._rounds")
             if rounds is not None:  # else nothing has stepped yet
                 rounds.waited(spent_ns)
+            elif self._batches < MIN_BATCHES:
+                self._batches += 1
+                if self._batches == MIN_BATCHES:
+                    no_metrics("it read batches of a DataLoader, but no step of a torch optimizer was seen")

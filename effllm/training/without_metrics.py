@@ -11,12 +11,20 @@ import sys
 
 _reason = ""
 _is_registered = False
+_has_run = False  # metrics were collected, or their start was tried on a rank that does not report why it failed
+
+
+def suggest_at_exit(reason: str) -> None:
+    """Have a reason printed when the process ends, where nothing was collected and no better reason is known."""
+    if not _reason and not _has_run:
+        repeat_at_exit(reason)
 
 
 def repeat_at_exit(reason: str) -> None:
     """Have the reason printed when the process ends, unless metrics were collected after all; an empty one is none."""
-    global _reason, _is_registered
+    global _reason, _is_registered, _has_run
     _reason = reason
+    _has_run = _has_run or not reason
     if reason and not _is_registered:
         _is_registered = True
         atexit.register(_at_exit, os.getpid())
