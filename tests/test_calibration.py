@@ -248,6 +248,19 @@ def test_a_suspect_profile_that_is_right_is_kept(board, tmp_path):
     assert (sensor.lag_s, sensor.duty, lines) == (0.04, 0.3, [])
 
 
+def test_a_check_that_was_held_up_changes_nothing(board, tmp_path):
+    store(tmp_path, replace(PROFILE, date=day(3)))
+    watched, chance, lines = board(tick_s=0.1), random.Random(3), []
+
+    def read():
+        watched.now_s += chance.uniform(0.0, 0.09)  # as on a machine whose cores others hold
+        return watched.read()
+
+    sensor = calibrate(H100, read, tmp_path, is_suspect=True, report=lines.append)
+
+    assert (sensor.tick_s, sensor.tick_error_s, lines) == (0.1, PROFILE.sensor.tick_error_s, [])
+
+
 @pytest.mark.parametrize("call_s", [0.03, 0.5])
 def test_reads_too_slow_to_tell_drop_nothing(board, tmp_path, call_s):
     store(tmp_path, replace(PROFILE, date=day(3)))

@@ -44,6 +44,8 @@ KEPT_DAYS = 90
 SAME_TICK = 0.02
 #: ... where the readings of a run contradict the one that is kept: by so much a jitter may shift it.
 SUSPECT_TICK = 0.002
+#: A tick that is known no better than this, for reads were held up, contradicts none.
+LOOSE_TICK = 0.05
 #: A kept calibration is checked against so many of its ticks, and for so long at least.
 CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
 
@@ -119,10 +121,8 @@ def calibrate(
             forget(folder, device.name, device.driver)
         if report is not None:
             report(f"the calibration of {kept.date} from the cache was dropped and measured anew: {why}")
-    elif kept is not None and (kept.measured_lag or (kept.is_fresh() and seen.tick is None)):
+    elif kept is not None and (kept.measured_lag or (kept.is_fresh() and (seen.tick is None or is_suspect))):
         again = replace(kept, checked=_today())
-        if is_suspect and seen.tick is not None:
-            again = replace(again, sensor=replace(kept.sensor, tick_s=seen.tick[0], tick_error_s=seen.tick[1]))
         if folder and keep and seen.tick is not None:
             store(folder, again)
         return again.told()
@@ -235,7 +235,7 @@ def _tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
     """Return what speaks against a kept sensor; empty where nothing does."""
-    if seen.tick is None:
+    if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
     if abs(tick_s - sensor.tick_s) > same_tick * sensor.tick_s + error_s + sensor.tick_error_s:
