@@ -1,11 +1,13 @@
 """effllm demo: a whole simulated job, from one command."""
 
+import json
 import signal
 
 import pytest
 from cli_process import read_until
 
 from effllm.commands.demo_rank import SAMPLES, TOKENS, loss
+from effllm.runs.summary_text import outcome
 
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02"]
 
@@ -41,8 +43,8 @@ def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):
     assert [path.name[:5] for path in (cli.folder / "elsewhere").iterdir()] == ["demo-"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_of_it_with_a_summary(cli, number):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "killed")])
+def test_a_signal_ends_all_of_it_with_a_summary_of_every_rank(cli, number, status):
     process = cli.start("demo", "--ranks", "2", "--iterations", "2000")
     read_until(process, "Iteration 10:")
 
@@ -50,8 +52,12 @@ def test_a_signal_ends_all_of_it_with_a_summary(cli, number):
 
     shown, _ = process.communicate(timeout=20)
     assert process.returncode == 128 + number
-    assert "[EfficientLLM] Run killed" in shown
-    assert cli.summary()["status"] == "killed"
+    assert f"[EfficientLLM] Run {outcome(status)}" in shown
+    assert cli.summary()["status"] == status
+    [rows] = cli.folder.glob("efficientllm_runs/*/ranks-0001.jsonl")
+    ends = [row for row in map(json.loads, rows.read_text().splitlines()) if row.get("rank") is not None]
+    assert {row["rank"] for row in ends if row["iteration_last"] >= 10} == {0, 1}
+    assert cli.summary()["coverage"]["reports_lost"] == 0
 
 
 def test_a_signal_before_anything_has_begun_ends_it_too(cli):

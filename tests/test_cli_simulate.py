@@ -2,8 +2,12 @@
 
 import json
 import os
+import re
 import resource
+import signal
+import time
 
+import jobs
 import pytest
 
 from effllm.aggregation.simulation import TOKENS, SimulatedRank
@@ -167,3 +171,17 @@ def test_what_is_held_back_from_connections_is_free_for_files_when_they_have_tak
             reserve.release()
             for one in taken:
                 os.close(one)
+
+
+def test_ctrl_c_prints_what_was_seen_until_then(cli):
+    process = cli.start("simulate", "--ranks", "2", "--minutes", "5", "--interval", "0.2", "--run-dir", "here")
+    jobs.until(lambda: any(path.stat().st_size for path in (cli.folder / "here").glob("windows-*.jsonl")))
+    time.sleep(1.0)  # news of the ranks comes twice a second
+
+    process.send_signal(signal.SIGINT)
+
+    shown, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "of a core" in shown
+    assert re.search(r"stopped by Ctrl-C after [1-9]\d* of 3,000 reports", shown)
+    assert "lost:" not in shown

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from cli_process import read_until
 
 from effllm.agents import gpu_energy
 from effllm.devices import DeviceUnavailable
@@ -278,3 +279,13 @@ def test_the_stand_in_of_the_integration_is_watched_until_it_is_stopped(cli):
         assert row["tokens_per_second"] == pytest.approx(1000, rel=0.2)
         assert row["time_to_first_token_s"] == pytest.approx(0.05, abs=0.001)
         assert row["requests_running"] == 8
+
+
+def test_a_watch_that_is_stopped_before_its_first_interval_says_so(cli, serve):
+    process = cli.start("watch", "--vllm", serve(page(1)), "--interval", "600", EFFICIENTLLM_DEVICE="simulated")
+    read_until(process, "SIMULATED")
+    process.send_signal(signal.SIGINT)
+
+    shown, _ = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "stopped before anything was measured" in shown

@@ -83,7 +83,8 @@ class _Job:
         """End the ranks; their agents report that, and with their farewells the aggregator ends by itself."""
         self._signal = number
         for rank in self._ranks:
-            rank.terminate()
+            # Not SIGINT, which shows a traceback in a rank that has only begun to start.
+            rank.send_signal(signal.SIGUSR1 if number == signal.SIGINT else number)
 
     def _end_ranks(self) -> None:
         deadline_s = time.monotonic() + RANKS_END_S

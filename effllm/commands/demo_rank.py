@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
+from types import FrameType
 
 import effllm
 from effllm.config import read_place
@@ -16,14 +18,46 @@ TOKENS = SAMPLES * 1024
 SLOWDOWN = 1.08  # of the last rank
 DATA_SHARE = 0.04  # of an iteration is spent waiting for data
 EVALUATION_STEPS = 6
+#: Signals that end a rank, and how it has ended then; SIGUSR1 is the demo's word for Ctrl-C.
+_ENDS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGUSR1: "interrupted",
+    signal.SIGTERM: "killed",
+    signal.SIGHUP: "killed",
+}
 
 
 def main(arguments: list[str]) -> None:
     """Train, that is: sleep, for ``[iterations, step_seconds]``."""
     iterations, step_s = int(arguments[0]), float(arguments[1])
+    for number in _ENDS:
+        signal.signal(number, _stop)
+    try:
+        collector = effllm.initialize_efficientllm_metrics(PARAMETERS, total_iterations=iterations)
+        _train(collector, iterations, step_s)
+    except _Stopped as stopped:
+        effllm.get_metrics_collector().stop_collection(_ENDS[stopped.number])
+        return
+    effllm.finalize_efficientllm_metrics()
+
+
+class _Stopped(BaseException):
+    """A signal that ends the rank."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    for other in _ENDS:
+        signal.signal(other, signal.SIG_IGN)  # Ctrl-C comes from the terminal and from the demo
+    raise _Stopped(number)
+
+
+def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -> None:
     place, launcher = read_place(this_process()), os.getppid()
     is_slow = place.world_size > 1 and place.rank == place.world_size - 1
-    collector = effllm.initialize_efficientllm_metrics(PARAMETERS, total_iterations=iterations)
     for iteration in range(1, iterations + 1):
         time.sleep(DATA_SHARE * step_s)
         collector.record_iteration_start()
@@ -34,9 +68,7 @@ def main(arguments: list[str]) -> None:
             with effllm.phase("evaluation"):
                 time.sleep(EVALUATION_STEPS * step_s)
         if os.getppid() != launcher:  # nobody would stop us any more
-            collector.stop_collection("killed")
-            return
-    effllm.finalize_efficientllm_metrics()
+            raise _Stopped(signal.SIGHUP)
 
 
 def loss(iteration: int) -> float:

@@ -38,11 +38,21 @@ def main(asked: Simulation, as_json: bool) -> int:
     except (SimulationError, secret.SecretError, OSError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        return 130
+        return _stopped(run.found, asked, as_json)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     print(json_text(found) if as_json else table(found))
     return 0 if asked.endpoint or found.is_exact else 1
+
+
+def _stopped(found: Findings, asked: Simulation, as_json: bool) -> int:
+    """Print what was seen until Ctrl-C."""
+    found.status = ""  # whether all was counted is not known
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    if found.reports:
+        print(json_text(found) if as_json else table(found))
+    return _complain(f"stopped by Ctrl-C after {found.reports:,} of {asked.ranks * asked.windows:,} reports", 130)
 
 
 def json_text(found: Findings) -> str:
@@ -71,7 +81,8 @@ def table(found: Findings) -> str:
         p99 = delays[round(0.99 * (len(delays) - 1))]
         shown = f"{statistics.median(delays):.3f} s median, {p99:.3f} s 99 %, {delays[-1]:.3f} s at most"
         lines.append(("delay", f"{shown}, from a window's last report"))
-    lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
+    if found.status:
+        lines.append(("lost", f"{found.lost:,}, unconfirmed {found.unconfirmed:,}, duplicates {found.duplicates:,}"))
     if found.status not in ("", "played"):
         lines.append(("tokens", f"{found.tokens:,} of {found.tokens_true:,}"))
         if found.energy_j is not None:

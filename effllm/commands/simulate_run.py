@@ -287,17 +287,13 @@ class Run:
             part.start(start_s)
         self._listen(1.0)
         cpu_s = self._aggregator.cpu_s() if self._aggregator else 0.0
-        self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
-        spent_s = time.monotonic() - start_s
-        self.found.reports = asked.ranks * asked.windows
-        self.found.reports_per_s = self.found.reports / spent_s
-        if self._aggregator:
-            self.found.cpu_s = self._aggregator.cpu_s() - cpu_s
-            self.found.cpu_ratio = self.found.cpu_s / spent_s
-            self.found.cpu_us_per_report = 1e6 * self.found.cpu_s / self.found.reports
-            self.found.descriptors = self._aggregator.descriptors()
-            self.found.rss_bytes = max(rss for _, rss in self._memory)
-            self.found.rss_slope_bytes_per_s = _slope(self._memory)
+        try:
+            self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
+        except KeyboardInterrupt:  # what was seen until then is worth something
+            self._sum_up(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
+            self.found.windows = self.found.windows_told
+            raise
+        self._sum_up(asked.ranks * asked.windows, time.monotonic() - start_s, cpu_s)
         self._until(lambda: all(part.end for part in self._parts), ENDS_S, "left")
         ends = [part.end for part in self._parts if part.end]
         self.found.tokens_true = sum(end.tokens for end in ends)
@@ -305,6 +301,24 @@ class Run:
         self.found.lost = sum(end.lost for end in ends)
         self.found.unconfirmed = sum(end.unconfirmed for end in ends)
         self.found.status = "played"
+        self._sum_up_delays()
+
+    def _sum_up(self, reports: int, spent_s: float, cpu_before_s: float) -> None:
+        """Take down what so many reports took."""
+        if not reports:
+            return
+        self._sum_up_delays()
+        self.found.reports = reports
+        self.found.reports_per_s = reports / spent_s
+        if self._aggregator and self._memory:
+            self.found.cpu_s = self._aggregator.cpu_s() - cpu_before_s
+            self.found.cpu_ratio = self.found.cpu_s / spent_s
+            self.found.cpu_us_per_report = 1e6 * self.found.cpu_s / reports
+            self.found.descriptors = self._aggregator.descriptors()
+            self.found.rss_bytes = max(rss for _, rss in self._memory)
+            self.found.rss_slope_bytes_per_s = _slope(self._memory)
+
+    def _sum_up_delays(self) -> None:
         told = [window for window in self._last_s if window in self._seen_s]
         self.found.windows_told = len(told)
         self.found.delays_s = [max(self._seen_s[window] - self._last_s[window], 0.0) for window in sorted(told)]

@@ -39,7 +39,8 @@ def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
         watch.begin()
         watch.run(count)
     except KeyboardInterrupt:
-        pass
+        if not watch.measured:
+            watch.say("stopped before anything was measured")
     except NotVllm as error:
         watch.say(str(error))
     except BrokenPipeError:  # `| head`
