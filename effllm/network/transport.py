@@ -180,11 +180,13 @@ class Link:
         _set_common(self.socket)
         if keys:
             keys.secure(self.socket)
-        # Heartbeats from this end alone, and without a time to live: each is a timer at whoever receives it, and libzmq
-        # looks through all its timers to stop one.  Of ten thousand peers that took half a core; there the kernel's
-        # probes find out who is gone.
-        self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
-        self.socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
+        # The kernel's probes find a connection that is gone, not ZeroMQ's heartbeats: libzmq 4.3.5 looks through all
+        # its timers to stop one, which for ten thousand peers took half a core, and it aborts (`!_io_error`) where a
+        # connection whose queue is full breaks with a heartbeat behind its messages.
+        self.socket.set(zmq.TCP_KEEPALIVE_IDLE, 10)
+        self.socket.set(zmq.TCP_KEEPALIVE_INTVL, 5)
+        self.socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
+        self.socket.set(zmq.TCP_MAXRT, 30_000)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing queues for a connection that does not exist
         self.socket.set(zmq.SNDHWM, 8)  # ZeroMQ keeps the oldest when full; the outbox decides instead
