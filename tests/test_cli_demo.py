@@ -28,7 +28,7 @@ def test_it_ends_with_a_summary_that_counts_every_token_and_says_simulated(cli):
 
 
 def test_the_slow_rank_is_named(cli):
-    shown = cli.run("demo", "--ranks", "3", "--iterations", "10", "--step-seconds", "0.05").stdout
+    shown = cli.run("demo", "--ranks", "3", "--iterations", "50", "--step-seconds", "0.05").stdout
 
     assert "slowest rank 2 +" in shown
 

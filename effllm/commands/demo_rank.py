@@ -15,7 +15,7 @@ from effllm.switches import this_process
 PARAMETERS = 124_000_000  # GPT-2 small's
 SAMPLES = 8  # a rank and iteration
 TOKENS = SAMPLES * 1024
-SLOWDOWN = 1.08  # of the last rank
+SLOWDOWN = 1.12  # of the last rank
 DATA_SHARE = 0.04  # of an iteration is spent waiting for data
 EVALUATION_STEPS = 6
 #: Signals that end a rank, and how it has ended then; SIGUSR1 is the demo's word for Ctrl-C.
@@ -62,6 +62,7 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -
         time.sleep(DATA_SHARE * step_s)
         collector.record_iteration_start()
         time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
+        effllm.sync_point()  # where a real rank would first wait for the others
         collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
         collector.log_metrics(iteration, loss=loss(iteration))
         if iteration == iterations // 2:
