@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jobs
 import msgspec
+import psutil
 import pytest
+from builders import device_window, hello, reports, row
 
-from effllm.network.curve import ServerKeys
+from effllm.config import Config
+from effllm.network.curve import AgentKeys, ServerKeys
 from effllm.network.secret import create
-from effllm.schema import ClusterReport
+from effllm.network.transport import AgentLink, make_context
+from effllm.schema import NUM_POWER_BARS, ClusterReport
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("strangers")]
 
@@ -89,3 +94,69 @@ def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(launch, tmp
     assert max(under_way) < max(quiet) + 1.0
     assert (summary.status, summary.tokens) == ("completed", sum(100 * len(rank.told()["steps"]) for rank in ranks))
     assert summary.coverage.reports_lost == summary.coverage.reports_late == 0
+
+
+class HostileRank(threading.Thread):
+    """A rank with the key that reports windows far ahead as fast as its connection takes them."""
+
+    def __init__(self, endpoint, secret, world_size, log_interval):
+        super().__init__(daemon=True)
+        self._context = make_context()
+        self._link = AgentLink(self._context, endpoint, AgentKeys.of(secret, ""))
+        self._hello = hello(world_size - 1, world_size, job="", log_interval=log_interval)
+        self.enough = threading.Event()
+        self.num_sent = 0
+
+    def run(self):
+        bars = dict.fromkeys(range(NUM_POWER_BARS), 0.01)
+        device = device_window(f"GPU-{self._hello.rank}", 10.0, power_histogram_s=bars)
+        self._link.connect()
+        while not self.enough.is_set():
+            if self._link.is_new():
+                self._link.send(self._hello)
+            self._link.receive()
+            window = 10 * self.num_sent
+            rows = [row(self._hello.rank, window + i, devices=(device,)) for i in range(1, 11)]
+            if self._link.connected and self._link.send(reports(*rows)):
+                self.num_sent += 1
+            else:
+                self.enough.wait(0.001)
+        self._link.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(240)])])
+def test_a_hostile_rank_with_a_key_delays_no_window_and_takes_no_memory(launch, tmp_path, seconds, record_property):
+    secret = create(tmp_path / "secret")
+    secured = {"security": "curve", "secret_file": tmp_path / "secret"}
+    aggregator = launch.aggregator(**secured)
+    enough = tmp_path / "enough"
+    ranks = [
+        launch.python(
+            "loop.py", "--until", enough, environ=jobs.place(rank, 3), endpoint=aggregator.endpoint, **secured
+        )
+        for rank in range(2)
+    ]
+    hostile = HostileRank(aggregator.endpoint, secret, 3, Config().log_interval)
+    server = psutil.Process(aggregator.job.process.pid)
+    hostile.start()
+    windows = Windows(aggregator.ledger)
+    jobs.until(lambda: windows.look() or len(windows.delays_s) >= 5)
+    jobs.until(
+        lambda: windows.look() or windows.delays_s[-1] < 0.5, within_s=60.0
+    )  # they had waited for the third rank
+    before = server.memory_info().rss
+    under_way = windows.watch(float(seconds))
+    grown = server.memory_info().rss - before
+    hostile.enough.set()
+    hostile.join()
+    enough.touch()
+    for rank in ranks:
+        rank.done()
+
+    record_property("hostile_s", max(under_way))
+    record_property("grown_mb", grown / 1e6)
+    print(f"{hostile.num_sent} frames, latest window {max(under_way):.2f} s, grown by {grown / 1e6:.1f} MB")
+    assert hostile.num_sent > 500
+    assert max(under_way) < 1.0
+    assert grown < 50e6
