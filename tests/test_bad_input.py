@@ -134,14 +134,14 @@ def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
 
 
 def test_a_folder_in_which_another_run_writes_is_left_to_it(launch):
-    first = launch.python(LOOP, "--iterations", 900, run_name="shared")
+    first = launch.python(LOOP, "--until", "enough", run_name="shared")
     jobs.until(lambda: first.num_windows)
-    second = launch.python(LOOP, "--iterations", 800, run_name="shared").done()
-    first.done()
+    second = launch.python(LOOP, "--iterations", 80, run_name="shared").done()
+    count = first.finish()
 
     assert "another run is writing" in second.stdout
     assert [folder.name for folder in first.runs()] == ["shared", "shared-2"]
-    assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == [900, 800]
+    assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == [count, 80]
 
 
 def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_path):
