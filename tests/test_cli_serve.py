@@ -43,16 +43,29 @@ def test_it_takes_the_reports_of_a_loop_and_ends_when_the_loop_has(cli):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_writes_the_summary_when_it_is_told_to_end(cli, number):
-    process = cli.start("serve", **SINKS)
+def test_without_ranks_it_leaves_no_folder(cli, number):
+    process = cli.start("serve")
     ready(process)
 
     process.send_signal(number)
 
     shown, _ = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert "[EfficientLLM] Run killed" in shown
-    assert cli.summary()["status"] == "killed"
+    assert shown.splitlines()[-1] == "effllm serve: ended before any rank connected; no run folder is left"
+    assert "Run killed" not in shown
+    assert not (cli.folder / "efficientllm_runs").exists()
+
+
+def test_without_ranks_a_folder_that_was_there_stays(cli):
+    (cli.folder / "runs" / "one").mkdir(parents=True, mode=0o700)
+    (cli.folder / "runs" / "one" / "notes.txt").write_text("mine")
+    process = cli.start("serve", "--run-dir", "runs", "--run-name", "one")
+    ready(process)
+
+    process.send_signal(signal.SIGTERM)
+
+    process.communicate(timeout=20)
+    assert (cli.folder / "runs" / "one" / "notes.txt").read_text() == "mine"
 
 
 def test_a_port_in_use_is_one_line_and_1(cli):
@@ -62,10 +75,8 @@ def test_a_port_in_use_is_one_line_and_1(cli):
         done = cli.run("serve", "--bind", bind)
 
     assert (done.returncode, done.stdout) == (1, "")
-    expected = (
-        f"effllm serve: cannot listen on {bind}: Address already in use; choose another port, or 0 for a free one\n"
-    )
-    assert done.stderr == expected
+    reason = f"cannot listen on tcp://{bind}: Address already in use"
+    assert done.stderr == f"effllm serve: {reason}; choose another port, or 0 for a free one\n"
     assert not (cli.folder / "efficientllm_runs").exists()
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import queue
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -81,6 +82,10 @@ class _Facts(NamedTuple):
     facts: Mapping[str, Any]
 
 
+#: Status of an aggregator of its own (``effllm serve``) that ended before any rank connected.
+UNUSED = "unused"
+
+
 class Server:
     """One aggregator with its socket and its sinks."""
 
@@ -114,7 +119,7 @@ class Server:
         self._agent = os.getppid() if orders.by_agent else -1
 
     def run(self) -> str:
-        """Serve until the job is over; return its status.
+        """Serve until the job is over; return its status, or `UNUSED` if no rank has come: then no new folder is left.
 
         Raises:
             zmq.ZMQError: the endpoint cannot be bound.
@@ -131,6 +136,7 @@ class Server:
         self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
         if not known and (line := openness(self.address)):
             self._warn(line, "security")
+        was_there = Path(orders.folder).exists()
         with self._run_folder() as folder:
             self._start(folder)
             if orders.listen_descriptor >= 0:
@@ -142,6 +148,8 @@ class Server:
                 gc.unfreeze()
                 gc.enable()
             status = self._finish()
+        if status == UNUSED and folder is not None and not was_there:
+            shutil.rmtree(folder, ignore_errors=True)
         self._door.close()
         self._socket.close()
         context.destroy(linger=500)
@@ -605,6 +613,12 @@ class Server:
         self._tick(time.monotonic())
         self._hand_out(time.monotonic())
         self._git.stop()
+        if not self._aggregator.world_size and self._orders.trainer_descriptor < 0:
+            for sink in self._sinks:
+                sink.stop(lambda _: None)
+            for sink in self._sinks:
+                sink.join(SINKS_STOP_S)
+            return UNUSED
         if not self._has_git_facts:  # the job is over before git has answered
             self._facts["git_dirty"], self._facts_changed = "unknown", True
         self._tell_facts()

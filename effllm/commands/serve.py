@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import shlex
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from effllm.aggregation.orders import Orders
-from effllm.aggregation.server import Server
+from effllm.aggregation.server import UNUSED, Server
 from effllm.config import Place, read_config, secret_path
 from effllm.network import discovery, interface, secret
 from effllm.preflight import problems
@@ -46,7 +47,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         listener = discovery.listen(match["host"].strip("[]"), int(match["port"]))
     except OSError as error:
         reason = error.strerror or str(error)
-        return _complain([f"cannot listen on {bind}: {reason}; choose another port, or 0 for a free one"], 1)
+        return _complain([f"{reason}; choose another port, or 0 for a free one"], 1)
     endpoint = f"tcp://{match['host']}:{listener.getsockname()[1]}"
     orders = Orders(
         config=replace(config, run_name=name, endpoint="").to_dict(),
@@ -70,7 +71,13 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     print(flush=True)
     if not is_secured and (line := discovery.openness(endpoint)):
         print(f"effllm serve: {line}", file=sys.stderr, flush=True)
-    server.run()
+    base = Path(config.run_dir)
+    was_there = base.exists()
+    if server.run() == UNUSED:
+        if not was_there:
+            with contextlib.suppress(OSError):  # another run may have begun in it
+                base.rmdir()
+        print("effllm serve: ended before any rank connected; no run folder is left", flush=True)
     return 0
 
 
