@@ -16,7 +16,7 @@ from effllm.aggregation.ledger import restore
 from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
-from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters, Straggler
+from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters, Sensor, Straggler
 
 
 class Job:
@@ -821,6 +821,38 @@ def test_what_the_loop_does_not_count_is_null_with_a_reason(counted, reasons):
 
     assert (summary.tokens, summary.samples) == (counted["tokens"] or None, counted["samples"] or None)
     assert summary.not_measured == reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "is_open"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "measured here", True),
+        ("NVIDIA H100 80GB HBM3", "measured 2026-11-01, kept in the cache", True),
+        ("Tesla V100-SXM2-16GB", "hardware table", True),
+        ("NVIDIA X1000", "measured here", True),
+        ("NVIDIA H100 80GB HBM3", "profiled 2026-11-01, kept in the cache", False),
+        ("NVIDIA L40S", "measured here", False),
+        ("Tesla T4", "measured here", False),
+    ],
+)
+def test_an_unknown_share_of_ticks_is_one_sentence_of_the_job(name, source, is_open):
+    sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_error_s=0.1, source=source)
+    job = Job(4)
+    for rank in range(4):
+        job.join(rank, devices=(msgspec.structs.replace(gpu(f"GPU-{rank}"), name=name, sensor=sensor),))
+    job.send(*(row(rank) for rank in range(4)))
+    job.closed()
+
+    sentences = [text for text in job.summary().not_measured if text.startswith("share of each tick")]
+
+    assert len(sentences) == is_open
+    assert all(name in text and "`effllm profile`" in text for text in sentences)
+
+
+def test_a_counter_without_ticks_has_no_unknown_share():
+    device = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA X1000", sensor=Sensor(tick_s=0.0))
+
+    assert Job(1).join(devices=(device,)).summary().not_measured == ()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -24,7 +24,7 @@ FLOORS = """
 0.6     network.descriptors  network.hangups  network.intake  network.secret  network.strangers
 0.7     network.connections  network.curve
 0.8     network.door
-1.0     devices  energy.lag_evidence  energy.tick_clock  hardware  health.clock  metrics
+1.0     devices  energy.tick_clock  hardware  health.clock  metrics
 1.0     network.interface  network.transport
 1.0     runs.plain_text  runs.redaction  runs.run_lock  runs.runfolder  spawn  switches  training.facts
 1.0     training.ownership  training.ring  training.without_metrics
@@ -35,7 +35,7 @@ FLOORS = """
 1.0.2   health.waste  runs.folder_size
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  node_power.redfish_sources
-1.0.4   energy.power_spread  health.straggler_text  node_power.*
+1.0.4   energy.lag_evidence  energy.power_spread  health.straggler_text  node_power.*
 1.0.5   energy.cross_check  energy.tick_energy
 1.1     agents.log  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text

@@ -272,7 +272,7 @@ def summary_of(
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
         simulated=roster.is_simulated,
-        not_measured=(*not_measured, *not_counted(whole)),
+        not_measured=(*not_measured, *not_counted(whole), *roster.open_shares),
         tokens=whole.tokens or None,
         samples=whole.samples or None,
         loss=ledger.loss if ledger.is_loss_finite else None,

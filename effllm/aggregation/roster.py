@@ -11,6 +11,7 @@ from effllm import hardware
 from effllm.aggregation.account import Expected
 from effllm.aggregation.ledger import Ledger, RankState
 from effllm.config import Config
+from effllm.energy.lag_evidence import is_share_open
 from effllm.energy.power_scope import AUTO, Node, Scope, choose, keep, scopes
 from effllm.runs.plain_text import one_line
 from effllm.schema import METHODS, MOST_DEVICES, Device, Hello
@@ -437,6 +438,19 @@ class Roster:
             for text in device.not_measured
         }
         return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
+
+    @property
+    @_remembered
+    def open_shares(self) -> tuple[str, ...]:
+        """One sentence where it is unknown of what share of its ticks an energy counter tells; else nothing."""
+        models = {device.name or "GPUs without a name" for device in self.devices.values() if is_share_open(device)}
+        if not models:
+            return ()
+        text = (
+            f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): the timing errors of "
+            "windows allow for each; `effllm profile` measures it, once per model and driver"
+        )
+        return (one_line(text),)
 
 
 class Peak(NamedTuple):

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from effllm import hardware
 from effllm.energy.cross_check import CrossCheck
-from effllm.energy.lag_evidence import MIN_ERROR_S, LagEvidence
+from effllm.energy.lag_evidence import MIN_ERROR_S, LagEvidence, measures_whole_tick
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
 from effllm.energy.tick_energy import beat, beat_of, in_tick
@@ -135,14 +134,14 @@ class EnergyLedger:
         self._check = CrossCheck()
         self._rhythm: tuple[float, float] | None = None
         self._method = device.energy_method
-        self._lag = LagEvidence() if _knows_share(device) else None
+        self._lag = LagEvidence() if measures_whole_tick(device) else None
         self._run_iterations = 0
         self._run_j = 0.0  # of all windows
 
     def calibrate(self, sensor: Sensor) -> None:
         """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
         self._sensor = sensor
-        self._lag = LagEvidence() if _knows_share(self._device) else None
+        self._lag = LagEvidence() if measures_whole_tick(self._device) else None
         self.clock = _clock_of(sensor)
         previous: _Point | None = None
         for point in self._points:
@@ -717,12 +716,6 @@ def _clock_of(sensor: Sensor) -> TickClock | None:
     if sensor.tick_s < LEAST_TICK_S or sensor.tick_error_s > MOST_OPEN * sensor.tick_s:
         return None
     return TickClock(sensor.tick_s, max(sensor.tick_error_s, 1e-5 * sensor.tick_s))
-
-
-def _knows_share(device: Device) -> bool:
-    """Whether the share of a tick that is measured is known of this model, and not only assumed."""
-    row = hardware.find(device.name)
-    return row is not None and row.sensor.duty is not None
 
 
 def _usable(reading: float | None) -> float | None:

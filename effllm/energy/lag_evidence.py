@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from effllm.schema import NORMAL_95
+from effllm import hardware
+from effllm.schema import COUNTER, NORMAL_95, Device
 
 #: A change of power from tick to tick tells of the lag from this share of the power on.
 MIN_CHANGE = 0.1
@@ -18,6 +19,23 @@ MIN_CHANGE = 0.1
 MIN_CHANGES, MAX_LAG = 12, 0.02
 #: Nothing is claimed to be known better than this.
 MIN_ERROR_S = 0.001
+
+#: A counter that moves more often than this has no tick of which a part could matter.
+MIN_SHARE_TICK_S = 0.005
+
+
+def measures_whole_tick(device: Device) -> bool:
+    """Return whether it is known of this model that its sensor measures all of each tick."""
+    row = hardware.find(device.name)
+    return row is not None and row.sensor.duty == 1.0
+
+
+def is_share_open(device: Device) -> bool:
+    """Return whether it is unknown what share of a tick the counter measures, which `effllm profile` measures."""
+    sensor = device.sensor
+    has_ticks = device.energy_method == COUNTER and sensor.tick_s >= MIN_SHARE_TICK_S
+    is_board = device.kind == "nvml" and device.is_gpu and not device.simulated
+    return is_board and has_ticks and not measures_whole_tick(device) and not sensor.source.startswith("profiled")
 
 
 class LagEvidence:
