@@ -88,6 +88,14 @@ SYSTEMS = {
         "`input_ids` of the batch, else `effllm.count`",
         "a GPU, its pipeline, tensor parallelism, experts",
     ),
+    "fabric": System(
+        "Lightning Fabric",
+        ("lightning",),
+        "import hook on what `Fabric.setup` returns, `Fabric.backward` and `Fabric.save`",
+        "`input_ids`, `idx` or `tokens` that the model is called with, else `effllm.count`",
+        "FSDP, DeepSpeed, a GPU",
+        "by hand: the model of litgpt 0.5.13 in such a loop",
+    ),
     "torchtitan": System(
         "torchtitan", ("torchtitan",), "import hook on its metrics and trainer", "its own count", "a GPU"
     ),

@@ -64,5 +64,6 @@ def test_every_module_that_is_hooked_belongs_to_a_system_of_the_table():
         "vllm": "vLLM",
     }
     names |= {"transformers": "Hugging Face Trainer", "trl": "TRL", "deepspeed": "DeepSpeed's engine"}
+    names |= {"lightning": "Lightning Fabric", "lightning_fabric": "Lightning Fabric"}
 
     assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in told] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,13 +35,13 @@ class Batches:
         self._late = LateSums(3)  # samples, tokens, tokens with a label
         self._processed = 0
         self._source = ""
-        self._model: Any = None
+        self._model: Any = None  # a weak reference: the training may drop it
         self._parameters: Parameters | None = None
         self._at_exit = functools.partial(Guard("what the last iterations counted"), self._count_rest)
 
     def of_model(self, model: Any, parameters: Parameters | None) -> None:
         """Set whose FLOPs the first batch with text gives; call it when the metrics have begun."""
-        self._model, self._parameters, self._source = model, parameters, ""
+        self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # after the session's own, so that it is called before
 
@@ -79,7 +80,7 @@ class Batches:
         flops = None
         if is_first and seen.width and self._parameters is not None:
             facts["sequence_length"] = seen.width
-            if found := _COUNTING(flops_per_token, self._model, self._parameters, seen.width):
+            if found := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
                 flops, facts["flops_convention"] = found[0], f"{CONVENTION}; at the width of the first batch"
         self._steps.learn(flops_per_token=flops, facts=facts)
 

@@ -1,0 +1,232 @@
+"""Lightning Fabric, by either of its package names, and what is built on it, as litgpt: loops of a model and an
+optimizer that ``Fabric.setup`` has wrapped.
+
+An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
+``step``: several micro-batches where gradients are accumulated.  What torch's DataLoader takes between them, and what
+lies between the step and the next forward pass, is the data wait.  Of several optimizers the one that stepped last
+before an iteration began ends it.  A forward pass without gradients, in ``eval`` mode, of a model that was trained in
+``train`` mode begins an evaluation, which lasts to the next forward pass that trains.
+
+Parameters are those of all models that train; tokens and samples are read from what the first of them is called with.
+A loop whose forward pass is not seen (a method of a LightningModule on one device, a wrapper that was compiled
+again) is left to the hook of torch's optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from effllm.collector import get_metrics_collector
+from effllm.config import read_place
+from effllm.hooks import Unknown
+from effllm.hooks._batches import Batches, inputs_of
+from effllm.hooks._parameters import Parameters, parameters_of
+from effllm.hooks._steps import Steps, place
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.switches import this_process
+from effllm.training import ownership
+
+_GUARD = Guard("Lightning Fabric")
+_SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
+_COUNTING = Guard("the parameter count of Lightning Fabric's model")
+_PATIENCE_STEPS = 16  # of other optimizers, until one that does not step is given up
+
+
+def attach(module: ModuleType) -> None:
+    """Hook what wraps models and optimizers: of ``lightning.fabric.wrappers``.
+
+    Raises:
+        Unknown: it has no ``_FabricModule.forward`` or ``_FabricOptimizer.step``.
+    """
+    model, optimizer = getattr(module, "_FabricModule", None), getattr(module, "_FabricOptimizer", None)
+    if not (
+        callable(getattr(model, "forward", None))
+        and around(optimizer, "__init__", _GUARD, after=_LOOP.optimizer_made)
+        and around(optimizer, "step", _GUARD, after=_LOOP.stepped)
+    ):
+        raise Unknown(f"{module.__name__} has no _FabricModule.forward and _FabricOptimizer.step")
+    _see_forward(model)
+
+
+def attach_fabric(module: ModuleType) -> None:
+    """Hook checkpoints and backward passes: of ``lightning.fabric.fabric``.
+
+    Raises:
+        Unknown: there is no ``Fabric.save``.
+    """
+    fabric = getattr(module, "Fabric", None)
+    saves = around(
+        fabric,
+        "save",
+        _GUARD,
+        before=_LOOP.checkpoint_begins,
+        after=_LOOP.checkpoint_ended,
+        failed=_LOOP.checkpoint_ended,
+    )
+    if not saves:
+        raise Unknown(f"{module.__name__} has no Fabric.save: checkpoints are counted as data wait")
+    around(fabric, "backward", _SYNC_GUARD, before=_LOOP.backward_begins)
+
+
+def _see_forward(model: Any) -> None:
+    forward = model.forward
+    is_compiling = getattr(sys.modules["torch"].compiler, "is_compiling", lambda: False)
+
+    @functools.wraps(forward)
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():  # else the compiler would break its graph here
+            _GUARD(_LOOP.forward_begins, self, args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    model.forward = seen
+
+
+class _Loop:
+    """The steps of a loop around Fabric's models and optimizers."""
+
+    def __init__(self) -> None:
+        self._steps = Steps(ownership.CORE, "fabric", "Step")
+        self._batches = Batches(self._steps)
+        self._has_optimizer = self._hears_waits = self._is_running = self._is_evaluating = False
+        self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # of each model
+        self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that train in it
+        self._counted: Any = None  # weak references from here: the model whose batches are counted
+        self._called_last: Any = None
+        self._leader: Any = None  # the optimizer whose step ends the iteration
+        self._stepped_last: Any = None
+        self._steps_of_others = 0
+
+    def optimizer_made(self, *_: Any) -> None:
+        """Take note that there is a wrapped optimizer; a loop with another is not measured here."""
+        self._has_optimizer = True
+
+    def forward_begins(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Begin an iteration or go on with it; or begin an evaluation."""
+        is_training_mode = model.module.training
+        may_evaluate = not is_training_mode and model in self._in_train_mode
+        if may_evaluate or not sys.modules["torch"].is_grad_enabled():
+            if may_evaluate:
+                self._evaluate()
+            return
+        if not self._claim():
+            return
+        if model not in self._found or _alive(self._counted) is None:
+            self._join(model)
+            if _alive(self._counted) is None:
+                return  # no model has trained yet, and this one is frozen
+        if is_training_mode:
+            self._in_train_mode.add(model)
+        self._end_evaluation()
+        if not self._is_running:
+            self._is_running, self._leader, self._steps_of_others = True, self._stepped_last, 0
+            self._steps.start()
+        self._called_last = weakref.ref(model)
+        if _alive(self._counted) is model:
+            is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
+            self._batches.see(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
+
+    def backward_begins(self, _call: Call) -> None:
+        """Stamp the last moment before DDP sums gradients, unless ranks wait for each other in the forward pass."""
+        inner: Any = getattr(_alive(self._called_last), "_forward_module", None)
+        is_last = self._is_running and getattr(inner, "require_backward_grad_sync", False)
+        if is_last and self._steps.is_owner and not inner.will_sync_module_buffers():
+            get_metrics_collector().sync_point()
+
+    def stepped(self, _token: Any, call: Call, _result: Any) -> None:
+        """End the iteration where the optimizer that stepped leads; a step that a scaler skips is one too."""
+        if not self._steps.is_owner:
+            return
+        optimizer, leader = call.args[0], _alive(self._leader)
+        self._stepped_last = weakref.ref(optimizer)
+        self._steps_of_others += 1
+        if optimizer is leader or leader is None or self._steps_of_others > _PATIENCE_STEPS:
+            self._leader, self._steps_of_others = self._stepped_last, 0
+            if self._is_running:
+                self._is_running = False
+                self._batches.end()
+
+    def checkpoint_begins(self, _call: Call) -> bool:
+        """Begin a checkpoint."""
+        if not self._steps.is_owner:
+            return False
+        self._end_evaluation()
+        self._steps.phase_start("checkpoint")
+        return True
+
+    def checkpoint_ended(self, is_ours: bool | None, *_: Any) -> None:
+        """End it."""
+        if is_ours:
+            self._steps.phase_end()
+
+    def _claim(self) -> bool:
+        """Return whether these steps count; whoever is nearer to the person has precedence."""
+        if self._steps.is_owner:
+            return True
+        if not self._has_optimizer or not ownership.claim(ownership.CORE, self._steps.name):
+            return False
+        self._found.clear()
+        self._counted, self._is_running, self._is_evaluating = None, False, False
+        if not self._hears_waits:
+            from effllm.hooks._rounds import hear_waits  # late: that it is loaded means that something has stepped
+
+            hear_waits(self._steps)
+            self._hears_waits = True
+        return True
+
+    def _join(self, model: Any) -> None:
+        """Take the parameters of a model that is seen first; the first that trains begins the metrics."""
+        found = self._found[model] = _COUNTING(parameters_of, model._forward_module)
+        if found is not None and not found.trainable:
+            return
+        if _alive(self._counted) is not None:
+            if share := self._share():
+                self._steps.say_parameters(share)
+            return
+        self._counted = weakref.ref(model)
+        strategy = model._strategy
+        package = sys.modules.get(type(model).__module__.split(".")[0])
+        self._steps.begin(
+            parameter_share=self._share(),
+            first_iteration=None if get_metrics_collector().is_collecting else 0,
+            is_numbered=False,
+            facts={
+                "framework_version": getattr(package, "__version__", None) or "unknown",
+                "strategy": type(strategy).__name__,
+                "precision": str(getattr(strategy.precision, "precision", "unknown")),
+            },
+        )
+        self._batches.of_model(model.module, found)
+
+    def _share(self) -> dict[str, int] | None:
+        """Return what this rank contributes to the number of parameters, ``None`` where a model's are not known."""
+        training = [one for one in self._found.values() if one is None or one.trainable]
+        known = [one for one in training if one is not None]
+        if not known or len(known) < len(training):
+            return None
+        counts_them = (place() or read_place(this_process())).rank == 0
+        shares = [one.share(counts_them) for one in known]
+        return (
+            shares[0] if len(shares) == 1 else {key: sum(one[key] for one in shares) for key in ("total", "trainable")}
+        )
+
+    def _evaluate(self) -> None:
+        if self._steps.is_owner and not self._is_evaluating:
+            self._is_evaluating = True
+            self._steps.phase_start("evaluation")
+
+    def _end_evaluation(self) -> None:
+        if self._is_evaluating:
+            self._is_evaluating = False
+            self._steps.phase_end()
+
+
+def _alive(reference: Any) -> Any:
+    return reference() if reference is not None else None
+
+
+_LOOP = _Loop()
