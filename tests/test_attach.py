@@ -108,7 +108,7 @@ def test_torch_can_be_imported_and_trains_whatever_is_broken_in_us(what, tmp_pat
     assert where.startswith(str(tmp_path))
     assert weight == "[-0.5, -0.5]"
     said = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
-    assert 1 <= len(said) <= 2, errors  # one for each module that cannot be hooked
+    assert 1 <= len(said) <= 3, errors  # one for each module that cannot be hooked, and one at the end
     assert "Traceback" not in errors
 
 

@@ -136,12 +136,13 @@ def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
 def test_a_folder_in_which_another_run_writes_is_left_to_it(launch):
     first = launch.python(LOOP, "--until", "enough", run_name="shared")
     jobs.until(lambda: first.num_windows)
-    second = launch.python(LOOP, "--iterations", 80, run_name="shared").done()
+    # Longer than the six seconds that the first is asked for its folder.
+    second = launch.python(LOOP, "--iterations", 800, run_name="shared").done()
     count = first.finish()
 
     assert "another run is writing" in second.stdout
     assert [folder.name for folder in first.runs()] == ["shared", "shared-2"]
-    assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == [count, 80]
+    assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == [count, 800]
 
 
 def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_path):
@@ -592,5 +593,5 @@ for _ in range(2):
 def test_a_second_run_in_one_process_gives_its_own_reports_to_the_writer(launch):
     job = launch.code(TWO_RUNS, log_interval=5).done()
 
-    # AMU, PCU, AL, TT, ST and AEC of each
-    assert [line for line in job.stdout.splitlines() if line.startswith("written")] == ["written 6", "written 6"]
+    # AMU, PCU, AL, TT and ST of each; the energy of so short a time is known to worse than 20 %, so AEC is left out
+    assert [line for line in job.stdout.splitlines() if line.startswith("written")] == ["written 5", "written 5"]
