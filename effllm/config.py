@@ -26,6 +26,10 @@ class ConfigError(ValueError):
         super().__init__(f"{variable}={value!r} is not usable: {reason}")
 
 
+#: Seconds that a window lasts at least where LOG_INTERVAL is not set.
+MIN_WINDOW_S = 1.0
+
+
 @dataclass(frozen=True)
 class Config:
     """Every setting, each from the variable ``EFFICIENTLLM_<NAME>``; see docs/configuration.md."""
@@ -34,6 +38,7 @@ class Config:
     collection_interval_s: float = 1.0
     history_size: int = 1000
     log_interval: int = 10
+    min_window_s: float = 0.0  # windows are joined until they last so long; see `read_config`
     run_dir: str = "efficientllm_runs"
     run_name: str = ""
     run_folder_mb: int = 10_000
@@ -170,11 +175,16 @@ class Variable:
     read: Callable[[str], Any]
     allowed: str
     meaning: str
+    word: str = ""  # for a default that is more than the field's value
 
     @property
     def default(self) -> str:
         """The default as one would write it in a shell; empty where there is none."""
-        return self.text(getattr(Config(), self.field))
+        return self.word or self.text(getattr(Config(), self.field))
+
+    def value(self, config: Config) -> str:
+        """Return the setting in ``config`` as one would write it in a shell."""
+        return self.word if self.word and config.min_window_s else self.text(getattr(config, self.field))
 
     @staticmethod
     def text(value: Any) -> str:
@@ -190,7 +200,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("METRICS_ENABLED", "metrics_enabled", _switch, ALLOWED, "the switch; off means off"),
     Variable("COLLECTION_INTERVAL", "collection_interval_s", _number(0.01, 3600.0), "a number of seconds from 0.01 to 3600", "seconds between device samples"),
     Variable("HISTORY_SIZE", "history_size", _whole(16, 1_000_000), "a whole number from 16 to 1000000", "slots of the ring and of the buffer of unsent reports"),
-    Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number of at least 1", "iterations per window"),
+    Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number of at least 1, or auto", "iterations per window; auto is 10, and windows are joined until they last a second", "auto"),
     Variable("RUN_DIR", "run_dir", str, "a folder", "where run folders are made"),
     Variable("RUN_NAME", "run_name", _safe_name, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit", "name of the run folder"),
     Variable("RUN_FOLDER_MB", "run_folder_mb", _whole(0, 1_000_000_000), "a whole number of at least 0; 0 is no limit", "MB that a run folder may become; the oldest windows and rows of ranks are removed first, totals never"),
@@ -238,13 +248,14 @@ def read_config(environ: Mapping[str, str]) -> Config:
     values: dict[str, Any] = {}
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
-        if not text:
+        if not text or text == variable.word:
             continue
         try:
             values[variable.field] = variable.read(text)
         except ValueError:
             raise ConfigError(PREFIX + variable.name, text, f"must be {variable.allowed}") from None
-    return Config(**values)
+    # What is asked for is obeyed, and what is not takes no more than a window a second.
+    return Config(**values, min_window_s=0.0 if "log_interval" in values else MIN_WINDOW_S)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -243,7 +243,8 @@ class RankReport(Struct, frozen=True, array_like=True, gc=False):
     agent: Word  # random id of the sending agent; (agent, sequence) names a report for ever
     sequence: Count
     rank: Count
-    window: Count  # equal on all ranks: ceil((ordinal + offset known at start) / LOG_INTERVAL)
+    # Equal on all ranks: ceil((ordinal + offset known at start) / LOG_INTERVAL); of joined windows one after the other.
+    window: Count
     iteration_first: Count  # ordinals; first > last in a row that holds no iteration
     iteration_last: Count
     iteration_shown: Position  # the number that people know the last iteration by

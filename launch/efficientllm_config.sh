@@ -9,7 +9,7 @@
 export EFFICIENTLLM_METRICS_ENABLED="${EFFICIENTLLM_METRICS_ENABLED:-true}"
 export EFFICIENTLLM_COLLECTION_INTERVAL="${EFFICIENTLLM_COLLECTION_INTERVAL:-1.0}"
 export EFFICIENTLLM_HISTORY_SIZE="${EFFICIENTLLM_HISTORY_SIZE:-1000}"
-export EFFICIENTLLM_LOG_INTERVAL="${EFFICIENTLLM_LOG_INTERVAL:-10}"
+export EFFICIENTLLM_LOG_INTERVAL="${EFFICIENTLLM_LOG_INTERVAL:-auto}"
 export EFFICIENTLLM_SINKS="${EFFICIENTLLM_SINKS:-console,tensorboard,runfolder}"
 export EFFICIENTLLM_RUN_DIR="${EFFICIENTLLM_RUN_DIR:-efficientllm_runs}"
 export EFFICIENTLLM_ATTACH="${EFFICIENTLLM_ATTACH:-1}"
@@ -19,7 +19,7 @@ true | 1 | yes | on)
   printf '%s\n' 'EfficientLLM metrics'
   printf '  %-12s %s\n' \
     'samples' "every $EFFICIENTLLM_COLLECTION_INTERVAL s" \
-    'reports' "every $EFFICIENTLLM_LOG_INTERVAL iterations" \
+    'reports' "every $(printf '%s' "$EFFICIENTLLM_LOG_INTERVAL" | sed 's/^auto$/10/') iterations$([ "$EFFICIENTLLM_LOG_INTERVAL" != auto ] || printf ', a second apart at least')" \
     'history' "$EFFICIENTLLM_HISTORY_SIZE iterations" \
     'sinks' "$EFFICIENTLLM_SINKS" \
     'run folders' "$EFFICIENTLLM_RUN_DIR"

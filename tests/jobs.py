@@ -297,6 +297,7 @@ class Launcher:
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
         """Return an environment with these settings over quick and simulated ones."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
+        defaults["log_interval"] = 10  # obeyed, however short its windows are
         chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}
         return {**os.environ, "OMP_NUM_THREADS": "1", **chosen, **variables}
 

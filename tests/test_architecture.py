@@ -46,7 +46,7 @@ FLOORS = """
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered
 1.2.3   aggregation.goodput  energy.energy_account  energy.power_scope
-1.3     aggregation.account
+1.3     aggregation.account  aggregation.joining
 1.3.1   health.slowest  health.standing_out
 1.3.2   health.evidence
 1.3.3   health.stragglers

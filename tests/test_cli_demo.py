@@ -9,7 +9,7 @@ from cli_process import read_until
 from effllm.commands.demo_rank import SAMPLES, TOKENS, loss
 from effllm.runs.summary_text import outcome
 
-SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02"]
+SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 
 
 def test_it_ends_with_a_summary_that_counts_every_token_and_says_simulated(cli):
@@ -25,6 +25,17 @@ def test_it_ends_with_a_summary_that_counts_every_token_and_says_simulated(cli):
     assert (summary["iterations"], summary["coverage"]["ranks_reporting"]) == (20, 2)
     assert summary["loss"] == pytest.approx(loss(20))
     assert summary["time_by_class"]["evaluation"] == pytest.approx(6 * 0.02, rel=0.5)
+
+
+def test_without_an_interval_windows_last_a_second(cli):
+    done = cli.run("demo", "--ranks", "2", "--iterations", "600", "--step-seconds", "0.005")
+
+    assert done.returncode == 0
+    assert cli.summary()["tokens"] == 2 * 600 * TOKENS
+    [path] = cli.folder.glob("efficientllm_runs/*/ranks-0001.jsonl")
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if row.get("rank") == 0]
+    span_s = rows[-1]["end_time_s"] - rows[0]["start_time_s"]
+    assert len(rows) <= span_s + 2, "the last window is what is left"
 
 
 def test_the_slow_rank_is_named(cli):
@@ -45,7 +56,7 @@ def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "killed")])
 def test_a_signal_ends_all_of_it_with_a_summary_of_every_rank(cli, number, status):
-    process = cli.start("demo", "--ranks", "2", "--iterations", "2000")
+    process = cli.start("demo", "--ranks", "2", "--iterations", "2000", "--log-interval", "10")
     read_until(process, "Iteration 10:")
 
     process.send_signal(number)
@@ -86,5 +97,5 @@ def test_a_wrong_setting_is_one_line(cli):
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1\n"
+        == "effllm demo: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto\n"
     )

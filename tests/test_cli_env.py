@@ -56,7 +56,7 @@ def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "effllm: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1",
+        "effllm: EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto",
         "effllm: EFFICIENTLLM_MIN_COVERAGE='2' is not usable: must be a ratio from 0 to 1",
     ]
 

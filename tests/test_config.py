@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, secret_path, unknown_variables
+from effllm.config import (
+    MIN_WINDOW_S,
+    VARIABLES,
+    Config,
+    ConfigError,
+    read_config,
+    read_place,
+    secret_path,
+    unknown_variables,
+)
 from effllm.switches import PREFIX, is_enabled
 
 GOOD = {
@@ -81,8 +90,8 @@ def test_every_variable_is_tried_here():
 
 
 def test_nothing_set_means_the_defaults():
-    assert read_config({}) == Config()
-    assert read_config({PREFIX + variable.name: " " for variable in VARIABLES}) == Config()
+    assert read_config({}) == Config(min_window_s=MIN_WINDOW_S)
+    assert read_config({PREFIX + variable.name: " " for variable in VARIABLES}) == Config(min_window_s=MIN_WINDOW_S)
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)

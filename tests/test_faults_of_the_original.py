@@ -74,9 +74,9 @@ def test_2_each_word_for_on_is_on(launch, on):
 @pytest.mark.parametrize(
     ("name", "wrong", "allowed"),
     [
-        ("log_interval", "0", "a whole number of at least 1"),
-        ("log_interval", "ten", "a whole number of at least 1"),
-        ("log_interval", "1.5", "a whole number of at least 1"),
+        ("log_interval", "0", "a whole number of at least 1, or auto"),
+        ("log_interval", "ten", "a whole number of at least 1, or auto"),
+        ("log_interval", "1.5", "a whole number of at least 1, or auto"),
         ("collection_interval", "0", "a number of seconds from 0.01 to 3600"),
         ("collection_interval", "nan", "a number of seconds from 0.01 to 3600"),
         ("collection_interval", "1s", "a number of seconds from 0.01 to 3600"),

@@ -208,7 +208,7 @@ def test_a_wrong_setting_costs_the_metrics_and_one_line_and_not_the_job(monkeypa
     assert list(tmp_path.iterdir()) == []
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1" in err
+    assert "EFFICIENTLLM_LOG_INTERVAL='0' is not usable: must be a whole number of at least 1, or auto" in err
 
 
 @pytest.mark.parametrize(("arguments", "named"), [((0.001, None), "collection_interval"), ((None, 15), "history_size")])

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from effllm.aggregation.account import Rows, merge_devices, window_energy
 from effllm.aggregation.gathered import Gathered
+from effllm.aggregation.joining import Joined, WindowJoiner, put
 from effllm.aggregation.ledger import Ledger, RankState
 from effllm.aggregation.pacing import is_large, late_every_s
 from effllm.aggregation.reporting import Window, doubts, report_of, summary_of
@@ -69,10 +70,10 @@ class _Held:
     def __init__(self) -> None:
         self.num_rows = self.num_bytes = 0
 
-    def release(self) -> None:
-        """Let one report go, of mean size."""
-        self.num_bytes -= self.num_bytes // self.num_rows if self.num_rows else 0
-        self.num_rows = max(self.num_rows - 1, 0)
+    def release(self, num_rows: int = 1) -> None:
+        """Let reports go, of mean size."""
+        self.num_bytes -= self.num_bytes * num_rows // self.num_rows if self.num_rows else 0
+        self.num_rows = max(self.num_rows - num_rows, 0)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -98,6 +99,8 @@ class Aggregator:
         self._config = config
         self._ledger = ledger or Ledger(attempt=attempt, job=job, started_time_s=time_s)
         self._roster = Roster(config, self._ledger)
+        known, min_s = self._ledger, config.min_window_s
+        self._joiner = WindowJoiner(min_s, known.closed, max(known.joined_until, known.closed)) if min_s else None
         self._pending: dict[int, _Pending] = {}
         self._recent: dict[int, Window] = {}
         self._spans_s: list[float] = []  # of the last windows, for the deadline
@@ -162,10 +165,10 @@ class Aggregator:
             nor may what follows be, until the agent has sent it again.
         """
         # What is done here is done ten thousand times a second.
-        rows, closed = message.rows, self._ledger.closed
+        rows, joiner = message.rows, self._joiner
         most_rows, row_bytes, is_all = self._config.history_size, num_bytes // (len(message.rows) or 1), True
         for row in rows:
-            number, window, sequence = row.rank, row.window, row.sequence
+            number, sequence = row.rank, row.sequence
             rank = self._roster.rank_of(number, row.agent)
             if rank is None:
                 self.garbage += 1
@@ -189,24 +192,47 @@ class Aggregator:
             rank.take(sequence, row.final)
             if rank.gaps > rank.lost:
                 self._lose(number, rank, rank.gaps, time_s)
-            if window > rank.last_window:
-                rank.last_window = window
             rank.iteration = row.iteration_last
             self._stalls.row(row, now_s)
-            if window <= closed:
-                self._late_rows.setdefault(window, {})[number] = row
-                continue
-            pending = self._pending.get(window)
-            if pending is None:
-                pending = self._pending[window] = _Pending(first_s=now_s)
-                heapq.heappush(self._order, window)
-            pending.rows[number] = row
-            pending.gathered.add(row)
+            if joiner is None:
+                self._enter(row, now_s)
+            else:
+                is_full = 2 * held.num_rows >= most_rows or 2 * held.num_bytes >= MAX_PENDING_BYTES
+                num_ranks = self._ledger.world_size - self._roster.num_away
+                self._enter_joined(joiner.add(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
         if self._late_rows and now_s >= self._late_s and not is_large(self._ledger.world_size):
             self._take_late(now_s, time_s)
         if self._may_close():
             self._close_ready(now_s)
         return is_all
+
+    def _enter(self, row: RankReport, now_s: float) -> None:
+        """Enter a row into its window, which is late where that has closed."""
+        number, window = row.rank, row.window
+        rank = self._ledger.ranks[number]
+        if window > rank.last_window:
+            rank.last_window = window
+        if window <= self._ledger.closed:
+            rows = self._late_rows.setdefault(window, {})
+        else:
+            pending = self._pending.get(window)
+            if pending is None:
+                pending = self._pending[window] = _Pending(first_s=now_s)
+                heapq.heappush(self._order, window)
+            rows = pending.rows
+            pending.gathered.add(row)
+        if self._joiner is None:
+            rows[number] = row
+        else:
+            put(rows, row)
+
+    def _enter_joined(self, ready: Iterable[Joined], now_s: float) -> None:
+        for number, passed, row, num_rows in ready:
+            rank = self._ledger.ranks[number]
+            rank.last_window = max(rank.last_window, passed)
+            if row is not None:
+                self._held[number].release(num_rows - 1)
+                self._enter(row, now_s)
 
     def beat(self, message: Beat, now_s: float, time_s: float) -> None:
         """Take a sign of life."""
@@ -296,6 +322,9 @@ class Aggregator:
             self._take_late(now_s, time_s)
         self._stalls.tick(now_s, time_s)
         self._ledger.note_hang(self._stalls.take_s(now_s))
+        if self._joiner is not None:
+            num_ranks, is_over = self._ledger.world_size - self._roster.num_away, self._roster.everyone_left(now_s)
+            self._enter_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
         self._close_ready(now_s, until_s)
         self._events += self._limit.roll(now_s)
 
@@ -373,7 +402,8 @@ class Aggregator:
 
     def finished(self, now_s: float) -> bool:
         """Whether every rank has left, or will not come any more, and nothing is pending."""
-        return not self._pending and not self._late_rows and self._roster.everyone_left(now_s)
+        is_waiting = self._joiner is not None and self._joiner.is_waiting
+        return not self._pending and not self._late_rows and not is_waiting and self._roster.everyone_left(now_s)
 
     def awaited(self, before_s: float) -> list[int]:
         """Return the ranks that have come and not left, and of whom nothing was heard since then."""
@@ -395,6 +425,8 @@ class Aggregator:
 
     def close_all(self) -> None:
         """Close whatever is pending: the end has come."""
+        if self._joiner is not None:
+            self._enter_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
         for window in sorted(self._pending):
             self._close(window)
         self._late_s, self._most_late = -math.inf, sys.maxsize
@@ -437,6 +469,9 @@ class Aggregator:
 
     def _close(self, number: int) -> None:
         ledger = self._ledger
+        if self._joiner is not None:
+            ledger.joined_until = self._joiner.end_of(number)
+            self._enter_joined(self._joiner.take(number), self._closed_s)  # of ranks that are behind
         ledger.closed = number
         heapq.heappop(self._order)  # windows close in order
         pending = self._pending.pop(number)
@@ -518,12 +553,21 @@ class Aggregator:
         self._judge_losses(window.ordered, time_s)
         if recent := self._recent.get(number):
             self._count_devices(recent, sign=-1)
-            window = self._weigh(number, {**recent.rows, **rows}) if recent.rows else self._join(recent, rows)
+            window = self._weigh(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
             self._recent[number] = window
             self._count_devices(window)
         if self._last_report:
             window.warming = self._last_report.warming_up
             self._emit(window, late)
+
+    def _both(self, known: dict[int, RankReport], late: dict[int, RankReport]) -> dict[int, RankReport]:
+        """Return the rows of a window with late ones, which may be the rest of what a rank had sent of it."""
+        if self._joiner is None:
+            return {**known, **late}
+        rows = dict(known)
+        for row in late.values():
+            put(rows, row)
+        return rows
 
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
@@ -555,7 +599,7 @@ class Aggregator:
 
     def safe(self) -> dict[int, int]:
         """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
-        pending: dict[int, int] = {}
+        pending: dict[int, int] = self._joiner.sequences if self._joiner is not None else {}
         for rows in (*(one.rows for one in self._pending.values()), *self._late_rows.values()):
             for rank, row in rows.items():
                 pending[rank] = min(pending.get(rank, row.sequence), row.sequence)

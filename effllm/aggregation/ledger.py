@@ -87,6 +87,7 @@ class Ledger(Struct):
     started_time_s: float
     world_size: int = 0
     closed: int = 0
+    joined_until: int = 0  # the last window of a rank's agent that is in it, where windows are joined
     reports: int = 0
     ranks: dict[int, RankState] = {}
     run: Account = msgspec.field(default_factory=Account)
@@ -126,7 +127,7 @@ class Ledger(Struct):
             self.spent.add(rank)
         self.spent.unfinished += max(self.world_size - len(self.ranks), 0)
         self.attempt, self.job = self.attempt + 1, job
-        self.world_size = self.closed = self.run_after = self.warm_until = 0
+        self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
         self.ranks, self.warmed_s, self.waited = {}, 0.0, Waited()
         for sums in (self.run.energy, self.whole.energy, self.devices):
             sums.close()

@@ -50,7 +50,10 @@ def demo(
     step_seconds: Annotated[
         float, typer.Option(min=0.001, max=60.0, metavar="S", help="Seconds of an iteration.")
     ] = 0.05,
-    log_interval: Annotated[int, typer.Option(min=1, metavar="N", help="Iterations between reports.")] = 10,
+    log_interval: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Iterations between reports. [default: 10, or more that last a second]"),
+    ] = None,
     run_dir: Annotated[
         str, typer.Option(metavar="FOLDER", help="Where the run folder is made. [default: EFFICIENTLLM_RUN_DIR]")
     ] = "",

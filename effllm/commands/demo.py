@@ -13,7 +13,7 @@ from types import FrameType
 
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.server import Server
-from effllm.config import Config, ConfigError, read_config
+from effllm.config import MIN_WINDOW_S, Config, ConfigError, read_config
 from effllm.network import discovery
 from effllm.spawn import pidfd, spawn
 from effllm.switches import PREFIX, this_process
@@ -22,7 +22,7 @@ RANKS_END_S = 6.0  # rank 0 waits five seconds at most for the summary
 SAMPLES_PER_S = 10
 
 
-def main(ranks: int, iterations: int, step_seconds: float, log_interval: int, run_dir: str) -> int:
+def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | None, run_dir: str) -> int:
     """Run the demo to its end; return 0, 1 where it did not complete, or 128 + the signal that stopped it."""
     try:
         folder = Path(run_dir or read_config(this_process()).run_dir).absolute()
@@ -32,7 +32,8 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int, ru
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     config = Config(
         collection_interval_s=1 / SAMPLES_PER_S,
-        log_interval=log_interval,
+        log_interval=log_interval or Config.log_interval,
+        min_window_s=0.0 if log_interval else MIN_WINDOW_S,
         run_dir=str(folder),
         run_name=name,
         device="simulated",

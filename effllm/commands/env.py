@@ -50,6 +50,6 @@ def commented(environ: Mapping[str, str]) -> Iterator[str]:
 def _settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     config = read_config(environ)
     for variable in VARIABLES:
-        yield PREFIX + variable.name, variable.text(getattr(config, variable.field)), variable.meaning
+        yield PREFIX + variable.name, variable.value(config), variable.meaning
     for name in SWITCHES:
         yield name, environ.get(name, "") or "1", "frameworks are hooked as they are imported"

@@ -1,0 +1,279 @@
+"""Rows of short windows to rows of windows that last a second or longer: pure.
+
+The aggregator decides where a joined window ends, and no agent: so it ends at the same iteration on all ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from effllm.agents.window import add, add_profiles
+from effllm.schema import METHODS, DeviceWindow, Gauge, Integrals, RankReport
+
+MAX_WAIT_S = 2.5  # windows that came wait for so long for more of them, and twice as long for most of the ranks
+MAX_ENDS = 1024  # ends of joined windows that are kept, for late rows
+
+
+class Joined(NamedTuple):
+    """What a rank has of a joined window: the row that several rows of it come to, or nothing."""
+
+    rank: int
+    passed: int  # the last joined window that the rank has come to the end of
+    row: RankReport | None = None
+    num_rows: int = 0
+
+
+class WindowJoiner:
+    """Joins the windows of each rank until they have lasted for long enough.
+
+    A joined window ends where the windows of most ranks have lasted for long enough, so that no single rank decides it.
+    Joined windows are numbered one by one; where each window lasts for long enough, they are those that came.
+
+    Args:
+        min_s: seconds that a joined window lasts at least; the end of the job, and a pause, end it sooner.
+        number: the last joined window that closed, 0 before the first.
+        until: the last window in it.
+    """
+
+    def __init__(self, min_s: float, number: int = 0, until: int = 0) -> None:
+        self._min_s = min_s
+        self._number, self._ends = number, [until]  # the last that has an end, and the ends of it and those before
+        self._is_new = number == 0
+        self._long: dict[int, int] = {}  # rank -> where its windows in the one without an end have lasted long enough
+        self._since_s: float | None = None  # when the first row of that came
+        self._waiting: dict[int, list[RankReport]] = {}  # by rank: rows of one joined window each
+
+    def add(self, row: RankReport, num_ranks: int, closed: int, is_full: bool, now_s: float) -> list[Joined]:
+        """Take a row; return the joined rows that are complete now.
+
+        Args:
+            row: the next of its rank.
+            num_ranks: how many ranks report.
+            closed: the last joined window that has closed: its rows wait for no others.
+            is_full: whether too many rows of the rank wait.
+            now_s: the time.
+        """
+        rank, number = row.rank, self._number_of(row.window)
+        ready: list[Joined] = []
+        rows = self._waiting.get(rank)
+        if rows is not None:
+            waiting = self._number_of(rows[0].window)
+            if number < waiting:
+                return [Joined(rank, number, join((row,), number), 1)]
+            if number > waiting:
+                ready.append(self._joined(rank))
+                rows = None
+        if rows is None and number > 1:
+            ready.append(Joined(rank, number - 1))
+        if rows is None:
+            rows = self._waiting[rank] = []
+        rows.append(row)
+        if number <= self._number:
+            if row.final or number <= closed or row.window >= self.end_of(number):
+                ready.append(self._joined(rank))
+            return ready
+        if self._since_s is None:
+            self._since_s = now_s
+        if len(rows) == 1 and row.window == self._ends[-1] + 1 and self._is_long(row, row):
+            return ready + self._end(row.window, now_s)  # it needs no others: a joined window cannot be shorter
+        if rank not in self._long and (is_full or self._is_long(rows[0], row)):
+            self._long[rank] = row.window
+        while 2 * len(self._long) > num_ranks:
+            ready += self._end(statistics.median_low(self._long.values()), now_s)
+        return ready
+
+    def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
+        """Return the rows of a joined window that has waited for too long, or of all where no more rows will come."""
+        ready: list[Joined] = []
+        while self._since_s is not None and (is_over or now_s - self._since_s >= MAX_WAIT_S):
+            newest = [rows[-1].window for rows in self._waiting.values() if rows[-1].window > self._ends[-1]]
+            if not is_over and 2 * len(newest) <= num_ranks and now_s - self._since_s < 2 * MAX_WAIT_S:
+                break
+            ready += self._end(statistics.median_low(newest), now_s)
+        return ready
+
+    def take(self, number: int) -> list[Joined]:
+        """Return what waits for the rest of a joined window that closes now."""
+        ranks = [rank for rank, rows in self._waiting.items() if self._number_of(rows[0].window) <= number]
+        return [self._joined(rank, number) for rank in ranks]
+
+    def end_of(self, number: int) -> int:
+        """Return the last window in a joined window that has an end."""
+        return self._ends[max(number - self._number - 1, -len(self._ends))]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows wait for others."""
+        return bool(self._waiting)
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        """The lowest sequence of each rank whose rows wait for others."""
+        return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
+
+    def _number_of(self, window: int) -> int:
+        """Return the joined window that a window is in."""
+        return self._number + 1 - len(self._ends) + bisect_left(self._ends, window)
+
+    def _is_long(self, first: RankReport, last: RankReport) -> bool:
+        return last.final or last.end_time_s - first.start_time_s >= self._min_s
+
+    def _end(self, end: int, now_s: float) -> list[Joined]:
+        """End the newest joined window; return the rows of the ranks that have come to its end."""
+        before = self._ends[-1]
+        opened = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > before}
+        if self._is_new:
+            self._is_new, self._number = False, statistics.median_low(rows[0].window for rows in opened.values()) - 1
+        self._number += 1
+        self._ends.append(end)
+        if len(self._ends) > MAX_ENDS:
+            del self._ends[: MAX_ENDS // 2]
+        self._long, self._since_s = {}, None
+        ready = []
+        for rank, rows in opened.items():
+            rest = [row for row in rows if row.window > end]
+            if rest or rows[-1].final or rows[-1].window == end:
+                self._waiting[rank] = [row for row in rows if row.window <= end]
+                ready.append(self._joined(rank) if self._waiting[rank] else Joined(rank, self._number))
+            if rest:
+                self._waiting[rank], self._since_s = rest, now_s
+                long = next((row.window for row in rest if self._is_long(rest[0], row)), None)
+                self._long |= {} if long is None else {rank: long}
+        return ready
+
+    def _joined(self, rank: int, number: int | None = None) -> Joined:
+        rows = self._waiting.pop(rank)
+        number = self._number_of(rows[0].window) if number is None else number
+        return Joined(rank, number, join(rows, number), len(rows))
+
+
+def put(rows: dict[int, RankReport], row: RankReport) -> None:
+    """Enter a row among those of other ranks; of one that is there already it is the continuation."""
+    known = rows.get(row.rank)
+    rows[row.rank] = row if known is None else join((known, row), row.window)
+
+
+def join(rows: Sequence[RankReport], window: int) -> RankReport:
+    """Return what rows of one rank come to, oldest first: every sum exactly.
+
+    Its own median is the median of theirs. Where one of them is missing, its iterations are as many as theirs, and the
+    first of them is counted back from the last.
+
+    Args:
+        rows: of one rank, one after the other.
+        window: the number of the window that they make.
+    """
+    first, last = rows[0], rows[-1]
+    if len(rows) == 1:
+        return first if first.window == window else replace(first, window=window)
+    medians_s = [row.own_median_s for row in rows if row.own_median_s is not None]
+    profile = None
+    for row in rows:
+        profile = add_profiles(profile, row.profile)
+    return replace(
+        last,
+        **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
+        window=window,
+        sequence=min(row.sequence for row in rows),  # until it is written, none of them is safe
+        iteration_first=last.iteration_last - sum(row.iterations for row in rows) + 1,
+        start_time_s=first.start_time_s,
+        phases_s=_sums(row.phases_s for row in rows),
+        loss=_last_loss(rows),
+        first_not_finite=next((row.first_not_finite for row in rows if row.first_not_finite is not None), None),
+        devices=_devices(rows),
+        final=any(row.final for row in rows),
+        reset=any(row.reset for row in rows),
+        profile=profile,
+        own_median_s=statistics.median(medians_s) if medians_s else None,
+    )
+
+
+_SUMS = (
+    "wall_s", "busy_s", "wait_s", "tokens", "tokens_processed", "tokens_loss", "samples", "iterations_overrun",
+    "generated_tokens", "generation_s", "prompt_tokens", "device_steps", "device_step_s", "own_steps", "own_step_s",
+    "device_own_steps", "device_own_step_s", "losses_not_finite",
+)  # fmt: skip
+
+
+def _last_loss(rows: Sequence[RankReport]) -> float | None:
+    for row in reversed(rows):
+        if row.loss is not None or row.losses_not_finite:
+            return row.loss
+    return None
+
+
+_Key = TypeVar("_Key")
+
+
+def _sums(parts: Iterable[dict[_Key, float]]) -> dict[_Key, float]:
+    sums: dict[_Key, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def _devices(rows: Sequence[RankReport]) -> tuple[DeviceWindow, ...]:
+    known: dict[str, list[DeviceWindow]] = {}
+    for row in rows:
+        for device in row.devices:
+            known.setdefault(device.device, []).append(device)
+    return tuple(parts[0] if len(parts) == 1 else _device(parts) for parts in known.values())
+
+
+def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
+    phases: dict[str, Integrals] = {}
+    gauges: dict[str, Gauge] = {}
+    for part in parts:
+        for name, integrals in part.phases.items():
+            phases[name] = add(phases[name], integrals) if name in phases else integrals
+        for name, gauge in part.gauges.items():
+            known = gauges.get(name)
+            gauges[name] = gauge if known is None else _gauge(known, gauge)
+    return DeviceWindow(
+        device=parts[0].device,
+        wall=_wall([part.wall for part in parts]),
+        phases=phases,
+        memory_peak_bytes=_most(part.memory_peak_bytes for part in parts),
+        power_peak_w=_most(part.power_peak_w for part in parts),
+        energy_method=_worst({part.energy_method for part in parts if part.energy_method is not None}),
+        gauges=gauges,
+        throttled_s=_sums(part.throttled_s for part in parts),
+        throttle_covered_s=sum(part.throttle_covered_s for part in parts),
+        power_histogram_s=_sums(part.power_histogram_s for part in parts),
+        energy_gain_error=_most(part.energy_gain_error for part in parts),
+    )
+
+
+def _gauge(one: Gauge, other: Gauge) -> Gauge:
+    value_seconds, covered_s = one.value_seconds + other.value_seconds, one.covered_s + other.covered_s
+    return Gauge(value_seconds, covered_s, min(one.least, other.least), max(one.most, other.most))
+
+
+def _wall(parts: Sequence[Integrals]) -> Integrals:
+    """Return the integrals over stretches that follow each other: what one gains at an edge the next one loses."""
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = add(whole, part)
+    if whole.energy_j is None:
+        return whole
+    met_j2 = sum(
+        before.energy_end_j2 + after.energy_start_j2
+        for before, after in pairwise(parts)
+        if before.energy_j is not None and after.energy_j is not None
+    )
+    return replace(whole, energy_inside_j2=max(whole.energy_inside_j2 - met_j2, 0.0))
+
+
+def _worst(methods: set[str]) -> str | None:
+    return max(methods, key=lambda method: METHODS.index(method) if method in METHODS else -1, default=None)
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,241 @@
+"""effllm/aggregation/joining.py: short windows become windows of a second, alike on all ranks, exactly."""
+
+import math
+import random
+
+import msgspec
+import pytest
+from builders import device_window, full, hello, reports, row
+
+from effllm.aggregation.aggregator import MAX_PENDING_BYTES, Aggregator
+from effllm.aggregation.joining import MAX_WAIT_S, join
+from effllm.aggregation.ledger import restore
+from effllm.config import MIN_WINDOW_S, Config, read_config
+from effllm.schema import Bye, Gauge, Integrals
+
+
+def short(rank, window, window_s=0.01, **changes):
+    """Return a row of ten iterations that take so long."""
+    end_s = 1000.0 + window * window_s
+    values = {
+        "start_time_s": end_s - window_s,
+        "end_time_s": end_s,
+        "wall_s": window_s,
+        "busy_s": 0.9 * window_s,
+        "wait_s": 0.1 * window_s,
+        "phases_s": {},
+        "devices": (device_window(f"GPU-{rank}", window_s),),
+        "sequence": window,
+    }
+    return row(rank, window, **{**values, **changes})
+
+
+class Job:
+    def __init__(self, world_size, snapshot=None, min_window_s=MIN_WINDOW_S):
+        config = Config(min_window_s=min_window_s)
+        self.aggregator = Aggregator(config, "job", 1, 1000.0, snapshot)
+        self.now_s = 0.0
+        for rank in range(world_size):
+            assert not self.aggregator.hello(hello(rank, world_size), self.now_s, 1000.0)
+
+    def send(self, *rows):
+        return self.aggregator.reports(reports(*rows), self.now_s, 1000.0 + self.now_s)
+
+    def tick(self, seconds=0.0):
+        self.now_s += seconds
+        self.aggregator.tick(self.now_s, 1000.0 + self.now_s)
+
+    def bye(self, rank):
+        self.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 10), self.now_s, 1000.0 + self.now_s)
+
+    def closed(self):
+        return self.aggregator.take_closed()
+
+
+def test_only_an_unset_interval_is_joined():
+    assert read_config({}).min_window_s == MIN_WINDOW_S
+    assert read_config({"EFFICIENTLLM_LOG_INTERVAL": "auto"}) == read_config({})
+    assert read_config({"EFFICIENTLLM_LOG_INTERVAL": "10"}) == Config(log_interval=10)
+
+
+def test_windows_of_10_ms_become_one_a_second():
+    job = Job(2)
+    for window in range(1, 1001):
+        job.send(short(0, window))
+        job.send(short(1, window))
+
+    windows = [one.report for one in job.closed()]
+
+    assert 9 <= len(windows) <= 10
+    assert [one.window for one in windows] == list(range(1, len(windows) + 1))
+    assert all(one.iteration_last - one.iteration_first + 1 == 10 * 100 for one in windows)
+
+
+def test_windows_of_a_second_are_those_of_the_agents():
+    joined, plain = Job(2), Job(2, min_window_s=0.0)
+    for window in range(501, 520):
+        for job in (joined, plain):
+            job.send(short(0, window, 1.1))
+            job.send(short(1, window, 1.1))
+
+    shown = [[(one.report.window, one.report.values, one.rows) for one in job.closed()] for job in (joined, plain)]
+
+    assert len(shown[0]) == 19
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_totals_are_exact_and_edges_alike_at_any_speed(seed):
+    chance = random.Random(seed)
+    ranks, last = chance.choice([1, 2, 3]), 160
+    job, plain = Job(ranks), Job(ranks, min_window_s=0.0)
+    lengths_s = [chance.choice([0.01, 0.05, 0.3, 1.5]) for _ in range(last // 20)]
+    left = {rank: list(range(1, last + 1)) for rank in range(ranks)}
+    ends_s = [0.0]
+    for window in range(last):
+        ends_s.append(ends_s[-1] + lengths_s[window // 20])
+    while any(left.values()):
+        rank = chance.choice([rank for rank in left if left[rank]])
+        windows = [left[rank].pop(0) for _ in range(min(chance.randint(1, 30), len(left[rank])))]
+        rows = [
+            short(
+                rank, window, ends_s[window] - ends_s[window - 1], final=window == last,
+                start_time_s=1000.0 + ends_s[window - 1], end_time_s=1000.0 + ends_s[window],
+            )
+            for window in windows
+        ]  # fmt: skip
+        job.send(*rows)
+        plain.send(*rows)
+    for one in (job, plain):
+        for rank in range(ranks):
+            one.bye(rank)
+        one.tick()
+
+    windows, expected = job.closed(), plain.closed()
+
+    assert job.aggregator.finished(job.now_s)
+    assert not job.aggregator.summary(1000.0, ended=True).events.get("missing")
+    for one in windows:
+        assert len(one.rows) == ranks
+        assert len({(row.iteration_first, row.iteration_last) for row in one.rows}) == 1
+        span_s = min(row.end_time_s - row.start_time_s for row in one.rows)
+        assert span_s >= 0.999 or one is windows[-1]
+    ours, theirs = windows[-1].report, expected[-1].report
+    assert ours.run.tokens == theirs.run.tokens == ranks * last * 1000
+    assert (ours.run.iterations, ours.iteration_last) == (theirs.run.iterations, theirs.iteration_last)
+    assert ours.run.energy_j == pytest.approx(theirs.run.energy_j)
+    assert ours.run.energy_error_j == pytest.approx(theirs.run.energy_error_j)
+    for base in ("run", "job"):
+        sums = [msgspec.structs.asdict(getattr(one, base)) for one in (ours, theirs)]
+        numbers = [{name: value for name, value in one.items() if isinstance(value, (int, float))} for one in sums]
+        assert numbers[0] == pytest.approx(numbers[1])
+
+
+def test_a_restart_counts_each_row_once():
+    job = Job(2)
+    rows = {rank: [short(rank, window, final=window == 400) for window in range(1, 401)] for rank in (0, 1)}
+    for at in range(0, 230, 10):
+        job.send(*rows[0][at : at + 10])
+        job.send(*rows[1][at : at + 10])
+    safe = job.aggregator.safe()
+    assert len(job.closed()) == 2
+    assert safe == {0: 200, 1: 200}
+
+    second = Job(2, restore(job.aggregator.snapshot()))
+    for rank in (0, 1):
+        second.send(*rows[rank][150:])  # more than nobody has confirmed
+        second.bye(rank)
+    second.tick()
+
+    report = second.closed()[-1].report
+    assert report.run.tokens == 2 * 400 * 1000
+    assert report.run.iterations == 4000
+    assert report.run.energy_j == pytest.approx(2 * 400 * full(0.01).energy_j)
+    assert report.window > 2
+
+
+def test_nothing_that_waits_is_safe():
+    job = Job(2)
+    job.send(*(short(0, window) for window in range(1, 121)))
+    assert job.aggregator.safe() == {0: 0, 1: 0}
+    job.send(*(short(1, window) for window in range(1, 121)))
+    assert job.aggregator.safe() == {0: 100, 1: 100}
+
+
+def test_a_pause_does_not_hold_back_what_has_come():
+    job = Job(2)
+    for rank in (0, 1):
+        job.send(*(short(rank, window) for window in range(1, 31)))
+    job.tick(MAX_WAIT_S - 0.1)
+    assert not job.closed()
+    job.tick(0.2)
+    assert [one.report.iteration_last for one in job.closed()] == [300]
+
+
+def test_a_rank_that_is_late_is_counted_whole():
+    job = Job(3)
+    for window in range(1, 101):
+        job.send(short(0, window))
+        job.send(short(1, window))
+    job.send(*(short(2, window) for window in range(1, 41)))
+    for _ in range(100):
+        job.tick(1.0)
+    assert [one.report.last.tokens for one in job.closed()] == [240 * 1000]
+    job.send(*(short(2, window) for window in range(41, 101)))
+    job.tick(1.0)
+    for window in range(101, 202):
+        for rank in range(3):
+            job.send(short(rank, window))
+
+    report = job.closed()[-1].report
+
+    assert report.run.tokens == 600 * 1000
+    assert report.run.energy_j == pytest.approx(600 * full(0.01).energy_j)
+
+
+def test_one_rank_far_ahead_does_not_hold_the_others_back():
+    job = Job(3)
+    job.send(*(short(2, window, 1000.0) for window in range(10**9, 10**9 + 50)))
+    for window in range(1, 1001):
+        job.send(short(0, window))
+        job.send(short(1, window))
+        job.tick()
+
+    assert [one.report.iteration_last for one in job.closed()] == list(range(1000, 10_001, 1000))
+
+
+def test_a_full_rank_loses_nothing():
+    job = Job(1)
+    rows = [short(0, window, 0.0001) for window in range(1, 1501)]
+    taken = [job.aggregator.reports(reports(one), 0.0, 1000.0, MAX_PENDING_BYTES // 100) for one in rows]
+    assert all(taken)
+    job.aggregator.close_all()
+    assert job.closed()[-1].report.run.tokens == 1500 * 1000
+
+
+def test_a_row_has_what_its_parts_have():
+    one = short(0, 1, loss=2.0, own_steps=2, own_median_s=1.0, reset=True, phases_s={"evaluation": 1.0})
+    two = short(0, 2, loss=None, own_steps=2, own_median_s=3.0, final=True, losses_not_finite=1, first_not_finite=7)
+    device = device_window(
+        "GPU-0", 0.01, gauges={"temperature_c": Gauge(0.5, 0.01, 40.0, 60.0)}, power_histogram_s={10: 0.01},
+        throttled_s={"any": 0.005}, throttle_covered_s=0.01, power_peak_w=300.0,
+        wall=Integrals(1.0, 0.01, energy_start_j2=4.0, energy_end_j2=9.0, energy_inside_j2=1.0),
+    )  # fmt: skip
+
+    whole = join([short(0, 1, devices=(device,)), short(0, 2, devices=(device,))], 5)
+    [both] = whole.devices
+    assert (whole.window, whole.sequence, whole.iteration_first, whole.iteration_last) == (5, 1, 1, 20)
+    assert both.wall == Integrals(2.0, 0.02, energy_start_j2=4.0, energy_end_j2=9.0, energy_inside_j2=2.0)
+    assert both.gauges == {"temperature_c": Gauge(1.0, 0.02, 40.0, 60.0)}
+    assert (both.power_histogram_s, both.throttled_s, both.throttle_covered_s) == ({10: 0.02}, {"any": 0.01}, 0.02)
+
+    whole = join([one, two], 2)
+    assert (whole.loss, whole.own_median_s, whole.reset, whole.final) == (None, 2.0, True, True)
+    assert (whole.losses_not_finite, whole.first_not_finite, whole.phases_s) == (1, 7, {"evaluation": 1.0})
+    assert math.isclose(whole.wall_s, 0.02)
+
+
+def test_a_missing_row_is_no_iteration():
+    whole = join([short(0, 1), short(0, 3)], 3)
+
+    assert (whole.iterations, whole.iteration_last, whole.tokens) == (20, 30, 2000)
