@@ -5,7 +5,7 @@ import math
 import random
 import re
 import statistics
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -643,6 +643,34 @@ def test_a_counter_that_is_late_keeps_a_wide_interval(lag_s):
 
 def test_a_share_that_nobody_knows_keeps_a_wide_interval():
     assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
+
+
+FAST_AND_SLOW = {
+    "square 2 s": lambda seed: square(100.0, 500.0, 2.03 + 0.01 * seed),
+    "square 0.5 s": lambda seed: square(100.0, 600.0, 0.45 + 0.003 * seed),
+    "square 0.4 s": lambda seed: square(380.0, 680.0, 0.42 + 0.003 * seed, 0.75),
+    "square 0.3 s": lambda seed: square(100.0, 600.0, 0.33 + 0.007 * seed),
+    "square 0.2 s": lambda seed: square(100.0, 600.0, 0.17 + 0.003 * seed),
+    "sine 1 s": lambda seed: sine(200.0, 500.0, 1.24 + 0.01 * seed),
+    "sine 0.5 s": lambda seed: sine(100.0, 600.0, 0.5 + 0.003 * seed),
+    "sine 0.2 s": lambda seed: sine(100.0, 600.0, 0.16 + 0.003 * seed),
+    "bursts": lambda seed: bursts(90.0, 600.0, 0.31, 0.15, seed + 17),
+    "telegraph": lambda seed: Telegraph(100.0, 600.0, 0.4, seed + 17),
+}
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 0.01, 0.04])
+def test_stated_intervals_cover_each_kind_of_wave_whatever_the_lag(lag_s):
+    covered = {}
+    for (kind, curve), window_s in product(FAST_AND_SLOW.items(), (0.2, 1.0, 5.0)):
+        count = {0.2: 400, 1.0: 140, 5.0: 45}[window_s]
+        for seed in range(2):
+            known = {"lag_is_known": False, "lag_s": lag_s, "name": "NVIDIA L40S"}
+            last = simulate(curve(seed), seed, window_s=window_s, count=count, **known)[count // 3 :]
+            covered.setdefault((kind, window_s), []).extend(abs(w.error_j) <= 1.96 * w.deviation_j for w in last)
+
+    assert [group for group, hits in covered.items() if statistics.fmean(hits) < 0.9] == []
+    assert statistics.fmean(chain.from_iterable(covered.values())) >= 0.93
 
 
 # --- a calibration that the device contradicts ---

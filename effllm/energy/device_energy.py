@@ -346,8 +346,10 @@ class EnergyLedger:
         # What is open about both edges moves them alike, so that only a difference of power between them counts;
         # what is open about one of them alone, for more was known at the other, moves that one.
         both_s2 = min(start.shift_s2, end.shift_s2)
-        # However alike the edges of this stretch are, those of a run are not.
-        rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, self._powers.variance_w2 / 4)
+        # However alike the edges of this stretch are, those of a run are not; and of a fast wave the power at an edge
+        # says little of that next to it.
+        spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
+        rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
         before_j2, after_j2 = self._variances_j2(from_ns), self._variances_j2(to_ns)
         return Energy(
             joules=joules,
@@ -497,7 +499,7 @@ class EnergyLedger:
         sensor = self._sensor
         if self._lag is None or self.clock is None or not sensor.is_held or sensor.duty < 1.0 or sensor.lag_s:
             return
-        if sensor.lag_error_s <= MIN_ERROR_S or (last := self.clock.before(time_ns)) is None:
+        if sensor.lag_error_s < MIN_ERROR_S or (last := self.clock.before(time_ns)) is None:
             return
         tick_ns = self.clock.tick_ns
         read: dict[int, tuple[float, float, float]] = {}
@@ -510,8 +512,11 @@ class EnergyLedger:
         for tick, (total_j, power_w, _) in read.items():
             if (before := read.get(tick - 1)) is not None and 0 < tick <= 2:
                 self._lag.add((total_j - before[0]) / (tick_ns * NS), power_w, *before[1:])
-        error_s = self._lag.error_s(tick_ns * NS)
-        if error_s is not None and error_s < sensor.lag_error_s:
+        tick_s = tick_ns * NS
+        error_s = self._lag.error_s(tick_s)
+        if sensor.lag_error_s < sensor.tick_s and self._lag.contradicts(sensor.lag_error_s, tick_s):
+            self._sensor = replace(sensor, lag_error_s=error_s or sensor.tick_s)
+        elif error_s is not None and error_s < sensor.lag_error_s:
             self._sensor = replace(sensor, lag_error_s=error_s)
 
     def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> _Level:

@@ -8,6 +8,7 @@ common does not show.
 
 from __future__ import annotations
 
+import bisect
 import math
 
 from effllm import hardware
@@ -20,6 +21,12 @@ MIN_CHANGES, MAX_LAG = 12, 0.02
 #: Nothing is claimed to be known better than this.
 MIN_ERROR_S = 0.001
 
+#: A reading whose part is larger shows the power of the tick after: it came when the counter was late.
+MAX_STILL_PART = 0.2
+#: So many readings must agree on a moment in the tick, for power that comes and goes may look like that by chance.
+AGREEING = 3
+#: So many of the readings that are latest in their tick are kept.
+MAX_KEPT = 256
 #: A counter that moves more often than this has no tick of which a part could matter.
 MIN_SHARE_TICK_S = 0.005
 
@@ -44,7 +51,8 @@ class LagEvidence:
     def __init__(self) -> None:
         self._count = 0
         self._sum = self._squares = 0.0
-        self._latest_s = (0.0, 0.0)  # the latest moments in a tick at which power was still that of the tick before
+        self._still_s: list[float] = []  # the latest moments in a tick at which power was still that of the tick before
+        self._moved_s: list[float] = []  # the earliest at which it was not
 
     def add(self, step_w: float, power_w: float, before_w: float, since_s: float) -> None:
         """Take one tick.
@@ -62,16 +70,35 @@ class LagEvidence:
         self._count += 1
         self._sum += part
         self._squares += part * part
-        self._latest_s = (max(self._latest_s[0], min(self._latest_s[1], since_s)), max(self._latest_s[1], since_s))
+        if abs(part) <= MAX_STILL_PART:
+            bisect.insort(self._still_s, since_s)
+            del self._still_s[:-MAX_KEPT]
+        else:
+            bisect.insort(self._moved_s, since_s)
+            del self._moved_s[AGREEING:]
 
     def error_s(self, tick_s: float) -> float | None:
         """Return the half-width of what is open about the lag where it is found to be none; else ``None``."""
-        if self._count < MIN_CHANGES:
+        mean, half_width = self._part()
+        if mean + half_width > MAX_LAG:
             return None
+        still_s = self._still_s[: bisect.bisect_left(self._still_s, self._moves_at_s(tick_s))]
+        latest_s = still_s[-AGREEING] if len(still_s) >= AGREEING else 0.0
+        return max((mean + half_width) * tick_s, tick_s - latest_s, MIN_ERROR_S)
+
+    def contradicts(self, error_s: float, tick_s: float) -> bool:
+        """Return whether the counter is later than by so much."""
+        mean, half_width = self._part()
+        return self._moves_at_s(tick_s) < tick_s - error_s or mean - half_width > max(MAX_LAG, error_s / tick_s)
+
+    def _part(self) -> tuple[float, float]:
+        """Return the mean part, without its sign, and its half-width; 0 and infinite where changes are too few."""
+        if self._count < MIN_CHANGES:
+            return 0.0, math.inf
         mean = self._sum / self._count
         variance = max(self._squares / self._count - mean * mean, 0.0) / (self._count - 1)
-        open_part = abs(mean) + NORMAL_95 * math.sqrt(variance)
-        if open_part > MAX_LAG:
-            return None
-        # The last but one, for power that comes and goes may once look like that by chance.
-        return max(open_part * tick_s, tick_s - self._latest_s[0], MIN_ERROR_S)
+        return abs(mean), NORMAL_95 * math.sqrt(variance)
+
+    def _moves_at_s(self, tick_s: float) -> float:
+        """Return from when in a tick on power was that of the next; the tick's end where it never was."""
+        return self._moved_s[-1] if len(self._moved_s) == AGREEING else tick_s

@@ -8,6 +8,10 @@ from collections import deque
 NS = 1e-9
 #: Of what may be hidden in a tick usually: what may be where it and its neighbours agree.
 CALM = 0.03
+#: From here on `_slowness` is that of a fast wave; a wave of seven ticks has it.
+MIN_FAST = 0.4
+#: What may be hidden in a tick of a fast wave, beside what its changes show, and more where power turns back each time.
+FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
 
 
 class PowerSpread:
@@ -79,7 +83,9 @@ class PowerSpread:
         noise_w = self.noise_w()
         changing = sum(change > 4 * noise_w for change in self._near) / len(self._near)
         change_w2 = self._change_w2()
-        hidden = 0.055 * max(self._roughness() * changing**3, self._turning())
+        turning = self._turning()
+        fast = self.fastness() * (FAST_HIDDEN + TURNING_HIDDEN * turning)
+        hidden = 0.055 * max(self._roughness() * changing**3, turning, fast)
         return hidden * min(max(change_w**2, CALM * change_w2), change_w2)
 
     def _turning(self) -> float:
@@ -101,6 +107,13 @@ class PowerSpread:
     def _slowness(self) -> float:
         """Return 0 where neighbouring readings agree, 1 where they know nothing of each other."""
         return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
+
+    def fastness(self) -> float:
+        """Return 0 for waves of seven ticks and longer, 1 where the power of a tick says nothing of that of the next.
+
+        Levels that last for less than two ticks or so are in no tick's mean, so that no step between them is found.
+        """
+        return max((self._slowness() - MIN_FAST) / (1 - MIN_FAST), 0.0)
 
     def alias_w2(self, duty: float) -> float:
         """Return the variance of the mean over part of a tick against that over the whole."""
