@@ -613,7 +613,8 @@ class Server:
         self._tick(time.monotonic())
         self._hand_out(time.monotonic())
         self._git.stop()
-        if not self._aggregator.world_size and self._orders.trainer_descriptor < 0:
+        has_heard = self._aggregator.world_size or self._told_shortage
+        if not has_heard and self._orders.trainer_descriptor < 0:
             for sink in self._sinks:
                 sink.stop(lambda _: None)
             for sink in self._sinks:
