@@ -96,6 +96,13 @@ SYSTEMS = {
         "FSDP, DeepSpeed, a GPU",
         "by hand: the model of litgpt 0.5.13 in such a loop",
     ),
+    "torchtune": System(
+        "torchtune",
+        ("torchtune",),
+        "import hook on `FTRecipeInterface`, of which all recipes are",
+        "positions of a batch that are not the tokenizer's padding",
+        "LoRA, QAT, knowledge distillation, tensor parallelism, a GPU",
+    ),
     "torchtitan": System(
         "torchtitan", ("torchtitan",), "import hook on its metrics and trainer", "its own count", "a GPU"
     ),

@@ -39,6 +39,8 @@ TARGETS: dict[str, str] = {
     "torchtitan.components.metrics": "torchtitan:attach",
     "torchtitan.trainer": "torchtitan:attach_trainer",
     "torchtitan.train": "torchtitan:attach_trainer",
+    "torchtune.recipe_interfaces": "torchtune:attach",
+    "torchtune.utils": "torchtune:attach_batches",
     "torch.optim.optimizer": "optimizer:attach",
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }

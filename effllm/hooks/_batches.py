@@ -46,8 +46,8 @@ class Batches:
         atexit.register(self._at_exit)  # after the session's own, so that it is called before
 
     def see(self, inputs: Any, counts_samples: bool = True) -> None:
-        """Count a micro-batch: tokens where it shows them, else samples alone."""
-        seen = read_batch(inputs)
+        """Count a micro-batch, or what a hook has read from it: tokens where it shows them, else samples alone."""
+        seen = inputs if isinstance(inputs, Batch) else read_batch(inputs)
         if seen is None or not seen.source:
             first = next(_tensors(inputs, _DEPTH), None)
             seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)

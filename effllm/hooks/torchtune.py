@@ -1,0 +1,200 @@
+"""torchtune's fine-tuning recipes, full, LoRA, QAT and knowledge distillation: scripts that `tune run` starts.
+
+A recipe is no module that could be hooked by its name, but its class says that it is one: `FTRecipeInterface` hears of
+it.  An iteration begins with its first batch, when that goes to the device, and ends when the recipe steps its
+profiler and ``global_step`` has grown; it reads its loss before that, so a GPU has done its work.  What torch's
+DataLoader takes for later micro-batches is a data wait.
+
+Tokens are the positions that are not the tokenizer's padding, those with a label are the ones by which the recipe
+weighs its loss.  They are summed up where the DataLoader put them, so nothing waits for a GPU.  Recipes of other
+batches (DPO, PPO) are left to the hook of torch's optimizers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from effllm.config import read_place
+from effllm.hooks import Unknown
+from effllm.hooks._batch import UNKNOWN, Batch
+from effllm.hooks._batches import Batches
+from effllm.hooks._parameters import parameters_of
+from effllm.hooks._steps import Steps, place
+from effllm.hooks._wrap import Call, Guard, around
+from effllm.switches import this_process
+from effllm.training import ownership
+
+_GUARD = Guard("torchtune")
+_COUNTING = Guard("the parameter count of torchtune's model")
+
+
+def attach(module: ModuleType) -> None:
+    """Hook all recipes: of ``torchtune.recipe_interfaces``.
+
+    Raises:
+        Unknown: it has no ``FTRecipeInterface``.
+    """
+    interface: Any = getattr(module, "FTRecipeInterface", None)
+    if interface is None:
+        raise Unknown("torchtune.recipe_interfaces has no FTRecipeInterface")
+
+    def hears_of(cls: Any, /, **named: Any) -> None:
+        super(interface, cls).__init_subclass__(**named)
+        _GUARD(_attach_recipe, cls)
+
+    interface.__init_subclass__ = classmethod(hears_of)
+
+
+def attach_batches(module: ModuleType) -> None:
+    """Hook the way of a batch to the device: of ``torchtune.utils``.
+
+    Raises:
+        Unknown: it has no ``batch_to_device``.
+    """
+    if not around(module, "batch_to_device", _GUARD, before=_LOOP.batch_begins):
+        raise Unknown("torchtune.utils has no batch_to_device")
+
+
+def _attach_recipe(recipe: Any) -> None:
+    own = vars(recipe)
+    if "train" in own:
+        around(recipe, "train", _GUARD, before=_LOOP.begins, after=_LOOP.ended, failed=_LOOP.failed)
+    if "validate" in own:
+        _mark_phase(recipe, "validate", "evaluation")
+    if "save_checkpoint" in own:
+        _mark_phase(recipe, "save_checkpoint", "checkpoint")
+
+
+def _mark_phase(holder: Any, name: str, phase: str) -> None:
+    around(
+        holder,
+        name,
+        _GUARD,
+        before=lambda _call: _LOOP.phase_begins(phase),
+        after=lambda *_: _LOOP.phase_ended(),
+        failed=lambda _: _LOOP.phase_ended(),
+    )
+
+
+class _Loop:
+    """The steps of the recipe that trains."""
+
+    def __init__(self) -> None:
+        self._steps = Steps(ownership.FRAMEWORK, "torchtune", "Step")
+        self._batches = Batches(self._steps)
+        self._recipe: Any = None
+        self._step = 0
+        self._phases = 0
+        self._hears_waits = self._is_running = False
+        self._counts_data = True
+
+    def begins(self, call: Call) -> None:
+        """Take note of a recipe that begins to train; its first batch begins the metrics."""
+        recipe = self._recipe = call.args[0]
+        self._phases, self._is_running = 0, False
+        profiler = getattr(recipe, "_profiler", None)  # without one an iteration ends with the next batch
+        around(type(profiler), "step", _GUARD, after=self.profiler_stepped)
+        client = getattr(recipe, "_checkpoint_client", None)
+        if client is not None:
+            _mark_phase(type(client), "save_checkpoint", "checkpoint")
+
+    def batch_begins(self, call: Call) -> None:
+        """Begin an iteration or go on with it, and count the batch while it is on the CPU."""
+        batch, recipe = call.get("batch"), self._recipe
+        if recipe is None or self._phases or not isinstance(batch, Mapping):
+            return
+        ids, labels = batch.get("tokens"), batch.get("labels")
+        if not (hasattr(ids, "numel") and hasattr(labels, "numel")) or not (self._steps.is_owner or self._begin()):
+            return
+        self._end_if_stepped()
+        if not self._is_running:
+            self._is_running = True
+            self._steps.start()
+        if self._counts_data:
+            self._batches.see(_read(batch, recipe))
+
+    def profiler_stepped(self, _token: Any, call: Call, _result: Any) -> None:
+        """End the iteration where the recipe has taken a step."""
+        if self._recipe is not None and call.args[0] is getattr(self._recipe, "_profiler", None):
+            self._end_if_stepped()
+
+    def phase_begins(self, phase: str) -> None:
+        """Begin an evaluation or a checkpoint."""
+        if self._recipe is not None:
+            self._end_if_stepped()
+            self._phases += 1
+            self._steps.phase_start(phase)
+
+    def phase_ended(self) -> None:
+        """End it."""
+        if self._phases:
+            self._phases -= 1
+            self._steps.phase_end()
+
+    def ended(self, *_: Any) -> None:
+        """End the metrics of a recipe."""
+        self._finish("completed")
+
+    def failed(self, _token: Any) -> None:
+        """End the metrics of a recipe that failed."""
+        self._finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
+
+    def _finish(self, status: str) -> None:
+        self._recipe = None
+        self._steps.finish(status)
+
+    def _end_if_stepped(self) -> None:
+        if self._is_running and self._recipe.global_step != self._step:
+            self._step, self._is_running = self._recipe.global_step, False
+            self._batches.end()
+
+    def _begin(self) -> bool:
+        """Begin the metrics; return whether these steps count."""
+        if not ownership.claim(ownership.FRAMEWORK, self._steps.name):
+            return False
+        recipe, self._step = self._recipe, self._recipe.global_step
+        rank = (place() or read_place(this_process())).rank
+        # Ranks in tensor parallelism read the same batch; the dimension of data is the outer one.
+        data_size = getattr(recipe, "dp_size", None) or getattr(recipe, "dp_degree", None)
+        self._counts_data = not data_size or rank % max(recipe.world_size // data_size, 1) == 0
+        found = _COUNTING(parameters_of, recipe._model)
+        epochs, steps = getattr(recipe, "total_epochs", None), getattr(recipe, "_steps_per_epoch", None)
+        self._steps.begin(
+            parameter_share=found.share(rank == 0) if found else None,
+            first_iteration=self._step,
+            total_iterations=epochs * steps if epochs and steps else None,
+            facts={
+                "framework_version": getattr(sys.modules.get("torchtune"), "__version__", None) or "unknown",
+                "recipe": type(recipe).__name__,
+                "precision": str(getattr(recipe, "_dtype", "unknown")).removeprefix("torch."),
+                "gradient_accumulation_steps": getattr(recipe, "_gradient_accumulation_steps", 1),
+            },
+        )
+        self._batches.of_model(recipe._model, None)
+        if not self._hears_waits:
+            from effllm.hooks._rounds import hear_waits  # late: that it is loaded means that something has stepped
+
+            hear_waits(self._steps)
+            self._hears_waits = True
+        return True
+
+
+def _read(batch: Mapping[str, Any], recipe: Any) -> Batch:
+    ids: Any = batch["tokens"]
+    labels: Any = batch["labels"]
+    places: Any = batch.get("input_pos")
+    padding = getattr(getattr(recipe, "_tokenizer", None), "pad_id", None)
+    is_packed = places is not None and places.shape == ids.shape
+    return Batch(
+        tokens_processed=ids.numel(),
+        samples=(places == 0).sum() if is_packed else len(ids),
+        tokens=ids.numel() if padding is None else (ids != padding).sum(),
+        tokens_loss=(labels != getattr(getattr(recipe, "_loss_fn", None), "ignore_index", -100)).sum(),
+        source=UNKNOWN if padding is None else "all but the tokenizer's padding",
+    )
+
+
+_LOOP = _Loop()
