@@ -21,7 +21,7 @@ MIN_CHANGES, MAX_LAG = 12, 0.02
 #: Nothing is claimed to be known better than this.
 MIN_ERROR_S = 0.001
 
-#: A reading whose part is larger shows the power of the tick after: it came when the counter was late.
+#: A tick of which a larger part differs was read while the counter was late: its reading shows the tick after.
 MAX_STILL_PART = 0.2
 #: So many readings must agree on a moment in the tick, for power that comes and goes may look like that by chance.
 AGREEING = 3
@@ -52,7 +52,7 @@ class LagEvidence:
         self._count = 0
         self._sum = self._squares = 0.0
         self._still_s: list[float] = []  # the latest moments in a tick at which power was still that of the tick before
-        self._moved_s: list[float] = []  # the earliest at which it was not
+        self._moved_s: list[float] = []  # the earliest of such moments that the tick after, read late, makes doubtful
 
     def add(self, step_w: float, power_w: float, before_w: float, since_s: float) -> None:
         """Take one tick.
@@ -61,7 +61,7 @@ class LagEvidence:
             step_w: its mean power by the counter.
             power_w: ... by the power reading.
             before_w: that of the tick before.
-            since_s: when in its tick that was read.
+            since_s: when in its own tick that power was read.
         """
         change_w = before_w - power_w
         if abs(change_w) < MIN_CHANGE * max(power_w, before_w) or not change_w:
@@ -100,5 +100,5 @@ class LagEvidence:
         return abs(mean), NORMAL_95 * math.sqrt(variance)
 
     def _moves_at_s(self, tick_s: float) -> float:
-        """Return from when in a tick on power was that of the next; the tick's end where it never was."""
+        """Return from when in a tick on no moment is believed; the tick's end where none is doubtful."""
         return self._moved_s[-1] if len(self._moved_s) == AGREEING else tick_s
