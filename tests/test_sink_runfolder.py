@@ -537,6 +537,7 @@ def test_the_console_log_has_the_block_of_every_window(folder):
     for iteration in (100, 110):
         sink.write(make_report(iteration), ())
     sink.write(make_report(110, correction=True), ())
+    sink.close()
 
     golden = (Path(__file__).parent / "golden" / "console_block.txt").read_text()
     text = (folder / "console.log").read_text()
@@ -550,6 +551,7 @@ def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
     sink = RunFolder(folder, {})
     for window in range(100):
         sink.write(make_report(window, window=window), ())
+        sink._log_s = 0.0  # as a second later
 
     new, old = (folder / "console.log").read_text(), (folder / "console.log.1").read_text()
     assert len(new.encode()) <= 2000 and len(old.encode()) <= 2000

@@ -11,10 +11,14 @@ from effllm.runs import own_files
 def append(path: Path, text: str, max_bytes: int) -> None:
     """Append text to a file of our own; one that would pass ``max_bytes`` becomes ``<name>.1``, in place of the last.
 
+    Of a text that is longer the last whole lines are taken.
+
     Raises:
         OSError: it cannot be written, or is not a file of our own.
     """
     content = text.encode(errors="replace")
+    if len(content) > max_bytes:
+        content = content[-max_bytes:].partition(b"\n")[2]
     descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size

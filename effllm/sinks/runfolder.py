@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ OUTLIER_Z = 3.5
 GAP_BELOW = 0.999
 #: So often it is said that the folder cannot be written, and that it can again.
 MOST_TROUBLES = 10
+#: Windows of milliseconds are written to console.log together.
+LOG_EVERY_S = 1.0
 #: Of console.log, and as much again of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 
@@ -87,6 +90,8 @@ class RunFolder:
         log_interval: int = 1,
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
+        self._log_text, self._log_s = "", 0.0  # for console.log, and when it is written next
+        self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * 10**6 // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_removed = limit_mb, False
         self._growth = Growth(log_interval)
         segment_bytes = folder_size.segment_bytes(limit_mb, segment_bytes)
@@ -137,6 +142,7 @@ class RunFolder:
 
     def summarize(self, summary: Summary) -> None:
         """Replace summary.json, and summary.txt, which is for people."""
+        self._write_log()
         self._flush()
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
         left_out = {**summary.left_out, "runfolder": self._windows.left_out} if self._windows.left_out else {}
@@ -169,6 +175,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files."""
+        self._write_log()
         for journal in self._journals:
             journal.close()
 
@@ -176,9 +183,16 @@ class RunFolder:
         """Append what a console without a terminal shows of a window; windows-*.jsonl has the same numbers."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
-        text = "".join(f"{line}\n" for line in block_lines(report))
-        with contextlib.suppress(OSError):  # what writes the window reports a disk that is full
-            text_log.append(self._folder / "console.log", text, MAX_CONSOLE_LOG_BYTES)
+        self._log_text += "".join(f"{line}\n" for line in block_lines(report))
+        if time.monotonic() >= self._log_s or report.final:
+            self._write_log()
+
+    def _write_log(self) -> None:
+        self._log_s = time.monotonic() + LOG_EVERY_S
+        if self._log_text:
+            with contextlib.suppress(OSError):  # what writes the window reports a disk that is full
+                text_log.append(self._folder / "console.log", self._log_text, self._max_log_bytes)
+        self._log_text = ""
 
     def _flat(self, row: RankReport, report: ClusterReport) -> RankRow:
         return rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
