@@ -162,6 +162,15 @@ def test_nothing_that_waits_is_safe():
     assert job.aggregator.safe() == {0: 100, 1: 100}
 
 
+def test_a_joined_row_is_not_safe_before_its_window_closes():
+    job = Job(3)
+    for rank in (0, 1):
+        job.send(*(short(rank, window) for window in range(1, 101)))
+    assert job.aggregator.safe() == {0: 0, 1: 0, 2: 0}
+    job.send(*(short(2, window) for window in range(1, 101)))
+    assert job.aggregator.safe() == {0: 100, 1: 100, 2: 100}
+
+
 def test_a_pause_does_not_hold_back_what_has_come():
     job = Job(2)
     for rank in (0, 1):
