@@ -225,7 +225,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
     Variable("PROMETHEUS_PORT", "prometheus_port", _whole(0, 65535), "a port from 0 to 65535", "where the sink prometheus serves, on loopback alone; 0 is any free port"),
     Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number of at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
-    Variable("SECURITY", "security", _one_of("auto", "curve", "none"), "auto, curve or none", "whether reports are encrypted and strangers kept out; auto is curve off loopback, none on it"),
+    Variable("SECURITY", "security", _one_of("auto", "curve", "none"), "auto, curve or none", "whether reports are encrypted and peers without the key rejected; auto is curve wherever there can be a secret"),
     Variable("SECRET_FILE", "secret_file", str, "a file of mode 0600", "the user's secret, from which the keys are made; else efficientllm/secret in the user's config folder"),
     Variable("INTERFACE", "interface", _interface, "the name of an interface, such as ib0, or an address of rank 0's host", "where rank 0 listens; else on the interface that reaches MASTER_ADDR"),
     Variable("PORTS", "ports", _ports, "two ports, such as 29700-29799", "rank 0 listens on the first of them that is free; else on any free port"),
@@ -376,16 +376,24 @@ def secret_path(config: Config) -> Path:
     if config.secret_file:
         return Path(config.secret_file).expanduser().absolute()
     base = this_process().get("XDG_CONFIG_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".config") / "efficientllm" / "secret"
+    return (Path(base) if base else _home() / ".config") / "efficientllm" / "secret"
 
 
 def cache_folder() -> Path:
     """Return the user's own folder for what can be measured anew: how sensors behave."""
     base = this_process().get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "efficientllm"
+    return (Path(base) if base else _home() / ".cache") / "efficientllm"
 
 
 def state_folder() -> Path:
     """Return the user's own folder for logs of agents that never learned their run folder."""
     base = this_process().get("XDG_STATE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".local" / "state") / "efficientllm"
+    return (Path(base) if base else _home() / ".local" / "state") / "efficientllm"
+
+
+def _home() -> Path:
+    """Return the user's home; where nothing says which it is, what can hold no file."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/dev/null")

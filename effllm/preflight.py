@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from effllm.config import VARIABLES, Config, ConfigError, Place, read_config, read_place, secret_path, unknown_variables
+from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, secret_path, unknown_variables
 from effllm.devices import device_names
 from effllm.sinks import SinkUnavailable, import_sink, sink_names
 from effllm.switches import ATTACH, PREFIX, unclear
@@ -94,7 +94,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
     if config.endpoint:
         from effllm.network import discovery, secret  # only here: it would double the time this takes
 
-        if discovery.is_secured(config, Place()):
+        if discovery.is_secured(config):
             try:
                 secret.read(secret_path(config))
             except secret.SecretError as error:

@@ -18,13 +18,12 @@ from msgspec import Struct
 
 from effllm import __version__, node_power
 from effllm.aggregation.roster import peak_of
-from effllm.config import VARIABLES, Config, Place, cache_folder, read_config, secret_path
+from effllm.config import VARIABLES, Config, cache_folder, read_config, secret_path
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.energy.power_scope import Scope, choose
 from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
 from effllm.network import secret
-from effllm.network.discovery import is_secured
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 from effllm.preflight import problems, unwritable, usable
 from effllm.profiling.known import Known, known
@@ -356,20 +355,20 @@ def _endpoint(config: Config) -> Iterator[Finding]:
 
 
 def _security(config: Config) -> Finding:
-    """Say who can read and forge reports, and whether the secret is well, for a job that spans hosts."""
+    """Say who can read and forge reports, and whether the secret is well."""
     path = secret_path(config)
     if config.security == "none":
-        text = "none: off loopback, whoever reaches the port can read and forge reports"
+        text = "none: whoever reaches the port can read and forge reports"
         return Finding("security", MISSING, text, f"unset {PREFIX}SECURITY")
-    which = "curve" if config.security == "curve" else "auto: nothing within a host, CURVE between hosts"
+    which = "curve" if config.security == "curve" else "auto: CURVE"
     try:
         secret.read(path)
     except secret.SecretError as error:
         if not os.path.lexists(path):
             advice = "without a shared home, copy it to every host then"
             return Finding("security", MISSING, f"{which}; no secret {path} yet: rank 0 makes it", advice)
-        # Within a host nothing of it is needed.
-        state = BROKEN if is_secured(config, Place()) else MISSING
+        # Within a host, rank 0 makes another in a folder for temporary files.
+        state = BROKEN if config.security == "curve" or config.endpoint else MISSING
         return Finding("security", state, f"{which}; {error}", "until then no job spans hosts")
     return Finding("security", OK, f"{which}; the secret {path} is yours alone")
 

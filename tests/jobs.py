@@ -298,6 +298,8 @@ class Launcher:
         """Return an environment with these settings over quick and simulated ones."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
         defaults["log_interval"] = 10  # obeyed, however short its windows are
+        if "127.0.0.1" in str(settings.get("endpoint", "")) and "secret_file" not in settings:
+            defaults["security"] = "none"  # as `Aggregator` has it
         chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}
         return {**os.environ, "OMP_NUM_THREADS": "1", **chosen, **variables}
 

@@ -234,9 +234,9 @@ def test_what_a_run_cannot_do_without_makes_the_status_1(cli, name, variables):
 
 def test_an_aggregator_that_nobody_runs_is_broken(cli):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        with_one, _ = found(cli, "--device", "simulated", EFFICIENTLLM_ENDPOINT=endpoint)
-    without, survey = found(cli, "--device", "simulated", EFFICIENTLLM_ENDPOINT=endpoint)
+        told = {"EFFICIENTLLM_ENDPOINT": f"127.0.0.1:{listener.getsockname()[1]}", "EFFICIENTLLM_SECURITY": "none"}
+        with_one, _ = found(cli, "--device", "simulated", **told)
+    without, survey = found(cli, "--device", "simulated", **told)
 
     assert (with_one, without) == (0, 1)
     assert "start effllm serve" in broken(survey)["aggregator"]["advice"]
@@ -286,7 +286,7 @@ def test_it_says_who_can_read_reports_and_whether_the_secret_is_well(cli, tmp_pa
     file.chmod(0o600)
     assert said(**named) == (
         "ok",
-        f"auto: nothing within a host, CURVE between hosts; the secret {file} is yours alone",
+        f"auto: CURVE; the secret {file} is yours alone",
     )
 
     file.chmod(0o640)
@@ -295,4 +295,4 @@ def test_it_says_who_can_read_reports_and_whether_the_secret_is_well(cli, tmp_pa
     assert said(**named, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
 
     state, text = said(EFFICIENTLLM_SECURITY="none")
-    assert (state, text) == ("missing", "none: off loopback, whoever reaches the port can read and forge reports")
+    assert (state, text) == ("missing", "none: whoever reaches the port can read and forge reports")

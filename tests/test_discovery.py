@@ -5,13 +5,23 @@ import os
 import socket
 import stat
 import threading
+from pathlib import Path
 
 import jobs
 import pytest
 
 from effllm.config import Config, Place, secret_path
 from effllm.network import discovery, interface, secret
-from effllm.network.discovery import DiscoveryError, Search, SharedFile, is_secured, listen, listen_within, own_address
+from effllm.network.discovery import (
+    DiscoveryError,
+    Search,
+    SharedFile,
+    find_secret,
+    is_secured,
+    listen,
+    listen_within,
+    own_address,
+)
 
 OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")
 ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")
@@ -60,24 +70,64 @@ def threads():
 
 
 @pytest.mark.parametrize(
-    ("config", "place", "expected"),
+    ("config", "expected"),
     [
-        (Config(), Place(), False),
-        (Config(), ONE_HOST, False),
-        (Config(), OVER_HOSTS, True),
-        (Config(security="curve"), ONE_HOST, True),
-        (Config(security="none"), OVER_HOSTS, False),
-        (Config(endpoint="tcp://127.0.0.1:1"), OVER_HOSTS, False),
-        (Config(endpoint="tcp://[::1]:1"), OVER_HOSTS, False),
-        (Config(endpoint="tcp://localhost:1"), OVER_HOSTS, False),
-        (Config(endpoint="tcp://10.0.0.1:1"), Place(), True),
-        (Config(endpoint="tcp://[fd00::1]:1"), Place(), True),
-        (Config(endpoint="tcp://node7:1"), Place(), True),
-        (Config(endpoint="tcp://node7:1", security="none"), Place(), False),
+        (Config(), True),
+        (Config(security="curve"), True),
+        (Config(security="none"), False),
+        (Config(endpoint="tcp://127.0.0.1:1"), True),
+        (Config(endpoint="tcp://10.0.0.1:1"), True),
+        (Config(endpoint="tcp://node7:1", security="none"), False),
     ],
 )
-def test_there_are_keys_off_loopback_unless_it_is_told_otherwise(config, place, expected):
-    assert is_secured(config, place) == expected
+def test_there_are_keys_unless_the_user_wants_none(config, expected):
+    assert is_secured(config) == expected
+
+
+def test_secret_lies_in_the_home_where_it_can(tmp_path):
+    config = Config(secret_file=str(tmp_path / "home" / "secret"))
+
+    assert find_secret(config) == config
+    assert secret.read(tmp_path / "home" / "secret")
+
+
+@pytest.mark.parametrize("state", ["no folder", "others can read it", "a link"])
+def test_without_a_usable_home_all_ranks_find_one_secret(tmp_path, monkeypatch, state):
+    monkeypatch.setattr(discovery, "TEMPORARY_FOLDERS", (str(tmp_path / "none"), str(tmp_path / "tmp")))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    (tmp_path / "none").write_text("a file")
+    file = tmp_path / "home" / "secret"
+    if state == "no folder":
+        file.parent.write_text("a file")
+    else:
+        secret.create(file)
+        if state == "a link":
+            file.rename(tmp_path / "elsewhere")
+            file.symlink_to(tmp_path / "elsewhere")
+        else:
+            file.chmod(0o644)
+
+    first, second = (find_secret(Config(secret_file=str(file))) for _ in range(2))
+
+    assert first == second
+    assert first.secret_file == str(tmp_path / "tmp" / f"effllm-{os.geteuid()}" / "secret")
+    assert secret.read(secret_path(first))
+    assert stat.S_IMODE(secret_path(first).parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_secret_is_not_in_a_folder_of_another_user(tmp_path, monkeypatch):
+    theirs, ours = tmp_path / "one" / f"effllm-{os.geteuid()}", tmp_path / "two"
+    theirs.mkdir(parents=True)
+    os.chown(theirs, 12345, 12345)
+    monkeypatch.setattr(discovery, "TEMPORARY_FOLDERS", (str(theirs.parent), str(ours)))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+    assert Path(find_secret(Config(secret_file="/dev/null/secret")).secret_file).is_relative_to(ours)
+
+    monkeypatch.setattr(discovery, "TEMPORARY_FOLDERS", (str(theirs.parent),))
+    with pytest.raises(secret.SecretError, match="/dev/null/secret"):
+        find_secret(Config(secret_file="/dev/null/secret"))
 
 
 def test_a_job_on_one_host_listens_on_loopback_whatever_the_master_is_called():

@@ -82,7 +82,7 @@ def crowd(port):
 def serving(launch, *prefix, **settings):
     """Start an aggregator on its own; yield its job and its endpoint, and end it."""
     command = [sys.executable, "-m", "effllm", "serve", "--bind", "127.0.0.1:0", "--run-name", "one"]
-    job = launch._job().start([*prefix, *command], launch.environ(settings))
+    job = launch._job().start([*prefix, *command], launch.environ({"security": "none", **settings}))
     yield job, jobs.until(lambda: re.search(r"ENDPOINT=(\S+)", job.stdout))[1]
     if job.process.poll() is None:
         job.process.send_signal(signal.SIGTERM)

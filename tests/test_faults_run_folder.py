@@ -10,6 +10,8 @@ import pytest
 from after_fault import assert_whole
 from cli_process import read_until
 
+from effllm.config import Config, secret_path
+
 pytestmark = pytest.mark.faults
 
 LOOP = "loop.py"
@@ -27,7 +29,7 @@ def serve(cli, bind):
 def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, launch):
     process, endpoint = serve(cli, "127.0.0.1:0")
     ledger = jobs.Ledger(cli.folder / "runs" / "one")
-    job = launch.python(LOOP, "--until", "enough", endpoint=endpoint)
+    job = launch.python(LOOP, "--until", "enough", endpoint=endpoint, secret_file=secret_path(Config()))
     jobs.until(lambda: ledger.num_windows >= 5)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=10)

@@ -59,6 +59,7 @@ def serve(socket, trainer, every_s):
 def test_windows_of_a_millisecond_are_batched_and_totals_are_exact(listening, tmp_path, every_s):
     socket, endpoint = listening
     settings = {"ENDPOINT": endpoint, "LOG_INTERVAL": "1", "DEVICE": "simulated", "RUN_DIR": str(tmp_path)}
+    settings["SECURITY"] = "none"
     settings["HISTORY_SIZE"] = "5000"  # of the second that it may have to wait: on a busy machine, some seconds
     environ = {**os.environ, **{f"EFFICIENTLLM_{name}": value for name, value in settings.items()}}
     trainer = subprocess.Popen([sys.executable, "-c", LOOP], env=environ, cwd=tmp_path)

@@ -198,7 +198,7 @@ def serve(
 ) -> None:
     """Run an aggregator on its own, apart from rank 0.
 
-    It prints the variable that the training processes need, ends when all ranks have left, and writes the summary;
+    It prints the variables that the training processes need, ends when all ranks have left, and writes the summary;
     so it does after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same here and there.
 
     \b

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.server import Server
-from effllm.config import MIN_WINDOW_S, Config, ConfigError, read_config
+from effllm.config import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
 from effllm.network import discovery
+from effllm.network.secret import SecretError
 from effllm.spawn import pidfd, spawn
 from effllm.switches import PREFIX, this_process
 
@@ -38,6 +40,10 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | N
         run_name=name,
         device="simulated",
     )
+    try:
+        config = discovery.find_secret(config)
+    except SecretError:  # what is simulated needs no keys
+        config = replace(config, security="none")
     print(f"effllm demo: {ranks} simulated ranks, {iterations} iterations of {step_seconds:g} s")
     print("No hardware is measured: these GPUs, their watts and their bytes are simulated.\n", flush=True)
     return _Job(config, ranks, [str(iterations), str(step_seconds)]).run()
@@ -77,6 +83,7 @@ class _Job:
             folder=str(Path(self._config.run_dir) / self._config.run_name),
             listen_descriptor=listen_descriptor,
             trainer_descriptor=pidfd(self._ranks[0].pid),
+            secured=discovery.is_secured(self._config),
             facts={"launcher": "demo", "command": ["effllm", *sys.argv[1:]]},
         )
 
@@ -108,5 +115,7 @@ def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> di
         "DEVICE": config.device,
         "LOG_INTERVAL": str(config.log_interval),
         "COLLECTION_INTERVAL": str(config.collection_interval_s),
+        "SECURITY": config.security,
+        "SECRET_FILE": str(secret_path(config)),
     }
     return environ | {PREFIX + name: value for name, value in settings.items()}

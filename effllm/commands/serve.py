@@ -14,7 +14,7 @@ from pathlib import Path
 
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.server import UNUSED, Server
-from effllm.config import Place, read_config, secret_path
+from effllm.config import read_config, secret_path
 from effllm.network import discovery, interface, secret
 from effllm.preflight import problems
 from effllm.switches import PREFIX, this_process
@@ -36,9 +36,11 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     if wrong or match is None:
         return _complain(wrong, 2)
     config = replace(read_config(environ), endpoint=f"tcp://{match['host']}:{match['port']}")
-    is_secured = discovery.is_secured(config, Place())
+    is_secured = discovery.is_secured(config)
     try:
-        if is_secured:
+        if is_secured and config.security == "auto" and interface.is_loopback(match["host"]):
+            config = discovery.find_secret(config)
+        elif is_secured:
             secret.create(secret_path(config))
     except secret.SecretError as error:
         return _complain([str(error)], 2)
@@ -66,8 +68,8 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
     if is_secured:
         print(f"  export {PREFIX}SECRET_FILE={shlex.quote(str(secret_path(config)))}")
         print("\nOn a host that does not see this file: a copy of it, with mode 0600.")
-    elif config.security != "auto":
-        print(f"  export {PREFIX}SECURITY={config.security}")
+    else:
+        print(f"  export {PREFIX}SECURITY=none")
     print(flush=True)
     if not is_secured and (line := discovery.openness(endpoint)):
         print(f"effllm serve: {line}", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 ``EFFICIENTLLM_ENDPOINT``, else the store that torchrun runs, else (srun, mpirun) a file beside the run folders, else a
 single process on loopback.  A record found there may be of an earlier attempt, so whoever looks goes on looking until
-its agent has been welcomed.  Where a job spans hosts a record counts only with the signature of the user's secret.
+its agent has been welcomed.  A record counts only with the signature of the user's secret.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 from effllm.config import Config, Place, secret_path
 from effllm.network import interface, secret
 from effllm.runs import own_files
+from effllm.switches import this_process
 
 PROBE_S = 0.5
 STORE_S = 5.0
@@ -31,6 +33,7 @@ GIVE_UP_S = 300.0
 LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.5, 10.0  # whether an address that was found is still rank 0's
 BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
 MOST_RECORD_BYTES = 4096
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - for a folder in them that is checked
 
 is_loopback = interface.is_loopback
 
@@ -39,13 +42,34 @@ class DiscoveryError(RuntimeError):
     """There is no way to the aggregator; the message is one line that says what to do."""
 
 
-def is_secured(config: Config, place: Place) -> bool:
-    """Whether the reports of a job are encrypted and strangers kept out: off loopback, unless told otherwise."""
-    if config.security != "auto":
-        return config.security == "curve"
-    if config.endpoint:
-        return not is_loopback(host_of(config.endpoint))
-    return not place.one_host
+def is_secured(config: Config) -> bool:
+    """Whether reports are to be encrypted and peers without the key rejected; on loopback too: it is all users'."""
+    return config.security != "none"
+
+
+def find_secret(config: Config) -> Config:
+    """Make the user's secret where there is none, for a job on one host; return the settings that lead to it.
+
+    Where it cannot be in the home (read-only, missing, without hard links) it is in a folder of the user's alone for
+    temporary files, which all ranks on the host find.
+
+    Raises:
+        SecretError: it can be in none of them; the message names the first.
+    """
+    try:
+        secret.create(secret_path(config))
+    except secret.SecretError as error:
+        runtime = this_process().get("XDG_RUNTIME_DIR", "")
+        for base in (runtime, *TEMPORARY_FOLDERS):
+            folder = Path(base, f"effllm-{os.geteuid()}")
+            if not base.startswith("/"):
+                continue
+            with contextlib.suppress(OSError):
+                own_files.make_folder(folder)
+                secret.create(folder / "secret")
+                return replace(config, secret_file=str(folder / "secret"))
+        raise error from None
+    return config
 
 
 def host_of(endpoint: str) -> str:

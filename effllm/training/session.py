@@ -147,8 +147,9 @@ class Session:
 
     def _discover(self) -> Callable[[], None]:
         """Know the endpoint now, or return what will find it once the agent runs."""
-        place, config, facts = self._place, self._config, self._facts
-        facts["secured"] = is_secured = discovery.is_secured(config, place)
+        facts, place = self._facts, self._place
+        facts["secured"] = is_secured = discovery.is_secured(self._config) and self._has_secret()
+        config = self._config
         if config.endpoint:
             if is_secured:
                 secret.read(secret_path(config))
@@ -186,6 +187,20 @@ class Session:
                 record = secret.sign(secret.read(secret_path(config)), record, source.key)
             discovery.publish(source, record, self._not_found)
         return lambda: None
+
+    def _has_secret(self) -> bool:
+        """Whether there is a secret, where a job on one host chooses to have one; in other jobs it must be there."""
+        config, place = self._config, self._place
+        if config.security != "auto" or config.endpoint or not place.one_host:
+            return True
+        try:
+            self._config = discovery.find_secret(config)
+        except secret.SecretError as error:
+            if place.rank == 0:
+                _print(f"reports have no keys, other users of this host can forge them: {error}")
+            return False
+        self._facts["config"] = self._config.to_dict()
+        return True
 
     def _own_address(self) -> str:
         """Return where rank 0 listens.

@@ -1,0 +1,93 @@
+"""Another user of a job's host, who finds the aggregator's port on loopback and comes before a rank does."""
+
+import os
+
+import jobs
+import pytest
+from after_fault import assert_whole
+from builders import hello, reports, row
+
+from effllm.config import Config, secret_path
+from effllm.network.curve import AgentKeys
+from effllm.network.transport import AgentLink, make_context
+
+MISSING, WRONG = "no key", "another secret"
+
+
+def place(rank):
+    """Return the variables of one of two ranks of mpirun on one host, which needs no store to find each other."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+
+
+def rank_of_job(launch, rank, **settings):
+    return launch.python("loop.py", "--until", "enough", environ=place(rank), run_name="one", **settings)
+
+
+@pytest.fixture
+def intruder():
+    """Return a way to speak as rank 1 of a job, as often as a connection is made, and what is answered."""
+    context, links = make_context(), []
+
+    def intrude(job, keys):
+        (server,) = jobs.until(lambda: job.find("effllm.aggregation.server"))
+        (port,) = jobs.until(lambda: jobs.listening_ports(server))
+        link = AgentLink(context, f"tcp://127.0.0.1:{port}", keys)
+        links.append(link)
+        link.connect()
+        answers = []
+
+        def speak():
+            if link.is_new():
+                link.send(hello(1, job=job.ledger.facts["job"]))
+                link.send(reports(row(1, tokens=1_000_000)))
+            answers.extend(link.receive())
+            return answers
+
+        return speak
+
+    yield intrude
+    for link in links:
+        link.close()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("reason", [MISSING, WRONG])
+def test_other_local_user_does_not_take_the_place_of_a_rank(launch, intruder, reason):
+    first = rank_of_job(launch, 0)
+    jobs.until(lambda: first.runs() and (first.runs()[0] / "run.json").exists())
+    speak = intruder(first, AgentKeys.of(os.urandom(32), first.ledger.facts["job"]) if reason == WRONG else None)
+
+    def rejected():
+        speak()
+        return [text for text in first.ledger.told("refused") if "127.0.0.1" in text]
+
+    jobs.until(rejected)
+    second = rank_of_job(launch, 1)
+    jobs.until(lambda: speak() or any(one.rank == 1 for one in first.ledger.ranks))
+    answers = speak()
+    for job in (first, second):
+        (job.folder / "enough").touch()
+    iterations = {rank: job.finish() for rank, job in enumerate((first, second))}
+
+    assert answers == []
+    summary = assert_whole(first.ledger, iterations)
+    assert summary.events["strangers"] >= 1
+    assert "impostor" not in summary.events
+    assert (first.our_errors, second.our_errors) == ([], [])
+
+
+def test_ranks_without_a_usable_home_have_keys(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    ranks = [rank_of_job(launch, rank) for rank in range(2)]
+    jobs.until(lambda: ranks[0].runs() and {one.rank for one in ranks[0].ledger.ranks} == {0, 1})
+    for job in ranks:
+        (job.folder / "enough").touch()
+
+    assert_whole(ranks[0].ledger, {rank: job.finish() for rank, job in enumerate(ranks)})
+    assert [job.our_errors for job in ranks] == [[], []]
+    assert ranks[0].ledger.facts["config"]["secret_file"] == str(runtime / f"effllm-{os.geteuid()}" / "secret")
+    assert not secret_path(Config()).exists()
