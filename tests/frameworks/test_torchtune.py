@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from systems import RAN
 
-pytest.importorskip("torchtune", reason="needs torchtune and torchao, which want packages that others here refuse")
+pytest.importorskip("torchtune", reason="needs torchtune 0.6.1 and torchao")
 
 pytestmark = pytest.mark.system("torchtune", how=RAN)
 
