@@ -593,5 +593,7 @@ for _ in range(2):
 def test_a_second_run_in_one_process_gives_its_own_reports_to_the_writer(launch):
     job = launch.code(TWO_RUNS, log_interval=5).done()
 
-    # AMU, PCU, AL, TT and ST of each; the energy of so short a time is known to worse than 20 %, so AEC is left out
-    assert [line for line in job.stdout.splitlines() if line.startswith("written")] == ["written 5", "written 5"]
+    # AMU, PCU, AL, TT and ST of each, and AEC where the energy of so short a time is known to better than 20 %
+    written = [line for line in job.stdout.splitlines() if line.startswith("written")]
+    assert len(written) == 2
+    assert set(written) <= {"written 5", "written 6"}
