@@ -23,7 +23,7 @@ from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.energy.power_scope import Scope, choose
 from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, Measurable, Source, measurable
 from effllm.metrics import METRICS
-from effllm.network import secret
+from effllm.network import interface, secret
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 from effllm.preflight import problems, unwritable, usable
 from effllm.profiling.known import Known, known
@@ -315,12 +315,14 @@ def _run_folder(config: Config) -> Finding:
 
 def _loopback() -> Finding:
     """Send one message as an agent does, and receive it as the aggregator does."""
+    if not (address := interface.loopback()):
+        return Finding("ZeroMQ", BROKEN, "the loopback interface is down", "ip link set lo up")
     context = make_context()
     server = ServerSocket(context)
     link: AgentLink | None = None
     began_s = time.monotonic()
     try:
-        link = AgentLink(context, server.listen("tcp://127.0.0.1:*"))
+        link = AgentLink(context, server.listen(interface.endpoint(address, 0)))
         link.connect()
         sent = Beat("check", 0, 0, "check", 0.0)
         arrived = None
@@ -330,7 +332,7 @@ def _loopback() -> Finding:
             arrived = server.receive()
         if arrived is None or decode_from_agent(arrived[1]) != sent:
             return Finding(
-                "ZeroMQ", BROKEN, f"no message over 127.0.0.1 in {LOOPBACK_S:g} s", "is loopback up? ip link"
+                "ZeroMQ", BROKEN, f"no message over {address} in {LOOPBACK_S:g} s", "is loopback up? ip link"
             )
     except (zmq.ZMQError, FrameError) as error:
         return Finding("ZeroMQ", BROKEN, f"loopback fails: {error}", "is loopback up, and not filtered? ip link")

@@ -8,6 +8,10 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
+needs_namespaces = pytest.mark.skipif(
+    not shutil.which("unshare") or not shutil.which("ip"), reason="there is no unshare, or no ip"
+)
+
 BODY = """
 import os, runpy
 os.mkdir(b"caf\\xe9")
@@ -24,13 +28,31 @@ def test_folder_whose_name_is_not_utf8_costs_the_run_folder_alone(launch):
     assert len(job.our_errors) == 1
 
 
-@pytest.mark.skipif(not shutil.which("unshare") or not shutil.which("ip"), reason="there is no unshare, or no ip")
-def test_loopback_without_ipv4_is_used(launch):
+def in_a_network_namespace(launch, script, *command):
+    """Start a command by a shell script in a network namespace of its own, and wait for it."""
     job = launch._job()
-    script = 'ip link set lo up && ip -4 addr flush dev lo && exec "$@"'
-    command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, str(jobs.SCRIPTS / "loop.py")]
-    job.start(command, launch.environ({})).wait()
+    job.start(["unshare", "--net", "sh", "-c", script, "sh", *command], launch.environ({})).wait()
     if "unshare:" in job.stderr:
         pytest.skip("no network namespaces here")
+    return job
+
+
+@needs_namespaces
+def test_loopback_without_ipv4_is_used(launch):
+    script = 'ip link set lo up && ip -4 addr flush dev lo && exec "$@"'
+    job = in_a_network_namespace(launch, script, sys.executable, str(jobs.SCRIPTS / "loop.py"))
 
     assert job.done().ledger.summary.tokens == 2000
+
+
+@needs_namespaces
+def test_without_loopback_a_job_ends_at_once_and_says_why(launch):
+    job = in_a_network_namespace(launch, 'exec "$@"', sys.executable, str(jobs.SCRIPTS / "loop.py")).done()
+
+    assert job.told()["values"] == {}
+    assert job.our_errors == [
+        f"[EfficientLLM] {when}: the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
+        for when in ("no metrics, training goes on", "this job ran without metrics")
+    ]
+    assert job.runs() == []
+    assert job.find("effllm.agents.agent") == []

@@ -94,7 +94,12 @@ def own_address(place: Place, config: Config) -> str:
         DiscoveryError: there is none; the message says which setting names it.
     """
     if place.one_host:
-        return interface.loopback()  # whatever is named: nothing listens elsewhere without keys
+        # Whatever is named: nothing listens elsewhere without keys.
+        if not (loopback := interface.loopback()):
+            raise DiscoveryError(
+                "the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
+            )
+        return loopback
     if config.interface:
         address = interface.of(config.interface)
         if not address:

@@ -25,12 +25,11 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback() -> str:
-    """Return the loopback address of this host: IPv6's where IPv4 has none."""
+    """Return the loopback address of this host: IPv6's where IPv4 has none; empty where the interface is down."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return address
-    return "127.0.0.1"
+        with contextlib.suppress(OSError):
+            return _source(family, (address, _ANY_PORT))  # a socket can be bound there where nothing can connect to it
+    return ""
 
 
 def is_wildcard(address: str) -> bool:
