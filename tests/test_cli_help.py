@@ -3,9 +3,10 @@
 import pytest
 
 from effllm import __version__
+from effllm.events import KINDS
 from effllm.metrics import METRICS
 
-COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watch", "metrics"]
+COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watch", "events", "metrics"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -51,6 +52,17 @@ def test_every_metric_is_listed_with_its_unit_what_it_is_over_and_its_meaning(cl
     for entry in METRICS.values():
         over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
         assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} ({over}) {entry.help}" in shown
+
+
+def test_every_kind_of_event_is_listed_with_its_meaning(cli):
+    done = cli.run("events")
+
+    shown = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for name, kind in KINDS.items():
+        assert f"{name} ({kind.level}" in shown
+        assert kind.help in shown
 
 
 def test_metrics_takes_no_argument(cli):

@@ -305,6 +305,26 @@ def watch(
 
 
 @app.command()
+def events(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
+) -> None:
+    """Print every kind of event: where it is shown, and what it means.
+
+    Events of a run are lines of events.jsonl in its run folder; each is counted.
+
+    \b
+    Examples:
+      effllm events
+      effllm events | grep -A1 xid
+
+    Exit status: 0 printed, 2 wrong use.
+    """
+    from effllm.commands import events as command
+
+    command.main(as_markdown=as_markdown)
+
+
+@app.command()
 def metrics() -> None:
     """List every metric with its unit, tag and meaning.
 
