@@ -239,7 +239,124 @@ def test_evaluation_is_named_as_part_of_al_unless_marked(launch, how, times):
 
     named = [line for line in summary.not_measured if line.startswith("evaluation: ")]
     assert len(named) == times
-    assert all("AL contains it" in line for line in named)
+    assert all("between steps is in AL" in line for line in named)
+
+
+NET = """
+    net = torch.nn.Sequential(model, torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    """
+
+
+def test_from_eval_to_train_is_an_evaluation(launch):
+    loop = """
+        for step in range(12):
+            backward(net)
+            optimizer.step()
+            if step % 3 == 2:  # after the last step too, but that one is not between two
+                net.eval()
+                for batch in torch.utils.data.DataLoader(torch.ones(4, 8)):
+                    time.sleep(0.03)
+                net.train()
+        """
+    job = train(launch, dedent(NET) + dedent(loop))
+
+    summary = job.ledger.summary
+    assert summary.iterations == 11
+    assert summary.time_by_class["evaluation"] >= 3 * 4 * 0.03
+    assert not [line for line in summary.not_measured if line.startswith("evaluation")]
+    assert job.our_errors == []
+
+
+NO_EVALUATIONS = """
+    teacher = torch.nn.Linear(8, 4)
+    for step in range(16):
+        backward(net)
+        optimizer.step()
+        if step == 3:
+            net[1].eval()  # a part of it
+            net[1].train()
+        if step == 5:
+            teacher.eval()
+            teacher.train()
+        if step == 7:
+            net.eval()  # it trains in this mode
+        if step == 9:
+            net.train()
+            net.eval()
+            backward(net)
+            optimizer.step()
+            net.train()
+        if step == 13:
+            net.eval()
+            with effllm.phase("checkpoint"):  # what the loop marks is not marked again
+                time.sleep(0.01)
+            net.train()
+    """
+EACH_ITERATION = """
+    for step in range(8):
+        net.eval()  # as around a rollout
+        time.sleep(0.01)
+        net.train()
+        backward(net)
+        optimizer.step()
+    """
+
+
+@pytest.mark.parametrize("loop", [NO_EVALUATIONS, EACH_ITERATION], ids=["other reasons", "each iteration"])
+def test_eval_mode_for_other_reasons_stays_in_the_iteration(launch, loop):
+    summary = train(launch, dedent(NET) + dedent(loop)).ledger.summary
+
+    assert "evaluation" not in summary.time_by_class
+    assert [line for line in summary.not_measured if "any other between steps is in AL" in line]
+
+
+def test_what_sees_evaluations_changes_nothing(launch, tmp_path):
+    """Losses, numbers of graphs, warnings, and a saved model that loads where there is no effllm."""
+    code = f"""
+        import os, pathlib, subprocess, sys, warnings
+        graphs = []
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph.forward
+        net = torch.nn.Sequential(model, torch.nn.Dropout(0.5))
+        compiled = torch.compile(net, backend=backend, fullgraph=True)
+        @torch.compile(backend=backend, fullgraph=True)
+        def toggled(x):
+            net.eval()
+            y = net(x).sum()
+            net.train()
+            return y
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for step in range(8):
+                print("loss", backward(compiled).hex())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step % 2:
+                    compiled.eval()
+                    with torch.no_grad():
+                        print("evaluated", compiled(torch.ones(2, 8)).sum().item().hex())
+                        torch.save(net, {str(tmp_path / "model.pt")!r})
+                    compiled.train()
+                print("toggled", toggled(torch.ones(2, 8)).item().hex())
+        print("graphs", len(graphs), [len(graph.graph.nodes) for graph in graphs])
+        print("warnings", sorted(str(one.message) for one in seen))
+        saved = pathlib.Path({str(tmp_path / "model.pt")!r})
+        print("traces", saved.read_bytes().count(b"effllm"))
+        load = "import sys; sys.modules['effllm'] = None; import torch; print(torch.load(sys.argv[1], weights_only=False))"
+        environ = os.environ | {{"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "EFFICIENTLLM_ATTACH": "0"}}
+        print(subprocess.run([sys.executable, "-c", load, saved], env=environ, capture_output=True, text=True).stdout)
+        """
+    on = train(launch, code)
+    off = launch.code(dedent(MODEL) + dedent(code), environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "false"}).done()
+
+    words = ("loss", "evaluated", "toggled", "graphs", "warnings", "traces", "Sequential")
+    lines = [line for line in on.stdout.splitlines() if line.startswith(words)]
+    assert len(lines) == 8 + 4 + 8 + 4
+    assert lines == [line for line in off.stdout.splitlines() if line.startswith(words)]
+    assert "traces 0" in lines
+    assert on.ledger.summary.time_by_class["evaluation"] > 0
 
 
 def test_steps_that_a_gradient_scaler_skips_end_no_iteration(launch):

@@ -48,6 +48,20 @@ def test_phases_are_neither_wait_nor_step(loop):
     assert phases_ns(slot) == (800, 300, 0)
 
 
+def test_an_evaluation_that_is_known_afterwards_is_in_no_step(loop):
+    loop.start(2000)
+    loop.recorder.evaluated(2100, 2400)
+    loop.recorder.waited(50)
+    loop.end(3000)  # 1000 less 300 and 50
+    loop.recorder.evaluated(3000, 3100)  # no iteration runs: it lies in none
+    loop.start(3200)
+    loop.end(3500)
+
+    first, second = loop.iterations()
+    assert (first.step_ns, first.wait_ns, phases_ns(first)) == (650, 0, (300, 0, 0))
+    assert (second.step_ns, second.wait_ns, phases_ns(second)) == (650 + 300, 200, (300, 0, 0))
+
+
 def test_a_phase_inside_a_phase_belongs_to_the_outer(loop):
     loop.start(2000)
     loop.now_ns = 2100

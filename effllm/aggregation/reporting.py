@@ -232,7 +232,7 @@ def summary_of(
         )
     if roster.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
         not_measured.append(
-            "evaluation: if the loop evaluates between steps, AL contains it; "
+            "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
             "`with effllm.phase('evaluation'):` around it takes it out"
         )
     whole = with_goodput(whole, ledger, goodput)

@@ -21,6 +21,7 @@ from typing import Any
 
 from effllm.collector import get_metrics_collector
 from effllm.config import read_place
+from effllm.hooks._modes import EvalMode
 from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, place
 from effllm.hooks._wrap import no_metrics
@@ -42,6 +43,7 @@ class Rounds:
     def __init__(self, level: int, name: str) -> None:
         self._level, self._name = level, name
         self._steps = Steps(level, name)
+        self._modes = EvalMode(self._steps)
         self._leader: Any = None  # a weak reference
         self._leaders_parameters: frozenset[int] = frozenset()
         self._steps_of_others = 0
@@ -111,6 +113,7 @@ class Rounds:
         if recorder is None:
             return
         leader = self._leader() if self._leader is not None else None
+        self._modes.stepped(is_end=optimizer is leader)
         if optimizer is leader:
             self._steps_of_others = 0
             self._steps.end_counted()
@@ -123,6 +126,7 @@ class Rounds:
             is_first = self._leader is None
             self._leader = weakref.ref(optimizer)
             self._leaders_parameters = frozenset(id(parameter) for parameter in _parameters(optimizer))
+            self._modes.follow(_parameters(optimizer))
             self._steps_of_others = 0
             if not is_first:
                 self._steps.end_counted()
@@ -144,7 +148,8 @@ class Rounds:
 
     def waited(self, spent_ns: int) -> None:
         """Take a stretch out of the running iteration, in which the loop waited for data."""
-        self._steps.waited(spent_ns)
+        if not self._modes.waited(spent_ns):
+            self._steps.waited(spent_ns)
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

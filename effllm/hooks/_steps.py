@@ -160,6 +160,18 @@ class Steps:
         if recorder is not None and self.is_owner:
             recorder.phase_end()
 
+    def may_evaluate(self) -> None:
+        """Report an evaluation as what this rank does; whether it is one, `evaluated` decides."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.may_evaluate()
+
+    def evaluated(self, start_ns: int, end_ns: int) -> None:
+        """Take a stretch out of the running iteration as evaluation, by the monotonic clock, when it is over."""
+        recorder = get_metrics_collector().recorder
+        if recorder is not None and self.is_owner:
+            recorder.evaluated(start_ns, end_ns)
+
     def generated(self, tokens: int, time_ns: int, prompt_tokens: int = 0) -> None:
         """Add what this rank generated, and the time of it, to IT; its time stays in AL. Whoever owns the count."""
         recorder = get_metrics_collector().recorder

@@ -341,6 +341,26 @@ class Recorder:
         """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
         return (self._end_ns or self._made_ns) + self._paused_between_ns
 
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """What changes where a phase or a generation begins or ends."""
+        return (self._phase_depth, len(self._generations), *self._phase_ns, self._generation_ns)
+
+    def may_evaluate(self) -> None:
+        """Report an evaluation as the state of this rank; whether it is one, `evaluated` decides when it is over."""
+        if self._on and not self._phase_depth:
+            self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
+
+    def evaluated(self, start_ns: int, end_ns: int) -> None:
+        """Count a stretch of the running iteration as evaluation; no phase and no wait that was given may lie in it."""
+        if self._on and self._start_ns and not self._phase_depth:
+            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+            self._is_special = True
+            self._phase_ns[0] += end_ns - start_ns
+            self._paused_inside_ns += end_ns - start_ns
+            self._tell_totals()
+            self._put(ring.PHASE, 0, self.ordinal, 0, start_ns, end_ns, 0.0)
+
     def _tell_totals(self) -> None:
         self._writer.take(self._phase_ns, (self._generated, self._generation_ns, self._prompt))
 

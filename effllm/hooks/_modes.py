@@ -1,0 +1,128 @@
+"""Evaluations of a loop that is seen by its optimizer alone: from the model's ``eval()`` to its ``train()``.
+
+``torch.nn.Module.train`` is wrapped on the class when such a loop has begun (``eval`` calls it): nothing is on a
+module, and a compiled call of it is passed through.  A stretch is taken as evaluation when it is over, if no optimizer
+stepped inside of it, nothing in it was marked as a phase or counted as a generation, and the iteration before had
+none: a rollout belongs to each iteration and stays in it.  Standard library alone, and the torch that is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from effllm.collector import get_metrics_collector
+from effllm.hooks._steps import Steps
+from effllm.hooks._wrap import Guard
+
+MAX_MODULES = 64  # whose parameters are known; a loop sets few to eval mode by themselves
+
+_GUARD = Guard("evaluations by the model's eval()")
+_listeners: list[EvalMode] = []
+
+
+class EvalMode:
+    """Finds the evaluations between the steps of one loop.
+
+    Args:
+        steps: of the loop.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._trained: frozenset[int] = frozenset()  # parameters, by id
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # modules by id: whether they own these
+        self._since_ns = 0  # 0 while the model is not in eval mode
+        self._waited_ns = 0  # for data, since then
+        self._marks: tuple[int, ...] = ()
+        self._is_in_this = False
+        self._was_in_last = True  # of the iteration in which this begins nothing is known
+
+    def follow(self, parameters: Iterable[Any]) -> None:
+        """Take these as the parameters that are trained: a model is a module that has all of them."""
+        self._trained = frozenset(id(one) for one in parameters if one.requires_grad)
+        self._known.clear()
+        self._since_ns = 0
+        if self not in _listeners:
+            _listeners.append(self)
+        _wrap(sys.modules["torch"])
+
+    def changed(self, module: Any, is_training: bool) -> None:
+        """Take note that a module is set to train or eval mode."""
+        if is_training != bool(self._since_ns) or not self._steps.is_owner or not self._owns(module):
+            return
+        now_ns = time.monotonic_ns()
+        if not is_training:
+            self._since_ns, self._waited_ns, self._marks = now_ns, 0, _marks()
+            if not self._was_in_last:
+                self._steps.may_evaluate()
+            return
+        self._is_in_this = True
+        if not self._was_in_last and self._marks == _marks():
+            self._steps.evaluated(self._since_ns, now_ns)
+            self._since_ns = 0  # and no wait of it is one of the iteration
+        self._drop()
+
+    def stepped(self, is_end: bool) -> None:
+        """Take note of an optimizer's step: what is in eval mode then trains in it."""
+        self._drop()
+        if is_end:
+            self._was_in_last, self._is_in_this = self._is_in_this, False
+
+    def waited(self, spent_ns: int) -> bool:
+        """Return whether this wait for data is perhaps that of an evaluation, and is kept until that is known."""
+        if self._since_ns:
+            self._waited_ns += spent_ns
+        return bool(self._since_ns)
+
+    def _drop(self) -> None:
+        if self._since_ns:
+            self._since_ns = 0
+            self._steps.waited(self._waited_ns)  # they were of the iteration
+
+    def _owns(self, module: Any) -> bool:
+        known = self._known.get(id(module))
+        if known is None or known[0]() is not module:
+            if len(self._known) >= MAX_MODULES:
+                self._known.clear()
+            owns = self._trained <= {id(one) for one in module.parameters()}
+            known = self._known[id(module)] = weakref.ref(module), owns
+        return known[1]
+
+
+def _marks() -> tuple[int, ...]:
+    """Return what changes where a phase or a generation begins or ends, or other metrics begin."""
+    recorder = get_metrics_collector().recorder
+    return (id(recorder), *recorder.marks) if recorder is not None else ()
+
+
+def _changed(module: Any, is_training: bool) -> None:
+    for listener in _listeners:
+        listener.changed(module, is_training)
+
+
+@functools.lru_cache(maxsize=1)
+def _wrap(torch: Any) -> None:
+    """Wrap ``torch.nn.Module.train``; a call inside of another is of a part of the same model."""
+    kind = torch.nn.Module
+    train = kind.train
+    is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
+    is_inside = False
+
+    @functools.wraps(train)
+    def seen(self: Any, mode: bool = True) -> Any:
+        nonlocal is_inside
+        if is_inside or is_compiling():  # compiled code must not depend on what is ours
+            return train(self, mode)
+        _GUARD(_changed, self, mode)
+        is_inside = True
+        try:
+            return train(self, mode)
+        finally:
+            is_inside = False
+
+    kind.train = seen
