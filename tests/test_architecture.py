@@ -71,7 +71,8 @@ FLOORS = """
 4.2     hooks._batch  hooks._imports  hooks._late  hooks._parameters  hooks._wrap  hooks.megatron  profiling.record
 4.2     profiling.torch_child
 4.3     hooks  hooks._steps  profiling.estimates  profiling.load  profiling.nvml_facts
-4.4     hooks._batches  hooks._rounds  hooks._unmeasured  profiling.watching
+4.4     hooks._batches  hooks._modes  hooks._unmeasured  profiling.watching
+4.4.1   hooks._rounds
 4.5     profiling.*
 5       analysis  analysis.*  hooks.*  profiling  serving  survey
 5.1     hooks.trl
