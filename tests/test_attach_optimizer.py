@@ -344,7 +344,8 @@ def test_what_sees_evaluations_changes_nothing(launch, tmp_path):
         print("warnings", sorted(str(one.message) for one in seen))
         saved = pathlib.Path({str(tmp_path / "model.pt")!r})
         print("traces", saved.read_bytes().count(b"effllm"))
-        load = "import sys; sys.modules['effllm'] = None; import torch; print(torch.load(sys.argv[1], weights_only=False))"
+        load = "import sys; sys.modules['effllm'] = None; import torch; "
+        load += "print(torch.load(sys.argv[1], weights_only=False))"
         environ = os.environ | {{"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "EFFICIENTLLM_ATTACH": "0"}}
         print(subprocess.run([sys.executable, "-c", load, saved], env=environ, capture_output=True, text=True).stdout)
         """

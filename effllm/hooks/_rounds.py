@@ -2,8 +2,8 @@
 
 What an iteration is here: the time from the end of one step to the end of the next, less what torch's DataLoader
 took to give its batches (that is the data wait).  A batch that comes from elsewhere is inside it, which run.json
-says; so is an evaluation that neither `_modes` sees nor `effllm.phase` is around, which the summary says.  The first step begins the metrics
-and is not measured: nobody saw when its iteration started.
+says; so is an evaluation that neither `_modes` sees nor `effllm.phase` is around, which the summary says.  The first
+step begins the metrics and is not measured: nobody saw when its iteration started.
 
 Two optimizers are one iteration.  The one that steps first in a process leads, and an iteration ends when it has
 stepped; what the others do after it falls into the next iteration, so counts and time are right in sum and shifted
