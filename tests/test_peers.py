@@ -1,6 +1,7 @@
 """effllm/network/peers.py: a connection speaks for the rank and agent of its HELLO, and for no more than its share."""
 
 import time
+from itertools import pairwise
 
 import jobs
 import msgspec
@@ -301,6 +302,26 @@ def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(
     assert any("lies outside a world of 2" in text for text in aggregator.ledger.told("refused"))
     assert any("belongs to another job" in text for text in aggregator.ledger.told("refused"))
     assert any("spoke for rank 1" in text for text in aggregator.ledger.told("refused"))
+
+
+@pytest.mark.faults
+def test_windows_are_written_while_further_frames_wait(launch, voice):
+    aggregator = launch.aggregator(log_interval=10)
+    agent = voice(aggregator.port)
+    agent.say(introduction(0, 1))
+    agent.hear("Welcome")
+    rows = [row(0, number, agent="secret-0", devices=()) for number in range(1, 2001)]
+
+    agent.say(*[reports(*rows[first : first + 10]) for first in range(0, 2000, 10)])
+    confirmed = [0]
+    while confirmed[-1] < 2000:
+        confirmed.append(agent.hear("Ack", within_s=120.0).sequence)
+
+    # Frames that are taken for as long as there are some were confirmed all at once.
+    assert max(after - before for before, after in pairwise(confirmed)) < 1000
+    agent.say(Bye("secret-0", 0, "completed", 20_000))
+    agent.hear("ByeSeen")
+    assert not aggregator.job.left()
 
 
 @pytest.mark.faults

@@ -70,7 +70,8 @@ DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for 
 MOST_UNSAFE = 64  # states that are not written yet
 STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
-MOST_FRAMES = 1000  # between two looks at everything else
+MOST_FRAMES = 1000  # between two looks at everything else ...
+MAX_RECEIVE_S = 0.2  # ... and for how long: on a busy machine frames of many windows may come as fast as they are taken
 MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
 MAX_FACTS_BYTES = 256 * 1024  # of what ranks send as facts of the run
 FACTS_EVERY_S = 1.0  # run.json is written again because of ranks that are known, at the most
@@ -302,18 +303,20 @@ class Server:
     def _receive(self) -> bool:
         """Take what has arrived; return whether that was all."""
         receive, admits = self._socket.receive, self._peers.admits
+        until_s = time.monotonic() + MAX_RECEIVE_S
         for _ in range(MOST_FRAMES):
             received = receive()
             if received is None:
                 return True
             peer, frame = received
             now_s = time.monotonic()
-            if not admits(peer, len(frame), now_s):
-                continue  # not even decoded
-            try:
-                self._take(peer, decode_from_agent(frame), now_s, len(frame))
-            except FrameError as error:
-                self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+            if admits(peer, len(frame), now_s):  # else it is not even decoded
+                try:
+                    self._take(peer, decode_from_agent(frame), now_s, len(frame))
+                except FrameError as error:
+                    self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+            if now_s > until_s:
+                break
         return False
 
     def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
