@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import jobs
+
 
 class CommandLine:
     """Starts ``python -m effllm`` in one folder, with 80 columns."""
@@ -23,7 +25,7 @@ class CommandLine:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=100,
             check=False,
         )
 
@@ -45,8 +47,14 @@ class CommandLine:
         return str(path)
 
     def summary(self, folder="efficientllm_runs"):
-        [path] = (self.folder / folder).glob("*/summary.json")
-        return json.loads(path.read_text())
+        """Return the one summary, as soon as it is that of a run that is over."""
+
+        def over():
+            found = [json.loads(path.read_text()) for path in (self.folder / folder).glob("*/summary.json")]
+            return [one for one in found if one["status"] != "running"]
+
+        [summary] = jobs.until(over)
+        return summary
 
     def close(self):
         for process in self._started:

@@ -59,7 +59,7 @@ def nothing_is_left_behind(clean_environment):
     """Fail a test after which a process that it started, or shared memory with a name, is still there."""
     before = set(jobs.processes_of_session()), _shared_memory()
     yield
-    left = jobs.gone(lambda: set(jobs.processes_of_session()) - before[0], within_s=8.0)
+    left = jobs.gone(lambda: set(jobs.processes_of_session()) - before[0], jobs.GONE_WITHIN_S)
     assert not left, f"still running: {[jobs.describe(pid) for pid in left]}"
     assert _shared_memory() <= before[1]
 

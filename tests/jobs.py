@@ -7,6 +7,7 @@ so that agents and aggregators, which live in sessions of their own, are found w
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 SESSION, JOB = "TESTS_OF_SESSION", "TESTS_OF_JOB"
 SCRIPTS = Path(__file__).parent / "scripts"
+#: Within which the processes of a job end: a busy machine takes long for what takes half a second on an idle one.
+GONE_WITHIN_S = 40.0
 
 skip_without_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 needs_torch = [pytest.mark.torch, skip_without_torch]
@@ -198,16 +201,16 @@ class Job:
             )
         return self
 
-    def wait(self, within_s: float = 100.0) -> Job:
+    def wait(self, within_s: float = 200.0) -> Job:
         """Wait for the first process."""
         assert self.process
         self.process.wait(within_s)
         return self
 
-    def done(self, within_s: float = 100.0) -> Job:
+    def done(self, within_s: float = 200.0) -> Job:
         """Wait for the first process, which must succeed, and for all that belongs to it."""
         assert self.wait(within_s).code == 0, self.stderr
-        assert not self.left(within_s=8.0)
+        assert not self.left()
         return self
 
     def finish(self, within_s: float = 40.0) -> int:
@@ -215,8 +218,8 @@ class Job:
         (self.folder / "enough").touch()
         return len(self.done(within_s).told()["steps"])
 
-    def left(self, within_s: float) -> set[int]:
-        """Return who is still there after so long."""
+    def left(self, within_s: float = GONE_WITHIN_S) -> set[int]:
+        """Return the processes of the job that still run after so long."""
         return gone(lambda: set(processes(self.token)), within_s)
 
     @property
@@ -255,6 +258,13 @@ class Job:
         """Return what the script wrote into a JSON file."""
         return json.loads((self.folder / name).read_text())  # in which nan may stand
 
+    def longest_step_s(self) -> float:
+        """Return the longest step of a loop with its log_metrics, less the time for which others had the CPUs."""
+        truth = self.told()
+        took_s = [end - start + logging for (start, end), logging in zip(truth["steps"], truth["logging_s"], strict=True)]
+        starved_s = [after - before for before, after in itertools.pairwise(truth["starved_s"])]
+        return max(took - starved for took, starved in zip(took_s, starved_s, strict=True))
+
     def runs(self) -> list[Path]:
         """Return the run folders."""
         return sorted(path for path in self._runs.iterdir() if path.is_dir()) if self._runs.is_dir() else []
@@ -277,7 +287,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         if self.process:
             self.process.wait(10)
-        gone(lambda: set(processes(self.token)), 8.0)
+        gone(lambda: set(processes(self.token)), GONE_WITHIN_S)
 
 
 class Launcher:

@@ -136,13 +136,14 @@ def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
 def test_a_folder_in_which_another_run_writes_is_left_to_it(launch):
     first = launch.python(LOOP, "--until", "enough", run_name="shared")
     jobs.until(lambda: first.num_windows)
-    # Longer than the six seconds that the first is asked for its folder.
-    second = launch.python(LOOP, "--iterations", 800, run_name="shared").done()
-    count = first.finish()
+    second = launch.python(LOOP, "--until", "enough", run_name="shared")
+    # It asks for the folder for six seconds.
+    jobs.until(lambda: len(first.runs()) == 2 and jobs.Ledger(first.runs()[1]).num_windows)
+    counts = [first.finish(), second.finish()]
 
     assert "another run is writing" in second.stdout
     assert [folder.name for folder in first.runs()] == ["shared", "shared-2"]
-    assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == [count, 800]
+    assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == counts
 
 
 def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_path):
@@ -160,13 +161,12 @@ def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_
 
 def test_an_endpoint_where_nobody_listens_costs_one_line_and_a_bounded_end(launch):
     endpoint = f"127.0.0.1:{jobs.unused_port()}"
-    started_s = time.monotonic()
     job = launch.python(LOOP, endpoint=endpoint).done()
 
     assert len(job.told()["steps"]) == 20
-    assert max(end - start for start, end in job.told()["steps"]) < 1.0
+    assert job.longest_step_s() < 1.0
     assert job.our_errors == [f"[EfficientLLM] rank 0: 3 reports could not be delivered to tcp://{endpoint}"]
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - job.told()["steps"][-1][1] < 20  # it waits for five seconds, and its agent for four
     assert not job.runs()
 
 
@@ -291,24 +291,28 @@ def send_frames(port, frames):
 
 def test_nothing_that_strangers_send_to_the_port_changes_the_job(launch):
     aggregator = launch.aggregator()
-    rank = launch.python(LOOP, "--iterations", 250, endpoint=aggregator.endpoint)
-    jobs.until(lambda: aggregator.ledger.num_windows)
+    ledger = aggregator.ledger
+    rank = launch.python(LOOP, "--until", "enough", endpoint=aggregator.endpoint)
+    jobs.until(lambda: ledger.num_windows)
     with send_raw_bytes(aggregator.port):
         send_frames(aggregator.port, STRANGERS.values())
-        rank.done()
-        assert not aggregator.job.left(within_s=8.0)
-    ledger, summary = aggregator.ledger, aggregator.ledger.summary
+        for reason in (
+            "rank 0 has an agent already",
+            "lies outside a world",
+            "its LOG_INTERVAL is 7, the job's is 10",
+        ):
+            jobs.until(lambda reason=reason: any(reason in text for text in ledger.told("refused")))
+        jobs.until(lambda: len(ledger.told("garbage")) >= 5)
+        count = rank.finish()
+        assert not aggregator.job.left()
+    summary = ledger.summary
 
-    assert (summary.status, summary.iterations, summary.tokens, summary.samples) == ("completed", 250, 25_000, 500)
+    assert (summary.status, summary.iterations) == ("completed", count)
+    assert (summary.tokens, summary.samples) == (100 * count, 2 * count)
     assert (summary.parameters, summary.coverage.ranks_expected, summary.attempts) == (1000, 1, 1)
     assert list(summary.energy.by_device) == [ledger.ranks[0].device]
     assert "GPU-x" not in ledger.summary.energy.by_device
-    assert max(end - start for start, end in rank.told()["steps"]) < 1.0
-    assert len(ledger.told("garbage")) >= 5
-    refused = " | ".join(ledger.told("refused"))
-    assert "rank 0 has an agent already" in refused
-    assert "lies outside a world" in refused
-    assert "its LOG_INTERVAL is 7, the job's is 10" in refused
+    assert rank.longest_step_s() < 1.0
     assert "\x1b[31m" not in aggregator.job.stdout
 
 
@@ -316,7 +320,7 @@ def test_a_large_world_that_nobody_has_does_not_take_the_memory(launch):
     aggregator = launch.aggregator()
     send_frames(aggregator.port, [encode(hello(world_size=2**40))])
     launch.python(LOOP, endpoint=aggregator.endpoint).done()
-    assert not aggregator.job.left(within_s=8.0)
+    assert not aggregator.job.left()
 
     assert aggregator.ledger.summary.tokens == 2000
     assert any("a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.told("refused"))

@@ -50,8 +50,7 @@ def test_a_script_that_is_interrupted_was_stopped_by_ctrl_c(cli):
 
     process.send_signal(signal.SIGINT)
 
-    assert process.wait(20) == -signal.SIGINT
-    jobs.until(lambda: cli.summary()["status"] != "running")
+    assert process.wait(60) == -signal.SIGINT
     assert cli.summary()["status"] == "interrupted"
 
 
@@ -153,7 +152,7 @@ def test_under_torchrun_every_rank_is_in_one_ledger(cli):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
     command = [*torchrun, "--nproc_per_node", "2", "-m", "effllm", "run", script]
 
-    subprocess.run(command, env=cli.environ(**QUIET), cwd=cli.folder, capture_output=True, timeout=60, check=True)
+    subprocess.run(command, env=cli.environ(**QUIET), cwd=cli.folder, capture_output=True, timeout=100, check=True)
 
     summary = cli.summary()
     assert (summary["status"], summary["tokens"], summary["coverage"]["ranks_expected"]) == ("completed", 2000, 2)

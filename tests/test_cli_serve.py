@@ -26,7 +26,7 @@ def ready(process):
 
 def train(cli, endpoint):
     environ = cli.environ(EFFICIENTLLM_ENDPOINT=endpoint, EFFICIENTLLM_DEVICE="simulated")
-    return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=100)
 
 
 def test_it_takes_the_reports_of_a_loop_and_ends_when_the_loop_has(cli):
@@ -34,7 +34,7 @@ def test_it_takes_the_reports_of_a_loop_and_ends_when_the_loop_has(cli):
 
     done = train(cli, ready(process))
 
-    shown, _ = process.communicate(timeout=20)
+    shown, _ = process.communicate(timeout=60)
     assert (done.returncode, done.stderr, process.returncode) == (0, "", 0)
     assert "[EfficientLLM Metrics] Iteration 20:" in shown
     summary = cli.summary("runs")
@@ -49,7 +49,7 @@ def test_without_ranks_it_leaves_no_folder(cli, number):
 
     process.send_signal(number)
 
-    shown, _ = process.communicate(timeout=20)
+    shown, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert shown.splitlines()[-1] == "effllm serve: ended before any rank connected; no run folder is left"
     assert "Run killed" not in shown
@@ -64,7 +64,7 @@ def test_without_ranks_a_folder_that_was_there_stays(cli):
 
     process.send_signal(signal.SIGTERM)
 
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert (cli.folder / "runs" / "one" / "notes.txt").read_text() == "mine"
 
 

@@ -180,7 +180,7 @@ def test_ctrl_c_prints_what_was_seen_until_then(cli):
 
     process.send_signal(signal.SIGINT)
 
-    shown, _ = process.communicate(timeout=30)
+    shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "of a core" in shown
     assert re.search(r"stopped by Ctrl-C after [1-9]\d* of 3,000 reports", shown)

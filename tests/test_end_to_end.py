@@ -1,5 +1,6 @@
 """Whole jobs under torchrun: training on gloo, agents, aggregator, TCP, run folder and event file."""
 
+import functools
 import itertools
 import math
 
@@ -7,30 +8,33 @@ import jobs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [*jobs.needs_torch, pytest.mark.xdist_group("end to end")]  # which share their jobs
+# They share their jobs; one of four ranks takes a minute where others have the CPUs.
+pytestmark = [*jobs.needs_torch, pytest.mark.xdist_group("end to end"), pytest.mark.timeout(480)]
 
 ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
-ITERATIONS, LOG_INTERVAL = 43, 10
+WORLDS = (1, 2, 4)
+ITERATIONS, STEP_S = 43, 0.05  # ten are half a second: long enough for its energy to be known
 TOKENS, SAMPLES, PARAMETERS = 43 * 8 * 32, 43 * 8, 64 * 64
 WINDOWS = [10, 20, 30, 40, 43]  # the last one is the rest
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """The same training on one, two and four ranks, each job run once and ended with all that belongs to it."""
-    done = {}
-    for world_size in (1, 2, 4):
+    """The same training on so many ranks: each job is run when it is first asked for, and once."""
+
+    @functools.cache
+    def run(world_size):
         with jobs.launching(tmp_path_factory.mktemp("world")) as launch:
-            arguments = ("--iterations", ITERATIONS, "--told-within-s", 30)
-            job = launch.torchrun([*ONE_NODE, str(world_size)], "torch_loop.py", *arguments)
-            done[world_size] = job.done()
-    return done
+            arguments = ("--iterations", ITERATIONS, "--step-s", STEP_S, "--told-within-s", 60)
+            return launch.torchrun([*ONE_NODE, str(world_size)], "torch_loop.py", *arguments).done()
+
+    return run
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=WORLDS, ids="{} ranks".format)
 def world(request, worlds):
     """One of them, and how many ranks it had."""
-    return worlds[request.param], request.param
+    return worlds(request.param), request.param
 
 
 def tensorboard(folder):
@@ -47,15 +51,20 @@ def seconds_of(rows):
     return max(by_rank.values())
 
 
+def joules_of_iterations(rows):
+    """What was measured in the iterations of rows: nothing of a device that was not measured."""
+    return sum((row.energy_j or 0.0) - sum(joules or 0.0 for joules in row.phases_j.values()) for row in rows)
+
+
 def test_the_same_work_is_counted_the_same_however_many_ranks_share_it(worlds):
-    summaries = {world_size: job.ledger.summary for world_size, job in worlds.items()}
+    summaries = {world_size: worlds(world_size).ledger.summary for world_size in WORLDS}
 
     for world_size, summary in summaries.items():
         assert (summary.tokens, summary.samples) == (TOKENS, SAMPLES)
         assert (summary.iterations, summary.parameters, summary.attempts) == (ITERATIONS, PARAMETERS, 1)
         assert summary.status == "completed"
         assert summary.coverage.ranks_reporting == summary.coverage.ranks_expected == world_size
-        assert summary.coverage.gpus_measured == summary.coverage.gpus_expected == world_size
+        assert summary.coverage.gpus_expected == len(summary.energy.by_device) == world_size
         assert (summary.coverage.reports_lost, summary.coverage.reports_late) == (0, 0)
 
 
@@ -77,18 +86,26 @@ def test_al_is_the_largest_mean_step_of_a_rank(world):
     steps = [sum(row.busy_s for row in rows if row.rank == rank) / ITERATIONS for rank in range(world_size)]
 
     assert job.ledger.summary.metrics["al_seconds"].value == pytest.approx(max(steps), rel=1e-9)
-    assert max(steps) > 0.01  # what the loop sleeps
+    assert max(steps) > STEP_S  # what the loop sleeps
 
 
 def test_aec_times_t_is_the_energy_of_the_iterations(world):
     job, _ = world
-    summary = job.ledger.summary
-    aec, time_s = summary.metrics["aec_watts"].value, seconds_of(job.ledger.ranks)
+    summary, rows = job.ledger.summary, job.ledger.ranks
+    aec = summary.metrics["aec_watts"].value
+    # A window of which a GPU was not measured, as on a busy machine, has no energy, and its time is not in AEC either.
+    known = {window.window for window in job.ledger.windows if window.last.energy_j is not None}
+    of_known = [row for row in rows if row.window in known]
+    time_s, tokens = seconds_of(of_known), sum(row.tokens for row in of_known)
 
-    assert aec * time_s == pytest.approx(summary.energy.by_class["iterations"], rel=1e-9)
-    assert aec * time_s / TOKENS == pytest.approx(summary.energy.joules_per_token, rel=1e-9)
-    assert sum(summary.energy.by_device.values()) == pytest.approx(summary.energy.total_joules, rel=1e-9)
-    assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.total_joules, rel=1e-9)
+    assert aec * time_s == pytest.approx(joules_of_iterations(of_known), rel=1e-9)
+    assert aec * time_s / tokens == pytest.approx(summary.energy.joules_per_token, rel=1e-9)
+    # By class there is what was measured, of every window.
+    assert summary.energy.by_class["iterations"] == pytest.approx(joules_of_iterations(rows), rel=1e-9)
+    assert sum(summary.energy.by_device.values()) == pytest.approx(summary.energy.measured_joules, rel=1e-9)
+    assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.measured_joules, rel=1e-9)
+    assert summary.energy.total_joules in (None, pytest.approx(summary.energy.measured_joules, rel=1e-9))
+    assert (summary.energy.total_joules is None) == any(row.coverage < 1 - 1e-6 for row in rows)
 
 
 def test_each_rank_has_one_row_for_each_window_and_no_iteration_is_in_two(world):
@@ -107,14 +124,17 @@ def test_each_rank_has_one_row_for_each_window_and_no_iteration_is_in_two(world)
 def test_the_block_is_printed_once_per_window_in_the_form_that_scripts_parse(world):
     job, world_size = world
     blocks = job.blocks
-    values = {window.iteration: window.values for window in job.ledger.windows}
+    windows = {window.iteration: window for window in job.ledger.windows}
 
     assert [int(block["iteration"]) for block in blocks] == WINDOWS
     for block in blocks:
-        assert (block["ranks"], block["gpus"]) == (f"{world_size}/{world_size}",) * 2
+        window = windows[int(block["iteration"])]
+        assert block["ranks"] == f"{world_size}/{world_size}"
+        assert block["gpus"] == f"{window.coverage.gpus_measured}/{world_size}"
         for tag, form in jobs.FORMATS.items():
-            assert block[tag] == form.format(values[int(block["iteration"])][tag])
+            assert block[tag] == (form.format(window.values[tag]) if tag in window.values else None)
         assert (block["loss"] is None) == (block["iteration"] == "43")  # the loop logged none after 40
+    assert max(window.coverage.gpus_measured for window in windows.values()) == world_size
 
 
 def test_a_script_that_takes_the_last_hit_and_the_third_field_finds_the_summary(world):
@@ -132,8 +152,10 @@ def test_tensorboard_shows_what_the_console_and_the_summary_say(world):
 
     for tag in jobs.FORMATS:
         shown = scalars[f"efficientllm/{tag}"]
-        assert [event.step for event in shown] == WINDOWS
-        for event, window in zip(shown, windows, strict=True):
+        known = [window for window in windows if tag in window.values]  # AEC where its error is at most 20 %
+        assert [event.step for event in shown] == [window.iteration for window in known]
+        assert shown[-1].step == WINDOWS[-1]
+        for event, window in zip(shown, known, strict=True):
             assert event.value == pytest.approx(window.values[tag], rel=1e-6)  # single precision
         assert shown[-1].value == pytest.approx(job.ledger.summary.metrics[tag].value, rel=1e-6)
     assert all(math.isfinite(event.value) for events in scalars.values() for event in events)
@@ -141,18 +163,18 @@ def test_tensorboard_shows_what_the_console_and_the_summary_say(world):
 
 
 def test_no_tag_is_named_after_a_rank(worlds):
-    tags = [set(tensorboard(job.ledger.folder / "tensorboard")) for job in worlds.values()]
+    two, four = (set(tensorboard(worlds(size).ledger.folder / "tensorboard")) for size in (2, 4))
 
-    assert tags[1] == tags[2]
+    assert two == four
 
 
 def test_every_rank_is_given_the_values_of_the_whole_job(world):
     job, world_size = world
-    reported = [{f"efficientllm/{tag}": w.values[tag] for tag in jobs.FORMATS} for w in job.ledger.windows]
+    reported = [{f"efficientllm/{tag}": w.values.get(tag) for tag in jobs.FORMATS} for w in job.ledger.windows]
     for rank in range(world_size):
         values = job.told(f"truth-{rank}.json")
         assert set(values) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
-        assert values in reported
+        assert {tag: None if math.isnan(value) else value for tag, value in values.items()} in reported
 
 
 def test_one_greeting_and_one_table_are_printed_and_nothing_on_stderr(world):
@@ -196,7 +218,7 @@ def test_a_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
 def test_agents_and_aggregator_are_gone_soon_after_a_normal_end(launch):
     job = launch.torchrun([*ONE_NODE, "2"], "torch_loop.py", "--iterations", "12").wait()
 
-    assert not job.left(within_s=1.0)
+    assert not job.left(within_s=12.0)  # who has heard no farewell waits for 15 s
     assert job.ledger.summary.overhead.agents_cpu_s < 2.0
 
 
@@ -211,7 +233,7 @@ def test_two_nodes_are_one_job_with_one_run_folder(launch):
         )
         for node in (0, 1)
     ]
-    first, second = [node.done(within_s=60) for node in nodes]
+    first, second = [node.done() for node in nodes]
     summary = first.ledger.summary
 
     assert (summary.tokens, summary.samples, summary.iterations) == (TOKENS, SAMPLES, ITERATIONS)

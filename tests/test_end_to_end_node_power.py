@@ -25,7 +25,7 @@ def train(launch, trace, *arguments, **settings):
         **{"device": "nvml", "endpoint": aggregator.endpoint, **settings},
     )
     rank.done()
-    assert not aggregator.job.left(within_s=8.0)
+    assert not aggregator.job.left()
     return aggregator.ledger
 
 

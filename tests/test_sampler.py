@@ -61,10 +61,10 @@ def start(wake):
 
     yield start
     for sampler in started:
-        assert sampler.stop(5.0)
+        assert sampler.stop(30.0)
 
 
-def woken(wake, within_s=5.0):
+def woken(wake, within_s=30.0):
     assert select.select([wake], [], [], within_s)[0], "no sample came"
     os.eventfd_read(wake)
 
@@ -92,7 +92,7 @@ def test_samples_come_by_themselves_and_wake_nobody(start, wake):
     reader = FakeReader()
     start(reader, interval_s=0.01)
     woken(wake)
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 30.0
     while reader.reads < 5 and time.monotonic() < deadline_s:
         select.select([], [], [], 0.01)
 
@@ -100,7 +100,7 @@ def test_samples_come_by_themselves_and_wake_nobody(start, wake):
     assert not select.select([wake], [], [], 0)[0]
 
 
-def until(condition, within_s=5.0):
+def until(condition, within_s=30.0):
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not so within {within_s} s"
@@ -243,7 +243,7 @@ def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypa
     woken(wake)
     assert sampler.stale_s() is None
     sampler.ask()
-    assert reader.holding.wait(5.0)
+    assert reader.holding.wait(30.0)
     until(lambda: sampler.stale_s() is not None)
 
     assert sampler.stale_s() >= 0.05
@@ -285,7 +285,7 @@ def test_a_device_that_cannot_be_opened_is_told_and_no_sample_comes(wake):
     assert (sampler.device, sampler.unavailable) == (None, "there is no driver")
     assert lines == ["no device is sampled: there is no driver"]
     assert sampler.take() == []
-    assert sampler.stop(5.0)
+    assert sampler.stop(30.0)
 
 
 def test_a_device_file_with_an_error_is_told_as_a_device_that_is_not_there(wake):
@@ -300,7 +300,7 @@ def test_a_device_file_with_an_error_is_told_as_a_device_that_is_not_there(wake)
     assert sampler.unavailable
     assert not sampler.is_opening
     assert sampler.stale_s() is None
-    assert sampler.stop(5.0)
+    assert sampler.stop(30.0)
 
 
 def test_nobody_is_told_of_a_node_without_a_sensor(wake):
@@ -313,7 +313,7 @@ def test_nobody_is_told_of_a_node_without_a_sensor(wake):
     woken(wake)
 
     assert (lines, sampler.unavailable) == ([], "no RAPL here")
-    assert sampler.stop(5.0)
+    assert sampler.stop(30.0)
 
 
 # --- learning how the sensor behaves ---
@@ -380,14 +380,14 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(wake):
     sampler.start()
     woken(wake)
     sampler.ask()
-    assert reader.holding.wait(5.0)
+    assert reader.holding.wait(30.0)
 
     began_s = time.monotonic()
     assert not sampler.stop(0.05)
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < 10.0
     assert len(sampler.take()) == 1, "what was read before is there"
     answer.set()
-    assert sampler.stop(5.0)
+    assert sampler.stop(30.0)
     assert reader.closed
 
 
@@ -405,7 +405,7 @@ def test_a_driver_that_hangs_while_it_is_opened_holds_up_nobody(wake):
     assert sampler.device is None
     assert not sampler.stop(0.05)
     answer.set()
-    assert sampler.stop(5.0)
+    assert sampler.stop(30.0)
 
 
 def test_constructing_is_not_starting(wake):
@@ -423,5 +423,5 @@ def test_a_stopped_sampler_closes_its_device_and_stops_at_once(wake):
     sampler.start()
     woken(wake)
 
-    assert sampler.stop(5.0)
+    assert sampler.stop(30.0)
     assert reader.closed

@@ -359,7 +359,7 @@ def server(context):
     server.close()
 
 
-def receive(receiver, within_s=5.0):
+def receive(receiver, within_s=30.0):
     """Return what a socket receives first; a deadline is a failure."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
@@ -369,7 +369,7 @@ def receive(receiver, within_s=5.0):
     raise AssertionError("nothing came")
 
 
-def connected(link, within_s=5.0):
+def connected(link, within_s=30.0):
     link.connect()
     deadline_s = time.monotonic() + within_s
     while not link.is_new():

@@ -11,6 +11,9 @@ from itertools import count
 from pathlib import Path
 
 import effllm.efficientllm_metrics as effllm
+from effllm.training import session
+
+session.READY_S = 60.0  # so that the first window has its device, however busy the machine is
 
 ENDS = {
     "raise": lambda: 1 / 0,
@@ -34,10 +37,19 @@ parser.add_argument("--end", choices=ENDS)
 parser.add_argument("--nan-from", type=int, default=0, help="the iteration from which the loss is NaN")
 given = parser.parse_args()
 
+
+def starved_s():
+    """Seconds for which this thread could have run and others had the CPUs; 0 where Linux does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except OSError:
+        return 0.0
+
+
 effllm.initialize_efficientllm_metrics(given.parameters)
 collector = effllm.get_metrics_collector()
 threads = [thread.name for thread in threading.enumerate()]
-steps, logging_s, values = [], [], {}
+steps, logging_s, starved, values = [], [], [starved_s()], {}
 for iteration in count(1):
     if iteration > given.iterations and (not given.until or given.until.exists()):
         break
@@ -50,8 +62,9 @@ for iteration in count(1):
     is_nan = 0 < given.nan_from <= iteration
     values = collector.log_metrics(iteration, float("nan") if is_nan else 10 / iteration)
     logging_s.append(time.monotonic() - steps[-1][1])
+    starved.append(starved_s())
     if iteration == given.at:
         ENDS[given.end]()
 effllm.finalize_efficientllm_metrics()
-truth = {"steps": steps, "logging_s": logging_s, "threads": threads, "values": values}
+truth = {"steps": steps, "logging_s": logging_s, "starved_s": starved, "threads": threads, "values": values}
 Path("truth.json").write_text(json.dumps(truth))
