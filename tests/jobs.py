@@ -261,9 +261,8 @@ class Job:
     def longest_step_s(self) -> float:
         """Return the longest step of a loop with its log_metrics, less the time for which others had the CPUs."""
         truth = self.told()
-        took_s = [end - start + logging for (start, end), logging in zip(truth["steps"], truth["logging_s"], strict=True)]
-        starved_s = [after - before for before, after in itertools.pairwise(truth["starved_s"])]
-        return max(took - starved for took, starved in zip(took_s, starved_s, strict=True))
+        parts = zip(truth["steps"], truth["logging_s"], itertools.pairwise(truth["starved_s"]), strict=True)
+        return max(end - start + logging - (after - before) for (start, end), logging, (before, after) in parts)
 
     def runs(self) -> list[Path]:
         """Return the run folders."""

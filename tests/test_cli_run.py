@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 
-import jobs
 import pytest
 from cli_process import read_until
 
