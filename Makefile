@@ -14,10 +14,14 @@ BIN := $(VENV)/bin
 run_tests = { $(1) -m pytest $(3) -m $(2) $(4) || { [ $$? = 1 ] && echo 'Once more, alone, what failed:' && \
 	$(1) -m pytest --last-failed --last-failed-no-failures none -m $(2) $(4) && \
 	echo 'WARNING: the tests above failed, and passed alone: they depend on load; mend them.'; }; }
+# $(call files,MARK): the files with tests of a mark, so that the others, which take seconds, are not imported.
+files = $$(grep -lE 'mark\.$(1)\>' tests/*.py)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-# Settings of the caller's shell that would make Python or pip look elsewhere than in .venv.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+# Settings of the caller's shell that would make Python or pip look elsewhere than in .venv, or make each of the thousand
+# processes of the tests compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPATH PIP_USER PIP_TARGET \
+	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
 .PHONY: help demo test test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
@@ -33,17 +37,17 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 
 test: $(VENV)/.ready ## Run the tests
 	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",$(PARALLEL)) && \
-	$(call run_tests,$(BIN)/python,"alone and not long and not faults") && echo 'Tests passed.'
+	$(call run_tests,$(BIN)/python,"alone and not long and not faults",,$(call files,alone)) && echo 'Tests passed.'
 
 test-long: $(VENV)/.ready ## Run the tests that take their time: sensors in real time, a few minutes
-	@$(call run_tests,$(BIN)/python,"long and not faults and not alone",$(PARALLEL)) && \
-	$(call run_tests,$(BIN)/python,"alone and long and not faults") && echo 'Long tests passed.'
+	@$(call run_tests,$(BIN)/python,"long and not faults and not alone",$(PARALLEL),$(call files,long)) && \
+	$(call run_tests,$(BIN)/python,"alone and long and not faults",,$(call files,alone)) && echo 'Long tests passed.'
 
 test-faults: $(VENV)/.ready ## Run the tests that break things: killed processes, full disks, cut networks, strangers
-	@$(call run_tests,$(BIN)/python,"faults and not long",$(PARALLEL)) && echo 'Tests of faults passed.'
+	@$(call run_tests,$(BIN)/python,"faults and not long",$(PARALLEL),$(call files,faults)) && echo 'Tests of faults passed.'
 
 test-faults-long: $(VENV)/.ready ## Run those of them that take their time
-	@$(call run_tests,$(BIN)/python,"faults and long",$(PARALLEL)) && echo 'Long tests of faults passed.'
+	@$(call run_tests,$(BIN)/python,"faults and long",$(PARALLEL),$(call files,faults)) && echo 'Long tests of faults passed.'
 
 test-frameworks: $(FRAMEWORKS)/.ready ## Run the tests with transformers, TRL and other frameworks
 	@$(call run_tests,$(FRAMEWORKS)/bin/python,"",$(PARALLEL),--timeout 300 tests/frameworks) && echo 'Tests with frameworks passed.'

@@ -39,6 +39,7 @@ def clean_environment(tmp_path_factory):
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))  # never the user's own secret
         patch.setenv(jobs.SESSION, uuid.uuid4().hex)
+        jobs.skip_older()
         yield
 
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -84,19 +84,28 @@ def gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
     return pids
 
 
-def processes(token: str) -> Iterator[int]:
-    """Yield the living processes, other than this one, whose environment holds ``token``."""
+def processes(token: str, skipped: Collection[int] = ()) -> Iterator[int]:
+    """Yield the living processes, other than this one and those skipped, whose environment holds ``token``."""
     wanted = token.encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+    for pid in psutil.pids():
+        if pid != os.getpid() and pid not in skipped:
             with suppress(OSError):  # ended meanwhile, or another user's
-                if wanted in (entry / "environ").read_bytes():
-                    yield int(entry.name)
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                    yield pid
+
+
+_older: set[int] = set()  # processes that are not of the tests
+
+
+def skip_older() -> None:
+    """Note the processes that are there before the first test, which are not read again for each test."""
+    _older.update(psutil.pids())
 
 
 def processes_of_session() -> Iterator[int]:
     """Yield what the tests of this session have running, less what Python keeps for itself to its end."""
-    for pid in processes(f"{SESSION}={os.environ[SESSION]}"):
+    _older.intersection_update(psutil.pids())  # the pid of one that has ended may be used again
+    for pid in processes(f"{SESSION}={os.environ[SESSION]}", _older):
         if "resource_tracker" not in describe(pid):
             yield pid
 
