@@ -229,7 +229,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("SECRET_FILE", "secret_file", str, "a file of mode 0600", "the user's secret, from which the keys are made; else efficientllm/secret in the user's config folder"),
     Variable("INTERFACE", "interface", _interface, "the name of an interface, such as ib0, or an address of rank 0's host", "where rank 0 listens; else on the interface that reaches MASTER_ADDR"),
     Variable("PORTS", "ports", _ports, "two ports, such as 29700-29799", "rank 0 listens on the first of them that is free; else on any free port"),
-    Variable("STALL_SECONDS", "stall_seconds", _number(1.0, 86400.0), "a number of seconds from 1 to 86400", "a loop that stands for so long, and for three iterations, is told, and who is where"),
+    Variable("STALL_SECONDS", "stall_seconds", _number(1.0, 86400.0), "a number of seconds from 1 to 86400", "a stall is reported when no rank makes progress for this many seconds and three median iterations, with each rank's position"),
 )  # fmt: skip
 
 #: What is written for `PREFIX` by mistake.

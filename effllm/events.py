@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
 
 
 def level_of(kind: str) -> str:
-    """Return where events of a kind are shown; one that nobody registered is shown."""
+    """Return where events of a kind are shown; one that is not registered is shown."""
     known = KINDS.get(kind)
     return known.level if known is not None else ONCE
 

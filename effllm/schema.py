@@ -479,7 +479,7 @@ class Event(Struct, frozen=True):
     rank: int | None = None
     device: str | None = None  # its key, where it happened to a device
     attempt: int = 0
-    count: int = 1  # how many events this line stands for
+    count: int = 1  # how many events this line represents
 
 
 class Value(Struct, frozen=True, omit_defaults=True):
@@ -658,7 +658,7 @@ class Note(Struct, frozen=True, array_like=True, tag=4):
     text: Sentence
     time_s: Number  # unix, when it happened, by the clock of the agent's host
     device: Word = ""  # its key, where it happened to a device
-    count: EventCount = 1  # how many events the line stands for
+    count: EventCount = 1  # how many events the line represents
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=5):

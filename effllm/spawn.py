@@ -21,7 +21,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start ``module.main(arguments)`` in a session of its own, with these descriptors and our stderr.
 
-    Its environment is ours where none is given, and what our interpreter was told to ignore it ignores as well.
+    Its environment is ours where none is given; the options by which our interpreter ignores variables are passed on.
 
     A session of its own, because launchers kill process groups, and what is left of a job's last window
     is read after that.

@@ -360,7 +360,7 @@ def _security(config: Config) -> Finding:
     """Say who can read and forge reports, and whether the secret is well."""
     path = secret_path(config)
     if config.security == "none":
-        text = "none: whoever reaches the port can read and forge reports"
+        text = "none: every process that reaches the port can read and forge reports"
         return Finding("security", MISSING, text, f"unset {PREFIX}SECURITY")
     which = "curve" if config.security == "curve" else "auto: CURVE"
     try:

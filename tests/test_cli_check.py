@@ -295,4 +295,4 @@ def test_it_says_who_can_read_reports_and_whether_the_secret_is_well(cli, tmp_pa
     assert said(**named, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
 
     state, text = said(EFFICIENTLLM_SECURITY="none")
-    assert (state, text) == ("missing", "none: whoever reaches the port can read and forge reports")
+    assert (state, text) == ("missing", "none: every process that reaches the port can read and forge reports")

@@ -641,7 +641,7 @@ def test_a_counter_that_is_late_keeps_a_wide_interval(lag_s):
     assert half_width > 0.005
 
 
-def test_a_share_that_nobody_knows_keeps_a_wide_interval():
+def test_an_unknown_share_keeps_a_wide_interval():
     assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
 
 

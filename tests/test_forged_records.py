@@ -1,4 +1,4 @@
-"""An address that somebody else wrote where rank 0's is looked for, on a host where there can be no secret."""
+"""An address that another user wrote where rank 0's is looked for, on a host where there can be no secret."""
 
 import pytest
 

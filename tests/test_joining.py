@@ -143,7 +143,7 @@ def test_a_restart_counts_each_row_once():
 
     second = Job(2, restore(job.aggregator.snapshot()))
     for rank in (0, 1):
-        second.send(*rows[rank][150:])  # more than nobody has confirmed
+        second.send(*rows[rank][150:])  # some of them are confirmed already
         second.bye(rank)
     second.tick()
 

@@ -329,7 +329,7 @@ def test_after_twenty_events_one_line_says_where_the_others_are():
     assert lines[21] == "[EfficientLLM] GPU 0: Xid 79"
 
 
-def test_a_kind_that_nobody_registered_is_shown():
+def test_a_kind_that_is_not_registered_is_shown():
     stream = Stream()
     open_sink("console", make_run(stdout=stream)).event(Event(0.0, "brand_new", "something happened"))
 

@@ -63,7 +63,7 @@ def healthy(seed):
         tokens = 1000 * burst if counts and number % burst == 0 else 0
         noisy = min(max(busy + chance.gauss(0.0, 0.03), 0.0), 1.0)
         window_s = time_s * chance.uniform(0.8, 1.2)
-        if number % checkpoint == 0:  # that nobody marked: the GPUs wait for the disk
+        if number % checkpoint == 0:  # not marked: the GPUs wait for the disk
             noisy, window_s = 0.02, window_s + 300.0
         if number % evaluation == 0:  # a row of evaluation alone
             run.window(0.05, 0, 0.0, gpus, last={"iterations": 0, **flops})

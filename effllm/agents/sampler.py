@@ -180,7 +180,7 @@ class Sampler:
             while next_ns <= now_ns:
                 turn_s += self.slowed_s or self._interval_s
                 # Somewhere in its turn, for iterations of a second, or of half of one, would show one moment of theirs.
-                next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - nobody gains by guessing it
+                next_ns = int((turn_s + random.random() * self._interval_s) / NS)  # noqa: S311 - it is no secret
                 now_ns = time.monotonic_ns()  # a slow read leaves ticks out, it does not pile them up
         reader.close()
 
@@ -190,7 +190,7 @@ class Sampler:
             return NEVER_NS
         apart_s = max(POWER_EVERY_S, (self._call_s + WAKE_S) / MAX_POWER_SHARE)
         # Not evenly, for iterations that keep step with the reads would show some moments of theirs alone.
-        return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - nobody gains by guessing it
+        return time.monotonic_ns() + int(apart_s * random.uniform(0.9, 1.1) / NS)  # noqa: S311 - it is no secret
 
     def _answer(self, reader: Reader, now_ns: int, is_time: bool) -> Sample | None:
         """Take the reading that is due, if one is: all there is at its time and at an edge, energy alone elsewhere."""

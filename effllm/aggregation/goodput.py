@@ -273,7 +273,7 @@ class Attempt(Struct):
     is_numbered: bool = False  # somebody who knows has told it
     first: int = 0  # ordinals of the iterations so far
     last: int = 0
-    reached: int = 0  # the last of which only a farewell told
+    reached: int = 0  # the last one that only a farewell reported
     idle_s: float = 0.0  # rank-seconds, once it is over
     redone_from: float | None = None  # what `redone` below was computed for: the least number done again
     redone: tuple[float, float, int] = (0.0, 0.0, 0)  # rank-seconds, joules, iterations

@@ -335,7 +335,7 @@ class Server:
             if not reason and (trouble := self._shortage(message, now_s)):
                 self._peers.turn_away()
                 self._socket.send(peer, Refused(trouble, whole_job=True))
-                # Of a job of one rank nobody else comes; agents of others that find nobody would go on looking.
+                # A job of one rank has no other agents; those of a larger job would search on for an aggregator.
                 self._stop_asked = self._stop_asked or message.world_size == 1
                 return
             reason = reason or aggregator.hello(message, now_s, time_s)

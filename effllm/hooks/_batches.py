@@ -56,7 +56,7 @@ class Batches:
         self._processed += seen.tokens_processed
         samples = seen.samples if counts_samples else 0
         if not self._late.add((samples, seen.tokens, seen.tokens_loss)):
-            # An accelerator that cannot be read without waiting: positions stand for tokens.
+            # An accelerator that cannot be read without waiting: positions count as tokens.
             self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
 
     def end(self) -> None:

@@ -164,7 +164,7 @@ class _Loop:
             self._steps.phase_end()
 
     def _claim(self) -> bool:
-        """Return whether these steps count; whoever is nearer to the person has precedence."""
+        """Return whether these steps count; an owner nearer to the user has precedence."""
         if self._steps.is_owner:
             return True
         if not self._has_optimizer or not ownership.claim(ownership.CORE, self._steps.name):

@@ -1,7 +1,7 @@
-"""Files and folders that are the user's alone, whatever the umask; what somebody else may hold is refused.
+"""Files and folders that are the user's alone, whatever the umask; what another user may hold is refused.
 
-In a folder such as /tmp anybody can lay a link, a pipe or a folder in our way, in a project's folder whoever is of its
-group.  Such a thing is never followed, written to or waited for.
+In a folder such as /tmp every user can put a link, a pipe or a folder in our way, in a project's folder every member of
+its group.  Such a thing is never followed, written to or waited for.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _check_own(folder: Path, descriptor: int) -> None:
 def open_folder(folder: Path, make: bool = False) -> int:
     """Return a descriptor (``O_PATH``) of a folder on whose way no link of another user is followed.
 
-    Every part of the path is opened below the one before, so that nobody can exchange one after it was looked at.
+    Every part of the path is opened below the one before, so that none can be exchanged after it was checked.
 
     Args:
         folder: the folder.

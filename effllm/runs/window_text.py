@@ -182,7 +182,7 @@ def watched(report: ClusterReport) -> Iterator[str]:
     if not is_loss_finite(report):
         yield "loss is not finite"
     errors = errors_text(metrics.timing_error_ratio(last), metrics.sensor_error_ratio(last))
-    # They hold for the power as well, and stand behind it where no tokens are known.
+    # They hold for the power as well, and follow it where no tokens are known.
     with_errors = metrics.watts_per_gpu if metrics.joules_per_token(last) is None else metrics.joules_per_token
     for formula, to_text, template in _WATCHED:
         value = formula(last)

@@ -121,7 +121,7 @@ class Prometheus:
         self._values.take(report)
 
     def event(self, event: Event) -> None:
-        """Count an event, or all that its line stands for."""
+        """Count an event, or all that its line represents."""
         self._values.count(event.kind, event.count)
 
     def summarize(self, summary: Summary) -> None:

@@ -79,7 +79,7 @@ def test_flops_use_each_batchs_own_width(frameworks):
 
 
 def test_ranks_that_believe_to_be_alone_give_one_model(frameworks):
-    """As with DeepSpeed where transformers was not told of the CPU: each rank is the first of a world of one."""
+    """As with DeepSpeed where transformers is not set to the CPU: each rank is the first of a world of one."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
     code += script(before="assert trainer.state.is_world_process_zero")
