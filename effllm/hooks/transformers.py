@@ -156,6 +156,7 @@ class Training:
         self.is_begun = False
         self.depth = 0  # of training_step, which calls that of its parent
         self._late = LateSums(4)  # samples, tokens, tokens with a label, tokens x width of their batch
+        self._not_finite = LateSums(1)  # losses that the Trainer replaces before it logs
         self._flops = FlopsByWidth()
         self._processed = 0
         self._has_unknown = False  # a batch came whose tokens cannot be summed
@@ -201,8 +202,19 @@ class Training:
             self._has_unknown = True
             self._late.add((samples if isinstance(samples, int) else 1, 0, 0, 0))
 
+    def see_loss(self, loss: Any) -> None:
+        """Take note of a loss that is NaN or infinite where the Trainer will log a mean of others instead."""
+        is_replaced = getattr(getattr(self.trainer, "args", None), "logging_nan_inf_filter", False)
+        if is_replaced and hasattr(loss, "dim") and loss.dim() == 0:
+            self._not_finite.add([loss.detach() * 0 != 0])
+
     def end_step(self, args: Any, state: Any) -> None:
-        """Stamp the end of a step."""
+        """Stamp the end of a step, and record a loss that is not finite; on a GPU that may be one of a step before."""
+        self._end_step(args, state)
+        if self._not_finite.take()[0]:
+            _STEPS.loss(state.global_step, float("nan"))
+
+    def _end_step(self, args: Any, state: Any) -> None:
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         if not self._num_batches:
             # A training_step of somebody's own that shows no batch.  The Trainer's count is the whole job's.
@@ -397,6 +409,8 @@ def _micro_batch(call: Call) -> Any:
 
 def _micro_batch_ended(training: Training | None, call: Call, result: Any) -> None:
     _micro_batch_failed(training)
+    if training is not None and not training.depth:
+        training.see_loss(result)
 
 
 def _micro_batch_failed(training: Training | None) -> None:

@@ -65,6 +65,21 @@ def test_tokens_are_counted_without_padding_with_it_and_where_they_have_a_label(
     assert job.ledger.facts["token_source"] == "attention mask"
 
 
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_losses_that_the_trainer_replaces_are_counted(frameworks, is_filtered):
+    """The weights stay as they are; the Trainer logs a mean of other losses in place of NaN unless told otherwise."""
+    broken = """
+losses = iter([0, 0, 1, 0, float("inf"), float("nan")] * 2)
+trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum() * 0 + 1.0 + next(losses)
+"""
+    job = frameworks.run(script(f"logging_nan_inf_filter={is_filtered}", before=broken))
+
+    summary = job.ledger.summary
+    assert (summary.losses_not_finite, summary.first_not_finite) == (2, 5)
+    assert len(job.ledger.told("loss_not_finite")) == 1
+    assert [loss for loss in job.told()["losses"] if loss == loss][:4] == [1.0, 1.0, 2.0, 1.0]
+
+
 def test_flops_use_each_batchs_own_width(frameworks):
     """Batches of 2 x 3 and of 2 x 8 tokens take turns: (3 x 6 x 3 + 3 x 16 x 8) / 66 positions are seen by a token."""
     code = script(before="trainer._get_train_sampler = lambda *_: range(48)")
