@@ -44,7 +44,7 @@ def hosts(chosen: str) -> list[list[Group]]:
     for rows in _HOSTS:
         groups = []
         for name, wave, count, sensor in rows:
-            power = _TUNING_WAVES[wave] if chosen == TUNING else _drawn(wave, chance)
+            power = _TUNING_WAVES[wave] if chosen == TUNING else drawn(wave, chance)
             gpus = [sensor(Gpu("", power=power), chance) for _ in range(count)]
             groups.append(Group(name, tuple(gpus), gpus[0].gain))
         made.append(_placed(groups, len(made)))
@@ -60,7 +60,7 @@ _TUNING_WAVES: dict[str, Curve] = {
 }
 
 
-def _drawn(wave: str, chance: random.Random) -> Curve:
+def drawn(wave: str, chance: random.Random) -> Curve:
     """Return a wave of this kind with levels, period, share and seed of its own."""
     low_w, high_w = round(chance.uniform(70.0, 200.0)), round(chance.uniform(420.0, 690.0))
     share, seed = round(chance.uniform(0.35, 0.65), 2), chance.randrange(10_000)

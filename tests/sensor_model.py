@@ -210,14 +210,16 @@ def simulate(
     lag_is_known: bool = True,
     lag_s: float = 0.0,
     name: str = "",
+    lead_s: Sequence[float] = (),
 ) -> list[Told]:
-    """Return windows of about ``window_s`` on a sensor whose phase is anywhere."""
+    """Return windows of about ``window_s``, after those of ``lead_s``, on a sensor whose phase is anywhere."""
     chance = random.Random(seed)
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
     ledger = ledger_of(sensor.known(chance, lag_is_known), name=name)
     agent = VirtualAgent(ledger, sensor, chance)
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
-    for _ in range(count):
-        edges_s.append(edges_s[-1] + window_s * chance.uniform(0.9, 1.1))
+    for length_s in [*lead_s, *[window_s] * count]:
+        edges_s.append(edges_s[-1] + length_s * chance.uniform(0.9, 1.1))
     truths = [power.integral(start_s, end_s) for start_s, end_s in pairwise(edges_s)]
-    return [Told(energy, truth_j) for energy, truth_j in zip(agent.windows(edges_s), truths, strict=True)]
+    found = [Told(energy, truth_j) for energy, truth_j in zip(agent.windows(edges_s), truths, strict=True)]
+    return found[len(lead_s) :]

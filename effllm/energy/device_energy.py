@@ -22,7 +22,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from effllm.energy.cross_check import CrossCheck
-from effllm.energy.lag_evidence import MIN_ERROR_S, LagEvidence, measures_whole_tick
+from effllm.energy.lag_evidence import MIN_ERROR_S, LagEvidence, TickRead, measures_whole_tick
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
 from effllm.energy.tick_energy import beat, beat_of, in_tick
@@ -117,7 +117,7 @@ class EnergyLedger:
 
     def __init__(self, device: Device, longest_gap_s: float) -> None:
         self._device = device
-        self._sensor = device.sensor
+        self._sensor = self._known = device.sensor  # with, and without what this run shows of the lag
         self._longest_gap_ns = round(longest_gap_s / NS)
         self.clock = _clock_of(device.sensor)
         self._limit_w = device.power_limit_w * OVERSHOOT if device.power_limit_w else UNLIMITED_W
@@ -129,6 +129,7 @@ class EnergyLedger:
         self._flow_j = 0.0  # running total by power alone
         self._has_told_doubt = False
         self._powers = PowerSpread()
+        self._held_ns = 0.0  # the tick in which power was last read
         self._edges: dict[int, _Level] = {}
         self._events: list[tuple[str, str]] = []
         self._check = CrossCheck()
@@ -140,7 +141,7 @@ class EnergyLedger:
 
     def calibrate(self, sensor: Sensor) -> None:
         """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
-        self._sensor = sensor
+        self._sensor = self._known = sensor
         self._lag = LagEvidence() if measures_whole_tick(self._device) else None
         self.clock = _clock_of(sensor)
         previous: _Point | None = None
@@ -173,7 +174,8 @@ class EnergyLedger:
         if power_w is None and counter_j is None and self._last_counter is not None:
             return  # a failed read: the counter will tell what it misses, if it comes back
         if power_w is not None:
-            self._powers.add(sample.time_ns, power_w, self._sensor.tick_s)
+            is_repeated = self._is_repeated(sample.time_ns, power_w)
+            self._powers.add(sample.time_ns, power_w, self._sensor.tick_s, is_repeated=is_repeated)
         if self._points:
             step = self._step(self._points[-1], sample, counter_j, power_w)
         else:
@@ -184,6 +186,16 @@ class EnergyLedger:
                 self._moved = self._base(sample.time_ns, counter_j)
             self._last_counter = (sample.time_ns, counter_j)
         self._cross_check()
+
+    def _is_repeated(self, time_ns: int, power_w: float) -> bool:
+        """Whether a held power reading was read before in the same tick, so that it shows nothing of changes."""
+        if not self._sensor.is_held or self.clock is None:
+            return False
+        last = self.clock.tells(time_ns + self._sensor.lag_s / NS)
+        if last is None:  # of the tick before or the one after
+            return bool(self._points) and power_w == self._points[-1].power_w
+        before_ns, self._held_ns = self._held_ns, last[0]
+        return abs(last[0] - before_ns) < self.clock.tick_ns / 2
 
     def _enter(self, time_ns: int, power_w: float | None, step: _Step) -> None:
         total_j = estimated_j = variances_j2 = 0.0
@@ -378,6 +390,11 @@ class EnergyLedger:
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
             reads.insert(1, round(next_ns))  # which halves what is open about the phase
+        if self._lag is not None and self._is_lag_open:
+            probe_s = self._lag.probe_s(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
+            if probe_s is not None:  # between the last two
+                since_ns = probe_s / NS
+                reads.insert(-1, round(next_ns + (since_ns if since_ns > tick_ns / 4 else tick_ns + since_ns)))
         if shown_ns > edge_ns:  # the tick before, which is not over yet
             reads.insert(0, max(edge_ns, shown_ns - round(tick_ns)))
         return reads
@@ -494,30 +511,35 @@ class EnergyLedger:
         anchors = {**implied, **anchors}
         return anchors if 0 in anchors or 1 in anchors else None
 
+    @property
+    def _is_lag_open(self) -> bool:
+        """Whether the lag is a guess that the readings of a run can better."""
+        known = self._known
+        is_alike = known.is_held and known.duty == 1.0 and not known.lag_s
+        return self._lag is not None and is_alike and known.lag_error_s >= MIN_ERROR_S
+
     def _learn_lag(self, time_ns: int) -> None:
-        """Learn from the ticks around a moment how late the counter is; forget what is assumed of that."""
-        sensor = self._sensor
-        if self._lag is None or self.clock is None or not sensor.is_held or sensor.duty < 1.0 or sensor.lag_s:
+        """Learn from the readings around a moment how late the counter is, or that it cannot be told any more."""
+        if self._lag is None or not self._is_lag_open or self.clock is None:
             return
-        if sensor.lag_error_s < MIN_ERROR_S or (last := self.clock.before(time_ns)) is None:
+        if (last := self.clock.before(time_ns)) is None:
             return
-        tick_ns = self.clock.tick_ns
-        read: dict[int, tuple[float, float, float]] = {}
-        low = bisect.bisect_left(self._points, round(last[0] - tick_ns), key=lambda point: point.time_ns)
-        for point in islice(self._points, max(low, 1), None):
-            told = self.clock.tells(point.time_ns)
-            if told is not None and point.method == COUNTER and point.power_w is not None:
-                since_s = (point.time_ns - told[0] - told[1]) * NS
-                read[round((told[0] - last[0]) / tick_ns)] = point.total_j, point.power_w, since_s
-        for tick, (total_j, power_w, _) in read.items():
-            if (before := read.get(tick - 1)) is not None and 0 < tick <= 2:
-                self._lag.add((total_j - before[0]) / (tick_ns * NS), power_w, *before[1:])
-        tick_s = tick_ns * NS
-        error_s = self._lag.error_s(tick_s)
-        if sensor.lag_error_s < sensor.tick_s and self._lag.contradicts(sensor.lag_error_s, tick_s):
-            self._sensor = replace(sensor, lag_error_s=error_s or sensor.tick_s)
-        elif error_s is not None and error_s < sensor.lag_error_s:
-            self._sensor = replace(sensor, lag_error_s=error_s)
+        tick_s, open_s = self.clock.tick_ns * NS, (last[1] + self.clock.spread_ns) * NS + self._known.call_s / 2
+        low = bisect.bisect_left(self._points, round(last[0] - self.clock.tick_ns), key=lambda point: point.time_ns)
+        self._lag.learn(
+            [
+                TickRead((point.time_ns - last[0]) * NS, point.total_j, point.power_w)
+                for point in islice(self._points, max(low, 1), None)
+                if point.method == COUNTER and point.power_w is not None
+            ],
+            tick_s,
+            open_s,
+        )
+        found = self._lag.lag_s(tick_s)
+        is_better = found is not None and found[1] < self._known.lag_error_s
+        self._sensor = (
+            replace(self._known, lag_s=found[0], lag_error_s=found[1]) if found and is_better else self._known
+        )
 
     def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> _Level:
         assert self.clock is not None

@@ -1,32 +1,33 @@
-"""How late a counter is against the power reading, from ticks of a run in which the load changed; pure.
+"""How late a counter is against the power reading, from reads of a run in which power changed; pure.
 
-A held power reading is the mean of the tick before. If the counter is on time, its step over that tick says the same,
-and both change at one moment: a reading just before the counter moves still shows the power of the tick before. If
-the counter is late by a part of a tick, no reading in that last part does. A delay that counter and power have in
-common does not show.
+A held power reading is the mean of the tick before, and changes once in each tick. Two reads between which it changed
+bound the moment; all bounds together give the part of a tick by which the counter moves later. Whether whole ticks
+are to be added is found from the counter's step over a tick, which must be what the power reading was for that tick.
+A delay that counter and power have in common does not show.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from effllm import hardware
 from effllm.schema import COUNTER, NORMAL_95, Device
 
-#: A change of power from tick to tick tells of the lag from this share of the power on.
+#: A change of power from tick to tick shows whole ticks of lag from this share of the power on.
 MIN_CHANGE = 0.1
-#: So many changes are needed; then the lag is believed if it is at most so large a share of a tick.
-MIN_CHANGES, MAX_LAG = 12, 0.02
+#: So many changes are needed; then they are used if they agree on a number of ticks to so large a share of one.
+MIN_CHANGES, MAX_PART = 12, 0.02
 #: Nothing is claimed to be known better than this.
-MIN_ERROR_S = 0.001
-
-#: A tick of which a larger part differs was read while the counter was late: its reading shows the tick after.
-MAX_STILL_PART = 0.2
-#: So many readings must agree on a moment in the tick, for power that comes and goes may look like that by chance.
-AGREEING = 3
-#: So many of the readings that are latest in their tick are kept.
-MAX_KEPT = 256
+MIN_ERROR_S = 0.0002
+#: A read to find out is made so near to a tick.
+NEAR_S = 0.0003
+#: One edge in so many is still checked where nothing is left to be found, or so many reads did not find it.
+CHECK_EVERY, MAX_PROBES = 16, 256
+#: Bounds that contradict each other lie apart by at least so much.
+MIN_SPREAD_S = 0.0001
 #: A counter that moves more often than this has no tick of which a part could matter.
 MIN_SHARE_TICK_S = 0.005
 
@@ -45,60 +46,121 @@ def is_share_open(device: Device) -> bool:
     return is_board and has_ticks and not measures_whole_tick(device) and not sensor.source.startswith("profiled")
 
 
+class TickRead(NamedTuple):
+    """A reading of counter and power near an edge."""
+
+    since_s: float  # the tick that all reads near that edge are counted from
+    total_j: float
+    power_w: float
+
+
 class LagEvidence:
-    """The part of a tick by which a counter is late, as far as changes of the load have shown it."""
+    """The lag of a counter, as far as a run has shown it."""
 
     def __init__(self) -> None:
+        self._bounds_s: tuple[float, float] | None = None  # of the lag, but for whole ticks
+        self._spread_s = 0.0  # by which bounds have contradicted each other
+        self._probes = 0
         self._count = 0
-        self._sum = self._squares = 0.0
-        self._still_s: list[float] = []  # the latest moments in a tick at which power was still that of the tick before
-        self._moved_s: list[float] = []  # the earliest of such moments that the tick after, read late, makes doubtful
+        self._sum = self._squares = 0.0  # of the ticks by which the counter's steps are late
 
-    def add(self, step_w: float, power_w: float, before_w: float, since_s: float) -> None:
-        """Take one tick.
+    def learn(self, reads: Sequence[TickRead], tick_s: float, open_s: float) -> None:
+        """Take the reads around one edge, oldest first.
 
         Args:
-            step_w: its mean power by the counter.
-            power_w: ... by the power reading.
-            before_w: that of the tick before.
-            since_s: when in its own tick that power was read.
+            reads: counted from the tick before the edge.
+            tick_s: the counter's period.
+            open_s: half-width of what is open about when the counter moves.
         """
+        for first, second in pairwise(reads):
+            if first.power_w != second.power_w:
+                self._changed(first.since_s - open_s, second.since_s + open_s, tick_s)
+        if self._bounds_s is None:
+            return
+        low_s, high_s = self._bounds_s
+        levels: dict[int, float] = {}
+        powers: dict[int, float] = {}  # by the tick whose mean they are
+        for since_s, total_j, power_w in reads:
+            tick = math.floor(since_s / tick_s)
+            in_tick_s = since_s - tick * tick_s
+            if open_s < in_tick_s < tick_s - open_s:
+                levels[tick] = total_j
+                later = math.floor((in_tick_s + low_s) / tick_s)
+                if later == math.floor((in_tick_s + high_s) / tick_s):
+                    powers[tick + later] = power_w
+        for tick in (1, 2):
+            if {tick - 1, tick} <= levels.keys() & powers.keys():
+                self._add((levels[tick] - levels[tick - 1]) / tick_s, powers[tick], powers[tick - 1])
+
+    def lag_s(self, tick_s: float) -> tuple[float, float] | None:
+        """Return the lag and the half-width of what is open about it; ``None`` where it is not found."""
+        mean, half_width = self._late_ticks()
+        ticks = round(mean)
+        part = abs(mean - ticks) + half_width
+        if self._bounds_s is None or ticks not in (0, 1) or part > MAX_PART:
+            return None
+        low_s, high_s = (bound_s + ticks * tick_s for bound_s in self._bounds_s)
+        if high_s < 0:
+            return None  # the power reading is the later one
+        lag_s = 0.0 if low_s <= 0 else (low_s + high_s) / 2
+        return lag_s, max(high_s - lag_s, lag_s - low_s, part * tick_s, MIN_ERROR_S)
+
+    def probe_s(self, tick_s: float, open_s: float) -> float | None:
+        """Return when after a tick a read would tell most, in seconds; ``None`` if none is needed."""
+        low_s, high_s = self._bounds_s or (-tick_s / 2, tick_s / 2)
+        self._probes += 1
+        is_found = max(high_s, -low_s) <= MIN_ERROR_S or high_s - low_s <= 2 * MIN_ERROR_S
+        if (is_found or self._probes > MAX_PROBES) and self._probes % CHECK_EVERY:
+            return None
+        if low_s < 0 < high_s:
+            near_s = NEAR_S + open_s
+            return (tick_s - near_s) if high_s > -low_s else near_s
+        return -(low_s + high_s) / 2 % tick_s
+
+    def _changed(self, after_s: float, until_s: float, tick_s: float) -> None:
+        """Take two moments between which the power reading changed."""
+        low_s, high_s = -until_s - self._spread_s, -after_s + self._spread_s
+        if high_s - low_s >= tick_s:
+            return  # it may have changed twice
+        if self._bounds_s is None:
+            self._start_anew(low_s, high_s, tick_s)
+            return
+        known_low_s, known_high_s = self._bounds_s
+        nearest = round((known_low_s + known_high_s - low_s - high_s) / 2 / tick_s)
+        both = [
+            (max(low_s + turn * tick_s, known_low_s), min(high_s + turn * tick_s, known_high_s))
+            for turn in (nearest - 1, nearest, nearest + 1)
+        ]
+        met = [(low, high) for low, high in both if low <= high]
+        if len(met) == 1:
+            self._bounds_s = met[0]
+        elif not met:
+            gap_s = min(low - high for low, high in both)
+            self._spread_s = min(self._spread_s + max(gap_s, MIN_SPREAD_S), tick_s)
+            self._start_anew(low_s - gap_s, high_s + gap_s, tick_s)
+        low_s, high_s = self._bounds_s
+        if high_s - low_s < tick_s / 8 and low_s + high_s > 1.75 * tick_s:
+            self._start_anew(low_s, high_s, tick_s)  # it is rather a little early than so late
+
+    def _start_anew(self, low_s: float, high_s: float, tick_s: float) -> None:
+        turns = math.floor((low_s + high_s) / 2 / tick_s + 1 / 8)
+        self._bounds_s = low_s - turns * tick_s, high_s - turns * tick_s
+        self._count, self._sum, self._squares = 0, 0.0, 0.0
+
+    def _add(self, step_w: float, power_w: float, before_w: float) -> None:
+        """Take a tick's mean power by the counter, by the power reading, and that of the tick before by the latter."""
         change_w = before_w - power_w
         if abs(change_w) < MIN_CHANGE * max(power_w, before_w) or not change_w:
             return
-        part = (step_w - power_w) / change_w
+        ticks = (step_w - power_w) / change_w
         self._count += 1
-        self._sum += part
-        self._squares += part * part
-        if abs(part) <= MAX_STILL_PART:
-            bisect.insort(self._still_s, since_s)
-            del self._still_s[:-MAX_KEPT]
-        else:
-            bisect.insort(self._moved_s, since_s)
-            del self._moved_s[AGREEING:]
+        self._sum += ticks
+        self._squares += ticks * ticks
 
-    def error_s(self, tick_s: float) -> float | None:
-        """Return the half-width of what is open about the lag where it is found to be none; else ``None``."""
-        mean, half_width = self._part()
-        if mean + half_width > MAX_LAG:
-            return None
-        still_s = self._still_s[: bisect.bisect_left(self._still_s, self._moves_at_s(tick_s))]
-        latest_s = still_s[-AGREEING] if len(still_s) >= AGREEING else 0.0
-        return max((mean + half_width) * tick_s, tick_s - latest_s, MIN_ERROR_S)
-
-    def contradicts(self, error_s: float, tick_s: float) -> bool:
-        """Return whether the counter is later than by so much."""
-        mean, half_width = self._part()
-        return self._moves_at_s(tick_s) < tick_s - error_s or mean - half_width > max(MAX_LAG, error_s / tick_s)
-
-    def _part(self) -> tuple[float, float]:
-        """Return the mean part, without its sign, and its half-width; 0 and infinite where changes are too few."""
+    def _late_ticks(self) -> tuple[float, float]:
+        """Return the mean number of ticks and its half-width; 0 and infinite where changes are too few."""
         if self._count < MIN_CHANGES:
             return 0.0, math.inf
         mean = self._sum / self._count
         variance = max(self._squares / self._count - mean * mean, 0.0) / (self._count - 1)
-        return abs(mean), NORMAL_95 * math.sqrt(variance)
-
-    def _moves_at_s(self, tick_s: float) -> float:
-        """Return from when in a tick on no moment is believed; the tick's end where none is doubtful."""
-        return self._moved_s[-1] if len(self._moved_s) == AGREEING else tick_s
+        return mean, NORMAL_95 * math.sqrt(variance)

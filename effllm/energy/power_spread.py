@@ -28,8 +28,15 @@ class PowerSpread:
         self._tick_s = 0.1
         self.least_w, self.most_w = math.inf, 0.0
 
-    def add(self, time_ns: int, power_w: float, tick_s: float) -> None:
-        """Take a reading of power of a sensor of this tick; 0 is that of one that moves all the time."""
+    def add(self, time_ns: int, power_w: float, tick_s: float, *, is_repeated: bool = False) -> None:
+        """Take a reading of power.
+
+        Args:
+            time_ns: when it was read.
+            power_w: the reading.
+            tick_s: of the sensor; 0 is that of one that moves all the time.
+            is_repeated: it is held, and was read before in this tick.
+        """
         self._count += 1
         weight = max(1 / self._count, 1 / 64)
         difference = power_w - self.mean_w
@@ -46,7 +53,7 @@ class PowerSpread:
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
         self._tick_s = tick_s
-        if apart_s <= 0.6 * tick_s:
+        if apart_s <= 0.6 * tick_s or is_repeated:
             return
         change_w = power_w - self._last[1] if apart_s < 1.5 * tick_s else None
         if change_w is not None:

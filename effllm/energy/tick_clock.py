@@ -66,9 +66,9 @@ class TickClock:
             return
         low_ns, high_ns = predicted[0] - predicted[1], predicted[0] + predicted[1]
         early_ns, late_ns = low_ns - self._still_ns, until_ns - high_ns
-        if early_ns <= self._spread_ns():
+        if early_ns <= self.spread_ns:
             return  # it may have come before the first of these reads
-        if late_ns > self._spread_ns():  # it was due and did not come
+        if late_ns > self.spread_ns:  # it was due and did not come
             self._contradict(min(early_ns, late_ns), until_ns)
             self._start_anew(math.nan, math.nan)
         elif until_ns >= low_ns:  # it is due later than now
@@ -90,17 +90,19 @@ class TickClock:
         if last is None:
             return None
         middle_ns, half_ns = last
-        since_ns, reach_ns = time_ns - middle_ns, half_ns + self._spread_ns()
+        since_ns, reach_ns = time_ns - middle_ns, half_ns + self.spread_ns
         return last if reach_ns < since_ns < self._shortest_ns - reach_ns else None
 
-    def _spread_ns(self) -> float:
+    @property
+    def spread_ns(self) -> float:
+        """By how much ticks jitter, as far as reads have shown it."""
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
         if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that stood still for a while does not jitter
             self._jitter_ns = max(self._jitter_ns / 2, LEAST_JITTER_NS)
             self._contradicted_ns = until_ns
-        low_ns, high_ns = after_ns - self._spread_ns(), until_ns + self._spread_ns()
+        low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
         if math.isnan(self._low_ns):
             self._start_anew(low_ns, high_ns)
             return
