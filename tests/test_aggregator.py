@@ -1417,6 +1417,20 @@ def test_reports_that_arrive_are_not_lost_whatever_the_agent_dropped():
 # --- one rank takes no more than its share --------------------------------------------------------
 
 
+def test_windows_that_few_ranks_report_close_a_few_at_a_time():
+    job = Job(2).join()
+    job.send(*(row(1, window) for window in range(1, 201)))
+    job.aggregator.bye(Bye("agent-0", 0, "completed", 0), 1.0, 1001.0)
+
+    num_closed = [len(job.closed())]
+    while job.aggregator.is_closing:
+        job.aggregator.tick(1.0, 1001.0)
+        num_closed.append(len(job.closed()))
+    assert sum(num_closed) == 200
+    assert max(num_closed) < 40
+    assert job.summary().tokens == 200 * 1000
+
+
 def test_a_rank_far_ahead_keeps_no_more_reports_than_an_agent():
     job = Job(2, history_size=50).join()
     taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0) for window in range(1, 200)]

@@ -34,6 +34,7 @@ from effllm.network.transport import (
     decode_from_agent,
     decode_from_aggregator,
     encode,
+    is_hello,
     make_context,
 )
 from effllm.schema import MOST_DEVICES, Ack, Beat, Bye, Hello, Note, Reports, Supersede, Welcome
@@ -175,8 +176,9 @@ def test_after_a_frame_was_dropped_nothing_is_heard_until_all_is_sent_again(peer
     while peers.admits(b"a", 10, 0.0):
         pass
     late = of_rank(0)[0]
-    assert peers.admits(b"a", 10, 1.0), "50 more may pass"
+    assert not peers.admits(b"a", 10, 1.0), "50 more may pass, but nothing is decoded"
     assert "sent again" in peers.objection(b"a", late)
+    assert peers.admits(b"a", 300, 1.0, is_hello=True)
     assert not peers.is_to_send_again(b"a", 1.0), "what it has to send again would be too much again"
     assert peers.is_to_send_again(b"a", 3.0)
     assert not peers.is_to_send_again(b"a", 3.0 + AGAIN_EVERY_S / 2), "told once a second at most"
@@ -186,6 +188,21 @@ def test_after_a_frame_was_dropped_nothing_is_heard_until_all_is_sent_again(peer
 
     assert peers.objection(b"a", late) == ""
     assert not peers.is_to_send_again(b"a", 9.0)
+
+
+def test_a_new_connection_of_a_rank_is_no_new_allowance(peers):
+    while peers.admits(b"a", 10, 0.0):
+        pass
+    assert peers.admits(b"new", 300, 1.0, is_hello=True)
+    peers.introduce(b"new", hello(0), 1.0)
+
+    allowed = sum(peers.admits(b"new", 10, 1.0) for _ in range(BURST))
+    assert allowed <= FRAMES_PER_S
+
+
+@pytest.mark.parametrize("message", [hello(), hello(facts={"a": "b"}), *of_rank(0)], ids=lambda one: type(one).__name__)
+def test_a_hello_is_known_before_it_is_decoded(message):
+    assert is_hello(encode(message)) == isinstance(message, Hello)
 
 
 # --- what a member of the job may say, and what it costs the others ---

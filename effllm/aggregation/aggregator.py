@@ -45,6 +45,8 @@ MOST_NAMED = 8  # ranks in a line
 MAX_PENDING_BYTES = 2 * 2**20  # of one rank's reports, as they came: in memory they take eight times as much
 MAX_LATE = 32  # late windows at a time: each is a report, which takes about a millisecond ...
 LATE_WINDOW_S = 0.005  # ... and then the next ones wait for so long for each of them
+MAX_CLOSING_ROWS = 1000  # in windows that close at a time without all ranks: nothing is handed out meanwhile
+CLOSING_ROWS = 30  # a window costs as much as so many of its rows
 MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
 
 
@@ -108,6 +110,7 @@ class Aggregator:
         self._order: list[int] = []  # a heap of the pending windows
         self._held: dict[int, _Held] = {}  # by rank
         self._most_late = MAX_LATE
+        self._is_closing = False
         self._closed_s = -math.inf  # when the last window closed
         self._late_s = -math.inf  # when late rows were last taken in
         self._late_rows: dict[int, dict[int, RankReport]] = {}  # of windows that have closed
@@ -368,6 +371,11 @@ class Aggregator:
         return self._ledger.world_size
 
     @property
+    def is_closing(self) -> bool:
+        """Whether windows are left to the next `tick` that may be ready to close now."""
+        return self._is_closing
+
+    @property
     def is_ending(self) -> bool:
         """Whether ranks have left."""
         return self._roster.num_left > 0
@@ -450,7 +458,8 @@ class Aggregator:
         return len(self._pending[self._order[0]].rows) + self._roster.num_away >= self._ledger.world_size
 
     def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
-        while self._pending:
+        self._is_closing, room = True, MAX_CLOSING_ROWS
+        while self._pending and room > 0:
             window = self._order[0]
             pending = self._pending[window]
             # Windows far ahead that few ranks report are closed one by one, not all before the others come to them.
@@ -459,10 +468,13 @@ class Aggregator:
             overdue = heard_until_s - since_s > self._deadline_s()
             is_whole = len(pending.rows) == self._ledger.world_size
             if not overdue and not is_whole and self._roster.is_behind(window, now_s):
+                self._is_closing = False
                 return
             self._pass_time(now_s)
             self._closed_s = now_s
+            room -= 0 if is_whole else CLOSING_ROWS + len(pending.rows)
             self._close(window)
+        self._is_closing = bool(self._pending)
 
     def _deadline_s(self) -> float:
         return max(3 * statistics.median(self._spans_s), LEAST_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S

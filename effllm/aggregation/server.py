@@ -38,7 +38,7 @@ from effllm.network.discovery import openness
 from effllm.network.door import Door
 from effllm.network.interface import is_loopback
 from effllm.network.peers import Peers
-from effllm.network.transport import FrameError, Link, ServerSocket, decode_from_agent, encode, make_context
+from effllm.network.transport import FrameError, Link, ServerSocket, decode_from_agent, encode, is_hello, make_context
 from effllm.runs import own_files, run_lock
 from effllm.runs.provenance import Git, boot_id, gather
 from effllm.schema import (
@@ -71,7 +71,9 @@ MOST_UNSAFE = 64  # states that are not written yet
 STATE = "state.json"
 KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else ...
-MAX_RECEIVE_S = 0.2  # ... and for how long: on a busy machine frames of many windows may come as fast as they are taken
+MAX_RECEIVE_S = 0.1  # ... nor for longer: on a busy machine frames may come as fast as they are taken
+MAX_REJECTED = 32  # frames one after the other, more than there are peers: then nothing else waits
+FLOOD_PAUSE_S = 0.05  # of the intake, while frames are rejected: their peer's queue fills, and it has to wait
 MOST_FACTS = 1000  # of a run; rank 0 tells of some twenty
 MAX_FACTS_BYTES = 256 * 1024  # of what ranks send as facts of the run
 FACTS_EVERY_S = 1.0  # run.json is written again because of ranks that are known, at the most
@@ -104,6 +106,7 @@ class Server:
         self._sinks: list[SinkThread] = []
         self._heard_until_s = time.monotonic()
         self._told_facts_s = float("-inf")
+        self._is_flooded = False  # frames were rejected when the socket was last emptied
         self._has_room_for = 0  # ranks, by the limit of open files
         self._told_shortage = False
         self._pace = Pace(self._config.history_size)
@@ -273,7 +276,7 @@ class Server:
                 self._aggregator.refuse(time.time(), line, None)
             if self._receive():
                 self._heard_until_s = time.monotonic()
-                if seconds := pause_s(self._aggregator.world_size):
+                if seconds := max(pause_s(self._aggregator.world_size), FLOOD_PAUSE_S * self._is_flooded):
                     time.sleep(seconds)
             now_s = time.monotonic()
             if now_s >= next_tick_s:
@@ -283,6 +286,8 @@ class Server:
                     self._keep_as_killed()
                 if self._over(now_s):
                     return
+                if self._aggregator.is_closing:
+                    next_tick_s = now_s
             if now_s >= next_summary_s or self._aggregator.is_stalled != self._was_stalled:
                 next_summary_s = now_s + SUMMARY_EVERY_S
                 self._collect()
@@ -301,23 +306,33 @@ class Server:
             gc.freeze()
 
     def _receive(self) -> bool:
-        """Take what has arrived; return whether that was all."""
-        receive, admits = self._socket.receive, self._peers.admits
-        until_s = time.monotonic() + MAX_RECEIVE_S
+        """Take what has arrived, in bounds; return whether that was all but frames of peers that send too much."""
+        receive, admits, most_rejected = self._socket.receive, self._peers.admits, MAX_REJECTED + len(self._peers)
+        in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
         for _ in range(MOST_FRAMES):
-            received = receive()
-            if received is None:
+            # Peers are received from in turn: after so many rejected frames in a row, no other peer has one waiting.
+            if in_a_row > most_rejected or (received := receive()) is None:
+                self._is_flooded = in_a_row > 0
                 return True
             peer, frame = received
             now_s = time.monotonic()
-            if admits(peer, len(frame), now_s):  # else it is not even decoded
-                try:
-                    self._take(peer, decode_from_agent(frame), now_s, len(frame))
-                except FrameError as error:
-                    self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+            if not admits(peer, len(frame), now_s, is_hello(frame)):  # not even decoded
+                in_a_row += 1
+                self._ask_again(peer, now_s)
+                continue
+            in_a_row = 0
+            try:
+                self._take(peer, decode_from_agent(frame), now_s, len(frame))
+            except FrameError as error:
+                self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
             if now_s > until_s:
                 break
         return False
+
+    def _ask_again(self, peer: bytes, now_s: float) -> None:
+        """Have a peer whose frames were dropped begin anew with a HELLO, once it has room again."""
+        if self._peers.is_to_send_again(peer, now_s):
+            self._socket.send(peer, Welcome(self._aggregator.attempt, str(self._folder or ""), again=True))
 
     def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
         time_s, aggregator = time.time(), self._aggregator
@@ -351,8 +366,7 @@ class Server:
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
         elif reason:
-            if self._peers.is_to_send_again(peer, now_s):
-                self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), again=True))
+            self._ask_again(peer, now_s)
         elif isinstance(message, Beat):
             if message.sent_ns:
                 now_ns = time.monotonic_ns()  # it is answered as it is received
@@ -386,12 +400,12 @@ class Server:
             "role": hello.role,
             "devices": [msgspec.to_builtins(device) for device in hello.devices],
         }
-        news = {name: value for name, value in hello.facts.items() if name not in self._facts}
-        for name, value in news.items() if len(self._facts) < MOST_FACTS else ():
-            self._facts_bytes += len(name) + len(msgspec.json.encode(value))
+        news = [name for name in hello.facts if name not in self._facts] if self._facts_bytes < MAX_FACTS_BYTES else []
+        is_changed = ranks.get(str(hello.rank)) != entry
+        for name in news[: max(MOST_FACTS - len(self._facts), 0)]:
+            self._facts_bytes += len(name) + len(msgspec.json.encode(hello.facts[name]))
             if self._facts_bytes <= MAX_FACTS_BYTES:
-                self._facts[name] = value
-        is_changed = bool(news) or ranks.get(str(hello.rank)) != entry
+                self._facts[name], is_changed = hello.facts[name], True
         ranks[str(hello.rank)] = entry
         self._facts["world_size"] = hello.world_size
         self._has_new_rank = self._has_new_rank or is_new

@@ -26,6 +26,7 @@ TOLD_FROM = 3  # a reconnecting agent may say something before its HELLO, and sa
 
 STRANGER, IMPOSTOR, THROTTLED, GARBAGE = "stranger", "impostor", "throttled", "garbage"
 TURNED_AWAY = "turned_away"
+NOT_HEARD = "was not heard until it had sent again what was dropped"
 STRANGE = "a connection without a HELLO"
 
 
@@ -77,9 +78,12 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def admits(self, peer: bytes, num_bytes: int, now_s: float) -> bool:
-        """Whether a frame may be looked at: ``False`` where its peer has sent too much."""
+    def admits(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
+        """Whether a frame may be decoded: ``False`` where its peer has sent too much, and no HELLO since."""
         one = self._peers.get(peer) or self._meet(peer, now_s)
+        if one.is_held and not is_hello:
+            self._refuse(one, THROTTLED, NOT_HEARD)
+            return False  # what is dropped takes nothing away
         one.frames -= 1
         one.num_bytes -= num_bytes
         return (one.frames >= 0 <= one.num_bytes) or self._is_refilled(one, num_bytes, now_s)
@@ -102,7 +106,7 @@ class Peers:
         if one is None or not one.agent:
             return self._refuse(one, STRANGER, "sent something else first")
         if one.is_held:
-            return self._refuse(one, THROTTLED, "was not heard until it had sent again what was dropped")
+            return self._refuse(one, THROTTLED, NOT_HEARD)
         if isinstance(message, Reports) or (message.rank == one.rank and message.agent == one.agent):
             return ""
         return self._impostor(one, message.rank)
@@ -114,11 +118,12 @@ class Peers:
     def introduce(self, peer: bytes, message: Hello, now_s: float) -> None:
         """Take a connection as the rank and agent of its HELLO, in the place of an earlier one."""
         earlier = self._of_rank.get(message.rank)
-        if earlier is not None and earlier != peer:
-            self._peers.pop(earlier, None)
+        before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
         one = self._peers.get(peer) or self._meet(peer, now_s)
         if not one.agent:
             one.frames, one.num_bytes, one.since_s = self._burst_frames, self._burst_bytes, now_s
+            if before is not None:  # a new connection is no new allowance
+                one.frames, one.num_bytes, one.since_s = before.frames, before.num_bytes, before.since_s
         one.agent, one.rank, one.host = message.agent, message.rank, message.host
         one.is_held = False
         self._of_rank[message.rank] = peer

@@ -62,6 +62,11 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     return message
 
 
+def is_hello(frame: bytes) -> bool:
+    """Whether a frame is an introduction, by its first bytes alone: a msgpack array of more than 15, and its tag."""
+    return frame[4:5] == b"\xdc" and frame[7:8] == b"\x01"
+
+
 def decode_from_aggregator(frame: bytes) -> FromAggregator:
     """Return the message of an aggregator's frame.
 

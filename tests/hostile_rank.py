@@ -1,0 +1,54 @@
+"""A rank with the key that sends as fast as it can: ``hostile_rank.py KIND ENDPOINT SECRET WORLD_SIZE SECONDS COUNT``.
+
+KIND: ``rows`` reports windows far ahead, ten rows with wide histograms a frame; ``facts`` introduces itself again and
+again, each time with new facts. It lasts at least SECONDS, and until it has sent COUNT frames. Prints how many it sent.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from builders import device_window, hello, reports, row
+
+from effllm.config import Config
+from effllm.network import secret
+from effllm.network.curve import AgentKeys
+from effllm.network.transport import AgentLink, make_context
+from effllm.schema import NUM_POWER_BARS, FromAgent, Hello
+
+DEVICE = device_window("GPU-hostile", 10.0, power_histogram_s=dict.fromkeys(range(NUM_POWER_BARS), 0.01))
+
+
+def introduction(world_size: int, **changes: object) -> Hello:
+    """Return the HELLO of the last rank."""
+    return hello(world_size - 1, world_size, job="", log_interval=Config().log_interval, **changes)
+
+
+def frame(kind: str, number: int, world_size: int) -> FromAgent:
+    """Return what it sends next."""
+    if kind == "rows":
+        return reports(*(row(world_size - 1, 10 * number + i, devices=(DEVICE,)) for i in range(1, 11)))
+    return introduction(world_size, facts={f"fact-{number}-{i}": "x" * 400 for i in range(400)})
+
+
+def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, count: int) -> None:
+    """Send until it is enough."""
+    link = AgentLink(make_context(), endpoint, AgentKeys.of(secret.read(Path(path)), ""))
+    link.connect()
+    num_sent, is_new, until_s = 0, False, time.monotonic() + seconds
+    while time.monotonic() < until_s or num_sent < count:
+        link.receive()
+        is_new = link.is_new() or is_new
+        if is_new:
+            is_new = not link.send(introduction(world_size))
+        elif link.connected and link.send(frame(kind, num_sent, world_size)):
+            num_sent += 1
+        else:
+            time.sleep(0.001)
+    print(num_sent)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], int(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6]))
