@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,13 @@ def true_j(rows: Sequence[Any], local_rank: int) -> float:
 
 
 def assert_undisturbed(job: Job, between_s: tuple[float, float], longest_s: float = 0.2) -> None:
-    """Say what the steps took during the fault and beside it; fail only where one waited for long.
+    """Say what the steps took during the fault and beside it; fail only where one waited for long, and not for a core.
 
     A ratio is printed, because other processes of the machine are in it.
     """
-    steps = [(start, end - start) for start, end in json.loads((job.folder / "truth.json").read_text())["steps"]]
+    truth = json.loads((job.folder / "truth.json").read_text())
+    starved_s = [after - before for before, after in pairwise(truth["starved_s"])]
+    steps = [(start, end - start - less_s) for (start, end), less_s in zip(truth["steps"], starved_s, strict=True)]
     during = [took for start, took in steps if between_s[0] <= start <= between_s[1]]
     beside = [took for start, took in steps if not between_s[0] <= start <= between_s[1]]
     assert during and beside

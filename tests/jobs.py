@@ -67,7 +67,7 @@ FORMATS = {
 }
 
 
-def until(condition: Callable[[], Any], within_s: float = 40.0) -> Any:
+def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
     """Return the first true value of ``condition``; fail when there is none in time."""
     deadline_s = time.monotonic() + within_s
     while not (value := condition()):
@@ -135,6 +135,16 @@ def place(rank: int, world_size: int, local_rank: int | None = None) -> dict[str
     }
 
 
+def first_on_path(folder: Path) -> dict[str, str]:
+    """Return the environment in which Python looks into a folder before all others."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))}
+
+
+def patient() -> dict[str, str]:
+    """Return the environment in which trainers and agents wait ten times as long for an end."""
+    return first_on_path(SCRIPTS / "patient")
+
+
 class Ledger:
     """What a run left in its folder."""
 
@@ -178,9 +188,10 @@ class Ledger:
 
 
 def _whole(rows: Any) -> list[Any]:
+    deadline_s = time.monotonic() + 10.0
     read = list(rows)
-    if rows.skipped:  # a line may be just being written
-        time.sleep(0.2)
+    while rows.skipped and time.monotonic() < deadline_s:  # a line may be just being written
+        time.sleep(0.05)
         read = list(rows)
     assert rows.skipped == 0
     return read
@@ -222,7 +233,7 @@ class Job:
         assert not self.left()
         return self
 
-    def finish(self, within_s: float = 40.0) -> int:
+    def finish(self, within_s: float = 150.0) -> int:
         """Let a loop that goes on until there is a file "enough" end; return how many iterations it has done."""
         (self.folder / "enough").touch()
         return len(self.done(within_s).told()["steps"])

@@ -2,8 +2,8 @@
 
 import os
 import signal
+import struct
 import sys
-import time
 
 import jobs
 import psutil
@@ -15,22 +15,25 @@ LOOP = "loop.py"
 
 
 @pytest.mark.fault("agent-killed")
-def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch):
+def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch, tmp_path):
+    meeting, enough = tmp_path / "meeting", tmp_path / "enough"
+    meeting.write_bytes(bytes(64))
     aggregator = launch.aggregator()
-    ranks = launch.ranks(aggregator, 2, LOOP, "--iterations", 150)
-    jobs.until(lambda: aggregator.ledger.num_windows)
+    ranks = launch.ranks(aggregator, 2, "lockstep.py", meeting, "--iterations", 1, "--until", enough)
+    ledger = aggregator.ledger
+    jobs.until(lambda: ledger.num_windows)
     (agent,) = ranks[1].find("effllm.agents.agent")
     os.kill(agent, signal.SIGKILL)
-    for rank in ranks:
-        rank.done()
-    ended_s = time.monotonic()
-    assert not aggregator.job.left(within_s=8.0)
+    killed_at = struct.unpack_from("<q", meeting.read_bytes())[0]
+    jobs.until(lambda: struct.unpack_from("<q", meeting.read_bytes())[0] >= killed_at + 30)
+    enough.touch()
+    count = len(ranks[0].done().told()["steps"])
+    ranks[1].done()
+    assert not aggregator.job.left()
 
-    assert time.monotonic() - ended_s < 8.0
-    ledger = aggregator.ledger
     assert (ledger.summary.status, ledger.summary.is_over) == ("killed", True)
     assert ledger.told("silent") == ["rank 1: its agent has gone without a farewell"]
-    assert sum(row.tokens for row in ledger.ranks if row.rank == 0) == 15_000
+    assert sum(row.tokens for row in ledger.ranks if row.rank == 0) == 100 * count
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
     assert ranks[1].our_errors == [
         "[EfficientLLM] the agent of rank 1 was killed by signal 9, maybe because memory ran out: "
@@ -43,17 +46,18 @@ def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch):
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=jobs.needs_torch)])
 def test_without_the_first_ranks_agent_there_is_a_summary_all_the_same(launch, num_ranks):
     if num_ranks == 1:
-        job = launch.python(LOOP, "--iterations", 200)
+        job = launch.python(LOOP, "--until", "enough")
     else:
         options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-        job = launch.torchrun(options, "torch_loop.py", "--iterations", 150)
-    jobs.until(lambda: job.num_windows, within_s=80)
+        job = launch.torchrun(options, "torch_loop.py", "--until", "enough", environ=jobs.patient())
+    jobs.until(lambda: job.num_windows)
     (server,) = job.find("effllm.aggregation.server")
     os.kill(psutil.Process(server).ppid(), signal.SIGKILL)
+    (job.folder / "enough").touch()
     job.wait()
     if num_ranks == 2:
         assert job.ledger.summary.is_over, "it is there when the launcher ends"
-    assert not job.left(within_s=6.0)
+    assert not job.left()
 
     assert job.code == 0
     summary = job.ledger.summary
@@ -106,11 +110,11 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     ids=["no descriptors", "no more descriptors", "few descriptors", "no processes", "no interpreter", "broken one"],
 )
 def test_where_no_agent_can_start_training_goes_on_and_one_line_says_why(launch, breaks, why):
-    job = launch.code(TRAIN.format(breaks)).done()
+    job = launch.code(TRAIN.format(breaks), environ=jobs.patient()).done()
 
     line, again = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]
     assert line.startswith("[EfficientLLM] no metrics, training goes on: ")
     assert again.startswith("[EfficientLLM] this job ran without metrics: ")
     assert why in line
     assert "Traceback" not in job.stderr
-    assert float(job.stdout) < 2.0  # it does not wait for an agent that is dead
+    assert float(job.stdout) < 10.0  # it does not wait for an agent that is dead, which would be twenty seconds

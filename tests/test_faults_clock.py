@@ -40,24 +40,31 @@ def clock(tmp_path):
     return Clock(tmp_path)
 
 
+def assert_busy(job, rows):
+    """Compare the time in steps with what the loop measured just around it, and just within it."""
+    truth = job.told()
+    outer_s = sum(end - start for start, end in truth["steps"])
+    assert sum(truth["inner_s"]) - 1e-6 <= sum(row.busy_s for row in rows) <= outer_s + 1e-6
+
+
 @pytest.mark.fault("wall-clock")
 @pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
 def test_a_wall_clock_that_steps_by_an_hour_changes_no_duration_and_no_energy(launch, clock, step_s):
     began_s = time.monotonic()
-    job = launch.python("loop.py", "--iterations", 300, environ=clock.environ)
+    job = launch.python("loop.py", "--until", "enough", environ=clock.environ)
     jobs.until(lambda: job.num_windows >= 5)
     clock.step(step_s)
     jobs.until(lambda: job.num_windows >= 15)
     clock.step(0)
     jobs.until(lambda: job.num_windows >= 20)
     clock.step(step_s)
-    job.done()
+    jobs.until(lambda: job.num_windows >= 25)
+    count = job.finish()
     took_s = time.monotonic() - began_s
 
-    summary = assert_whole(job.ledger, {0: 300})
-    steps = job.told()["steps"]
+    summary = assert_whole(job.ledger, {0: count})
     rows = job.ledger.ranks
-    assert sum(row.busy_s for row in rows) == approx(sum(end - start for start, end in steps), rel=0.02)
+    assert_busy(job, rows)
     assert sum(row.wall_s for row in rows) < took_s
     assert all(row.end_time_s - row.start_time_s == approx(row.wall_s, abs=1e-3) for row in rows)
     assert 0 < summary.elapsed_s < took_s
@@ -66,26 +73,28 @@ def test_a_wall_clock_that_steps_by_an_hour_changes_no_duration_and_no_energy(la
 
 
 @pytest.mark.fault("clock-off")
-def test_a_node_whose_clock_is_an_hour_off_changes_no_window_and_frames_nobody(launch, clock):
+def test_a_node_whose_clock_is_an_hour_off_changes_no_window_and_frames_nobody(launch, clock, tmp_path):
+    meeting = tmp_path / "meeting"
+    meeting.write_bytes(bytes(64))
+    loop = ("lockstep.py", meeting, "--step-s", 0.01)
     clock.step(HOUR_S)
     aggregator = launch.aggregator()
     endpoint = {"endpoint": aggregator.endpoint}
-    right = launch.python("loop.py", "--iterations", 200, environ=jobs.place(0, 2), **endpoint)
-    wrong = launch.python("loop.py", "--iterations", 200, environ={**jobs.place(1, 2), **clock.environ}, **endpoint)
+    right = launch.python(*loop, environ=jobs.place(0, 2), **endpoint)
+    wrong = launch.python(*loop, environ={**jobs.place(1, 2), **clock.environ}, **endpoint)
     for job in (right, wrong):
         job.done()
-    assert not aggregator.job.left(within_s=8.0)
+    assert not aggregator.job.left()
     ledger = aggregator.ledger
     rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in (0, 1)}
 
     assert [row.iteration_last for row in rows[0]] == [row.iteration_last for row in rows[1]]
-    assert rows[1][0].start_time_s - rows[0][0].start_time_s == approx(HOUR_S, abs=60)
+    assert rows[1][0].start_time_s - rows[0][0].start_time_s == approx(HOUR_S, rel=0.1)
     for rank in (0, 1):
-        truth = [right, wrong][rank].told()["steps"]
-        assert sum(row.busy_s for row in rows[rank]) == approx(sum(end - start for start, end in truth), rel=0.02)
+        assert_busy([right, wrong][rank], rows[rank])
     summary = ledger.summary
     assert (summary.status, summary.iterations, summary.tokens) == ("completed", 200, 40_000)
-    assert summary.elapsed_s < 60
+    assert summary.elapsed_s < HOUR_S / 2
     assert summary.coverage.reports_late == summary.coverage.reports_lost == 0
-    assert all(abs(report.time_s - time.time()) < 120 for report in ledger.windows)
+    assert all(abs(report.time_s - time.time()) < HOUR_S / 2 for report in ledger.windows)
     assert not {"silent", "missing", "stalled", "straggler"} & summary.events.keys()

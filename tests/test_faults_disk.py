@@ -7,8 +7,11 @@ import time
 from contextlib import contextmanager
 
 import jobs
+import psutil
 import pytest
 from after_fault import assert_readable, assert_undisturbed, assert_whole
+
+from effllm.training.session import FIRST_RANK_ENDS_S
 
 pytest_plugins = ["disks"]
 pytestmark = pytest.mark.faults
@@ -143,9 +146,8 @@ def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_wind
     disk.freeze()
     more_blocks(job, 10)
     (job.folder / "enough").touch()
-    assert job.wait(20).code == 0
-    last_s = job.told()["steps"][-1][1]
-    assert time.monotonic() - last_s < 7.0  # an aggregator's five, and two of a busy machine
+    assert job.wait().code == 0
+    assert job.told()["end_held_s"] < FIRST_RANK_ENDS_S + 1.0
     disk.thaw()
 
     assert_whole(ledger, {0: job.finish()})
@@ -197,14 +199,19 @@ def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_co
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 30)  # agents give up what is acknowledged anyway, once twenty windows wait
     (server,) = job.find("effllm.aggregation.server")
+    os.kill(job.process.pid, signal.SIGSTOP)  # else the outbox overflows where the next aggregator is slow to come
     os.kill(server, signal.SIGKILL)
+    jobs.until(lambda: not psutil.pid_exists(server))
+    unwritten = blocks(job) - ledger.num_windows
     disk.empty()
+    jobs.until(lambda: any("died before they were written" in text for text in ledger.told("lost")))
+    os.kill(job.process.pid, signal.SIGCONT)
     more_blocks(job, 5)
     count = job.finish()
     summary = ledger.summary
 
     lost = summary.coverage.reports_lost
-    assert 0 < lost <= 40
+    assert 0 < lost <= unwritten + 40
     assert summary.tokens == 100 * count - 1000 * lost
     # The rows of some of them may have found room, where a state did not.
     written = [row.window for row in ledger.ranks]

@@ -17,29 +17,31 @@ from effllm.runs.runfolder import read_ranks
 
 pytestmark = pytest.mark.faults
 
-LOG_INTERVAL, STEP_S = 10, 0.01
+LOG_INTERVAL, STEP_S = 10, 0.03
 #: What is written is no older than the window that is open, what an agent may hold back of the one before, and a
 #: window's time to get there.
 FRESH = 2 * LOG_INTERVAL + REPORT_EVERY_S / STEP_S
 FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM it is rewritten in each tick
-#: An end takes a few tenths of a second, the summary's included; whoever has given up waiting for that took five.
-#: Agents step back where others want the cores: so late that it looks like that may be one of three, and not all.
-USUAL_END_S, TRIES = 4.0, 3
+#: An end takes a few tenths of a second, the summary's included; whoever has given up waiting for that, which is
+#: patient here, took fifty.
+USUAL_END_S = 30.0
 
 #: Trains on through SIGTERM, as a trainer that saves a checkpoint does; how far it is stands in a file.
 SAVES = """
-import os, signal, struct, sys, time
+import itertools, os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
 
 signal.signal(signal.SIGTERM, lambda *_: None)
 progress = os.open("progress", os.O_CREAT | os.O_WRONLY)
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
-for iteration in range(1, 10_000):
+for iteration in itertools.count(1):
     collector.record_iteration_start()
-    time.sleep(0.01)
+    time.sleep(0.03)
     collector.record_iteration_end(100, 2)
     os.pwrite(progress, struct.pack("q", iteration), 0)
+    if os.path.exists("enough"):
+        break
 """
 
 
@@ -76,25 +78,28 @@ def state(ledger):
     return restore(path.read_bytes()) if path.exists() else None
 
 
+def closed(ledger):
+    """Return the last iteration that the next start will know of."""
+    return LOG_INTERVAL * state(ledger).closed
+
+
 def kill(job):
     """Kill all processes of a job at one moment: stopped ones do nothing in between."""
     for pid in send(job, signal.SIGSTOP):
         os.kill(pid, signal.SIGKILL)
     job.wait()
-    assert not job.left(within_s=5.0)
+    assert not job.left()
 
 
 @pytest.mark.fault("scheduler-stop")
 def test_a_job_that_sigterm_ends_is_complete_to_its_last_iteration_and_told_as_killed(launch):
-    job = launch.python("loop.py", "--iterations", 5000)
+    job = launch.python("loop.py", "--until", "enough", environ=jobs.patient())
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
     job.wait()
-    ended_s = time.monotonic()
 
     assert job.code == -signal.SIGTERM
-    assert not job.left(within_s=5.0)
-    print(f"all gone {time.monotonic() - ended_s:.2f} s after the trainer")
+    assert not job.left()
     summary = job.ledger.summary
     assert_whole(job.ledger, {0: summary.iterations}, status="killed")
     assert "[EfficientLLM] Run killed" in job.stdout
@@ -122,14 +127,15 @@ def test_a_job_that_trains_on_through_sigterm_until_sigkill_has_its_last_second_
 
 @pytest.mark.fault("scheduler-stop")
 def test_a_job_that_survives_sigterm_is_not_told_as_killed(launch):
-    job = launch.code(
-        SAVES.replace("10_000", "300") + "effllm.finalize_efficientllm_metrics()\n", log_interval=LOG_INTERVAL
-    )
+    job = launch.code(SAVES + "effllm.finalize_efficientllm_metrics()\n", log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
+    windows = job.num_windows
+    jobs.until(lambda: job.num_windows >= windows + 5)
+    (job.folder / "enough").touch()
     job.done()
 
-    assert_whole(job.ledger, {0: 299})
+    assert_whole(job.ledger, {0: progress(job)})
 
 
 @pytest.mark.fault("everything-killed")
@@ -137,7 +143,7 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
     job = launch.code(SAVES, log_interval=LOG_INTERVAL, run_name="one")
     jobs.until(lambda: job.num_windows >= 10 and state(job.ledger))
     first = job.ledger
-    last = fresh(job, first, written, FRESH)
+    last, was_closed = fresh(job, first, written, FRESH), fresh(job, first, closed, FRESH)
     kill(job)
     rows, windows = first.ranks, first.windows
     assert_readable(first.folder, unfinished=True)
@@ -146,10 +152,9 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
     # A window's line is written before those of its ranks.
     assert [report.iteration_last for report in windows][: len(rows)] == [row.iteration_last for row in rows]
     assert len(windows) <= len(rows) + 1
-    closed = state(first).closed
-    kept = sum(row.tokens for row in rows if row.window <= closed)
     # Of the last frame of reports the state may not be written yet.  Nobody is left who could send it again.
-    assert rows[-1].window - closed <= 1 + REPORT_EVERY_S / (LOG_INTERVAL * STEP_S)
+    kept = sum(row.tokens for row in rows if row.iteration_last <= closed(first))
+    assert closed(first) >= was_closed
 
     job = launch.python("loop.py", "--iterations", 100, run_name="one").done()
     summary = job.ledger.summary
@@ -221,18 +226,14 @@ with open("began", "wb") as file:
 def test_the_end_of_a_trainer_is_hardly_delayed_and_its_last_iteration_is_kept(launch, end, code, status):
     script = launch._folder / "ends.py"
     script.write_text(ENDS)
-    took_s = []
-    while not took_s or (took_s[-1] > USUAL_END_S and len(took_s) < TRIES):
-        runs = launch._folder / f"runs{len(took_s)}"
-        job = launch.python(script, end, run_dir=runs).wait()
-        took_s.append(time.monotonic() - struct.unpack("d", (job.folder / "began").read_bytes())[0])
-        print(f"{end}: the process was gone {took_s[-1]:.2f} s later")
+    job = launch.python(script, end, environ=jobs.patient()).wait()
+    took_s = time.monotonic() - struct.unpack("d", (job.folder / "began").read_bytes())[0]
+    print(f"{end}: the process was gone {took_s:.2f} s later")
 
-        assert job.code == code
-        assert not job.left(within_s=8.0)
-        (folder,) = runs.iterdir()
-        assert_whole(jobs.Ledger(folder), {0: 25}, status=status)
-    assert took_s[-1] < USUAL_END_S
+    assert job.code == code
+    assert not job.left()
+    assert_whole(job.ledger, {0: 25}, status=status)
+    assert took_s < USUAL_END_S
 
 
 #: Loads its data with workers that are forked after metrics have begun.
@@ -272,7 +273,7 @@ with open("truth.json", "w") as file:
 @jobs.skip_without_torch
 def test_workers_of_a_data_loader_record_nothing_and_hold_no_port(launch):
     job = launch.code(LOADER)
-    jobs.until(lambda: job.num_windows >= 3, within_s=30)
+    jobs.until(lambda: job.num_windows >= 3)
     (server,) = job.find("effllm.aggregation.server")
     children = psutil.Process(job.process.pid).children()
     workers = [child.pid for child in children if child.cmdline()[1:2] != ["-c"]]

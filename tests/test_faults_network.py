@@ -39,7 +39,7 @@ def job(hosts, launch, tmp_path, monkeypatch):
             environ["MASTER_ADDR"] = three[0].address
             arguments = ("loop.py", "--until", "enough", "--step-s", STEP_S)
             started.append(launch.on(host).python(*arguments, environ=environ))
-        jobs.until(lambda: started[0].num_windows >= 3 and len(reporting(started[0])) == 3, within_s=60)
+        jobs.until(lambda: started[0].num_windows >= 3 and len(reporting(started[0])) == 3)
         return three, started
 
     return start
@@ -50,15 +50,11 @@ def reporting(first):
     return {0, 1, 2} - set(last[0].coverage.missing_ranks) if last else set()
 
 
-def finish(started, within_s=90):
+def finish(started):
     """Let loops end; return the iterations of each rank."""
     for one in started:
         (one.folder / "enough").touch()
-    return {rank: one.finish(within_s) for rank, one in enumerate(started)}
-
-
-def longest_step_s(job):
-    return max(end - start for start, end in job.told()["steps"])
+    return {rank: one.finish() for rank, one in enumerate(started)}
 
 
 def server_of(job):
@@ -72,11 +68,11 @@ def test_what_a_rank_measures_while_its_link_swallows_everything_arrives_when_it
     three, started = job()
     server = server_of(started[0])
     before = server.memory_info().rss
-    windows = started[0].num_windows
     three[2].cut()
+    windows = started[0].num_windows
     time.sleep(seconds)
+    jobs.until(lambda: started[0].num_windows > windows + 1)  # without the third rank, from the deadline on
     grown = server.memory_info().rss - before
-    assert started[0].num_windows > windows  # without the third rank, from the deadline on
     three[2].heal()
     jobs.until(lambda: len(reporting(started[0])) == 3)
 
@@ -88,7 +84,7 @@ def test_what_a_rank_measures_while_its_link_swallows_everything_arrives_when_it
     assert summary.coverage.reports_late > 0
     assert summary.events["missing"] > 0
     assert grown < 30e6
-    assert all(longest_step_s(one) < STEP_S + 1.0 for one in started)
+    assert all(one.longest_step_s() < STEP_S + 1.0 for one in started)
 
 
 @pytest.mark.fault("slow-network")
@@ -97,11 +93,11 @@ def test_a_network_of_100_ms_that_loses_a_frame_in_twenty_changes_no_total(job):
     for host in three[1:]:
         host.impair(delay_s=0.1, loss=0.05)
     before = started[0].num_windows
-    jobs.until(lambda: started[0].num_windows >= before + 30, within_s=60)
+    jobs.until(lambda: started[0].num_windows >= before + 30)
 
     summary = assert_whole(started[0].ledger, finish(started), local_ranks=ALONE)
     assert summary.coverage.reports_lost == 0
-    assert all(longest_step_s(one) < STEP_S + 1.0 for one in started)
+    assert all(one.longest_step_s() < STEP_S + 1.0 for one in started)
 
 
 @pytest.mark.fault("host-lost")
@@ -114,9 +110,9 @@ def test_a_host_that_vanishes_is_named_missing_the_others_are_reported_and_the_e
     for one in started[:2]:
         (one.folder / "enough").touch()
     for one in started[:2]:
-        assert one.wait(60).code == 0
-        assert longest_step_s(one) < STEP_S + 1.0
-    assert not started[0].left(within_s=40)
+        assert one.wait().code == 0
+        assert one.longest_step_s() < STEP_S + 1.0
+    assert not started[0].left()
     ledger = started[0].ledger
     summary = ledger.summary
 

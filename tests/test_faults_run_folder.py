@@ -32,7 +32,7 @@ def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, l
     job = launch.python(LOOP, "--until", "enough", endpoint=endpoint, secret_file=secret_path(Config()))
     jobs.until(lambda: ledger.num_windows >= 5)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
 
     process, again = serve(cli, re.sub("tcp://", "", endpoint))
 
@@ -40,7 +40,7 @@ def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, l
     before = ledger.num_windows
     jobs.until(lambda: ledger.num_windows >= before + 5)
     count = job.finish()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     summary = assert_whole(ledger, {0: count})
     assert (process.returncode, summary.attempts, summary.coverage.reports_lost) == (0, 1, 0)
     assert sum(summary.goodput.seconds.values()) == pytest.approx(summary.goodput.elapsed_s, rel=1e-6)
@@ -81,7 +81,7 @@ def test_of_two_living_jobs_of_one_name_the_second_has_a_folder_beside_and_says_
 def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(launch):
     one = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill", run_name="same").wait()
     two = launch.python(LOOP, "--iterations", 30, run_name="same").done()
-    assert not one.left(within_s=8.0)
+    assert not one.left()
     summary = two.ledger.summary
 
     assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 57 + 30)
@@ -104,7 +104,7 @@ def test_a_trainer_that_was_killed_before_its_agent_was_heard_has_its_iterations
     os.kill(agent, signal.SIGSTOP)
     time.sleep(2.5)  # some looks of the aggregator at whether the job is over
     os.kill(agent, signal.SIGCONT)
-    assert not job.left(within_s=8.0)
+    assert not job.left()
 
     summary = job.ledger.summary
     assert (summary.status, summary.iterations, summary.tokens) == ("killed", 57, 5700)

@@ -26,7 +26,7 @@ def srun(launch, slurm):
 
 
 def test_ranks_of_plain_srun_make_one_run_folder_that_is_named_by_the_job(srun):
-    job = srun(300).done(60)
+    job = srun(300).done()
 
     (folder,) = job.runs()
     assert_whole(job.ledger, {0: 300, 1: 300})
@@ -41,7 +41,7 @@ def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):
     script = job.folder / "job.sbatch"
     script.write_text(f"#!/bin/sh\nenv > environ.txt\nexec {sys.executable} {jobs.SCRIPTS / 'loop.py'}\n")
     options = ["--wait", "--quiet", "--ntasks=2", f"--chdir={job.folder}", "--output=batch.txt"]
-    job.start(["sbatch", *options, str(script)], {**launch.environ({}), **slurm.environ}).done(60)
+    job.start(["sbatch", *options, str(script)], {**launch.environ({}), **slurm.environ}).done()
 
     environ = (job.folder / "environ.txt").read_text()
     assert "SLURM_PROCID=0\n" in environ and "SLURM_NTASKS=2\n" in environ, "what looks like a rank of two"
@@ -51,11 +51,11 @@ def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):
 
 def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm):
     job = srun(5000)
-    jobs.until(lambda: job.num_windows >= 5, within_s=30)
+    jobs.until(lambda: job.num_windows >= 5)
     slurm.command("scancel", slurm.job_id())
     job.wait()
 
-    assert not job.left(within_s=8.0)
+    assert not job.left()
     summary = job.ledger.summary
     done = {rank: max(row.iteration_last for row in job.ledger.ranks if row.rank == rank) for rank in (0, 1)}
     assert abs(done[0] - done[1]) < 100
@@ -65,13 +65,13 @@ def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm)
 
 def test_a_step_whose_task_dies_is_ended_by_slurm_and_told_as_killed(srun):
     job = srun(5000, "--kill-on-bad-exit=1")
-    jobs.until(lambda: job.num_windows >= 5, within_s=30)
+    jobs.until(lambda: job.num_windows >= 5)
     trainers = [pid for pid in jobs.processes(job.token) if "loop.py" in jobs.describe(pid)]
     first = min(pid for pid in trainers if psutil.Process(pid).name().startswith("python"))
     os.kill(first, signal.SIGKILL)
     job.wait()
 
     assert job.code != 0
-    assert not job.left(within_s=8.0)
+    assert not job.left()
     assert job.ledger.summary.status == "killed"
     assert job.ledger.summary.tokens == sum(row.tokens for row in job.ledger.ranks)

@@ -4,7 +4,6 @@ import os
 import pty
 import sys
 import threading
-import time
 
 import jobs
 import pytest
@@ -48,8 +47,9 @@ def on_terminal(launch, terminal):
     """Start a loop of a window an iteration whose output is the terminal; stop that after a few windows."""
 
     def start():
-        command = [sys.executable, str(jobs.SCRIPTS / "loop.py"), "--until", "enough", "--step-s", "0.004"]
-        job = launch._job().start(command, launch.environ({"log_interval": 1, "console": "full"}), terminal.output)
+        command = [sys.executable, str(jobs.SCRIPTS / "loop.py"), "--until", "enough", "--step-s", "0.02"]
+        environ = launch.environ({"log_interval": 1, "console": "full"}, **jobs.patient())
+        job = launch._job().start(command, environ, terminal.output)
         os.close(terminal.output)
         jobs.until(lambda: terminal.blocks >= 3)
         terminal.press(STOP)
@@ -69,21 +69,18 @@ def test_a_stopped_terminal_stops_nothing_else_and_goes_on_where_it_can(on_termi
 
     summary = assert_whole(job.ledger, {0: count})
     assert terminal.blocks + summary.left_out.get("console", 0) == count
-    steps = [end - start for start, end in job.told()["steps"]]
-    assert max(steps) < 0.2
+    assert job.longest_step_s() < 0.2
 
 
 def test_a_terminal_that_stays_stopped_does_not_hold_up_the_end_of_the_job(on_terminal, terminal):
     job = on_terminal()
-    shown = terminal.blocks
-    jobs.until(lambda: job.num_windows > shown + 400)
+    windows = job.num_windows
+    jobs.until(lambda: job.num_windows > windows + 400)
     (job.folder / "enough").touch()
     job.wait()
-    over_s = time.monotonic()
-    last_s = job.told()["steps"][-1][1]
 
-    assert over_s - last_s < 7.0  # the five seconds of a trainer's end, and two of a busy machine
+    assert job.told()["end_held_s"] < 30.0  # else it is fifty seconds, for it is patient
     count = job.finish()
     summary = assert_whole(job.ledger, {0: count})
-    assert summary.left_out["console"] > count - shown - 200
+    assert summary.left_out["console"] > count - terminal.blocks - 200
     assert terminal.blocks + summary.left_out["console"] >= count  # what is shown in part is left out as well

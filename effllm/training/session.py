@@ -257,21 +257,19 @@ class Session:
 
     def finish(self, status: str) -> None:
         """Record how the loop ended, and wait for the agent: on rank 0 until the summary is written, 5 s at most."""
-        died = self._process.poll() if self._process is not None else None
         self.recorder.finish(status)
-        if died:
-            self._tell_death(died)
+        until_s = time.monotonic() + (FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+                if code := self._process.wait(until_s - time.monotonic()):
+                    self._tell_death(code, until_s)
 
-    def _tell_death(self, code: int) -> None:
-        """Say that the agent had died before the end, and wait for the aggregator, as it would have done."""
+    def _tell_death(self, code: int, until_s: float) -> None:
+        """Say that the agent has died, and wait for the aggregator until then, as it would have done."""
         rank = self._place.rank
         with contextlib.suppress(OSError):
             text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
             os.write(2, f"[EfficientLLM] {text}\n".encode())
-        until_s = time.monotonic() + FIRST_RANK_ENDS_S
         if rank == 0 and self._place.world_size > 1 and self._facts["run_folder"]:
             while time.monotonic() < until_s and _is_locked(Path(self._facts["run_folder"]) / "lock"):
                 time.sleep(0.05)

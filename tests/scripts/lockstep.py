@@ -1,6 +1,6 @@
 """Ranks that train in lockstep, as data-parallel ones do: each waits in every step for the slowest; no torch.
 
-They meet in a file that all of them map: a counter for each rank.
+They meet in a file that all of them map: a counter for each rank, and the iteration that rank 0 has made the last.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import os
 import struct
 import time
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 
 import effllm.efficientllm_metrics as effllm
@@ -18,26 +19,32 @@ import effllm.efficientllm_metrics as effllm
 parser = argparse.ArgumentParser()
 parser.add_argument("meeting", help="the file, which is there and long enough")
 parser.add_argument("--iterations", type=int, default=200)
+parser.add_argument("--until", type=Path, help="a file: after the iterations all go on until it is there")
 parser.add_argument("--step-s", type=float, default=0.02)
 parser.add_argument("--stand", type=int, default=0, help="the iteration in which rank 1 stands for --seconds ...")
 parser.add_argument("--seconds", type=float, default=0.0)
+parser.add_argument("--pipe", default="", help="... or until somebody writes to this named pipe")
 parser.add_argument("--phase", default="", help="... in a marked phase after it")
 parser.add_argument("--native", action="store_true", help="... in a call of C")
 parser.add_argument("--lone", action="store_true", help="do not wait for each other")
 given = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 with Path(given.meeting).open("r+b") as file:
-    counters = mmap.mmap(file.fileno(), 8 * world_size)
+    counters = mmap.mmap(file.fileno(), 8 * (world_size + 1))
 
 
 def all_reduce(iteration):
+    if rank == 0 and iteration >= given.iterations and (not given.until or given.until.exists()):
+        struct.pack_into("<q", counters, 8 * world_size, iteration)  # seen by all who wait for the counter below
     struct.pack_into("<q", counters, 8 * rank, iteration)
     while not given.lone and min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
         time.sleep(0.001)
 
 
 def stand():
-    if given.native:
+    if given.pipe and given.native:
+        ctypes.CDLL(None).open(given.pipe.encode(), os.O_RDONLY)
+    elif given.native:
         ctypes.CDLL(None).usleep(ctypes.c_uint(int(given.seconds * 1e6)))
     else:
         time.sleep(given.seconds)
@@ -45,19 +52,23 @@ def stand():
 
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
-steps = []
-for iteration in range(1, given.iterations + 1):
+steps, inner_s = [], []
+for iteration in count(1):
     is_here = rank == 1 and iteration == given.stand
     start = time.monotonic()
     collector.record_iteration_start()
+    began_s = time.monotonic()
     time.sleep(given.step_s)
     if is_here and not given.phase:
         stand()
     all_reduce(iteration)
+    inner_s.append(time.monotonic() - began_s)
     collector.record_iteration_end(100, 2)
     steps.append((start, time.monotonic()))
     with collector.phase(given.phase) if is_here and given.phase else nullcontext():
         if is_here and given.phase:
             stand()
+    if iteration == (given.iterations if given.lone else struct.unpack_from("<q", counters, 8 * world_size)[0]):
+        break
 effllm.finalize_efficientllm_metrics()
-Path("truth.json").write_text(json.dumps({"steps": steps}))
+Path("truth.json").write_text(json.dumps({"steps": steps, "inner_s": inner_s}))

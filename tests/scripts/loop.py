@@ -49,14 +49,16 @@ def starved_s():
 effllm.initialize_efficientllm_metrics(given.parameters)
 collector = effllm.get_metrics_collector()
 threads = [thread.name for thread in threading.enumerate()]
-steps, logging_s, starved, values = [], [], [starved_s()], {}
+steps, inner_s, logging_s, starved, values = [], [], [], [starved_s()], {}
 for iteration in count(1):
     if iteration > given.iterations and (not given.until or given.until.exists()):
         break
     time.sleep(given.wait_s)
     start = time.monotonic()
     collector.record_iteration_start()
+    began_s = time.monotonic()
     time.sleep(given.step_s)
+    inner_s.append(time.monotonic() - began_s)
     collector.record_iteration_end(given.tokens, given.samples)
     steps.append((start, time.monotonic()))
     is_nan = 0 < given.nan_from <= iteration
@@ -65,6 +67,8 @@ for iteration in count(1):
     starved.append(starved_s())
     if iteration == given.at:
         ENDS[given.end]()
+start = time.monotonic()
 effllm.finalize_efficientllm_metrics()
 truth = {"steps": steps, "logging_s": logging_s, "starved_s": starved, "threads": threads, "values": values}
+truth |= {"inner_s": inner_s, "end_held_s": time.monotonic() - start - (starved_s() - starved[-1])}
 Path("truth.json").write_text(json.dumps(truth))

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ GLOBAL_SAMPLES, SEQUENCE_LENGTH, WIDTH = 8, 32, 64
 parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=43)
 parser.add_argument("--step-s", type=float, default=0.02)
+parser.add_argument("--until", type=Path, help="a file: after the iterations goes on until it is there")
 parser.add_argument("--told-within-s", type=float, default=0.0, help="wait so long at most for values of the job")
 given = parser.parse_args()
 
@@ -33,7 +35,12 @@ effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()
 collector = effllm.get_metrics_collector()
 deadline_s = time.monotonic() + given.told_within_s
 dist.barrier()  # so that no rank has begun before every rank's agent is there
-for iteration in range(1, given.iterations + 1):
+for iteration in count(1):
+    stop = torch.tensor(float(iteration > given.iterations and (not given.until or given.until.exists())))
+    if given.until:
+        dist.broadcast(stop, 0)
+    if stop.item():
+        break
     collector.record_iteration_start()
     batch = torch.randn(samples, SEQUENCE_LENGTH, WIDTH)
     loss = (model(batch) - batch).square().mean()
