@@ -83,7 +83,7 @@ def test_a_square_wave_of_2_s_is_within_5_percent(held_s):
     assert statistics.fmean(abs(error) for error, _ in found) < 0.05
 
 
-@pytest.mark.parametrize("held_s", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("held_s", [0.0, pytest.param(0.02, marks=pytest.mark.long), 0.1])
 @pytest.mark.parametrize("trace", TRACES)
 def test_stated_intervals_cover_each_kind_of_trace(trace, held_s):
     for window_s in (0.2, 1.0, 5.0):

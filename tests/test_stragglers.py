@@ -68,7 +68,7 @@ def test_without_groups_a_light_stage_would_hide_nothing_but_frame_nobody_either
     assert job.run(30).accused == set()  # most ranks are alike, and it is the median that they are compared with
 
 
-@pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), (1024, 12)])
+@pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
 def test_noise_alone_names_nobody_in_50_runs(ranks, windows):
     jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
 

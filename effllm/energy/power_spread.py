@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import mul
 
 NS = 1e-9
 #: Of what may be hidden in a tick usually: what may be where it and its neighbours agree.
@@ -21,6 +22,7 @@ class PowerSpread:
         self.mean_w = self._square_w2 = 0.0
         self._count = 0
         self._near: deque[float] = deque(maxlen=96)  # changes between readings at most a few ticks apart
+        self._near_w2 = 0.0  # mean of their squares
         self._turns: deque[float] = deque(maxlen=96)  # products of two such changes, one after the other
         self._last_change_w: float | None = None
         self._last: tuple[int, float] | None = None
@@ -58,6 +60,7 @@ class PowerSpread:
         change_w = power_w - self._last[1] if apart_s < 1.5 * tick_s else None
         if change_w is not None:
             self._near.append(abs(change_w))
+            self._near_w2 = sum(map(mul, self._near, self._near)) / len(self._near)
             if self._last_change_w is not None:
                 self._turns.append(change_w * self._last_change_w)
         self._last, self._last_change_w = (time_ns, power_w), change_w
@@ -68,9 +71,8 @@ class PowerSpread:
         return self._square_w2
 
     def _change_w2(self) -> float:
-        near_w2 = sum(change * change for change in self._near) / len(self._near) if self._near else 0.0
         seen_w2 = self._seen_w2 / self._seen_s * self._tick_s if self._seen_s > 0 else 0.0
-        return max(near_w2, seen_w2)
+        return max(self._near_w2, seen_w2)
 
     def noise_w(self) -> float:
         """Return what power usually changes by from one tick to the next, steps left out."""
@@ -100,10 +102,9 @@ class PowerSpread:
 
         Then it moves more than once in a tick, and a step or a parabola through three of them misses it.
         """
-        square_w2 = sum(change * change for change in self._near)
-        if not self._turns or square_w2 <= 0:
+        if not self._turns or self._near_w2 <= 0:
             return 0.0
-        against = -sum(self._turns) / len(self._turns) / (square_w2 / len(self._near))
+        against = -sum(self._turns) / len(self._turns) / self._near_w2
         return min(max((against - 0.1) / 0.9, 0.0), 1.0)
 
     def _roughness(self) -> float:
