@@ -33,7 +33,7 @@ def run(program, environ=None, *options, cwd=None):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
@@ -176,7 +176,7 @@ def test_the_shell_file_is_all_that_a_launch_script_needs(tmp_path):
     environ |= {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run", "PYTHON": sys.executable}
     environ |= {"EFFICIENTLLM_LOG_INTERVAL": "2"}
 
-    done = subprocess.run(["sh", "-c", launch], env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["sh", "-c", launch], env=environ, capture_output=True, text=True, timeout=200)
 
     assert done.returncode == 0, done.stderr
     assert "[EfficientLLM Metrics] Iteration 4:" in done.stdout

@@ -1,5 +1,6 @@
 """Whatever is wrong from outside: a defined outcome, one clear line, what was measured kept, training unharmed."""
 
+import json
 import math
 import os
 import socket
@@ -14,6 +15,7 @@ from effllm.network.transport import MAGIC, encode
 from effllm.schema import Beat, Bye, Device, Hello, Note, Parameters, RankReport, Reports
 
 LOOP = "loop.py"
+SERVED = (LOOP, "--served")
 
 
 def assert_refused(job, text):
@@ -82,7 +84,7 @@ def test_a_wrong_argument_is_told_like_a_wrong_setting(launch, arguments):
 
 
 def test_a_sink_that_there_is_not_silences_no_other(launch):
-    job = launch.python(LOOP, sinks="nosuch,console,runfolder").done()
+    job = launch.python(*SERVED, sinks="nosuch,console,runfolder").done()
 
     assert len(job.blocks) == 2
     assert any("there is no sink 'nosuch'" in text for text in job.ledger.told("sink"))
@@ -90,7 +92,7 @@ def test_a_sink_that_there_is_not_silences_no_other(launch):
 
 
 def test_a_device_that_there_is_not_leaves_time_and_tokens(launch):
-    job = launch.python(LOOP, device="nosuch").done()
+    job = launch.python(*SERVED, device="nosuch").done()
 
     assert any("there is no device 'nosuch'" in text for text in job.ledger.told("agent"))
     assert job.ledger.summary.tokens == 2000
@@ -128,7 +130,7 @@ def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(tmp_path / "elsewhere")
-    launch.python(LOOP, run_name="mine").done()
+    launch.python(*SERVED, run_name="mine").done()
 
     assert jobs.Ledger(tmp_path / "elsewhere").summary.tokens == 2000
 
@@ -150,7 +152,7 @@ def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text('{"attempt": "many"}')
-    job = launch.python(LOOP, run_name="mine").done()
+    job = launch.python(*SERVED, run_name="mine").done()
 
     assert job.ledger.summary.tokens == 2000
     assert any("cannot be read, the totals start anew" in text for text in job.ledger.told("sink"))
@@ -329,10 +331,14 @@ def test_a_large_world_that_nobody_has_does_not_take_the_memory(launch):
 # --- what a loop says ---
 
 CALLS = """
-import math, time
+import math, os, pathlib, time
 import effllm.efficientllm_metrics as effllm
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
+until_s = time.monotonic() + 60
+while not any(pathlib.Path(os.environ["EFFICIENTLLM_RUN_DIR"]).glob("*/run.json")):
+    assert time.monotonic() < until_s, "there is no run folder"
+    time.sleep(0.02)
 def step(*counts, **named):
     collector.record_iteration_start()
     time.sleep(0.002)
@@ -572,12 +578,11 @@ def test_tensors_of_one_number_are_numbers_and_others_are_told(launch):
 
 
 TWO_RUNS = """
-import time
+import json, time
 import effllm
-class Writer:
-    written = 0
+class Writer(dict):
     def add_scalar(self, tag, value, step):
-        self.written += 1
+        self[tag.removeprefix("efficientllm/")] = value
 for _ in range(2):
     effllm.initialize_efficientllm_metrics(1000)
     collector = effllm.get_metrics_collector()
@@ -585,19 +590,21 @@ for _ in range(2):
         collector.record_iteration_start()
         collector.record_iteration_end(10, 1)
     writer = Writer()
-    deadline_s = time.monotonic() + 30
-    while not writer.written and time.monotonic() < deadline_s:
+    deadline_s = time.monotonic() + 60
+    while not writer and time.monotonic() < deadline_s:
         time.sleep(0.02)
         collector.log_metrics(5, None, writer)
     effllm.finalize_efficientllm_metrics()
-    print("written", writer.written)
+    print("written", json.dumps(writer))
 """
 
 
 def test_a_second_run_in_one_process_gives_its_own_reports_to_the_writer(launch):
     job = launch.code(TWO_RUNS, log_interval=5).done()
 
-    # AMU, PCU, AL, TT and ST of each, and AEC where the energy of so short a time is known to better than 20 %
-    written = [line for line in job.stdout.splitlines() if line.startswith("written")]
-    assert len(written) == 2
-    assert set(written) <= {"written 5", "written 6"}
+    written = [json.loads(line.split(maxsplit=1)[1]) for line in job.stdout.splitlines() if line.startswith("written")]
+    runs = sorted(map(jobs.Ledger, job.runs()), key=lambda run: run.summary.started_time_s)
+    for values, run in zip(written, runs, strict=True):
+        reported = [{tag: one.values[tag] for tag in jobs.FORMATS if tag in one.values} for one in run.windows]
+        assert values in reported
+    assert written[0] != written[1]

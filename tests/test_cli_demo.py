@@ -24,7 +24,7 @@ def test_it_ends_with_a_summary_that_counts_every_token_and_says_simulated(cli):
     assert (summary["tokens"], summary["samples"]) == (2 * 20 * TOKENS, 2 * 20 * SAMPLES)
     assert (summary["iterations"], summary["coverage"]["ranks_reporting"]) == (20, 2)
     assert summary["loss"] == pytest.approx(loss(20))
-    assert summary["time_by_class"]["evaluation"] == pytest.approx(6 * 0.02, rel=0.5)
+    assert 6 * 0.02 <= summary["time_by_class"]["evaluation"] < summary["time_by_class"]["iterations"]
 
 
 def test_without_an_interval_windows_last_a_second(cli):

@@ -151,7 +151,7 @@ def test_under_torchrun_every_rank_is_in_one_ledger(cli):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
     command = [*torchrun, "--nproc_per_node", "2", "-m", "effllm", "run", script]
 
-    subprocess.run(command, env=cli.environ(**QUIET), cwd=cli.folder, capture_output=True, timeout=100, check=True)
+    subprocess.run(command, env=cli.environ(**QUIET), cwd=cli.folder, capture_output=True, timeout=200, check=True)
 
     summary = cli.summary()
     assert (summary["status"], summary["tokens"], summary["coverage"]["ranks_expected"]) == ("completed", 2000, 2)

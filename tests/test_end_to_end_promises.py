@@ -84,7 +84,7 @@ def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_age
 
 @pytest.mark.fault("exits")
 def test_the_last_iteration_of_a_killed_trainer_is_in_the_ledger(launch):
-    job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill").wait()
+    job = launch.python(LOOP, "--served", "--iterations", 100, "--at", 57, "--end", "kill").wait()
 
     assert job.code == -signal.SIGKILL
     assert not job.left(within_s=SOON_S)
@@ -136,7 +136,7 @@ def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch)
 )
 @pytest.mark.fault("exits")
 def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, end, code, status):
-    job = launch.python(LOOP, "--at", 15, "--end", end).wait()
+    job = launch.python(LOOP, "--served", "--at", 15, "--end", end).wait()
 
     assert job.code == code
     assert not job.left(within_s=SOON_S)
@@ -160,7 +160,7 @@ def test_one_failed_rank_makes_a_failed_job(launch):
 
 @pytest.mark.fault("exits")
 def test_the_end_of_a_normal_job_waits_for_the_summary_and_for_nothing_else(launch):
-    job = launch.python(LOOP).wait()
+    job = launch.python(LOOP, "--served").wait()
 
     assert job.ledger.summary.status == "completed"  # it is there when the trainer is gone
     assert not job.left(within_s=SOON_S)
@@ -194,7 +194,7 @@ json.dump(sorted(ours - set(sys.stdlib_module_names)), open("truth.json", "w"))
 
 
 def test_log_metrics_returns_its_six_keys_at_once(launch):
-    job = launch.python(LOOP, "--iterations", 60).done()
+    job = launch.python(LOOP, "--served", "--iterations", 60).done()
     truth = job.told()
 
     assert set(truth["values"]) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}

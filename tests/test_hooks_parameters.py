@@ -171,7 +171,7 @@ def test_every_rank_knows_the_whole_model_of_which_fsdp_left_it_a_shard(tmp_path
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2", "--log_dir", str(tmp_path)]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, "--redirects", "3", str(script)]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
 
     assert done.returncode == 0, "".join(path.read_text() for path in tmp_path.rglob("stderr.log"))
     outputs = [path.read_text().splitlines() for path in tmp_path.rglob("stdout.log")]

@@ -107,7 +107,7 @@ def run(tmp_path, script, **environment):
         env={**kept, "OMP_NUM_THREADS": "1", **{f"EFFICIENTLLM_{n}": v for n, v in names.items()}, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     return done, [Run(folder) for folder in sorted((tmp_path / "runs").glob("*"))]

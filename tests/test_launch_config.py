@@ -38,7 +38,7 @@ def run(shell, script, cwd=None, **variables):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

@@ -25,7 +25,7 @@ def clone(tmp_path):
 def make(clone, *arguments):
     inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON")}
     return subprocess.run(
-        ["make", *arguments], cwd=clone, env=inherited, capture_output=True, text=True, timeout=60, check=False
+        ["make", *arguments], cwd=clone, env=inherited, capture_output=True, text=True, timeout=200, check=False
     )
 
 

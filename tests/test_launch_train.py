@@ -45,7 +45,7 @@ def start(script, *arguments, commands, cwd=None, **variables):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -209,7 +209,7 @@ def test_two_torchruns_on_one_machine_make_one_job_of_two_nodes(commands, tmp_pa
 
 def ended(process):
     try:
-        return process.communicate(timeout=90)[0]
+        return process.communicate(timeout=200)[0]
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its own processes then
         process.communicate()

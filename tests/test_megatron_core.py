@@ -18,7 +18,7 @@ INTEGRATION = REPOSITORY / "integration" / "megatron_core"
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
     pytest.skip("torch and megatron-core are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(400)]  # four ranks import torch: minutes on a busy machine
 
 HIDDEN, VOCABULARY, LENGTH, LAYERS = 32, 256, 16, 2
 EMBEDDINGS = VOCABULARY * HIDDEN + LENGTH * HIDDEN  # words (the output layer is tied to them) and positions
@@ -73,7 +73,7 @@ def run_job(num_ranks, script, *arguments, **variables):
         text=True,
     ) as job:
         try:
-            said, _ = job.communicate(timeout=110)
+            said, _ = job.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             job.terminate()  # torchrun ends its ranks then
             raise

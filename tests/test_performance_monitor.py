@@ -161,7 +161,7 @@ def run(tmp_path, script, **environment):
         env={**kept, **{f"EFFICIENTLLM_{name}": value for name, value in names.items()}, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     [folder] = (tmp_path / "runs").glob("*")

@@ -32,6 +32,7 @@ parser.add_argument("--tokens", type=int, default=100)
 parser.add_argument("--samples", type=int, default=2)
 parser.add_argument("--parameters", type=int, default=1000)
 parser.add_argument("--until", type=Path, help="a file: after the iterations goes on until it is there")
+parser.add_argument("--served", action="store_true", help="begin when the aggregator has opened the run folder")
 parser.add_argument("--at", type=int, default=0, help="the iteration after which it ends as --end says")
 parser.add_argument("--end", choices=ENDS)
 parser.add_argument("--nan-from", type=int, default=0, help="the iteration from which the loss is NaN")
@@ -50,6 +51,10 @@ effllm.initialize_efficientllm_metrics(given.parameters)
 collector = effllm.get_metrics_collector()
 threads = [thread.name for thread in threading.enumerate()]
 steps, inner_s, logging_s, starved, values = [], [], [], [starved_s()], {}
+until_s = time.monotonic() + 60
+while given.served and not any(Path(os.environ["EFFICIENTLLM_RUN_DIR"]).glob("*/run.json")):
+    assert time.monotonic() < until_s, "there is no run folder"
+    time.sleep(0.02)
 for iteration in count(1):
     if iteration > given.iterations and (not given.until or given.until.exists()):
         break
