@@ -32,7 +32,28 @@ def test_a_rank_ten_percent_slower_is_named_in_95_percent(ranks, iterations, jit
     assert set(found) <= {slow, None}
 
 
-@pytest.mark.parametrize(("ranks", "iterations", "jitter"), JOBS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_windows_of_one_iteration_name_it_from_the_20th_on(ranks):
+    slow = ranks // 2
+    found = []
+    for seed in range(4):
+        job = job_of(ranks, 1, 0.03, seed=seed, slow=lambda rank, _: 1.1 if rank == slow else 1.0)
+        found += named(job, 200)[19:]
+
+    assert found.count(slow) >= 0.95 * len(found)
+    assert set(found) <= {slow, None}
+
+
+def test_a_rank_that_has_recovered_is_not_named_three_windows_later():
+    slowest = Slowest()
+    for _ in range(20):
+        slowest.add([0, 1, 2], [0.5, 0.5, 0.7])
+    after = [slowest.add([0, 1, 2], [0.5, 0.5, 0.51]) for _ in range(6)]
+
+    assert after[2:] == [None] * 4
+
+
+@pytest.mark.parametrize(("ranks", "iterations", "jitter"), [*JOBS, (3, 1, 0.03), (4, 1, 0.03)])
 def test_of_1000_healthy_windows_at_most_one_names_a_rank(ranks, iterations, jitter):
     found = [rank for seed in range(10) for rank in named(job_of(ranks, iterations, jitter, seed=seed), 100)]
 

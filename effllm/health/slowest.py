@@ -19,6 +19,8 @@ from effllm.schema import Straggler
 SLOWER = 0.06
 #: It is named when it was slow in so many of the last windows, and by so many deviations of a healthy rank.
 RULES = ((3, 3, 3.0), (4, 5, 2.0), (6, 10, 1.6), (12, 20, 1.2))
+#: And it was slow in one of so many, or it has recovered.
+RECENT = 3
 WINDOWS = max(windows for _, windows, _ in RULES)
 #: Windows that show how much a healthy rank differs from one to the next.
 HISTORY = 50
@@ -45,23 +47,25 @@ class Slowest:
             skipped: ranks that are never named, because their own time contains waiting for others.
         """
         values = np.array(own_s, np.float64)
-        median_s = upper_median(values)
-        if len(values) < 2 or median_s < SHORTEST_S:
+        if len(values) < 2:
+            return None
+        peers_s = medians_of_others(values)
+        if peers_s.min() < SHORTEST_S:
             return None
         known = np.array(ranks, np.int64)
-        # Of two ranks each is compared with the other.
-        shares = values / (values[::-1] if len(values) == 2 else median_s) - 1.0
+        shares = values / peers_s - 1.0
         if self._last:
             self._changes.append(float(np.median(np.abs(shares - _aligned(known, *self._last[-1])))))
         self._last.append((known, shares))
+        is_slow = self._is_slow(known)
         # What is shown is this window's, so the rank has to be slower in this one too.
-        slow = np.flatnonzero(self._is_slow(known) & (shares > 0))
-        named = [at for at in slow.tolist() if ranks[at] not in skipped]
-        if not named:
+        named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # of two halves neither is slow
+        if not named or is_half:
             return None
         history = np.array([_aligned(known, *one) for one in self._last])
         at = max(named, key=lambda at: float(np.median(history[:, at])))
-        return Straggler(ranks[at], float(values[at]), median_s)
+        return Straggler(ranks[at], float(values[at]), float(peers_s[at]))
 
     def _is_slow(self, ranks: Ranks) -> NDArray[np.bool_]:
         """Return which of these ranks one of the rules names."""
@@ -74,16 +78,25 @@ class Slowest:
             if len(history) >= windows:
                 is_above = history[-windows:] >= max(SLOWER, deviations * deviation)
                 slow |= is_above.sum(axis=0) >= times
+        slow &= (history[-RECENT:] >= SLOWER).any(axis=0)
         return slow
 
 
-def upper_median(values: Shares) -> float:
-    """Return the median, of two middle values the larger: of two halves neither is slow; of two values the smaller.
+def medians_of_others(values: Shares) -> Shares:
+    """Return for each of at least two values the median of all others.
 
-    >>> upper_median(np.array([1.0, 2.0, 1.0, 2.0])), upper_median(np.array([3.0, 2.0]))
-    (2.0, 2.0)
+    A median that includes the value itself lies nearer to it, which hides a slow rank among three or four.
+
+    >>> medians_of_others(np.array([1.0, 4.0, 2.0])), medians_of_others(np.array([3.0, 2.0]))
+    (array([3. , 1.5, 2.5]), array([2., 3.]))
     """
-    return float(np.sort(values)[len(values) // 2 if len(values) > 2 else 0]) if len(values) else 0.0
+    order = values.argsort()
+    position = np.empty_like(order)
+    position[order] = np.arange(len(values))
+    ordered, others = values[order], len(values) - 1
+    low, high = (np.where(position > at, ordered[at], ordered[at + 1]) for at in ((others - 1) // 2, others // 2))
+    medians: Shares = (low + high) / 2
+    return medians
 
 
 def _aligned(ranks: Ranks, known: Ranks, shares: Shares) -> Shares:
