@@ -642,6 +642,35 @@ def test_the_lag_of_a_late_counter_is_found_during_the_run(lag_s):
     assert covered >= 0.95
 
 
+def half_widths_with(kept_s, lag_s, seed):
+    """Return the half-widths, as shares, of the first hundred windows of a run that expects a lag."""
+    chance, power = random.Random(seed), square(100.0, 500.0, 1.97 + 0.01 * seed)
+    sensor = BoardSensor(power, phase_s=chance.uniform(0, 0.1), lag_s=lag_s)
+    one = ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S")
+    if kept_s is not None:
+        one.expect_lag(kept_s)
+    agent = VirtualAgent(one, sensor, chance)
+    start_s = agent.calibrate(BEGIN_S) + 2.5
+    windows = agent.windows([start_s + 1.07 * n for n in range(100)])
+    return [1.96 * math.sqrt(w.start_j2 + w.end_j2 + w.inside_j2) / w.joules for w in windows]
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 0.04])
+def test_a_kept_lag_is_used_after_fewer_changes(lag_s):
+    def until_narrow(kept_s, seed):
+        return next(n for n, half_width in enumerate(half_widths_with(kept_s, lag_s, seed)) if half_width < 0.01)
+
+    found = [(until_narrow(lag_s, seed), until_narrow(None, seed)) for seed in range(6)]
+
+    assert statistics.median(kept for kept, _ in found) < 0.7 * statistics.median(bare for _, bare in found)
+
+
+@pytest.mark.parametrize(("kept_s", "lag_s"), [(0.03, 0.0), (0.0, 0.04), (0.0, 0.1), (0.1, 0.0)])
+def test_a_kept_lag_that_is_wrong_narrows_nothing(kept_s, lag_s):
+    for seed in range(3):
+        assert half_widths_with(kept_s, lag_s, seed) == half_widths_with(None, lag_s, seed)
+
+
 class LatePower(BoardSensor):
     """A sensor whose power reading is late, or that of another moment each time it is read."""
 

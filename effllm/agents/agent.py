@@ -101,13 +101,14 @@ class Agent:
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         interval_s = self._config.collection_interval_s
         sampler = Sampler(self._open, interval_s, self._log.line, self._sampled, self._calibrate)
-        self._tracks = [Track(sampler, interval_s)]
+        calibrations = cache_folder() / "calibration"
+        self._tracks = [Track(sampler, interval_s, calibrations)]
         self._gpus = _shown(facts.get("gpus", []), facts.get("visible_devices"))
         for index in self._gpus[1:]:
             other = Sampler(
                 partial(self._open_other, index), interval_s, self._log.line, self._sampled, self._calibrate
             )
-            self._tracks.append(Track(other, interval_s))
+            self._tracks.append(Track(other, interval_s, calibrations))
         self._outbox = Outbox(self._config.history_size)
         self._cutter: WindowCutter | None = None
         self._link: AgentLink | None = None

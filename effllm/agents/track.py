@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec.structs import replace
 
 from effllm.agents.sampler import Sampler
 from effllm.agents.window import Series
+from effllm.energy.calibration import keep_lag, kept_lag_s
 from effllm.schema import Device, DeviceEvent, Event, Sample
 
 LONGEST_GAP_INTERVALS = 5
@@ -22,10 +25,14 @@ class Track:
     Args:
         sampler: reads the device.
         interval_s: seconds between its samples.
+        calibrations: the cache in which the lag that a run finds is kept; ``None`` is none.
     """
 
-    def __init__(self, sampler: Sampler, interval_s: float) -> None:
+    def __init__(self, sampler: Sampler, interval_s: float, calibrations: Path | None = None) -> None:
         self.sampler = sampler
+        self._calibrations = calibrations
+        self._has_kept_lag = False
+        self._contradicted = ""  # what was kept and is not so, until it is reported
         self._is_prompt = interval_s <= LONGEST_PROMPT_S
         self.series: Series | None = None  # None until the device is open
         self._longest_gap_s = LONGEST_GAP_INTERVALS * max(interval_s, LEAST_INTERVAL_S)
@@ -46,11 +53,21 @@ class Track:
                 self.series.add(item)
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
+                if self._calibrations and (kept_s := kept_lag_s(self._calibrations, item)) is not None:
+                    self.series.expect_lag(kept_s)
                 is_new = True
         if self.series is not None and self.series.is_contradicted and not self._has_learnt_again:
             self._has_learnt_again = True  # a sensor that jitters contradicts that too, and two seconds are enough
             self.sampler.learn_again()
+        self._keep_lag()
         return is_new
+
+    def _keep_lag(self) -> None:
+        if self.series is None or self._calibrations is None or self._has_kept_lag:
+            return
+        if (lag_s := self.series.found_lag_s()) is not None:
+            self._has_kept_lag = True
+            self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
 
     def ask(self, edge_ns: int) -> None:
         """Have the samples taken that tell what happened until an edge, once for each; edges come in their order."""
@@ -86,6 +103,9 @@ class Track:
             time_s: unix time.
         """
         events = self.series.take_events() if self.series else []
+        if self._contradicted:
+            events.append(DeviceEvent("energy_calibration", self._contradicted, time_ns=now_ns))
+            self._contradicted = ""
         stale_s, was_stale = self.sampler.stale_s(), self._is_stale
         self._is_stale = stale_s is not None
         name = self.series.device.key if self.series else "the device"

@@ -90,6 +90,14 @@ class Series:
         self.device = replace(self.device, sensor=device.sensor)
         self._energy.calibrate(device.sensor)
 
+    def expect_lag(self, kept_s: float) -> None:
+        """Take the lag of the counter that an earlier run found."""
+        self._energy.expect_lag(kept_s)
+
+    def found_lag_s(self) -> float | None:
+        """Return the lag of the counter that the samples have shown; ``None`` where they have not."""
+        return self._energy.found_lag_s()
+
     @property
     def is_contradicted(self) -> bool:
         """Whether the samples contradict what is known of the sensor's ticks."""

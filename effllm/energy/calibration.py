@@ -21,6 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from effllm import hardware
+from effllm.energy.lag_evidence import SAME_S
 from effllm.runs import own_files
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
@@ -59,6 +60,7 @@ class Calibration(msgspec.Struct, frozen=True):
     sensor: Sensor
     measured_lag: bool = False  # under a load, not assumed
     checked: str = ""  # the day on which it was last found to hold, where that is not its date
+    run_lag_s: float | None = None  # as the readings of a run showed it, where it was not measured under a load
 
     def is_fresh(self) -> bool:
         """Whether it may be used unseen."""
@@ -335,7 +337,8 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
         kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
-    return kept if (kept.name, kept.driver) == (name, driver) and _is_possible(kept.sensor) else None
+    is_possible = _is_possible(kept.sensor) and abs(kept.run_lag_s or 0.0) <= 10
+    return kept if (kept.name, kept.driver) == (name, driver) and is_possible else None
 
 
 def store(folder: Path, calibration: Calibration) -> None:
@@ -349,6 +352,26 @@ def store(folder: Path, calibration: Calibration) -> None:
             draft, msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n", durable=False
         )
         own_files.rename_file(draft, path.name)
+
+
+def kept_lag_s(folder: Path, device: Device) -> float | None:
+    """Return the lag of the counter that an earlier run found on this model and driver; ``None`` where none did."""
+    kept = load(folder, device.name, device.driver)
+    return kept.run_lag_s if kept is not None else None
+
+
+def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
+    """Keep the lag that this run has found, beside what is kept already; return what was contradicted, if anything."""
+    kept = load(folder, device.name, device.driver)
+    if kept is None:
+        return ""
+    before_s = kept.run_lag_s
+    is_same = before_s is not None and abs(before_s - lag_s) <= 2 * SAME_S
+    if not is_same:
+        store(folder, replace(kept, run_lag_s=lag_s))
+    if is_same or before_s is None:
+        return ""
+    return f"the lag of {1e3 * before_s:.3g} ms from the cache was dropped: the counter is {1e3 * lag_s:.3g} ms late"
 
 
 def forget(folder: Path, name: str, driver: str) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from effllm.energy.cross_check import CrossCheck
-from effllm.energy.lag_evidence import MIN_ERROR_S, LagEvidence, TickRead, measures_whole_tick
+from effllm.energy.lag_evidence import MIN_ERROR_S, SAME_S, LagEvidence, TickRead, measures_whole_tick
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
 from effllm.energy.tick_energy import beat, beat_of, in_tick
@@ -152,6 +152,16 @@ class EnergyLedger:
                 else:
                     self.clock.stood(previous.time_ns, point.time_ns)
             previous = point
+
+    def expect_lag(self, kept_s: float) -> None:
+        """Take the lag that an earlier run found, which narrows nothing before the readings have shown the same."""
+        if self._lag is not None:
+            self._lag = LagEvidence(kept_s)
+
+    def found_lag_s(self) -> float | None:
+        """Return the lag that the readings of this run have shown, to `SAME_S`; ``None`` where they have not."""
+        is_found = self._is_lag_open and self._lag is not None and self._lag.is_shown
+        return self._sensor.lag_s if is_found and self._sensor.lag_error_s <= SAME_S else None
 
     @property
     def is_contradicted(self) -> bool:

@@ -20,6 +20,8 @@ from effllm.schema import COUNTER, NORMAL_95, Device
 MIN_CHANGE = 0.1
 #: So many changes are needed; then they are used if they agree on a number of ticks to so large a share of one.
 MIN_CHANGES, MAX_PART = 12, 0.02
+#: So few are needed where the lag is that which an earlier run found, to this.
+MIN_CONFIRMING, SAME_S = 3, 0.001
 #: Nothing is claimed to be known better than this.
 MIN_ERROR_S = 0.0002
 #: A read to find out is made so near to a tick.
@@ -55,9 +57,14 @@ class TickRead(NamedTuple):
 
 
 class LagEvidence:
-    """The lag of a counter, as far as a run has shown it."""
+    """The lag of a counter, as far as a run has shown it.
 
-    def __init__(self) -> None:
+    Args:
+        kept_s: the lag that an earlier run found; it narrows nothing before this run has shown the same.
+    """
+
+    def __init__(self, kept_s: float | None = None) -> None:
+        self._kept_s = kept_s
         self._bounds_s: tuple[float, float] | None = None  # of the lag, but for whole ticks
         self._spread_s = 0.0  # by which bounds have contradicted each other
         self._probes = 0
@@ -98,12 +105,19 @@ class LagEvidence:
         ticks = round(mean)
         part = abs(mean - ticks) + half_width
         if self._bounds_s is None or ticks not in (0, 1) or part > MAX_PART:
-            return None
+            return None  # also where changes are too few
         low_s, high_s = (bound_s + ticks * tick_s for bound_s in self._bounds_s)
         if high_s < 0:
             return None  # the power reading is the later one
         lag_s = 0.0 if low_s <= 0 else (low_s + high_s) / 2
-        return lag_s, max(high_s - lag_s, lag_s - low_s, part * tick_s, MIN_ERROR_S)
+        error_s = max(high_s - lag_s, lag_s - low_s, part * tick_s, MIN_ERROR_S)
+        is_kept = self._kept_s is not None and error_s <= SAME_S and abs(lag_s - self._kept_s) <= error_s + SAME_S
+        return (lag_s, error_s) if self.is_shown or is_kept else None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether this run alone has shown enough changes."""
+        return self._count >= MIN_CHANGES
 
     def probe_s(self, tick_s: float, open_s: float) -> float | None:
         """Return when after a tick a read would tell most, in seconds; ``None`` if none is needed."""
@@ -159,7 +173,7 @@ class LagEvidence:
 
     def _late_ticks(self) -> tuple[float, float]:
         """Return the mean number of ticks and its half-width; 0 and infinite where changes are too few."""
-        if self._count < MIN_CHANGES:
+        if self._count < MIN_CONFIRMING:
             return 0.0, math.inf
         mean = self._sum / self._count
         variance = max(self._squares / self._count - mean * mean, 0.0) / (self._count - 1)
