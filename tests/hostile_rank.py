@@ -1,7 +1,8 @@
 """A rank with the key that sends as fast as it can: ``hostile_rank.py KIND ENDPOINT SECRET WORLD_SIZE SECONDS COUNT``.
 
 KIND: ``rows`` reports windows far ahead, ten rows with wide histograms a frame; ``facts`` introduces itself again and
-again, each time with new facts. It lasts at least SECONDS, and until it has sent COUNT frames. Prints how many it sent.
+again, each time with new facts. It lasts at least SECONDS, and until it has sent COUNT frames, but no longer than MAX_S
+more. Prints how many it sent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context
 from effllm.schema import NUM_POWER_BARS, FromAgent, Hello
 
+MAX_S = 120.0
 DEVICE = device_window("GPU-hostile", 10.0, power_histogram_s=dict.fromkeys(range(NUM_POWER_BARS), 0.01))
 
 
@@ -38,7 +40,7 @@ def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, c
     link = AgentLink(make_context(), endpoint, AgentKeys.of(secret.read(Path(path)), ""))
     link.connect()
     num_sent, is_new, until_s = 0, False, time.monotonic() + seconds
-    while time.monotonic() < until_s or num_sent < count:
+    while time.monotonic() < (until_s if num_sent >= count else until_s + MAX_S):
         link.receive()
         is_new = link.is_new() or is_new
         if is_new:

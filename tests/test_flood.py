@@ -28,74 +28,9 @@ STRANGERS = 10_000  # at once: one end of each takes a descriptor of the aggrega
 KEYS = 500  # their handshakes are the only ones that cost the aggregator arithmetic
 
 
-class Windows:
-    """The windows of a run as they are written, and how long after their end."""
-
-    def __init__(self, ledger):
-        self._path = ledger.folder / "windows-0001.jsonl"
-        self._read = 0
-        self.delays_s = []
-        self.seen = []  # (when a window ended, when it was seen)
-
-    def look(self):
-        """Take the lines that are new."""
-        text = self._path.read_bytes()[self._read :] if self._path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            report = msgspec.json.decode(line, type=ClusterReport)
-            self.seen.append((report.time_s, time.time()))
-            self.delays_s.append(time.time() - report.time_s)
-
-    def watch(self, seconds, is_on=lambda: False):
-        """Look for so long, and while something goes on; return the delays of the windows in it."""
-        self.look()
-        before = len(self.delays_s)
-        deadline_s = time.monotonic() + seconds
-        while time.monotonic() < deadline_s or is_on():
-            self.look()
-            time.sleep(0.01)
-        return self.delays_s[before:]
-
-
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [
-        ("silent", STRANGERS),
-        ("null", STRANGERS),
-        ("key", KEYS),
-        pytest.param("garbage", STRANGERS, marks=pytest.mark.long),
-    ],
+needs_schedstat = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="how long threads wait for a processor is not known here"
 )
-def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(launch, tmp_path, kind, count, record_property):
-    secret = create(tmp_path / "secret")
-    secured = {"security": "curve", "secret_file": tmp_path / "secret"}
-    aggregator = launch.aggregator(**secured)
-    enough = tmp_path / "enough"
-    ranks = launch.ranks(aggregator, 2, "loop.py", "--until", enough, **secured)
-    windows = Windows(aggregator.ledger)
-    jobs.until(lambda: windows.look() or len(windows.delays_s) >= 5)
-    quiet = windows.watch(2.0)
-
-    server_key = ServerKeys.of(secret, "").own.public.decode()
-    command = [sys.executable, str(FLOOD), kind, str(aggregator.port), str(count), "5", server_key]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
-        under_way = windows.watch(5.0, lambda: flood.poll() is None)
-        told = json.loads(flood.stdout.read())
-    enough.touch()
-    for rank in ranks:
-        rank.done()
-    assert not aggregator.job.left(within_s=10.0)
-    summary = aggregator.ledger.summary
-
-    record_property("quiet_s", max(quiet))
-    record_property("flooded_s", max(under_way))
-    print(f"{kind}: {told}, quiet {max(quiet):.2f} s, flooded {max(under_way):.2f} s, {summary.events}")
-    assert told["began"] >= count
-    assert len(under_way) >= 10
-    assert max(under_way) < max(quiet) + 1.0
-    assert (summary.status, summary.tokens) == ("completed", sum(100 * len(rank.told()["steps"]) for rank in ranks))
-    assert summary.coverage.reports_lost == summary.coverage.reports_late == 0
 
 
 class Starved:
@@ -121,12 +56,90 @@ class Starved:
         return after[-1] - before[-1]
 
 
+class Windows:
+    """The windows of a run as they are written, and how late they were but for want of a processor.
+
+    Args:
+        aggregator: of the run.
+        ranks: that report to it.
+    """
+
+    def __init__(self, aggregator, ranks):
+        self._path = aggregator.ledger.folder / "windows-0001.jsonl"
+        self._read = 0
+        agents = [pid for rank in ranks for pid in rank.find("effllm.agents.agent")]
+        self._starved = Starved([aggregator.job.process.pid, *agents, *(rank.process.pid for rank in ranks), "self"])
+        self.seen = []  # (when a window ended, when it was seen)
+
+    def look(self):
+        """Take the lines that are new."""
+        self._starved.look()
+        text = self._path.read_bytes()[self._read :] if self._path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            self.seen.append((msgspec.json.decode(line, type=ClusterReport).time_s, time.time()))
+
+    def watch(self, process):
+        """Look until a process has ended."""
+        while process.poll() is None:
+            self.look()
+            time.sleep(0.02)
+        self._starved.look()
+
+    def late_s(self, since_s):
+        """Return how late the windows were that ended after a time."""
+        shown = [(ended_s, seen_s) for ended_s, seen_s in self.seen if ended_s > since_s]
+        return [seen_s - ended_s - self._starved.between(ended_s, seen_s) for ended_s, seen_s in shown]
+
+
 @pytest.fixture
 def in_memory(tmp_path):
     """Yield a launcher into a folder that no disk holds up."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=parent) as folder, jobs.launching(Path(folder)) as launch:
         yield launch
+
+
+@needs_schedstat
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("silent", STRANGERS),
+        ("null", STRANGERS),
+        ("key", KEYS),
+        pytest.param("garbage", STRANGERS, marks=pytest.mark.long),
+    ],
+)
+def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(in_memory, tmp_path, kind, count, record_property):
+    launch = in_memory
+    secret = create(tmp_path / "secret")
+    secured = {"security": "curve", "secret_file": tmp_path / "secret"}
+    aggregator = launch.aggregator(**secured)
+    enough = tmp_path / "enough"
+    ranks = launch.ranks(aggregator, 2, "loop.py", "--until", enough, **secured)
+    jobs.until(lambda: aggregator.ledger.num_windows >= 5)
+    windows, began_s = Windows(aggregator, ranks), time.time()
+
+    server_key = ServerKeys.of(secret, "").own.public.decode()
+    command = [sys.executable, str(FLOOD), kind, str(aggregator.port), str(count), "5", server_key]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
+        windows.watch(flood)
+        told = json.loads(flood.stdout.read())
+    enough.touch()
+    for rank in ranks:
+        rank.done()
+    assert not aggregator.job.left(within_s=10.0)
+    summary = aggregator.ledger.summary
+
+    late_s = windows.late_s(began_s)
+    record_property("flooded_s", max(late_s))
+    print(f"{kind}: {told}, {max(late_s):.2f} s late, {summary.events}")
+    assert told["began"] >= count
+    assert len(late_s) >= 10
+    assert max(late_s) < 1.0
+    assert (summary.status, summary.tokens) == ("completed", sum(100 * len(rank.told()["steps"]) for rank in ranks))
+    assert summary.coverage.reports_lost == summary.coverage.reports_late == 0
 
 
 @contextlib.contextmanager
@@ -158,33 +171,27 @@ def flood(kind, aggregator, key, seconds, count):
     return subprocess.Popen([sys.executable, str(HOSTILE), *map(str, words)], stdout=subprocess.PIPE)
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="how long threads wait is not known here")
+@needs_schedstat
 @pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.long)])
 def test_a_hostile_rank_with_a_key_delays_no_window_by_a_second(in_memory, tmp_path, seconds, record_property):
     with honest_ranks(in_memory, tmp_path) as (aggregator, ranks, key):
         server = psutil.Process(aggregator.job.process.pid)
-        agents = [pid for rank in ranks for pid in rank.find("effllm.agents.agent")]
-        starved = Starved([server.pid, *agents, *(rank.process.pid for rank in ranks), "self"])
-        windows, before, peak = Windows(aggregator.ledger), server.memory_info().rss, 0
+        windows, before, peak = Windows(aggregator, ranks), server.memory_info().rss, 0
         with flood("rows", aggregator, key, seconds, count=500) as hostile:
             while hostile.poll() is None:
                 windows.look()
-                starved.look()
                 peak = max(peak, server.memory_info().rss)
                 time.sleep(0.02)
             num_sent = int(hostile.stdout.read())
     ledger = aggregator.ledger
     came_s = next(event.time_s for event in ledger.events if event.kind == "joined" and event.rank == 2)
-    shown = [(ended_s, seen_s) for ended_s, seen_s in windows.seen if ended_s > came_s]  # others had waited for it
-    late_s = [seen_s - ended_s - starved.between(ended_s, seen_s) for ended_s, seen_s in shown]
+    late_s = windows.late_s(came_s)  # others had waited for it
     record_property("hostile_s", max(late_s))
     record_property("grown_mb", (peak - before) / 1e6)
-    latest_s = max(seen_s - ended_s for ended_s, seen_s in shown)
     print(
-        f"{num_sent} frames, {len(shown)} windows, {max(late_s):.2f} s late, {latest_s:.2f} s with the waits for a "
-        f"processor, grown by {(peak - before) / 1e6:.1f} MB"
+        f"{num_sent} frames, {len(late_s)} windows, {max(late_s):.2f} s late, grown by {(peak - before) / 1e6:.1f} MB"
     )
-    assert len(shown) >= 10
+    assert len(late_s) >= 10
     assert any("more reports that wait for others than an agent keeps" in text for text in ledger.told("refused"))
     assert max(late_s) < 1.0
     assert peak - before < 50e6
