@@ -235,6 +235,8 @@ def summary_of(
             "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
             "`with effllm.phase('evaluation'):` around it takes it out"
         )
+    if roster.begins_with_a_step and whole.iterations:
+        not_measured.append("first iteration: the metrics began with its optimizer step; nothing of it is in them")
     whole = with_goodput(whole, ledger, goodput)
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
     return Summary(

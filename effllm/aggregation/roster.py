@@ -382,6 +382,12 @@ class Roster:
 
     @property
     @_remembered
+    def begins_with_a_step(self) -> bool:
+        """Whether the metrics began when an optimizer had stepped, and nothing of that iteration is in them."""
+        return any(hello.facts.get("iterations_not_measured") for hello in self.hellos.values())
+
+    @property
+    @_remembered
     def is_simulated(self) -> bool:
         """Whether any device is not real."""
         return any(device.simulated for device in self.devices.values())

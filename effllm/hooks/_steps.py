@@ -72,7 +72,8 @@ class Steps:
             collector._facts.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
             collector._facts["first_iteration"] = 0
             collector._facts["is_numbered"] = False
-            collector._facts["run"].pop("evaluation_in_iterations", None)
+            for fact in ("evaluation_in_iterations", "iterations_not_measured"):
+                collector._facts["run"].pop(fact, None)
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,

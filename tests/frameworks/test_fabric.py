@@ -87,6 +87,7 @@ def test_loop_is_counted_and_changes_no_loss(frameworks, ranks, package):
     assert summary.time_by_class["checkpoint"] > 0
     assert facts["framework"] == "fabric"
     assert "evaluation_in_iterations" not in facts
+    assert not [line for line in summary.not_measured if line.startswith("first iteration")]
     assert not job.our_errors
     # With DDP ranks first wait for each other in the last backward pass.
     assert (job.ledger.windows[-1].run.straggling_s is not None) is (ranks == 2)
