@@ -26,7 +26,7 @@ ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}
 
 
 def train(launch, code, **settings):
-    return launch.code(dedent(MODEL) + dedent(code), environ=ON, **settings).done()
+    return launch.code(dedent(MODEL) + dedent(code), environ=ON, **settings).done(300)
 
 
 def iterations(job):
@@ -81,7 +81,7 @@ def test_training_is_the_same_to_the_bit(launch):
             optimizer.step()
         """
     on = train(launch, code)
-    off = launch.code(dedent(MODEL) + dedent(code), environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "false"}).done()
+    off = launch.code(dedent(MODEL) + dedent(code), environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "false"}).done(300)
 
     losses = [line for line in on.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 20
@@ -507,7 +507,7 @@ if __name__ == "__main__":
 def test_ranks_that_were_spawned_find_each_other(launch, tmp_path, way):
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
-    job = launch.python(script, way, jobs.unused_port(), environ=ON).done()
+    job = launch.python(script, way, jobs.unused_port(), environ=ON).done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
     assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
@@ -516,14 +516,14 @@ def test_ranks_that_were_spawned_find_each_other(launch, tmp_path, way):
 def test_a_world_left_in_the_environment_is_not_waited_for(launch):
     left = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     code = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
-    job = launch.code(code, environ={**ON, **left}).done()
+    job = launch.code(code, environ={**ON, **left}).done(300)
     assert job.ledger.summary.coverage.ranks_expected == 1
     assert iterations(job) == 3
 
 
 def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(launch):
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-    job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="runfolder").done()
+    job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="runfolder").done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
     assert (summary.iterations, summary.parameters) == (99, 2 * 64 * 64 + 64)
@@ -554,7 +554,7 @@ def test_parameters_of_fsdp_are_the_whole_models(launch, tmp_path, how):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-    summary = launch.torchrun(options, str(script), how, attach=1, sinks="runfolder").done().ledger.summary
+    summary = launch.torchrun(options, str(script), how, attach=1, sinks="runfolder").done(300).ledger.summary
     assert (summary.iterations, summary.parameters) == (4, 8 * 4 + 4 + 4 * 3 + 3)
 
 
@@ -587,13 +587,13 @@ def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
             """
         ).replace("Here", "type('Here', (), {'token': 'TESTS_OF_JOB=' + os.environ['TESTS_OF_JOB']})")
     )
-    job = launch.python(script, how, str(jobs.SCRIPTS.parent), environ=ON).done()
+    job = launch.python(script, how, str(jobs.SCRIPTS.parent), environ=ON).done(300)
     assert "agents 1" in job.stdout
     assert iterations(job) == 15
 
 
 def test_importing_torch_starts_nothing(launch):
-    job = launch.code("import torch, torch.utils.data\nprint('imported')", environ=ON).done()
+    job = launch.code("import torch, torch.utils.data\nprint('imported')", environ=ON).done(300)
     assert job.runs() == []
     assert job.stdout == "imported\n"
     assert job.our_errors == []
@@ -613,7 +613,7 @@ for cell in {cells!r}:
     interpreter.runcode(compile(cell, "<cell>", "exec"))
 """,
         environ=ON,
-    ).done()
+    ).done(300)
     assert iterations(job) == 7
 
 
@@ -652,5 +652,5 @@ def test_a_script_from_standard_input_is_counted(launch, tmp_path):
     job = launch.code(
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-'], input={script!r}, text=True, check=True)",
         environ=ON,
-    ).done()
+    ).done(300)
     assert iterations(job) == 3
