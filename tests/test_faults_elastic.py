@@ -20,7 +20,7 @@ class World:
         def start(rank):
             place = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": size, "LOCAL_SIZE": size}
             environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
-            environ |= {"PMIX_NAMESPACE": f"launch-{number}"}
+            environ |= {"PMIX_NAMESPACE": f"launch-{number}", **jobs.patient()}
             arguments = (self._meeting, folder / "checkpoint", *options)
             return launch.python("elastic_loop.py", *arguments, environ=environ, run_name="elastic")
 
@@ -37,24 +37,24 @@ class World:
             job.process.terminate()
         for job in self.jobs:
             job.wait()
-        assert [job.left(within_s=15.0) for job in self.jobs] == [set()] * self.size
+        assert [job.left() for job in self.jobs] == [set()] * self.size
 
 
 def test_a_world_of_eight_that_becomes_seven_and_eight_again_is_one_run_with_the_true_totals(launch):
     eight = World(launch, 1, 8, "--kill-rank", 5, "--at", 34)
-    jobs.until(lambda: eight.jobs[5].process.poll() is not None, within_s=60)
+    jobs.until(lambda: eight.jobs[5].process.poll() is not None)
     jobs.until(lambda: eight.begun == (35, 35, 35, 35, 35, 34, 35, 35))
     eight.end()
 
     seven = World(launch, 2, 7, "--stop-rank", 0, "--at", 55)
-    jobs.until(lambda: seven.begun == (55, 56, 56, 56, 56, 56, 56), within_s=60)
+    jobs.until(lambda: seven.begun == (55, 56, 56, 56, 56, 56, 56))
     seven.end()
 
     again = World(launch, 3, 8, "--last", 80)
     for job in again.jobs:
-        job.wait(60)
+        job.wait()
         assert job.code == 0, job.stderr
-    assert [job.left(within_s=15.0) for job in again.jobs] == [set()] * 8
+    assert [job.left() for job in again.jobs] == [set()] * 8
     ledger = again.jobs[0].ledger  # of the only folder
     summary, goodput = ledger.summary, ledger.summary.goodput
 

@@ -45,13 +45,14 @@ def in_event_file(ledger, kind):
 def end(aggregator, ranks):
     for rank in ranks:
         rank.done()
-    assert not aggregator.job.left(within_s=8.0)
+    assert not aggregator.job.left()
 
 
 @pytest.mark.fault("trainer-stopped")
 def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothing_is_lost(launch, meeting):
     aggregator = launch.aggregator(log_interval=20, stall_seconds=2)
-    options = (*LONG_STEPS, "--iterations", 120)
+    enough = meeting.with_name("enough")
+    options = (*LONG_STEPS, "--until", enough)
     ranks = launch.ranks(aggregator, 3, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=2)
     ledger = aggregator.ledger
     jobs.until(lambda: ledger.num_windows)
@@ -60,18 +61,22 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
     jobs.until(lambda: in_event_file(ledger, "stack"))
     told_s = time.monotonic()
     os.kill(ranks[1].process.pid, signal.SIGCONT)
+    jobs.until(lambda: in_event_file(ledger, "resumed"))
+    resumed_s = time.monotonic()
+    enough.touch()
     end(aggregator, ranks)
+    steps = ranks[1].told()["steps"]
 
     (stall,) = stalls(ledger)
     assert (stall["rank"], stall["device"].rpartition("-")[2], bool(stall["stopped"])) == ("1", "1", True)
     assert re.fullmatch(r"2 others at \d+", stall["others"])
     device = waveform_of(1)
-    between = [device.power_w(stopped_s + at / 10 * (told_s - stopped_s)) for at in range(-2, 11)]
+    between = [device.power_w(stopped_s + at / 500 * (told_s - stopped_s)) for at in range(-100, 501)]
     assert min(between) - 2 <= int(stall["watts"]) <= max(between) + 2
     assert 60 <= int(stall["percent"]) <= 96
     assert len(ledger.told("resumed")) == 1
-    summary = assert_whole(ledger, dict.fromkeys(range(3), 120))
-    assert 1.5 <= summary.metrics["health/stalled_s"].value <= told_s - stopped_s + 2
+    summary = assert_whole(ledger, dict.fromkeys(range(3), len(steps)))
+    assert 1.5 <= summary.metrics["health/stalled_s"].value <= resumed_s - stopped_s + 0.5
     assert "[EfficientLLM] stalled: rank 1 " in aggregator.job.stdout
     assert "[EfficientLLM] resumed after " in aggregator.job.stdout
 
@@ -79,11 +84,15 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
 @needs_py_spy
 @pytest.mark.fault("trainer-stopped")
 def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_saved(launch, meeting):
-    aggregator = launch.aggregator(log_interval=20, stall_seconds=1)
-    options = (*LONG_STEPS, "--iterations", 60, "--stand", 40, "--seconds", 4, "--native")
-    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=1)
-    end(aggregator, ranks)
+    pipe = meeting.with_name("pipe")
+    os.mkfifo(pipe)
+    aggregator = launch.aggregator(log_interval=20, stall_seconds=2)
+    options = (*LONG_STEPS, "--iterations", 60, "--stand", 40, "--pipe", pipe, "--native")
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=2)
     ledger = aggregator.ledger
+    jobs.until(lambda: in_event_file(ledger, "stack"))
+    os.close(os.open(pipe, os.O_WRONLY))  # it goes on
+    end(aggregator, ranks)
 
     # Both are in iteration 40, which one of them is why is seen in their stacks.
     assert [text.partition(" for ")[0] for text in ledger.told("stalled")] == ["stalled: all 2 ranks at iteration 40"]
@@ -101,9 +110,9 @@ def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_save
 
 @pytest.mark.fault("trainer-stopped")
 def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
-    aggregator = launch.aggregator(log_interval=20, stall_seconds=1)
-    options = (*LONG_STEPS, "--iterations", 60, "--stand", 40, "--seconds", 4, "--phase", "checkpoint")
-    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=1)
+    aggregator = launch.aggregator(log_interval=20, stall_seconds=3)
+    options = (*LONG_STEPS, "--iterations", 60, "--stand", 40, "--seconds", 8, "--phase", "checkpoint")
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=3)
     end(aggregator, ranks)
 
     assert aggregator.ledger.told("stalled") == []
@@ -128,7 +137,7 @@ effllm.finalize_efficientllm_metrics()
 
 @pytest.mark.fault("trainer-stopped")
 def test_a_start_up_that_takes_a_while_is_no_stall_since_the_machine_was_started(launch):
-    job = launch.code(STARTS_LATE, stall_seconds=1).done()
+    job = launch.code(STARTS_LATE, stall_seconds=2).done()
 
     assert job.ledger.told("stalled") == []
     assert assert_whole(job.ledger, {0: 20}).metrics["health/stalled_s"].value == 0.0
@@ -153,8 +162,8 @@ def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meetin
 
 @pytest.mark.fault("trainer-stopped")
 def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
-    aggregator = launch.aggregator(stall_seconds=1)
-    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, stall_seconds=1)
+    aggregator = launch.aggregator(stall_seconds=2)
+    ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, "--until", "for ever", stall_seconds=2)
     ledger = aggregator.ledger
     jobs.until(lambda: ledger.num_windows >= 2)
     os.kill(ranks[0].process.pid, signal.SIGSTOP)
@@ -164,7 +173,7 @@ def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGKILL)
         rank.wait()
-    assert not aggregator.job.left(within_s=8.0)
+    assert not aggregator.job.left()
 
     assert ledger.summary.status == "stalled"
     assert ledger.summary.is_over
@@ -174,7 +183,7 @@ def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
 
 @pytest.mark.fault("trainer-stopped", "aggregator-sigkill")
 def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_of_it(launch):
-    job = launch.python("loop.py", "--iterations", 500, stall_seconds=1)
+    job = launch.python("loop.py", "--until", "enough", stall_seconds=2)
     jobs.until(lambda: job.num_windows >= 3)
     stopped_s = time.monotonic()
     os.kill(job.process.pid, signal.SIGSTOP)
@@ -184,11 +193,13 @@ def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_o
     jobs.until(lambda: len(job.ledger.told("stalled")) == 2)
     os.kill(job.process.pid, signal.SIGCONT)
     stood_s = time.monotonic() - stopped_s
-    job.done()
+    jobs.until(lambda: job.ledger.told("resumed"))
+    resumed_s = time.monotonic()
+    count = job.finish()
 
-    assert job.ledger.told("resumed")
-    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (500, 50_000)
-    assert job.ledger.summary.metrics["health/stalled_s"].value == pytest.approx(stood_s, abs=0.5)
+    assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (count, 100 * count)
+    stalled_s = job.ledger.summary.metrics["health/stalled_s"].value
+    assert stood_s - 0.5 <= stalled_s <= resumed_s - stopped_s + 0.5
 
 
 SERVE = """
@@ -197,7 +208,7 @@ for number in range(3):
     with effllm.request() as request:
         time.sleep(0.05)
         request.generated(7)
-time.sleep(4)
+time.sleep(6)
 with effllm.request() as request:
     request.generated(7)
 effllm.finalize_efficientllm_metrics()
@@ -205,7 +216,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 def test_a_process_that_waits_for_requests_does_not_stand(launch):
-    job = launch.code(SERVE, stall_seconds=1, log_interval=1).done()
+    job = launch.code(SERVE, stall_seconds=2, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 4
     assert job.ledger.told("stalled") == []

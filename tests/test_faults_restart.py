@@ -1,6 +1,7 @@
 """Jobs that are started again: by torchrun, by hand, with fewer ranks and with more."""
 
 import json
+from itertools import groupby
 
 import jobs
 import pytest
@@ -37,9 +38,9 @@ def starts(folder, rank=0):
 @pytest.mark.fault("worker-killed")
 def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redone(launch):
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
-    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 34, "--step-s", 0.06).wait(90)
+    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 34, "--step-s", 0.06, environ=jobs.patient()).wait()
     assert job.code == 0, job.stderr
-    assert not job.left(within_s=8.0)
+    assert not job.left()
     summary = job.ledger.summary
     goodput = summary.goodput
 
@@ -64,7 +65,7 @@ def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redo
 
 @pytest.mark.fault("elastic-restart")
 def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp_path):
-    quick = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+    quick = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=120"
     port = jobs.unused_port()
     options = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic",
@@ -74,7 +75,7 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
     there.mkdir()
     one = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
     # Whoever comes first has the store, and it is not the one that will vanish.
-    jobs.until(lambda: port in jobs.listening_ports(one.process.pid), within_s=60)
+    jobs.until(lambda: port in jobs.listening_ports(one.process.pid))
     two = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
 
     def trained(world_size):
@@ -82,22 +83,22 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
         done, last = progress(there)
         return begun and done == begun[-1]["first"] - 1 and begun[-1]["world_size"] == world_size and last >= done + 24
 
-    jobs.until(lambda: trained(2), within_s=60)
+    jobs.until(lambda: trained(2))
     two.end()
-    jobs.until(lambda: trained(1), within_s=60)
+    jobs.until(lambda: trained(1))
     again = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
-    jobs.until(lambda: trained(2), within_s=60)
+    jobs.until(lambda: trained(2))
     (there / "enough").touch()
-    assert (one.wait(60).code, again.wait(60).code) == (0, 0), one.stderr + again.stderr
-    assert not one.left(within_s=8.0) and not again.left(within_s=8.0)
+    assert (one.wait().code, again.wait().code) == (0, 0), one.stderr + again.stderr
+    assert not one.left() and not again.left()
     summary = one.ledger.summary  # of the only folder
-    # On a busy machine the first may have begun alone, and again when the second was there.
-    attempts, begun = summary.goodput.attempts[-3:], starts(there)[-3:]
+    attempts, begun = summary.goodput.attempts, starts(there)
 
-    assert (summary.status, summary.attempts) == ("completed", len(summary.goodput.attempts))
-    assert [attempt.world_size for attempt in attempts] == [2, 1, 2]
-    assert [attempt.first for attempt in attempts] == [start["first"] for start in begun]
-    redone = [attempt.last - start["first"] + 1 for attempt, start in zip(attempts, begun[1:], strict=False)]
+    assert (summary.status, summary.attempts) == ("completed", len(attempts))
+    # On a busy machine torchrun may start a world more than once, or one without whoever comes too late.
+    assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
+    assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
+    redone = [max(attempt.last - start["first"] + 1, 0) for attempt, start in zip(attempts, begun[1:], strict=False)]
     assert [attempt.redone_iterations for attempt in attempts] == [*redone, 0]
     assert summary.goodput.seconds["restart_gap"] > 0.0
     assert adds_up(summary.goodput)

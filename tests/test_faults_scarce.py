@@ -1,6 +1,5 @@
 """What a container has little of: shared memory, room for temporary files, descriptors, cores."""
 
-import json
 import os
 import shutil
 import statistics
@@ -99,23 +98,24 @@ def test_a_trainer_for_whose_ring_there_is_no_room_trains_without_metrics(launch
 
 #: A step that computes, so that it feels whoever is on its core.
 BUSY = """
-import os, sys, time, json
+import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})
 import effllm.efficientllm_metrics as effllm
 effllm.initialize_efficientllm_metrics(1000)
 collector = effllm.get_metrics_collector()
-steps = []
-for iteration in range(1, int(sys.argv[2]) + 1):
-    start = time.monotonic()
-    collector and collector.record_iteration_start()
+while not os.path.exists("enough"):
+    collector.record_iteration_start()
     until = time.thread_time() + 0.02
     while time.thread_time() < until:
         pass
-    collector and collector.record_iteration_end(100, 2)
-    steps.append(time.monotonic() - start)
+    collector.record_iteration_end(100, 2)
 effllm.finalize_efficientllm_metrics()
-json.dump(steps, open("steps.json", "w"))
 """
+
+
+def cpu_s(pid):
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 @pytest.mark.fault("one-core")
@@ -123,7 +123,7 @@ def test_agents_stay_on_their_trainers_one_core_step_back_there_and_still_sample
     core = min(os.sched_getaffinity(0))
     script = launch._folder / "busy.py"
     script.write_text(BUSY)
-    job = launch.python(script, core, 100, collection_interval=0.1)
+    job = launch.python(script, core, collection_interval=0.1)
     (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
     (server,) = jobs.until(lambda: job.find("effllm.aggregation.server"))
     jobs.until(lambda: job.num_windows >= 3)
@@ -131,16 +131,17 @@ def test_agents_stay_on_their_trainers_one_core_step_back_there_and_still_sample
     masks = {os.sched_getaffinity(pid).__repr__() for pid in (trainer, agent, server)}
     niceness = {name: os.getpriority(os.PRIO_PROCESS, pid) for name, pid in (("trainer", trainer), ("agent", agent))}
     threads = len(psutil.Process(agent).threads())
-    job.done(60)
-    alone = launch.python(script, core, 40, metrics_enabled="false").done(60)
+    before = {pid: cpu_s(pid) for pid in (trainer, agent, server)}
+    jobs.until(lambda: cpu_s(trainer) > before[trainer] + 3.0)
+    used_s = {pid: cpu_s(pid) - before[pid] for pid in before}
+    (job.folder / "enough").touch()
+    job.done()
 
     assert masks == {repr({core})}
-    assert niceness["agent"] >= niceness["trainer"] + 5
-    summary = assert_whole(job.ledger, {0: 100})
+    assert niceness["agent"] >= min(niceness["trainer"] + 5, 19)
+    summary = assert_whole(job.ledger, {0: job.ledger.summary.iterations})
     assert summary.energy.total_joules is not None
-    assert all(row.coverage > 0.8 for row in job.ledger.ranks if not row.final)
-    with_us, without = (statistics.median(json.loads((one.folder / "steps.json").read_text())) for one in (job, alone))
-    print(
-        f"median step with agent and aggregator over without: {with_us / without:.3f}; {threads} threads of the agent"
-    )
-    assert with_us < 3 * without  # three processes on one core, had they no niceness
+    assert statistics.median(row.coverage for row in job.ledger.ranks if not row.final) > 0.5
+    share = (used_s[agent] + used_s[server]) / used_s[trainer]
+    print(f"CPU time of agent and aggregator over the trainer's: {share:.3f}; {threads} threads of the agent")
+    assert share < 1.0

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import sys
 
 import jobs
@@ -17,16 +18,16 @@ pytestmark = [pytest.mark.faults, pytest.mark.fault("slurm"), pytest.mark.xdist_
 def srun(launch, slurm):
     """Start a loop on two ranks with srun."""
 
-    def start(iterations, *options, **settings):
-        command = ["srun", "-n2", "--quiet", *options, sys.executable, str(jobs.SCRIPTS / "loop.py")]
+    def start(script, *arguments, options=(), **settings):
+        command = ["srun", "-n2", "--quiet", *options, sys.executable, str(jobs.SCRIPTS / script)]
         environ = {**launch.environ(settings), **slurm.environ}
-        return launch._job().start([*command, "--iterations", str(iterations)], environ)
+        return launch._job().start([*command, *map(str, arguments)], environ)
 
     return start
 
 
 def test_ranks_of_plain_srun_make_one_run_folder_that_is_named_by_the_job(srun):
-    job = srun(300).done()
+    job = srun("loop.py", "--iterations", 300).done()
 
     (folder,) = job.runs()
     assert_whole(job.ledger, {0: 300, 1: 300})
@@ -49,22 +50,25 @@ def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):
     assert (summary.status, summary.coverage.ranks_expected, summary.tokens) == ("completed", 1, 2000)
 
 
-def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm):
-    job = srun(5000)
+def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm, tmp_path):
+    meeting = tmp_path / "meeting"
+    meeting.write_bytes(bytes(64))
+    job = srun("lockstep.py", meeting, "--step-s", 0.01, "--until", "for ever")
     jobs.until(lambda: job.num_windows >= 5)
     slurm.command("scancel", slurm.job_id())
     job.wait()
 
     assert not job.left()
+    reached = struct.unpack_from("<2q", meeting.read_bytes())
     summary = job.ledger.summary
     done = {rank: max(row.iteration_last for row in job.ledger.ranks if row.rank == rank) for rank in (0, 1)}
-    assert abs(done[0] - done[1]) < 100
+    assert all(number - 1 <= done[rank] <= number for rank, number in enumerate(reached))
     assert_whole(job.ledger, done, status="killed")
     assert summary.iterations == max(done.values())
 
 
 def test_a_step_whose_task_dies_is_ended_by_slurm_and_told_as_killed(srun):
-    job = srun(5000, "--kill-on-bad-exit=1")
+    job = srun("loop.py", "--until", "for ever", options=["--kill-on-bad-exit=1"])
     jobs.until(lambda: job.num_windows >= 5)
     trainers = [pid for pid in jobs.processes(job.token) if "loop.py" in jobs.describe(pid)]
     first = min(pid for pid in trainers if psutil.Process(pid).name().startswith("python"))

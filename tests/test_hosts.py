@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import jobs
 import pytest
 
 pytestmark = pytest.mark.faults
@@ -50,7 +51,7 @@ def echo():
         process.communicate(timeout=10)
 
 
-def ask(host, address, timeout_s=5.0, num_bytes=4):
+def ask(host, address, timeout_s=30.0, num_bytes=4):
     done = host.run(sys.executable, "-c", ASK, address, str(timeout_s), str(num_bytes))
     return float(done.stdout) if done.returncode == 0 else None
 
@@ -85,15 +86,14 @@ def test_a_link_that_is_cut_is_a_black_hole_until_it_is_healed(hosts, echo):
 def test_a_link_can_be_slow_and_lossy(hosts, echo):
     one, two = hosts(2)
     echo(two)
-    quick_s = ask(one, two.address)
+    jobs.until(lambda: ask(one, two.address) < 0.1)
 
     two.impair(delay_s=0.05, loss=0.02)
     assert ask(one, two.address) >= 0.1, "0.05 s each way"
     assert ask(one, two.address6, num_bytes=300_000) >= 0.1, "large frames come through too"
 
     two.heal()
-    assert quick_s < 0.1
-    assert ask(one, two.address) < 0.1
+    jobs.until(lambda: ask(one, two.address) < 0.1)  # which a machine that is busy elsewhere may not do at once
 
 
 def test_a_name_can_mean_another_address_on_each_host(hosts):

@@ -339,11 +339,11 @@ def test_a_real_prometheus_scrapes_a_job_and_answers_for_it(launch, tmp_path):
         job = launch.python(
             "loop.py", "--until", "enough", sinks="console,runfolder,prometheus", prometheus_port=port, run_name="mine"
         )
-        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'), within_s=30.0)
-        (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'), within_s=30.0)
-        jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"), within_s=30.0)
+        (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'))
+        (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'))
+        jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"))
         job.finish()
-        jobs.until(lambda: server.ask("up == 0"), within_s=30.0)
+        jobs.until(lambda: server.ask("up == 0"))
         assert server.ask("efficientllm_aec_watts") == [], "stale as soon as the job is gone"
     finally:
         server.process.terminate()

@@ -28,7 +28,8 @@ parser.add_argument("--phase", default="", help="... in a marked phase after it"
 parser.add_argument("--native", action="store_true", help="... in a call of C")
 parser.add_argument("--lone", action="store_true", help="do not wait for each other")
 given = parser.parse_args()
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+world_size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
 with Path(given.meeting).open("r+b") as file:
     counters = mmap.mmap(file.fileno(), 8 * (world_size + 1))
 

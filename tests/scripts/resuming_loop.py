@@ -26,11 +26,11 @@ dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 checkpoint, starts = given.folder / "checkpoint.json", given.folder / f"starts-{rank}.jsonl"
 done = json.loads(checkpoint.read_text()) if checkpoint.exists() else 0
-with starts.open("a") as file:
-    file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
 
 effllm.initialize_efficientllm_metrics(1000, first_iteration=done)
 collector = effllm.get_metrics_collector()
+with starts.open("a") as file:
+    file.write(json.dumps({"world_size": world_size, "first": done + 1, "pid": os.getpid()}) + "\n")
 dist.barrier()  # so that rank 0 has published its address, which the others have found well before the first is killed
 gradient = torch.ones(1)
 iteration = done
