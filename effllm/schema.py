@@ -577,6 +577,7 @@ class Summary(Struct, frozen=True):
     left_out: dict[str, int] = {}  # windows that a sink has not written, by sink: it was too slow, or its disk full
     stragglers: tuple[Verdict, ...] = ()  # that were ever named, each with all it cost, the costliest first
     slowest: dict[int, int] = {}  # rank -> windows in which it was the slowest; at most 64 ranks
+    windows_compared: int = 0  # windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
     is_over: bool = True  # False: the run goes on, or stands, and this will be rewritten
     schema_version: int = SCHEMA_VERSION

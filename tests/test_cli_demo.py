@@ -42,6 +42,8 @@ def test_the_slow_rank_is_named(cli):
     shown = cli.run("demo", "--ranks", "3", "--iterations", "50", "--step-seconds", "0.05").stdout
 
     assert "slowest rank 2 +" in shown
+    slowest = [line.split() for line in shown.splitlines() if line.startswith("  slowest rank ")]
+    assert [words[2:5] for words in slowest] == [["rank", "2,", "in"]], "one line of the closing table"
 
 
 def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):

@@ -20,7 +20,7 @@ from effllm.events import KINDS
 from effllm.runs import window_text
 from effllm.runs.closing_text import closing_text
 from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
-from effllm.schema import Coverage, EnergySummary, Event, GoodputSummary, Profile, Straggler, Value
+from effllm.schema import Coverage, EnergySummary, Event, GoodputSummary, Profile, Straggler, Value, Verdict
 from effllm.sinks import open_sink
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -382,6 +382,9 @@ def test_the_closing_table_is_at_most_twenty_lines_of_eighty_columns():
     summary = make_summary(
         metrics=values_of(report),
         events=dict.fromkeys(KINDS, 123_456),
+        stragglers=(Verdict((3,), "node b", "GPU-3", 1200, 0.1, 9.0, 7, "own time"),),
+        slowest={3: 1000},
+        windows_compared=5000,
         not_measured=("This quantity was not measured, for a reason that takes more than one line of a screen.",) * 9,
         goodput=GoodputSummary(8e5, 0.125, seconds, seconds, {}, redone_iterations=1234),
         coverage=Coverage(16_384, 16_000, 16_384, 16_000, 1000, 10),
@@ -391,8 +394,16 @@ def test_the_closing_table_is_at_most_twenty_lines_of_eighty_columns():
     lines = closing_text(summary, Path("/runs/one"), Path("/runs/one/tensorboard")).splitlines()
 
     assert len(lines) <= 20
+    assert sum(line.startswith("  stragglers ") + line.startswith("  slowest rank ") for line in lines) == 2
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[-6:]] == ["energy", "per", "MFU", "tokens/s", "TensorBoard:", "Run"]
+
+
+@pytest.mark.parametrize(("windows", "is_shown"), [(5, True), (4, False)])
+def test_a_rank_slow_in_a_tenth_of_the_windows_is_in_the_closing_table(windows, is_shown):
+    text = closing_text(make_summary(slowest={3: windows, 1: 1}, windows_compared=50), None, None)
+
+    assert (f"  slowest rank  rank 3, in {windows} of 50 windows\n" in text) is is_shown
 
 
 def final_table(last=None, **changes):

@@ -118,7 +118,8 @@ class Ledger(Struct):
     straggling_j: float | None = 0.0  # None: a part of it was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
     schema_version: int = SCHEMA_VERSION  # of state.json
-    slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest
+    slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest ...
+    windows_compared: int = 0  # ... of those in which own times of ranks were compared
 
     def next_attempt(self, job: str) -> Ledger:
         """Return the state for the next start of the job: the sums stay, the ranks begin anew."""

@@ -285,6 +285,7 @@ def summary_of(
         profile=run.profile,
         stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
         slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
+        windows_compared=ledger.windows_compared,
         goodput=goodput,
     )
 

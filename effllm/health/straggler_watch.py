@@ -61,6 +61,7 @@ class StragglerWatch:
             clock_error_s=self._clocks.worst_s(),
             slowest=found.slowest,
         )
+        ledger.windows_compared += found.is_compared
         if found.slowest is not None:
             ledger.count_slowest(found.slowest.rank)
         if found.seconds is not None:

@@ -37,6 +37,7 @@ class Straggling(NamedTuple):
     by_window: Mapping[int, float] = {}  # rank-seconds, with those before of whom was named just now
     news: Sequence[News] = ()
     slowest: Straggler | None = None  # the slowest rank of the window
+    is_compared: bool = False  # whether own times of ranks were compared
 
 
 Unit = tuple[int, ...]  # the ranks of a verdict
@@ -114,7 +115,10 @@ class Stragglers:
         ]
         is_known = bool(own or self._named)
         return straggling._replace(
-            seconds=straggling.seconds if is_known else None, news=news, slowest=self._slowest_of(looks)
+            seconds=straggling.seconds if is_known else None,
+            news=news,
+            slowest=self._slowest_of(looks),
+            is_compared=bool(own),
         )
 
     def _slowest_of(self, looks: Mapping[Key, Look]) -> Straggler | None:

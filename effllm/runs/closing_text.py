@@ -20,13 +20,16 @@ from effllm.runs.summary_text import (
     outcome,
     readable,
     shares,
+    slowest_text,
     stragglers_text,
 )
 from effllm.runs.window_text import contract_parts, fitted, scaled
 from effllm.schema import Summary, Value
 
-#: Of a longer list of what was not measured the rest is in summary.txt.
-MAX_SENTENCES = 2
+#: Lines for what was not measured and for slow ranks; what has no room is in summary.txt.
+MAX_DOUBTS = 3
+#: A rank that was the slowest in fewer windows is in summary.txt alone.
+MIN_SLOWEST_SHARE = 0.1
 
 
 def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
@@ -37,11 +40,11 @@ def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | 
 def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
     yield "=" * WIDTH
     yield f"[EfficientLLM] Run {outcome(summary.status)}" + " (SIMULATED: no hardware was measured)" * summary.simulated
-    yield from _not_measured(summary, folder)
+    slow = list(_slow_ranks(summary))
+    yield from _not_measured(summary, folder, MAX_DOUBTS - len(slow))
     if problems := _events(summary):
         yield _fact("events", problems)
-    if summary.stragglers:
-        yield _fact("stragglers", stragglers_text(summary.stragglers))
+    yield from slow
     yield _fact("ran", _ran(summary), max_lines=2)
     if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()})):
         yield fitted(["", *six], "  ", WIDTH)
@@ -73,12 +76,21 @@ def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) 
         yield f"  Run folder: {folder}"
 
 
-def _not_measured(summary: Summary, folder: Path | None) -> Iterator[str]:
-    for sentence in summary.not_measured[:MAX_SENTENCES]:
+def _slow_ranks(summary: Summary) -> Iterator[str]:
+    if summary.stragglers:
+        yield _fact("stragglers", stragglers_text(summary.stragglers))
+    if max(summary.slowest.values(), default=0) >= max(MIN_SLOWEST_SHARE * summary.windows_compared, 1):
+        yield _fact("slowest rank", slowest_text(summary))
+
+
+def _not_measured(summary: Summary, folder: Path | None, max_lines: int) -> Iterator[str]:
+    sentences = summary.not_measured
+    shown = len(sentences) if len(sentences) <= max_lines else max_lines - 1
+    for sentence in sentences[:shown]:
         yield _fact("not measured", sentence)
-    more = len(summary.not_measured) - MAX_SENTENCES
-    if more > 0:
-        yield _fact("not measured", f"{more} more" + (", see summary.txt" if folder is not None else ""))
+    if more := len(sentences) - shown:
+        text = f"{more} more" if shown else f"{more} quantities"
+        yield _fact("not measured", text + (", see summary.txt" if folder is not None else ""))
 
 
 def _events(summary: Summary) -> str:

@@ -119,8 +119,7 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.stragglers:
         yield "stragglers", stragglers_text(summary.stragglers)
     if summary.slowest:
-        rank, windows = next(iter(summary.slowest.items()))
-        yield "slowest rank", f"rank {rank}, in {windows:,} windows"
+        yield "slowest rank", slowest_text(summary)
 
 
 def loss_text(summary: Summary, form: str = ".6g") -> str:
@@ -137,6 +136,12 @@ def stragglers_text(verdicts: Sequence[Verdict]) -> str:
     named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
     more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""
     return f"{', '.join(named)}{more}: GPU time of the ranks that waited"
+
+
+def slowest_text(summary: Summary) -> str:
+    """Return the rank that was the slowest of the most windows; of a run in which one was."""
+    rank, windows = next(iter(summary.slowest.items()))
+    return f"rank {rank}, in {windows:,} of {summary.windows_compared:,} windows"
 
 
 def goodput_text(goodput: GoodputSummary) -> str:
