@@ -21,7 +21,7 @@ MODULES = {
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  runs  schema  training
 0.5     event_limit  runs.own_files  timeline
-0.6     network.descriptors  network.hangups  network.intake  network.secret  network.strangers
+0.6     network.descriptors  network.hangups  network.intake  network.monitor  network.secret  network.strangers
 0.7     network.connections  network.curve
 0.8     network.door
 1.0     devices  energy.tick_clock  hardware  health.clock  metrics

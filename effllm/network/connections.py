@@ -6,11 +6,11 @@ import contextlib
 import time
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from effllm.network.descriptors import Reserve
 from effllm.network.hangups import Hangups
 from effllm.network.intake import Intake
+from effllm.network.monitor import receive_event
 from effllm.network.strangers import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Strangers
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, which pyzmq does not name
@@ -76,8 +76,7 @@ class Connections:
         for _ in range(_MOST_EVENTS):
             if self.socket is None or not self.socket.poll(0):
                 break
-            message = recv_monitor_message(self.socket)
-            self._take(int(message["event"]), int(message["value"]), now_s)
+            self._take(*receive_event(self.socket), now_s)
         if self._hangups and self._strangers:
             for address in self._hangups.take():
                 self._strangers.hang_up(address, now_s)

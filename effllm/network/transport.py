@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from effllm.network.curve import AgentKeys, ServerKeys
+from effllm.network.monitor import receive_event
 from effllm.schema import MOST_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
 from effllm.timeline import KINDS
 
@@ -246,7 +246,7 @@ class AgentLink(Link):
         """Whether a connection has come into being since the last call."""
         new = False
         while _has_message(self.monitor):
-            event = recv_monitor_message(self.monitor)["event"]
+            event, _ = receive_event(self.monitor)
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             new = new or self.connected
         return new
