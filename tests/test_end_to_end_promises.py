@@ -204,13 +204,13 @@ def test_log_metrics_returns_its_six_keys_at_once(launch):
 
 @pytest.mark.alone
 def test_agents_take_a_small_part_of_a_cpu(launch):
-    job = launch.python(LOOP, "--iterations", 10, "--step-s", 0.3, collection_interval=1.0)
+    job = launch.python(LOOP, "--step-s", 0.3, "--until", "enough", collection_interval=1.0)
     (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
     jobs.until(lambda: job.runs() and (job.ledger.folder / "run.json").exists())
     before = psutil.Process(agent).cpu_times()
     time.sleep(1.5)
     after = psutil.Process(agent).cpu_times()
-    job.done()
+    job.finish()
 
     assert (after.user + after.system) - (before.user + before.system) < 0.15
 
