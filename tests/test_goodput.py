@@ -111,6 +111,15 @@ def test_rounding_is_in_no_class(lengths_s):
     assert all(seconds == 0 or seconds > 1e-9 * goodput.elapsed_s for seconds in goodput.seconds.values())
 
 
+def test_less_than_a_microsecond_is_in_no_class():
+    run = Run().join().wait(10 + 3e-7)  # unix times in seconds are multiples of 0.24 µs
+    for rank in range(2):
+        run.send(rank, 1, busy_s=9.0, wait_s=1.0)
+
+    goodput = run.bye(status="completed").goodput()
+    assert {name for name, seconds in goodput.seconds.items() if seconds} == {"kept", "data"}
+
+
 def test_a_job_without_trouble_is_kept_but_for_its_data_wait():
     goodput = Run().join().window(1).window(2).bye(status="completed").goodput()
 

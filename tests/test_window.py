@@ -560,3 +560,11 @@ def test_the_power_cap_is_a_reason_of_its_own_and_no_slowdown():
 
     window = series.window(10**9, 4 * 10**9, {})
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
+
+
+def test_power_above_the_last_bar_is_counted_in_it():
+    series = Series(gpu(), 5.0)
+    for second, power_w in enumerate((100.0, 3995.0, 9000.0, 9000.0)):
+        series.add(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))
+
+    assert series.window(10**9, 4 * 10**9, {}).power_histogram_s == {399: 3.0}

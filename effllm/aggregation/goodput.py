@@ -38,8 +38,8 @@ CLASSES = (
 )  # fmt: skip
 #: What the job is there for.
 PRODUCTIVE = (KEPT, GENERATION)
-#: A smaller share of the elapsed time is what rounding leaves of a difference.
-MIN_SHARE = 1e-9
+#: A smaller share of the elapsed time, or less of it, is what rounding leaves of a difference of unix times.
+MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
 #: In these nothing is measured, because nothing reports.
 UNTOLD = (RESTART_GAP, IDLE, UNKNOWN)
 
@@ -550,7 +550,7 @@ class Goodput(Struct):
             told.append(_told(attempt, span_s, gap_s, attempt.status if attempt.end_s is not None else status))
             before = attempt if attempt.begin_s is not None else before
         for name in CLASSES:
-            if seconds[name] < MIN_SHARE * elapsed_s:
+            if seconds[name] < max(MIN_SHARE * elapsed_s, MIN_CLASS_S):
                 seconds[name] = rank_seconds[name] = 0.0
             if not measures_energy or (name in UNTOLD and seconds[name] > 0):
                 joules[name] = None

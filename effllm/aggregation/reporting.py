@@ -91,12 +91,16 @@ def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
     lost, unfinished, account = ledger.reports_lost, ledger.unfinished(is_over), ledger.whole
     elsewhere = account.partial - account.left_windows
     reasons = [
-        (lost, f"{lost:,} reports never arrived"),
-        (unfinished, f"the last report of {unfinished:,} ranks never arrived"),
-        (elsewhere, f"{elsewhere:,} windows were not measured on every device"),
-        (account.left_windows, f"in {account.left_windows:,} windows devices were missing whose ranks had left"),
+        (lost, f"{_many(lost, 'report')} never arrived"),
+        (unfinished, f"the last report of {_many(unfinished, 'rank')} never arrived"),
+        (elsewhere, f"not every device was measured in {_many(elsewhere, 'window')}"),
+        (account.left_windows, f"in {_many(account.left_windows, 'window')} devices were missing whose ranks had left"),
     ]
     return [text for count, text in reasons if count > 0]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:

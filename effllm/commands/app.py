@@ -60,8 +60,8 @@ def demo(
 ) -> None:
     """Watch a small simulated job: no GPU, no torch, a few seconds.
 
-    Real processes, agents and messages, with simulated GPUs: every output says so. The last rank is 8 % slower than
-    the others, an evaluation stands in the middle, and the loss falls.
+    Real processes, agents and messages, with simulated GPUs: every output says so. The last rank is 12 % slower than
+    the others, an evaluation is in the middle, and the loss falls.
 
     \b
     Examples:
