@@ -47,10 +47,7 @@ class Batches:
 
     def see(self, inputs: Any, counts_samples: bool = True) -> None:
         """Count a micro-batch, or what a hook has read from it: tokens where it shows them, else samples alone."""
-        seen = inputs if isinstance(inputs, Batch) else read_batch(inputs)
-        if seen is None or not seen.source:
-            first = next(_tensors(inputs, _DEPTH), None)
-            seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
+        seen = inputs if isinstance(inputs, Batch) else batch_of(inputs)
         if seen.source and seen.source != self._source:
             self._learn(seen)
         self._processed += seen.tokens_processed
@@ -83,6 +80,15 @@ class Batches:
             if found := _COUNTING(flops_per_token, self._model(), self._parameters, seen.width):
                 flops, facts["flops_convention"] = found[0], f"{CONVENTION}; at the width of the first batch"
         self._steps.learn(flops_per_token=flops, facts=facts)
+
+
+def batch_of(inputs: Any) -> Batch:
+    """Return what a batch of any type holds: its text, else the samples of its first tensor alone."""
+    seen = read_batch(inputs)
+    if seen is None or not seen.source:
+        first = next(_tensors(inputs, _DEPTH), None)
+        seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
+    return seen
 
 
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from effllm.hooks._batch import Batch, read_batch
+from effllm.hooks._batches import batch_of
 from effllm.hooks._late import LateSums
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps
@@ -30,7 +30,6 @@ _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
 _GUARD = Guard("Lightning")
 _LOGGING = Guard("Lightning's loggers")
 _COUNTING = Guard("the parameter count of Lightning's module")
-_DEPTH = 4  # how far into a batch of somebody's own a tensor is looked for
 
 
 def callbacks() -> list[Any]:
@@ -225,10 +224,7 @@ class Training:
     def _see(self, batch: Any) -> None:
         if not self._speaks:
             return
-        seen = read_batch(batch)
-        if seen is None or not seen.source:
-            first = next(_tensors(batch, _DEPTH), None)
-            seen = Batch(samples=int(first.shape[0]) if first is not None and first.dim() else 1)
+        seen = batch_of(batch)
         if seen.source and seen.source != self._source:
             self._source = seen.source
             _STEPS.learn(facts={"token_source": seen.source})
@@ -236,19 +232,6 @@ class Training:
         if not self._late.add((seen.samples, seen.tokens, seen.tokens_loss)):
             # An accelerator that cannot be read without waiting: its positions stand for its tokens.
             self._late.add((seen.samples if isinstance(seen.samples, int) else 1, seen.tokens_processed, 0))
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Any]:
-    if hasattr(value, "numel") and hasattr(value, "dim"):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one, depth - 1)
-    elif depth and hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), depth - 1)
 
 
 def _number(outputs: Any) -> float | None:

@@ -37,11 +37,11 @@ quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_
 
 def train(launch, code, package="lightning.pytorch", **settings):
     script = dedent(SCRIPT).replace("PACKAGE", package) + dedent(code)
-    return launch.code(script, environ=ON, **settings).done(60)
+    return launch.code(script, environ=ON, **settings).done(300)
 
 
 def test_a_trainer_reports_its_steps_tokens_and_phases(launch):
-    job = launch.python(JOB, "--folder", ".", environ=ON).done(60)
+    job = launch.python(JOB, "--folder", ".", environ=ON).done(300)
     summary = job.ledger.summary
     # 20 steps of 4 rows of 32 positions, 24 of them no padding
     assert (summary.iterations, summary.tokens, summary.samples) == (20, 20 * 4 * 24, 80)
@@ -59,13 +59,13 @@ def test_losses_are_the_same_to_the_bit(launch):
     def losses(job):
         return [line for line in job.stdout.splitlines() if line.startswith("loss")]
 
-    on = losses(launch.python(JOB, "--folder", ".", environ=ON).done(60))
-    off = losses(launch.python(JOB, "--folder", ".", environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "no"}).done(60))
+    on = losses(launch.python(JOB, "--folder", ".", environ=ON).done(300))
+    off = losses(launch.python(JOB, "--folder", ".", environ={**ON, "EFFICIENTLLM_METRICS_ENABLED": "no"}).done(300))
     assert on == off != []
 
 
 def test_two_ranks_that_lightning_launches_are_one_run(launch):
-    job = launch.python(JOB, "--folder", ".", "--devices", 2, "--accumulate", 2, environ=ON).done(60)
+    job = launch.python(JOB, "--folder", ".", "--devices", 2, "--accumulate", 2, environ=ON).done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
     assert (summary.iterations, summary.parameters) == (20, PARAMETERS)
@@ -169,7 +169,7 @@ def test_trainings_that_are_spawned_get_their_callback(launch, tmp_path):
     script.write_text(
         dedent(SCRIPT).replace("PACKAGE", "lightning.pytorch") + f"if __name__ == '__main__':\n    {body}\n"
     )
-    summary = launch.python(script, environ=ON).done(60).ledger.summary
+    summary = launch.python(script, environ=ON).done(300).ledger.summary
     assert (summary.coverage.ranks_reporting, summary.iterations, summary.samples) == (2, 6, 48)
 
 
