@@ -45,7 +45,7 @@ class Door:
         self.links.append(link)
         return link
 
-    def serve(self, until, within_s=5.0):
+    def serve(self, until, within_s=30.0):
         """Serve until a condition holds; return whether it came to that."""
         deadline_s = time.monotonic() + within_s
         while not until() and time.monotonic() < deadline_s:

@@ -391,7 +391,7 @@ track = Track(reading, 0.02)
 reading.start()
 
 def until(condition):
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

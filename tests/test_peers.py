@@ -258,7 +258,7 @@ class Voice:
         for message in messages:
             self.socket.send(message if isinstance(message, bytes) else encode(message))
 
-    def hear(self, kind, within_s=10.0):
+    def hear(self, kind, within_s=60.0):
         """Return the next message of a kind."""
         deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:

@@ -228,7 +228,7 @@ def test_it_listens_on_loopback_alone_and_tells_where_if_nobody_chose(tmp_path):
     sink = open_sink("prometheus", run)
     try:
         sink.write(make_report(100), ())
-        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
             assert samples(answer.read().decode())["efficientllm_iteration",] == 100
         assert sink._server.server_address[0] == "127.0.0.1"
         assert told == [f"metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
@@ -246,7 +246,7 @@ def test_connections_that_say_nothing_take_few_threads_and_are_ended(tmp_path, m
     try:
         jobs.until(lambda: threads() == prometheus.MOST_AT_ONCE)
         jobs.until(lambda: threads() == 0)
-        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
             assert b"efficientllm_fresh" in answer.read()
     finally:
         for one in silent:
@@ -324,7 +324,7 @@ class Server:
         """Return the samples that answer a query, none while it does not answer."""
         address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
-            with urllib.request.urlopen(address, timeout=5) as answer:
+            with urllib.request.urlopen(address, timeout=60) as answer:
                 return json.load(answer)["data"]["result"]
         except OSError:
             return []
