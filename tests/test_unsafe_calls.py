@@ -38,9 +38,9 @@ ALLOWED = {
 }
 
 
-def called(tree):
+def called(nodes):
     """Yield the names of what a file calls that it should not."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
@@ -55,9 +55,9 @@ def called(tree):
             yield name
 
 
-def imported(tree):
+def imported(nodes):
     """Yield the names of what a file imports that it should not."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
         elif isinstance(node, ast.ImportFrom):
@@ -68,8 +68,8 @@ def imported(tree):
 
 
 def unsafe(source):
-    tree = ast.parse(source)
-    return {*called(tree), *imported(tree)}
+    nodes = list(ast.walk(ast.parse(source)))
+    return {*called(nodes), *imported(nodes)}
 
 
 @pytest.mark.parametrize("name", FILES)
