@@ -786,15 +786,15 @@ def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
     assert job.summary().not_measured == ("no power here",)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_not_measured_is_complete_in_any_order_of_joining(order):
     host = {"name": "host:vm", "is_gpu": False, "shared": True, "energy_method": None, "power_scope": None}
-    job = Job(2)
-    for rank in order:  # only local rank 0 looks for the sensor of the node
-        why = ("energy: no RAPL",) if rank == 0 else ()
-        job.join(rank, devices=(gpu(**host, not_measured=why),))
+    job = Job(3)
+    reasons = {0: ("energy: no RAPL",), 2: ("memory: no cgroup",)}  # only local rank 0 looks for the sensor of the node
+    for rank in order:
+        job.join(rank, devices=(gpu(**host, not_measured=reasons.get(rank, ())),))
 
-    assert job.summary().not_measured == ("energy: no RAPL",)
+    assert job.summary().not_measured == ("energy: no RAPL", "memory: no cgroup")
 
 
 @pytest.mark.parametrize(
