@@ -71,18 +71,21 @@ def joules(one, start_s, end_s):
 # --- one job on three GPUs, of which two ranks are shown one each ---
 
 PHASES = """
-import time
+import json, time
 import effllm.efficientllm_metrics as effllm
 effllm.initialize_efficientllm_metrics(1000)
-collector = effllm.get_metrics_collector()
+collector, phases = effllm.get_metrics_collector(), {}
 for step in range(30):
     if step in (10, 20):
-        with collector.phase("evaluation" if step == 10 else "checkpoint"):
+        name, begin = "evaluation" if step == 10 else "checkpoint", time.monotonic()
+        with collector.phase(name):
             time.sleep(0.3)
+        phases[name] = time.monotonic() - begin
     collector.record_iteration_start()
     time.sleep(0.08)
     collector.record_iteration_end(100, 2)
 effllm.finalize_efficientllm_metrics()
+json.dump(phases, open("truth.json", "w"))
 """
 
 
@@ -113,12 +116,12 @@ def wrapped(library, tmp_path_factory):
         for rank in ranks:
             rank.done()
         assert not aggregator.job.left()
-        yield aggregator.ledger, trace, [rank.process.pid for rank in ranks]
+        yield aggregator.ledger, trace, [rank.process.pid for rank in ranks], [rank.told() for rank in ranks]
 
 
 @pytest.mark.alone
 def test_megatron_1_a_rank_reads_its_own_gpu_and_not_index_0(wrapped):
-    job, _, _ = wrapped
+    job, *_ = wrapped
 
     assert {row.rank: row.device for row in job.ranks} == {0: "GPU-b", 1: "GPU-c"}
     # Twice index 0 were 800 W.
@@ -126,21 +129,26 @@ def test_megatron_1_a_rank_reads_its_own_gpu_and_not_index_0(wrapped):
 
 
 def test_megatron_4_the_first_line_has_the_power_of_its_own_iterations_and_of_their_time(wrapped):
-    job, _, _ = wrapped
+    job, *_ = wrapped
     first = next(window for window in job.windows if "window/aec_watts" in window.values)
 
-    assert (first.iteration_first, first.iteration_last) == (1, 1)
+    # The first iteration, unless a machine that is busy elsewhere left holes in it.
+    assert first.iteration_first == first.iteration_last
+    before = [row for row in job.ranks if row.iteration_last < first.iteration_first]
+    assert {row.window for row in before if (row.coverage or 0.0) < 1.0} == {row.window for row in before}
     assert first.values["window/aec_watts"] == pytest.approx(350.0, rel=0.05)
 
 
 @pytest.mark.alone
 def test_megatron_5_evaluation_and_checkpoints_are_in_the_total_and_each_rank_has_its_own_row(wrapped):
-    job, _, _ = wrapped
+    job, _, _, phases = wrapped
     energy = job.summary.energy
+    hole_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # where the machine was busy elsewhere
 
-    assert energy.by_class["evaluation"] == pytest.approx(350 * 0.3, rel=0.1)
-    assert energy.by_class["checkpoint"] == pytest.approx(350 * 0.3, rel=0.1)
-    assert sum(energy.by_class.values()) == pytest.approx(energy.total_joules, rel=1e-6)
+    for phase in ("evaluation", "checkpoint"):
+        truth_j = 100 * phases[0][phase] + 250 * phases[1][phase]
+        assert 0.9 * truth_j - hole_j <= energy.by_class[phase] <= 1.1 * truth_j
+    assert sum(energy.by_class.values()) == pytest.approx(energy.measured_joules, rel=1e-6)
     watts = {
         rank: [row.energy_j / row.wall_s for row in job.ranks if row.rank == rank and row.energy_j] for rank in (0, 1)
     }
@@ -148,14 +156,14 @@ def test_megatron_5_evaluation_and_checkpoints_are_in_the_total_and_each_rank_ha
 
 
 def test_zeus_4_gpus_that_the_job_does_not_use_are_not_in_its_energy(wrapped):
-    job, _, _ = wrapped
+    job, *_ = wrapped
 
     assert set(job.summary.energy.by_device) == {"GPU-b", "GPU-c"}
     assert job.summary.coverage.gpus_expected == 2
 
 
 def test_the_training_processes_make_no_call_of_nvml_at_all(wrapped):
-    _, trace, trainers = wrapped
+    _, trace, trainers, _ = wrapped
 
     assert sum(sum(trace.call_count(pid).values()) for pid in trainers) == 0
     assert sum(trace.call_count().values()) > 0
@@ -296,8 +304,9 @@ def test_zeus_5_a_wall_clock_that_is_set_by_an_hour_changes_no_energy(troubled):
 
     assert truth["unix_s"] > time.time() + 3000, "it was set"
     assert summary.metrics["aec_watts"].value == pytest.approx(300.0, rel=0.01)
-    assert 300.0 * (truth["end"] - truth["begin"]) <= summary.energy.total_joules
-    assert summary.energy.total_joules < 300.0 * (truth["over"] - truth["born"])
+    energy = summary.energy
+    least_j = 300.0 * (truth["end"] - truth["begin"]) * energy.time_coverage
+    assert 0.95 * least_j <= energy.measured_joules < 300.0 * (truth["over"] - truth["born"])
     assert sum(row.wall_s for row in troubled.ledger.ranks) < truth["over"] - truth["born"]
 
 
@@ -318,7 +327,7 @@ def test_carbontracker_a_power_reading_that_fails_is_one_line_and_not_the_end_of
     said = troubled.ledger.told("agent")
     assert [text for text in said if "power_w is not measured" in text]
     assert [text for text in said if "power_w is measured again" in text]
-    assert troubled.ledger.summary.energy.total_joules is not None, "the counter told all the same"
+    assert troubled.ledger.summary.energy.time_coverage > 0.9, "the counter told all the same"
 
 
 # --- Megatron ---
@@ -527,15 +536,17 @@ read()
 begin = time.monotonic_ns()
 read()
 fault("3 * lost")
+lost = time.monotonic_ns()
 time.sleep(0.2)
 read()
 read()
 end = begin + 190_000_000
-answer = [ledger.energy(begin, end).joules for ledger in ledgers]
+answer = [(lost - begin) / 1e9, *(ledger.energy(begin, end).joules for ledger in ledgers)]
 """,
     )
 
-    assert answer[3] is None or answer[3] < 400.0 * 0.02, "what was read of it before it was lost"
+    until_lost_s, *answer = answer
+    assert answer[3] is None or answer[3] <= 400.0 * until_lost_s, "what was read of it before it was lost"
     others = [found_j / 0.19 for n, found_j in enumerate(answer) if n != 3]
     assert others == pytest.approx([100.0, 200.0, 300.0, 500.0, 600.0, 700.0, 800.0], rel=0.01)
 
