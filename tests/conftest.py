@@ -1,6 +1,7 @@
 """What holds for every test: a clean environment before it, and nothing of it left running after it."""
 
 import os
+import re
 import signal
 import uuid
 from pathlib import Path
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(items):
             chosen = getattr(getattr(item, "callspec", None), "params", {})
             names = [f"{name}={chosen.get(name)}" for name in sorted(shared)]
             item.add_marker(pytest.mark.xdist_group(" ".join([item.module.__name__, *names])))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    """Take off what pytest-xdist appends to a test's name, its group, so that ``--last-failed`` finds the test."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        report.nodeid = re.sub(r"(::\w+(?:\[.*\])?)@[^@]*$", r"\1", report.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)
