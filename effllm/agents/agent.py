@@ -119,6 +119,7 @@ class Agent:
         self._is_put_off = False  # until there is another address
         self._target = ("", "")  # the endpoint and job of the link
         self._hello_s = 0.0
+        self._has_news = False  # facts or devices that the last HELLO did not have
         self._started_s = time.monotonic()
         self._told_silence = False
         self._status: str | None = None
@@ -422,9 +423,8 @@ class Agent:
         for text in facts.get("warnings", [])[len(self._facts.get("warnings", [])) :]:
             self._log.line(text, "warning")
         self._facts = facts
+        self._has_news = True
         self._connect()
-        if self._welcome:
-            self._say_hello(time.monotonic())
 
     def _take_samples(self) -> None:
         news = [track.take() for track in self._tracks]
@@ -434,8 +434,7 @@ class Agent:
         now_ns, time_s = time.monotonic_ns(), time.time()
         for event in (event for track in self._tracks for event in track.take_events(now_ns, time_s)):
             self._log.event(event)
-        if any(news) and self._welcome:
-            self._say_hello(time.monotonic())
+        self._has_news = self._has_news or any(news)
 
     def _take_slots(self, slots: list[Slot]) -> None:
         assert self._cutter is not None
@@ -482,6 +481,8 @@ class Agent:
         if self._welcome is None:
             self._complain(now_s)
             return
+        if self._has_news:  # since the last HELLO, which may have been before the WELCOME
+            self._say_hello(now_s)
         self._send_reports(link, now_s)
         while (event := self._log.unsent()) is not None:
             text, count = event.text[:MOST_TEXT], min(event.count, MAX_EVENT_COUNT)
@@ -603,7 +604,7 @@ class Agent:
             start_time_s=self._cutter.start_time_s if self._cutter else None,
         )
         if self._link:
-            self._link.send(hello)
+            self._has_news = not self._link.send(hello)
 
     def _hear(self, message: FromAggregator, heard_ns: int) -> None:
         if isinstance(message, Welcome):
