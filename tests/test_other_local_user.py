@@ -1,6 +1,7 @@
 """Another user of a job's host, who finds the aggregator's port on loopback and comes before a rank does."""
 
 import os
+import socket
 
 import jobs
 import pytest
@@ -12,6 +13,8 @@ from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context
 
 MISSING, WRONG = "no key", "another secret"
+#: Of ZMTP 3.0 (rfc.zeromq.org/spec/23), without keys.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
 def place(rank):
@@ -27,7 +30,7 @@ def rank_of_job(launch, rank, **settings):
 @pytest.fixture
 def intruder():
     """Return a way to speak as rank 1 of a job, as often as a connection is made, and what is answered."""
-    context, links = make_context(), []
+    context, links, plain = make_context(), [], []
 
     def intrude(job, keys):
         (server,) = jobs.until(lambda: job.find("effllm.aggregation.server"))
@@ -36,6 +39,10 @@ def intruder():
         links.append(link)
         link.connect()
         answers = []
+        if keys is None:
+            # A peer of ZeroMQ often hangs up first, as an agent does that is killed meanwhile; this one waits.
+            plain.append(socket.create_connection(("127.0.0.1", port)))
+            plain[-1].sendall(GREETING)
 
         def speak():
             if link.is_new():
@@ -47,8 +54,8 @@ def intruder():
         return speak
 
     yield intrude
-    for link in links:
-        link.close()
+    for one in (*links, *plain):
+        one.close()
     context.destroy(linger=0)
 
 
