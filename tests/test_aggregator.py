@@ -983,6 +983,8 @@ class CrashingJob:
                 self.send(rank)
         for rank in self.rows:
             self.job.bye(rank)
+        if not self.job.aggregator.finished(self.job.now_s):
+            self.job.wait(1)  # late rows are taken a few milliseconds apart
         assert self.job.aggregator.finished(self.job.now_s)
         kept = restore(self.job.aggregator.snapshot())
         return self.job.summary(ended=True), (kept.run.totals(), kept.whole.totals())
