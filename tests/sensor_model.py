@@ -211,11 +211,17 @@ def simulate(
     lag_s: float = 0.0,
     name: str = "",
     lead_s: Sequence[float] = (),
+    step_s: float = 0.0,
 ) -> list[Told]:
-    """Return windows of about ``window_s``, after those of ``lead_s``, on a sensor whose phase is anywhere."""
+    """Return windows of about ``window_s``, after those of ``lead_s``, on a sensor whose phase is anywhere.
+
+    The agent knows the length of iterations where there are any: ``step_s``.
+    """
     chance = random.Random(seed)
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
     ledger = ledger_of(sensor.known(chance, lag_is_known), name=name)
+    if step_s > 0:
+        ledger.set_rhythm(step_s, 0.0)
     agent = VirtualAgent(ledger, sensor, chance)
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
     for length_s in [*lead_s, *[window_s] * count]:

@@ -19,7 +19,7 @@ from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_energy import beat, beat_of, in_tick
 from effllm.health.energy_watch import EnergyWatch
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Sample, Sensor
+from effllm.schema import AVERAGE, COUNTER, INSTANT, NORMAL_95, Device, Sample, Sensor
 
 LIMIT_W = 700.0
 GAP_S = 5.0
@@ -1022,3 +1022,25 @@ def test_time_is_in_whole_nanoseconds_so_that_a_month_later_it_is_as_fine():
 
     assert joules(one, month_s, month_s + 0.1) == pytest.approx(10.0, rel=1e-9)
     assert joules(one, month_s + 0.1, month_s + 0.2) == pytest.approx(50.0, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("power", "tick_s", "duty"),
+    [
+        (square(70.0, 456.0, 0.249), 0.1, 0.25),  # two iterations are almost five ticks
+        (square(167.0, 500.0, 0.36, 0.37), 0.02, 0.5),  # an iteration is 18 ticks
+        (bursts(109.0, 597.0, 1.096, 0.21, 2111), 0.02, 0.5),  # no iteration is as the one before
+    ],
+    ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
+)
+def test_intervals_hold_where_a_sensor_sees_part_of_each_tick(power, tick_s, duty):
+    windows = [
+        window
+        for seed in range(4)
+        for window in simulate(
+            power, seed, tick_s=tick_s, duty=duty, window_s=5.0, lead_s=[5.0] * 60, count=24, step_s=power.period_s
+        )
+    ]
+
+    covered = sum(abs(one.error_j) <= NORMAL_95 * one.deviation_j for one in windows)
+    assert covered >= 0.9 * len(windows)

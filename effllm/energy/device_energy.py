@@ -675,7 +675,8 @@ class EnergyLedger:
         if not self._measures_part:
             return 0.0
         ticks = span_s / self._sensor.tick_s
-        inflation = 1.0 if self._rhythm is None else beat(*self._rhythm, self._sensor.tick_s, span_s)
+        # Less than that of independent ticks it is only where each iteration draws power as the one before: not known.
+        inflation = 1.0 if self._rhythm is None else max(beat(*self._rhythm, self._sensor.tick_s, span_s), 1.0)
         return ticks * inflation * self._powers.alias_w2(self._sensor.duty) * self._sensor.tick_s**2
 
     @property

@@ -126,7 +126,9 @@ class PowerSpread:
     def alias_w2(self, duty: float) -> float:
         """Return the variance of the mean over part of a tick against that over the whole."""
         fast = self._slowness()
-        return (1 - duty) ** 2 * self._change_w2() * (0.07 + 0.4 * fast * fast) * self._roughness()
+        # Changes that are all alike are those of a slow wave, or of one that alternates from tick to tick.
+        unseen = max(self._roughness(), self.fastness())
+        return (1 - duty) ** 2 * self._change_w2() * (0.1 + 0.56 * fast * fast) * unseen
 
     def sampling_j2(self, span_s: float) -> float:
         """Return the variance of a trapezoid over two readings of power."""
