@@ -227,5 +227,5 @@ def test_al_is_the_time_of_a_step_and_t_the_time_of_an_iteration(launch):
 
     step_s = sum(after - before for before, after in steps) / 40
     assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's own stamps lie outside
-    assert values["tt_tokens_per_param_per_sec"] == pytest.approx(40 * 100 / 1000 / (end - start), rel=0.005)
-    assert values["st_samples_per_param_per_sec"] == pytest.approx(40 * 2 / 1000 / (end - start), rel=0.005)
+    assert values["tt_tokens_per_param_per_sec"] == pytest.approx(40 * 100 / 1000 / (end - start), rel=0.02)
+    assert values["st_samples_per_param_per_sec"] == pytest.approx(40 * 2 / 1000 / (end - start), rel=0.02)
