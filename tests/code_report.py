@@ -1,0 +1,107 @@
+"""Report the size, the shape and the words of the code: ``python tests/code_report.py [FOLDER OF A CLONE]``.
+
+A report, not a check: growth and old words shall be seen.  The goals are in GOALS, and the words in docs/words.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+GOALS = {"lines": 29_000, "class": 250, "module": 400, "function": 60}
+# The marks of an older way of writing, as words or as parts of a name; docs/words.md has what replaces them.
+OLD_WORD = re.compile(
+    r"(?<![a-z])(?:told|tells?|who(?:m|so)?ever|(?:no|some|any)body|stands|stood|manieth|strangers?|keeper|shelf|chronicle"
+    r"|forgetful|seldom)(?![a-z])|\b_?(?:MOST|LEAST|LONGEST)_",
+    re.IGNORECASE,
+)
+PROSE = (
+    "effllm",
+    "launch",
+    "integration",
+    "configs",
+    "benchmarks",
+    "tests",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
+
+
+def definitions(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
+    """Yield (class or function, lines, name) of what a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield "class", (node.end_lineno or 0) - node.lineno + 1, node.name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield "function", (node.end_lineno or 0) - node.lineno + 1, node.name
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules of effllm that a module imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("effllm"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("effllm"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def package_of(name: str, packages: set[str]) -> str:
+    """Return the package of a module's name, or "effllm" for what is at the top level."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in packages else "effllm"
+
+
+def report(root: Path) -> Iterator[str]:
+    """Yield the lines of the report on a clone in `root`."""
+    code = root / "effllm"
+    packages = {path.parent.name for path in code.glob("*/__init__.py")}
+    lines: Counter[str] = Counter()
+    arrows: set[tuple[str, str]] = set()
+    largest: dict[str, list[tuple[int, str]]] = {"class": [], "function": [], "module": []}
+    classes: Counter[str] = Counter()
+    for path in sorted(code.rglob("*.py")):
+        text = path.read_text()
+        tree = ast.parse(text)
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        package = package_of(name, packages)
+        lines[package] += len(text.splitlines())
+        largest["module"].append((len(text.splitlines()), name))
+        for kind, length, defined in definitions(tree):
+            largest[kind].append((length, f"{name}.{defined}"))
+            classes[defined] += kind == "class"
+        arrows |= {(package, package_of(other, packages)) for other in imported(tree)}
+    yield f"effllm/: {sum(lines.values()):,} lines (goal: at most {GOALS['lines']:,})"
+    yield "  " + ", ".join(f"{package} {count:,}" for package, count in lines.most_common())
+    for kind, found in largest.items():
+        above = sorted((one for one in found if one[0] > GOALS[kind]), reverse=True)
+        yield f"{kind} above {GOALS[kind]} lines: {len(above)}" + "".join(
+            f"; {name} {length}" for length, name in above[:3]
+        )
+    arrows = {(a, b) for a, b in arrows if a != b}
+    both = sorted({tuple(sorted(pair)) for pair in arrows if pair[::-1] in arrows})
+    yield f"arrows between packages: {len(arrows)}; both ways: {', '.join('-'.join(pair) for pair in both) or 'none'}"
+    yield f"class names that are defined more than once: {sum(count > 1 for count in classes.values())}"
+    words = {name: old_words(root / name) for name in PROSE}
+    yield f"old words (goal 0): {sum(words.values()):,}; " + ", ".join(
+        f"{name} {count}" for name, count in words.items() if count
+    )
+
+
+def old_words(path: Path) -> int:
+    """Return how many old words the texts below a path have."""
+    files = (
+        [path] if path.is_file() else [one for one in path.rglob("*") if one.suffix in {".py", ".md", ".sh", ".yaml"}]
+    )
+    return sum(
+        len(OLD_WORD.findall(one.read_text(errors="replace"))) for one in files if one.name != Path(__file__).name
+    )
+
+
+if __name__ == "__main__":
+    print(*report(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent), sep="\n")
