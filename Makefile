@@ -57,7 +57,8 @@ test-llama-factory: $(LLAMA_FACTORY)/.ready ## Run the tests with LLaMA-Factory,
 
 check: $(VENV)/.checkers ## Look for what needs no running: format, lint, types, what is unsafe
 	@$(BIN)/ruff format --check && $(BIN)/ruff check && $(BIN)/mypy && \
-	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && echo 'Checks passed.'
+	$(BIN)/bandit -q -c pyproject.toml -r effllm launch integration benchmarks tests/scripts && \
+	$(BIN)/python tests/code_report.py && echo 'Checks passed.'
 
 # Three minutes.  What it finds lies in build/fuzz, and belongs into tests/corpus once it is mended.
 fuzz: $(VENV)/.fuzzer ## Look for bytes that do harm, in frames, rings and run folders

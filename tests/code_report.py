@@ -99,7 +99,9 @@ def old_words(path: Path) -> int:
         [path] if path.is_file() else [one for one in path.rglob("*") if one.suffix in {".py", ".md", ".sh", ".yaml"}]
     )
     return sum(
-        len(OLD_WORD.findall(one.read_text(errors="replace"))) for one in files if one.name != Path(__file__).name
+        len(OLD_WORD.findall(one.read_text(errors="replace")))
+        for one in files
+        if one.name not in {Path(__file__).name, "words.md"}
     )
 
 
