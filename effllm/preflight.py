@@ -8,6 +8,7 @@ from pathlib import Path
 
 from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, secret_path, unknown_variables
 from effllm.devices import device_names
+from effllm.node_power import missing
 from effllm.sinks import SinkUnavailable, import_sink, sink_names
 from effllm.switches import ATTACH, PREFIX, unclear
 
@@ -91,6 +92,8 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
                 import_sink(name)
             except SinkUnavailable as error:
                 yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), str(error))
+    if reason := missing(config.node_power):
+        yield ConfigError(f"{PREFIX}NODE_POWER", config.node_power, reason)
     if config.endpoint:
         from effllm.network import discovery, secret  # only here: it would double the time this takes
 

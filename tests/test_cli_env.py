@@ -91,6 +91,17 @@ def test_a_sink_without_its_package_is_named_with_the_pip_line(cli):
     assert "pip install 'effllm[prometheus]'" in done.stderr
 
 
+def test_redfish_without_its_package_is_named_with_the_pip_line(cli):
+    cli.script("raise ImportError('not installed')", "urllib3.py")
+
+    done = cli.run(
+        "env", "--check", EFFICIENTLLM_NODE_POWER="https://bmc.example/redfish/v1", PYTHONPATH=str(cli.folder)
+    )
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pip install 'effllm[redfish]'" in done.stderr
+
+
 def test_a_wrong_prefix_is_named_with_the_right_name(cli):
     done = cli.run("env", "--check", EFFLLM_LOG_INTERVAL="5")
 

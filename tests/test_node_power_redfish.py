@@ -2,14 +2,16 @@
 
 import hashlib
 import ssl
+import sys
 import time
 
 import pytest
 import redfish_service
 from redfish_service import PASSWORD, SESSIONS, USER, Service, chassis, link, supply, tree
 
+from effllm import node_power
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.https import MOST_BYTES
+from effllm.node_power.https import MAX_BYTES
 from effllm.node_power.redfish import open_reader
 
 CHASSIS = "/redfish/v1/Chassis/1"
@@ -471,6 +473,14 @@ def test_a_certificate_is_believed_by_its_fingerprint_whatever_name_it_has(serve
     assert watts(opened(service, file=credentials(fingerprint=fingerprint(certificate)))) == pytest.approx(1958.5)
 
 
+def test_a_certificate_for_another_name_is_not_trusted(serve, credentials, certificate):
+    service = serve(TWO_SUPPLIES, certificate=certificate)
+    url = service.url.replace("127.0.0.1", "localhost")  # the certificate is for 127.0.0.1
+
+    assert "certificate is not believed" in why_not(url, credentials(ca_file=certificate.parent / "certificate.pem"))
+    assert service.asked == []
+
+
 def test_another_certificate_than_the_pinned_one_hears_no_password(serve, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
     text = why_not(service.url, credentials(fingerprint="00" * 32))
@@ -554,6 +564,32 @@ def test_a_byte_now_and_then_does_not_stretch_the_limit(serve, credentials, slow
     assert time.monotonic() - began_s < 10.0
 
 
+def test_a_slow_body_over_tls_ends_at_the_limit(serve, credentials, certificate):
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": drip}, certificate=certificate)
+    file = credentials(ca_file=certificate.parent / "certificate.pem")
+
+    assert why_not(service.url, file, limit_s=2.0).endswith("no answer within 2 s")
+
+
+def test_a_slow_body_without_announced_length_is_no_answer(serve, credentials):
+    def slow(handler):
+        handler.close_connection = True
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
+        while not handler.server.service.release.wait(0.05):
+            handler.wfile.write(b" ")
+
+    service = serve({**TWO_SUPPLIES, "/redfish/v1/": slow})
+
+    assert why_not(service.url, credentials(), limit_s=0.4).endswith("no answer within 0.4 s")
+
+
+def test_without_urllib3_the_pip_line_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "urllib3", None)
+    _, why_missing = node_power.open_sensors("https://bmc.example/redfish/v1", "node1")
+
+    assert "node power: Redfish needs urllib3, which is not installed: pip install 'effllm[redfish]'" in why_missing
+
+
 def test_nobody_at_the_address_is_told(serve, credentials):
     with Service({}) as service:
         url = service.url
@@ -611,7 +647,7 @@ def test_a_body_without_end_is_read_up_to_a_mebibyte(serve, credentials):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": flood})
 
     assert "is larger than 1024 KiB" in why_not(service.url, credentials())
-    assert sum(sent) < 20 * MOST_BYTES
+    assert sum(sent) < 20 * MAX_BYTES
 
 
 def test_a_redirect_to_a_stranger_is_not_followed_and_the_stranger_hears_nothing(serve, credentials):

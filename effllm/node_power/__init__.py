@@ -52,12 +52,24 @@ def openers(choice: str, host: str, credentials: Path | None = None) -> list[Ope
     def open_node() -> NodeReader:
         if choice in (AUTO, IPMI):
             return _open("ipmi", host)
+        if reason := missing(choice):
+            raise DeviceUnavailable(f"node power: {reason}")
         return _open("redfish", host, choice, credentials)
 
     return [
         Opener("cpu", CPU_INTERVAL_S, lambda: open_cpu(host)),
         Opener("psu", PSU_INTERVAL_S, open_node),
     ]
+
+
+def missing(choice: str) -> str:
+    """Return what a choice needs and is not installed, and how to install it; empty where nothing is missing."""
+    if choice.startswith(("https://", "http://")):
+        try:
+            importlib.import_module("urllib3")
+        except ImportError:
+            return "Redfish needs urllib3, which is not installed: pip install 'effllm[redfish]'"
+    return ""
 
 
 def open_sensors(choice: str, host: str, credentials: Path | None = None) -> tuple[list[NodeReader], list[str]]:
