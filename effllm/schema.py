@@ -19,8 +19,8 @@ SCHEMA_VERSION = 1
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
-MAX_EVENT_COUNT = 2**32
-EventCount = Annotated[int, Meta(ge=1, le=MAX_EVENT_COUNT)]
+MAX_EVENT_COUNT = 2**32  # of one event from an agent
+EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
 Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -120,13 +120,16 @@ class Device(Struct, frozen=True):
     baseline_w: Amount | None = None  # its mean power before the first iteration, where that was asked for
 
 
-class DeviceEvent(Struct, frozen=True, gc=False):
-    """Something that happened to a device."""
+class Event(Struct, frozen=True):
+    """Something that happened to the job, to a device, or to the measurement."""
 
-    kind: str  # one of effllm.events.KINDS
-    text: str
-    count: int = 1  # how often
-    time_ns: int = 0  # when it was read; 0 in a `Sample`, which has its own time
+    time_s: Number  # unix, when it happened, not when it was received, by the clock of its host
+    kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]  # one of effllm.events.KINDS
+    text: Sentence  # one line for a person
+    rank: Count | None = None
+    device: Word | None = None  # its key, where it happened to a device
+    attempt: int = 0
+    count: EventCount = 1  # how many events this line represents
 
 
 class Sample(Struct, frozen=True, gc=False):
@@ -144,7 +147,7 @@ class Sample(Struct, frozen=True, gc=False):
     power_average_w: float | None = None  # mean of the driver's last second or so
     gauges: dict[str, float] = {}  # whatever else was read, by the names in GAUGES
     throttled_by: tuple[str, ...] | None = None  # NVML's clocks event reasons that hold now
-    events: tuple[DeviceEvent, ...] = ()  # Xid, ECC, ...
+    events: tuple[Event, ...] = ()  # Xid, ECC, ...
     energy_only: bool = False  # nothing else was asked, which is not to say that it failed
 
 
@@ -470,18 +473,6 @@ class ClusterReport(Struct, frozen=True):
     spread: dict[str, Spread] = {}  # of the window: by the names in SPREADS
 
 
-class Event(Struct, frozen=True):
-    """Something that happened to the job, to a device, or to the measurement."""
-
-    time_s: float  # unix, when it happened, not when it was received
-    kind: str  # one of effllm.events.KINDS
-    text: str  # one line for a person
-    rank: int | None = None
-    device: str | None = None  # its key, where it happened to a device
-    attempt: int = 0
-    count: int = 1  # how many events this line represents
-
-
 class Value(Struct, frozen=True, omit_defaults=True):
     """A metric in summary.json."""
 
@@ -650,16 +641,12 @@ class Beat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     time_s: Number | None = None  # when it was sent, by the clock that rows are stamped with
 
 
-class Note(Struct, frozen=True, array_like=True, tag=4):
-    """A line of an agent's log that the whole job should see."""
+class AgentEvent(Struct, frozen=True, array_like=True, tag=4):
+    """An event that an agent reports."""
 
     agent: Word
     rank: Count
-    kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]
-    text: Sentence
-    time_s: Number  # unix, when it happened, by the clock of the agent's host
-    device: Word = ""  # its key, where it happened to a device
-    count: EventCount = 1  # how many events the line represents
+    event: Event
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=5):
@@ -743,5 +730,5 @@ class Stack(Struct, frozen=True, array_like=True, tag=13):
     top: Sentence = ""  # where its main thread stands, in a few words
 
 
-FromAgent = Hello | Reports | Beat | Note | Bye | Supersede | Stack
+FromAgent = Hello | Reports | Beat | AgentEvent | Bye | Supersede | Stack
 FromAggregator = Welcome | Ack | Refused | ByeSeen | Clock | Inspect

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from effllm.health.clock import Offset
-from effllm.health.stragglers import News, Peer, Stragglers, Straggling
-from effllm.schema import DeviceWindow, Gauge, Integrals, RankReport
+from effllm.health.stragglers import Peer, Stragglers, Straggling
+from effllm.schema import DeviceWindow, Event, Gauge, Integrals, RankReport
 
 ITERATION_S = 0.5
 COMMUNICATION_S = 0.05
@@ -130,9 +130,9 @@ class SynchronousJob:
             for rank in range(self.ranks)
         ]
 
-    def news(self, *kinds: str) -> list[News]:
+    def events(self, *kinds: str) -> list[Event]:
         """What was said, of these kinds or of all."""
-        return [one for seen in self.seen for one in seen.news if not kinds or one.kind in kinds]
+        return [one for seen in self.seen for one in seen.events if not kinds or one.kind in kinds]
 
     @property
     def accused(self) -> set[int]:

@@ -16,7 +16,7 @@ from effllm.aggregation.ledger import restore
 from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
-from effllm.schema import NORMAL_95, Beat, Bye, Note, Parameters, Sensor, Straggler
+from effllm.schema import NORMAL_95, AgentEvent, Beat, Bye, Event, Parameters, Sensor, Straggler
 
 
 class Job:
@@ -499,8 +499,8 @@ def test_on_a_host_the_rank_that_reads_the_sensor_decides_that_there_is_one():
 def test_equal_faults_are_recorded_and_counted_each_time():
     job = Job().join()
     for text in ("Xid 79", "Xid 79", "Xid 48"):
-        job.aggregator.note(Note("agent-0", 0, "xid", text, 1000.0), 0.0, 1000.0)
-    job.aggregator.note(Note("another", 0, "xid", "Xid 1", 1000.0), 0.0, 1000.0)
+        job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, "xid", text)), 0.0, 1000.0)
+    job.aggregator.agent_event(AgentEvent("another", 0, Event(1000.0, "xid", "Xid 1")), 0.0, 1000.0)
 
     assert [event.text for event in job.events("xid")] == ["rank 0: Xid 79", "rank 0: Xid 79", "rank 0: Xid 48"]
     assert job.summary().events["xid"] == 3
@@ -508,8 +508,8 @@ def test_equal_faults_are_recorded_and_counted_each_time():
 
 def test_a_fault_keeps_its_time_rank_and_device():
     job = Job().join()
-    note = Note("agent-1", 1, "xid", "Xid 79", 1030.0, "GPU-7", 2)
-    job.aggregator.note(note, 2000.0, 3000.0)  # after an outage of the aggregator
+    fault = Event(1030.0, "xid", "Xid 79", device="GPU-7", count=2)
+    job.aggregator.agent_event(AgentEvent("agent-1", 1, fault), 2000.0, 3000.0)  # after an outage of the aggregator
 
     (event,) = job.events("xid")
     assert (event.time_s, event.rank, event.device, event.count) == (1030.0, 1, "GPU-7", 2)
@@ -518,7 +518,7 @@ def test_a_fault_keeps_its_time_rank_and_device():
 @pytest.mark.parametrize(("note_s", "time_s"), [(9e9, 3000.0), (-1e30, 1000.0)])
 def test_a_fault_lies_between_the_jobs_start_and_now(note_s, time_s):
     job = Job().join()
-    job.aggregator.note(Note("agent-0", 0, "xid", "Xid 79", note_s), 2000.0, 3000.0)
+    job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(note_s, "xid", "Xid 79")), 2000.0, 3000.0)
 
     assert job.events("xid")[0].time_s == time_s
 
@@ -543,8 +543,8 @@ def test_a_million_faults_of_many_ranks_stay_below_ten_megabytes():
     job = Job(ranks).join()
     for number in range(1000):
         for rank in range(ranks):
-            note = Note(f"agent-{rank}", rank, "ecc", f"{number} uncorrected memory errors", 1000.0, f"GPU-{rank}", 5)
-            job.aggregator.note(note, 0.0, 1000.0)
+            fault = Event(1000.0, "ecc", f"{number} uncorrected memory errors", device=f"GPU-{rank}", count=5)
+            job.aggregator.agent_event(AgentEvent(f"agent-{rank}", rank, fault), 0.0, 1000.0)
     job.wait(61, *range(ranks))
 
     lines = job.events("ecc")
@@ -555,7 +555,8 @@ def test_a_million_faults_of_many_ranks_stay_below_ten_megabytes():
 def test_what_a_storm_left_out_is_named_at_the_end_of_the_job():
     job = Job().join()
     for _ in range(250):
-        job.aggregator.note(Note("agent-1", 1, "ecc", "1 uncorrected memory errors", 1000.0), 0.0, 1000.0)
+        fault = Event(1000.0, "ecc", "1 uncorrected memory errors")
+        job.aggregator.agent_event(AgentEvent("agent-1", 1, fault), 0.0, 1000.0)
     job.aggregator.close_all()
 
     last = job.events("ecc")[-1]
@@ -603,7 +604,7 @@ def test_kinds_beyond_a_hundred_are_counted_together():
     job = Job().join()
     for number in range(300):
         kind = "".join(chr(ord("a") + int(digit)) for digit in str(number))
-        job.aggregator.note(Note("agent-0", 0, kind, "text", 1000.0), 0.0, 1000.0)
+        job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, kind, "text")), 0.0, 1000.0)
 
     counts = job.summary().events
     assert len(counts) <= 102

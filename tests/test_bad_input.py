@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from effllm.network.transport import MAGIC, encode
-from effllm.schema import Beat, Bye, Device, Hello, Note, Parameters, RankReport, Reports
+from effllm.schema import AgentEvent, Beat, Bye, Device, Event, Hello, Parameters, RankReport, Reports
 
 LOOP = "loop.py"
 SERVED = (LOOP, "--served")
@@ -259,7 +259,7 @@ STRANGERS = {
     "a row of no rank": encode(Reports((row(rank=10**6),))),
     "a sign of life of a stranger": encode(Beat("stranger", 0, 1, "x", 0.0)),
     "a farewell of a stranger": encode(Bye("stranger", 0, "completed", 1)),
-    "a note of a stranger": encode(Note("stranger", 0, "agent", "nonsense \x1b[31m", 0.0)),
+    "an event of an unknown agent": encode(AgentEvent("stranger", 0, Event(0.0, "agent", "nonsense \x1b[31m"))),
     "an agent for a rank that has one": encode(hello()),
     "a rank outside the world": encode(hello(rank=5)),
     "another world": encode(hello(rank=1, world_size=2)),

@@ -15,7 +15,7 @@ import pytest
 from nvml_library import GIB, Gpu, flat, sine, square
 
 from effllm.devices import Site
-from effllm.schema import Device, DeviceEvent
+from effllm.schema import Device
 
 A, B = "GPU-aaaa0001-0000-4000-8000-000000000001", "GPU-bbbb0002-0000-4000-8000-000000000002"
 AT_A, AT_B = Site(cuda_uuid=A, host="node0"), Site(cuda_uuid=B, host="node0")
@@ -746,7 +746,8 @@ def test_a_changed_power_limit_is_told_once_and_shown_from_then_on(trace):
         sample, _ = reader.read()
         after = told(reader, 10.0)
 
-    assert sample.events == (DeviceEvent("power_limit", "the power limit went from 700 W to 350 W"),)
+    (event,) = sample.events
+    assert (event.kind, event.text) == ("power_limit", "the power limit went from 700 W to 350 W")
     assert after == ()
     with trace.reader(AT_A) as reader:
         assert reader.read()[0].gauges["power_limit_w"] == 350.0

@@ -19,7 +19,7 @@ from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_energy import beat, beat_of, in_tick
 from effllm.health.energy_watch import EnergyWatch
-from effllm.schema import AVERAGE, COUNTER, INSTANT, NORMAL_95, Device, Sample, Sensor
+from effllm.schema import AVERAGE, COUNTER, INSTANT, NORMAL_95, Device, Event, Sample, Sensor
 
 LIMIT_W = 700.0
 GAP_S = 5.0
@@ -56,7 +56,7 @@ def every_second(counter, watts=500.0, until_s=20):
 
 def told(one):
     """Return the texts of the events since the last call."""
-    return [text for kind, text in one.take_events() if kind == "energy_counter"]
+    return [event.text for event in one.take_events(0.0) if event.kind == "energy_counter"]
 
 
 # --- what is exact ---
@@ -888,7 +888,7 @@ def alarms(lengths, seed, *, duty=0.25, count=150, per_window=10):
     agent.calibrate(BEGIN_S + 1.0)  # at rest
     skipped = bisect.bisect(power.ends_s, BEGIN_S + 6.0)
     found, errors = [], []
-    watch = EnergyWatch(lambda kind: bool(found), lambda kind, text, _time_s: found.append((kind, text)))
+    watch = EnergyWatch(lambda kind: bool(found), found.append)
     for first in range(skipped, skipped + count, per_window):
         (energy,) = agent.windows([power.ends_s[first], power.ends_s[first + per_window]])
         error = one.aliasing_error(per_window, energy, lengths_s[max(first + per_window - 64, 0) : first + per_window])
@@ -924,9 +924,9 @@ def test_iterations_that_keep_step_with_the_sensor_are_reported():
         found, true_error = alarms(lambda chance, step_s=step_s: chance.gauss(step_s, 0.0005), seed)
         fired += len(found) == 1
         if found:
-            ((kind, text),) = found
-            assert kind == "energy_aliasing"
-            stated = int(re.search(r"off by up to (\d+) %", text)[1])
+            (event,) = found
+            assert event.kind == "energy_aliasing"
+            stated = int(re.search(r"off by up to (\d+) %", event.text)[1])
             assert stated <= 100
             covered += true_error <= stated / 100
 
@@ -957,11 +957,11 @@ def test_a_sensor_that_measures_all_of_its_tick_raises_no_alarm():
 )
 def test_a_counter_at_a_wrong_rate_is_told_of_once_with_what_is_used(rate, text):
     one = fed(ledger(), *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=59))
-    assert one.take_events() == [], "not before a minute is over"
+    assert one.take_events(0.0) == [], "not before a minute is over"
 
     fed(one, *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=400)[60:])
 
-    assert one.take_events() == [("energy_disagreement", text)]
+    assert one.take_events(60.0) == [Event(60.0, "energy_disagreement", text)]
     assert energy(one, 100, 200).method == COUNTER
 
 
@@ -972,9 +972,9 @@ def test_a_counter_that_is_right_again_is_told_of_too():
         one.add(Sample(at(second), power_w=300.0, energy_j=total_j))
         total_j += 300.0 * (0.8 if second < 200 else 1.0)
 
-    kinds = one.take_events()
-    assert [kind for kind, _ in kinds] == ["energy_disagreement"] * 2
-    assert kinds[1][1] == "the energy counter and integrated power agree again"
+    events = one.take_events(0.0)
+    assert [event.kind for event in events] == ["energy_disagreement"] * 2
+    assert events[1].text == "the energy counter and integrated power agree again"
 
 
 @pytest.mark.parametrize("period_s", [0.37, 0.5, 0.731, 1.0, 1.01, 1.31, 2.0, 7.7])
@@ -988,7 +988,7 @@ def test_a_sound_counter_is_not_suspected_because_power_is_a_square_wave_sampled
             shown_s = BEGIN_S + i + chance.random()  # somewhere in it, as effllm/agents/sampler.py does
             one.add(Sample(round(shown_s * NS), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
 
-        assert one.take_events() == []
+        assert one.take_events(0.0) == []
 
 
 # --- for weeks ---
@@ -1006,7 +1006,7 @@ def test_a_week_costs_no_memory_and_no_digit():
                 total_j += window.joules
                 estimated_j += window.estimated_j
                 one.forget_before(at(second))
-                one.take_events()
+                one.take_events(0.0)
                 held.append(len(one._points) + len(one._edges) + len(one.clock._old))
             second += pause_s
 

@@ -467,7 +467,7 @@ end = time.monotonic() + 1.2
 while time.monotonic() < end:
     ledger.add(reader.read()[0])
     time.sleep(0.05)
-answer = ledger.take_events()
+answer = [[event.kind, event.text] for event in ledger.take_events(0.0)]
 """,
     )
 
@@ -510,7 +510,7 @@ read(0.2)
 fault(f"0 energy reset {time.monotonic()}")
 read(0.3)
 found = ledger.energy(int((begin + 0.1) * 1e9), int((begin + 0.4) * 1e9))
-answer = [found.joules, found.covered_s, found.estimated_j, [text for _, text in ledger.take_events()]]
+answer = [found.joules, found.covered_s, found.estimated_j, [event.text for event in ledger.take_events(0.0)]]
 """,
     )
 

@@ -17,7 +17,7 @@ from effllm.aggregation.orders import Orders
 from effllm.config import read_config
 from effllm.network.discovery import listen
 from effllm.network.transport import AgentLink, Outbox, make_context
-from effllm.schema import Ack, Bye, ByeSeen, Device, Hello, Note, Parameters, Reports, Welcome
+from effllm.schema import Ack, AgentEvent, Bye, ByeSeen, Device, Event, Hello, Parameters, Reports, Welcome
 
 pytestmark = pytest.mark.faults
 
@@ -38,7 +38,7 @@ class FakeAgent:
         self.is_welcome = self.is_over = False
         self.most_waiting = 0
         self._said_hello_s = 0.0
-        self.notes = []
+        self.events = []
 
     def measure(self, window):
         row = make_row(
@@ -86,10 +86,10 @@ class FakeAgent:
             if not self.link.send(Reports(tuple(rows), self.outbox.lost, 0.0)):
                 return
             self.outbox.sent(len(rows))
-        while self.is_welcome and self.notes:
-            if not self.link.send(self.notes[-1]):
+        while self.is_welcome and self.events:
+            if not self.link.send(self.events[-1]):
                 return
-            self.notes.pop()
+            self.events.pop()
         if self.is_welcome and ended and not len(self.outbox):
             self.link.send(Bye(self.id, self.rank, "completed", WINDOWS * 10))
 
@@ -184,12 +184,10 @@ def test_a_million_memory_errors_delay_no_window_and_fill_no_disk(aggregator):
             for agent in agents:
                 agent.measure(measured)
                 text = "uncorrected memory errors"
-                note = Note(
-                    agent.id, agent.rank, "ecc", text, time.time(), f"GPU-{agent.rank}", 1_000_000 // 4 // notes
-                )
-                agent.notes += [note] * (notes // windows)
+                event = Event(time.time(), "ecc", text, device=f"GPU-{agent.rank}", count=1_000_000 // 4 // notes)
+                agent.events += [AgentEvent(agent.id, agent.rank, event)] * (notes // windows)
         for agent in agents:
-            agent.talk(measured == windows and not any(one.notes for one in agents))
+            agent.talk(measured == windows and not any(one.events for one in agents))
         child.look(now_s)
         time.sleep(0.005)
     for agent in agents:

@@ -37,7 +37,7 @@ from effllm.network.transport import (
     is_hello,
     make_context,
 )
-from effllm.schema import MOST_DEVICES, Ack, Beat, Bye, Hello, Note, Reports, Supersede, Welcome
+from effllm.schema import MOST_DEVICES, Ack, AgentEvent, Beat, Bye, Event, Hello, Reports, Supersede, Welcome
 
 HISTORY = 1000
 BURST = BURST_FRAMES + HISTORY
@@ -58,7 +58,7 @@ def of_rank(rank, agent=None):
     return [
         reports(row(rank, agent=agent)),
         Beat(agent, rank, 1, "in an iteration", 0.0),
-        Note(agent, rank, "agent", "text", 0.0),
+        AgentEvent(agent, rank, Event(0.0, "agent", "text")),
         Bye(agent, rank, "completed", 10),
     ]
 
@@ -217,7 +217,8 @@ def aggregator_of(*hellos):
 
 def test_a_line_from_a_rank_is_told_as_one_line_without_escape_sequences():
     aggregator = aggregator_of(hello(0))
-    aggregator.note(Note("agent-0", 0, "warning", "\x1b[2J\r\n[EfficientLLM] Run completed", 1.0), 1.0, 1001.0)
+    forged = Event(1.0, "warning", "\x1b[2J\r\n[EfficientLLM] Run completed")
+    aggregator.agent_event(AgentEvent("agent-0", 0, forged), 1.0, 1001.0)
 
     assert aggregator.take_events()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
 
@@ -225,8 +226,8 @@ def test_a_line_from_a_rank_is_told_as_one_line_without_escape_sequences():
 def test_a_rank_that_talks_without_end_is_cut_short_and_silences_nobody():
     aggregator = aggregator_of(hello(0), hello(1))
     for number in range(5000):
-        aggregator.note(Note("agent-0", 0, "agent", f"line {number}", 1.0), 1.0, 1001.0)
-    aggregator.note(Note("agent-1", 1, "warning", "the loss is nan", 1.0), 1.0, 1001.0)
+        aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), 1.0, 1001.0)
+    aggregator.agent_event(AgentEvent("agent-1", 1, Event(1.0, "warning", "the loss is nan")), 1.0, 1001.0)
     aggregator.reject(1001.0, "no frame")
 
     told = [event.text for event in aggregator.take_events()]

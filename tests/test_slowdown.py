@@ -18,13 +18,13 @@ def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):
             load, until_s = 1 + abs(noise.gauss(0, 0.08)), elapsed_s + noise.uniform(0.5, 2.0)
         whole_s = step_s * load * noise.gauss(1, 0.01) * (1.2 if elapsed_s >= slower_from_s else 1.0)
         shown += per_window
-        news = slowdown.add(
+        event = slowdown.add(
             msgspec.structs.replace(row, iteration_shown=shown, iteration_first=1, iteration_last=per_window),
             whole_s,
             None,
             False,
         )
-        reported += [news.kind] if news else []
+        reported += [event.kind] if event else []
         elapsed_s += whole_s * per_window
     return reported
 

@@ -96,7 +96,7 @@ def test_all_ranks_of_a_slow_node_are_named_in_one_line():
     job = SynchronousJob(32, slow=slowed(set(range(8, 16)))).run(20)
 
     assert job.accused == set(range(8, 16))
-    (line,) = job.news("straggler")
+    (line,) = job.events("straggler")
     assert line.text.startswith("straggler: node node1 (all of its ranks: 8-15) 1")
     assert " % slower than its 24 peers since iteration 51: " in line.text
 
@@ -120,7 +120,7 @@ def test_a_rank_alone_in_its_group_is_compared_with_nobody():
 def test_slowness_that_ends_is_taken_back_and_what_it_cost_stays():
     job = SynchronousJob(8, slow=slowed({3}, last=20)).run(40)
 
-    assert [news.kind for news in job.news("straggler", "recovered")] == ["straggler", "recovered"]
+    assert [event.kind for event in job.events("straggler", "recovered")] == ["straggler", "recovered"]
     assert job.stragglers.verdicts == ()
     (total,) = job.stragglers.totals()
     assert total.ranks == (3,) and total.gpu_seconds > 0
@@ -139,7 +139,7 @@ def test_a_slow_data_loader_is_named_by_its_waits_though_no_rank_has_a_sync_poin
     (verdict,) = job.stragglers.verdicts
     assert (verdict.ranks, verdict.evidence) == ((3,), "data wait")
     assert verdict.slowdown == pytest.approx(0.08 / (ITERATION_S + 0.08 + COMMUNICATION_S), abs=0.03)
-    (line,) = job.news("straggler")
+    (line,) = job.events("straggler")
     assert "makes its 7 peers wait for 1" in line.text and " ms of an iteration for data, they 2." in line.text
 
 
@@ -163,7 +163,7 @@ def test_without_a_sync_point_it_is_known_when_and_not_who():
     job = SynchronousJob(8, tells=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
 
     assert job.accused == set()
-    (line,) = job.news()
+    (line,) = job.events()
     assert line.kind == "slower"
     assert "since iteration 291" in line.text  # the 30th window
     assert "is unknown: no rank tells its own time (effllm.sync_point)" in line.text
@@ -172,7 +172,7 @@ def test_without_a_sync_point_it_is_known_when_and_not_who():
 def test_where_all_ranks_become_slower_together_nobody_is_named_and_it_is_said():
     job = SynchronousJob(8, tail=0.0, slow=slowed(set(range(8)), 1.2, first=30)).run(50)
 
-    (line,) = job.news()
+    (line,) = job.events()
     assert line.kind == "slower" and "the ranks' own times rose alike" in line.text
 
 
@@ -211,7 +211,7 @@ def test_ranks_that_wait_for_each_other_are_named_as_one():
 
     (verdict,) = job.stragglers.verdicts
     assert verdict.ranks == (6, 7)
-    (line,) = job.news("straggler")
+    (line,) = job.events("straggler")
     assert line.text.startswith("straggler: one of ranks 6-7, which wait for each other (node node0), 1")
     assert line.rank is None
 
@@ -228,7 +228,7 @@ def hot(rank, window, wall_s):
 def test_the_line_says_who_since_when_why_and_what_it_costs():
     job = SynchronousJob(64, slow=slowed({17}), device=hot, tail=0.0).run(20)
 
-    (line,) = job.news("straggler")
+    (line,) = job.events("straggler")
     assert line.rank == 17
     assert re.match(r"straggler: rank 17 \(node node2, GPU-17\) \d+\.\d % slower", line.text)
     assert (

@@ -26,7 +26,21 @@ from effllm.network.transport import (
     encode,
     make_context,
 )
-from effllm.schema import GAUGES, Ack, Beat, Bye, ByeSeen, Gauge, Integrals, Note, Parameters, Refused, Sensor, Welcome
+from effllm.schema import (
+    GAUGES,
+    Ack,
+    AgentEvent,
+    Beat,
+    Bye,
+    ByeSeen,
+    Event,
+    Gauge,
+    Integrals,
+    Parameters,
+    Refused,
+    Sensor,
+    Welcome,
+)
 
 FROM_AGENT = [
     hello(
@@ -35,7 +49,7 @@ FROM_AGENT = [
     ),
     reports(row(loss=3.5, devices=(device_window(phases={"startup": full(1.0), "shutdown": Integrals()}),)), row(1)),
     Beat("agent", 3, 17, "in an iteration", 0.5, 2),
-    Note("agent", 3, "agent", "größer", 1000.0),
+    AgentEvent("agent", 3, Event(1000.0, "agent", "größer")),
     Bye("agent", 3, "completed", 20, 0, 1.25),
 ]
 FROM_AGGREGATOR = [
@@ -196,8 +210,8 @@ LARGE = [
     hello(facts=dict.fromkeys(map(str, range(501)), 1)),
     hello(facts={"x" * 256: 1}),
     Beat("agent", 3, 17, "x" * 256, 0.5),
-    Note("agent", 3, "agent", "x" * 8001, 1.0),
-    Note("agent", 3, "x" * 41, "text", 1.0),
+    AgentEvent("agent", 3, Event(1.0, "agent", "x" * 8001)),
+    AgentEvent("agent", 3, Event(1.0, "x" * 41, "text")),
     Bye("agent", 3, "x" * 256, 20),
 ]
 

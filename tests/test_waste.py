@@ -15,8 +15,8 @@ class Run:
     """A job whose windows are made one by one."""
 
     def __init__(self, events=None):
-        self.events = []
-        self.watch = WasteWatch(events or {}, lambda kind, text, time_s: self.events.append((kind, text)))
+        self.reported = []
+        self.watch = WasteWatch(events or {}, self.reported.append)
         self.ordinal = self.tokens = 0
 
     def window(self, busy=0.9, tokens=1000, time_s=10.0, gpus=8, **changes):
@@ -52,8 +52,12 @@ class Run:
         return self
 
     @property
+    def events(self):
+        return [(event.kind, event.text) for event in self.reported]
+
+    @property
     def kinds(self):
-        return [kind for kind, _ in self.events]
+        return [event.kind for event in self.reported]
 
 
 def healthy(seed):

@@ -46,9 +46,9 @@ from effllm.runs.plain_text import one_line
 from effllm.runs.run_lock import name_of_run
 from effllm.schema import (
     MARKED_PHASES,
-    MAX_EVENT_COUNT,
     MOST_TEXT,
     Ack,
+    AgentEvent,
     Beat,
     Bye,
     ByeSeen,
@@ -56,7 +56,6 @@ from effllm.schema import (
     FromAggregator,
     Hello,
     Inspect,
-    Note,
     Parameters,
     Refused,
     Reports,
@@ -485,9 +484,7 @@ class Agent:
             self._say_hello(now_s)
         self._send_reports(link, now_s)
         while (event := self._log.unsent()) is not None:
-            text, count = event.text[:MOST_TEXT], min(event.count, MAX_EVENT_COUNT)
-            note = Note(self._id, self._rank, event.kind, text, event.time_s, event.device or "", count)
-            if not link.send(note):
+            if not link.send(AgentEvent(self._id, self._rank, event)):
                 break
             self._log.sent()
         self._take_inspection(now_s)

@@ -10,10 +10,12 @@ import time
 from collections import deque
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from effllm.config import state_folder
 from effllm.event_limit import EventLimit
 from effllm.runs import own_files
-from effllm.schema import Event
+from effllm.schema import MAX_EVENT_COUNT, MOST_TEXT, Event
 
 CLOSE_S = 0.5
 MAX_UNSENT = 200
@@ -44,6 +46,7 @@ class Log:
         """Take an event, for the file and for the aggregator; in a storm most are only counted."""
         with self._lock:
             left_out = self._limit.roll(time.monotonic())
+            event = replace(event, text=event.text[:MOST_TEXT], count=min(event.count, MAX_EVENT_COUNT))
             for one in [*left_out, event] if self._limit.admits(event) else left_out:
                 self._put(one)
         self._flush()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from effllm.agents.sampler import Sampler
 from effllm.agents.window import Series
 from effllm.energy.calibration import keep_lag, kept_lag_s
-from effllm.schema import Device, DeviceEvent, Event, Sample
+from effllm.schema import Device, Event, Sample
 
 LONGEST_GAP_INTERVALS = 5
 LEAST_INTERVAL_S = 0.2
@@ -96,32 +96,27 @@ class Track:
         return True
 
     def take_events(self, now_ns: int, time_s: float) -> list[Event]:
-        """Return what happened to the device since the last call, each event with the time at which it was read.
+        """Return what happened to the device since the last call.
 
         Args:
             now_ns: the time.
             time_s: unix time.
         """
-        events = self.series.take_events() if self.series else []
+        events = []
+        if self.series is not None:
+            events = self.series.take_events(time_s - max(now_ns - self.series.newest_ns, 0) * 1e-9)
         if self._contradicted:
-            events.append(DeviceEvent("energy_calibration", self._contradicted, time_ns=now_ns))
+            events.append(Event(time_s, "energy_calibration", self._contradicted))
             self._contradicted = ""
         stale_s, was_stale = self.sampler.stale_s(), self._is_stale
         self._is_stale = stale_s is not None
-        name = self.series.device.key if self.series else "the device"
+        key = self.series.device.key if self.series else None
+        name = key or "the device"
         if stale_s is not None and not was_stale:
             text = f"{name} is stale: a read has not come back for {stale_s:.0f} s"
-            events.append(DeviceEvent("stale", text, time_ns=now_ns))
+            events.append(Event(time_s, "stale", text))
         elif was_stale and stale_s is None:
-            events.append(DeviceEvent("stale", f"{name} answers again", time_ns=now_ns))
-        key = self.series.device.key if self.series else None
+            events.append(Event(time_s, "stale", f"{name} answers again"))
         return [
-            Event(
-                time_s=time_s - max(now_ns - event.time_ns, 0) * 1e-9,
-                kind=event.kind,
-                text=event.text if name in event.text else f"{name}: {event.text}",
-                device=key,
-                count=event.count,
-            )
-            for event in events
+            replace(one, text=one.text if name in one.text else f"{name}: {one.text}", device=key) for one in events
         ]

@@ -22,8 +22,8 @@ from effllm.schema import (
     SHUTDOWN,
     STARTUP,
     Device,
-    DeviceEvent,
     DeviceWindow,
+    Event,
     Gauge,
     Integrals,
     Iteration,
@@ -53,7 +53,7 @@ class Series:
         self._folded: dict[int, DeviceWindow] = {}  # what lay between a sample and the next that is kept, by its time
         self._energy = EnergyLedger(device, longest_gap_s)
         self._newest_ns = 0
-        self._events: list[DeviceEvent] = []
+        self._events: list[Event] = []
 
     @property
     def newest_ns(self) -> int:
@@ -83,7 +83,7 @@ class Series:
         self._energy.add(sample)
         if not sample.energy_only:
             self._samples.append(sample)
-            self._events += [replace(event, time_ns=sample.time_ns) for event in sample.events]
+            self._events += sample.events
 
     def calibrate(self, device: Device) -> None:
         """Take what has been learnt of the device's sensor since the samples began."""
@@ -112,10 +112,9 @@ class Series:
         energy = Energy(wall.energy_j, wall.energy_covered_s)
         return self._energy.aliasing_error(iterations, energy, durations_s)
 
-    def take_events(self) -> list[DeviceEvent]:
-        """Return what happened to the device and its measurement since the last call."""
-        of_energy = [DeviceEvent(kind, text, time_ns=self._newest_ns) for kind, text in self._energy.take_events()]
-        events, self._events = self._events + of_energy, []
+    def take_events(self, time_s: float) -> list[Event]:
+        """Return what happened to the device and its measurement; ``time_s`` is the newest sample's unix time."""
+        events, self._events = self._events + self._energy.take_events(time_s), []
         return events
 
     def reads_for(self, edge_ns: int) -> list[int]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from effllm.aggregation.account import Rows, merge_devices, window_energy
 from effllm.aggregation.gathered import Gathered
@@ -33,7 +34,19 @@ from effllm.health.stalls import StackFile, Stalls
 from effllm.health.straggler_watch import StragglerWatch
 from effllm.health.waste import WasteWatch
 from effllm.runs.plain_text import one_line
-from effllm.schema import Beat, Bye, ClusterReport, Event, Hello, Note, RankReport, Reports, Stack, Summary
+from effllm.schema import (
+    MAX_EVENT_COUNT,
+    AgentEvent,
+    Beat,
+    Bye,
+    ClusterReport,
+    Event,
+    Hello,
+    RankReport,
+    Reports,
+    Stack,
+    Summary,
+)
 
 LEAST_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
@@ -120,10 +133,10 @@ class Aggregator:
         self._last_report: ClusterReport | None = None
         self._boot = boot
         self._heard_s: float | None = None  # when any rank was heard last
-        self._stalls = Stalls(config, self._roster, self._ledger, self._event)
-        self._stragglers = StragglerWatch(self._ledger, self._event)
-        self._waste = WasteWatch(self._ledger.events, self._event)
-        self._energy = EnergyWatch(self._ledger.events.__contains__, self._event)
+        self._stalls = Stalls(config, self._roster, self._ledger, self.record)
+        self._stragglers = StragglerWatch(self._ledger, self.record)
+        self._waste = WasteWatch(self._ledger.events, self.record)
+        self._energy = EnergyWatch(self._ledger.events.__contains__, self.record)
         self.garbage = 0  # frames that were not messages
         self.duplicates = 0
 
@@ -133,11 +146,12 @@ class Aggregator:
         """Take an introduction; return why it is refused, or an empty string."""
         reason = self._roster.objection(message, now_s)
         if reason:
-            self._event("refused", f"rank {message.rank} on {message.host} was refused: {reason}", time_s, message.rank)
+            text = f"rank {message.rank} on {message.host} was refused: {reason}"
+            self.record(Event(time_s, "refused", text, message.rank))
             return reason
         is_new = self._roster.admit(message, now_s)
         if is_new:
-            self._event("joined", f"rank {message.rank} joined from {message.host}", time_s, message.rank)
+            self.record(Event(time_s, "joined", f"rank {message.rank} joined from {message.host}", message.rank))
         self._stalls.hello(message, is_new, now_s)
         self._stragglers.hello(message, is_new)
         self._hear(message.rank, now_s, time_s)
@@ -148,10 +162,10 @@ class Aggregator:
         )  # fmt: skip
         for device in message.devices:
             for sentence in device.not_measured:
-                self._state("not_measured", sentence, time_s)
+                self._state(Event(time_s, "not_measured", sentence))
         disagreement = self._roster.disagreement(message)
         if disagreement:
-            self._state("disagreement", disagreement, time_s, message.rank, once="parameters")
+            self._state(Event(time_s, "disagreement", disagreement, message.rank), once="parameters")
         return ""
 
     def reports(self, message: Reports, now_s: float, time_s: float, num_bytes: int = 0) -> bool:
@@ -257,13 +271,14 @@ class Aggregator:
         else:
             self._hear(message.rank, now_s, time_s)
 
-    def note(self, message: Note, now_s: float, time_s: float) -> None:
+    def agent_event(self, message: AgentEvent, now_s: float, time_s: float) -> None:
         """Take an event of an agent: it keeps its own time, but for a clock that is ahead or far behind."""
         if self._roster.rank_of(message.rank, message.agent) is not None:
             self._hear(message.rank, now_s, time_s)
-            happened_s = min(max(message.time_s, self._ledger.started_time_s), time_s)
-            text = f"rank {message.rank}: {message.text}"
-            self._event(message.kind, text, happened_s, message.rank, message.device or None, message.count)
+            event, count = message.event, min(message.event.count, MAX_EVENT_COUNT)
+            happened_s = min(max(event.time_s, self._ledger.started_time_s), time_s)
+            text = f"rank {message.rank}: {event.text}"
+            self.record(replace(event, time_s=happened_s, text=text, rank=message.rank, count=count))
 
     def bye(self, message: Bye, now_s: float, time_s: float) -> bool:
         """Take a farewell; ``False`` where it comes from a stranger."""
@@ -277,7 +292,7 @@ class Aggregator:
         self._pass_time(now_s, time_s)
         self._ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
         if self._roster.leave(rank, message.status, now_s):
-            self._event("left", f"rank {message.rank} left: {rank.bye}", time_s, message.rank)
+            self.record(Event(time_s, "left", f"rank {message.rank} left: {rank.bye}", message.rank))
             self._stalls.bye(message.rank, rank.bye, now_s)
         if self._may_close():
             self._close_ready(now_s)
@@ -286,15 +301,19 @@ class Aggregator:
     def reject(self, time_s: float, reason: str) -> None:
         """Count a frame that was no message of ours."""
         self.garbage += 1
-        self._event("garbage", f"a frame was rejected: {reason}", time_s)
-
-    def refuse(self, time_s: float, reason: str, rank: int | None, count: int = 1) -> None:
-        """Record that messages or connections of a peer were rejected, and how many."""
-        self._event("refused", reason, time_s, rank, count=count)
+        self.record(Event(time_s, "garbage", f"a frame was rejected: {reason}"))
 
     def record(self, event: Event) -> None:
-        """Count and report an event of the aggregator's own process."""
-        self._event(event.kind, event.text, event.time_s, event.rank, event.device, event.count)
+        """Count an event, and make a line of it unless there are too many of them."""
+        counts, kind, rank = self._ledger.events, event.kind, event.rank
+        if kind not in KINDS and kind not in counts and len(counts) >= MAX_KINDS:
+            kind = OTHER
+        counts[kind] = counts.get(kind, 0) + event.count
+        if rank is not None and not 0 <= rank < self._ledger.world_size:
+            rank = None  # a peer may claim any
+        event = replace(event, kind=kind, text=one_line(event.text), rank=rank, attempt=self._ledger.attempt)
+        if self._limit.admits(event):
+            self._events.append(event)
 
     def may_join(self, message: Hello, now_s: float) -> bool:
         """Whether nothing speaks against an introduction."""
@@ -319,7 +338,7 @@ class Aggregator:
         """
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MOST_BACKLOG_S)
         for rank, seconds in self._roster.fall_silent(until_s).items():
-            self._event("silent", f"rank {rank} has said nothing for {seconds:.0f} s", time_s, rank)
+            self.record(Event(time_s, "silent", f"rank {rank} has said nothing for {seconds:.0f} s", rank))
         self._pass_time(now_s, time_s)
         if self._late_rows and now_s - self._late_s >= late_every_s(self._ledger.world_size):
             self._take_late(now_s, time_s)
@@ -420,7 +439,7 @@ class Aggregator:
     def give_up(self, rank: int, time_s: float) -> None:
         """Wait no more for a rank whose agent is known to be gone."""
         self._roster.give_up(rank)
-        self._event("silent", f"rank {rank}: its agent has gone without a farewell", time_s, rank)
+        self.record(Event(time_s, "silent", f"rank {rank}: its agent has gone without a farewell", rank))
 
     @property
     def nobody_is_there(self) -> bool:
@@ -447,7 +466,7 @@ class Aggregator:
         counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # told once, counted each time
         events = summary.events | {kind: count for kind, count in counts.items() if count}
         status = "stalled" if self._stalls.is_status and summary.status != "completed" else summary.status
-        return msgspec.structs.replace(summary, events=events, status=status)
+        return replace(summary, events=events, status=status)
 
     # --- windows ---
 
@@ -503,15 +522,15 @@ class Aggregator:
             self._spans_s = [*self._spans_s[-15:], float(rows.numbers["wall_s"].max())]
         absent = sorted(self._roster.absent(window.ranks))
         if absent:
-            self._event("missing", f"window {number} closed without rank {named(absent)}", rows[-1].end_time_s)
+            self.record(Event(rows[-1].end_time_s, "missing", f"window {number} closed without rank {named(absent)}"))
         self._stragglers.close(rows)
         self._emit(window)
         if any(map(attrgetter("reset"), rows)):
             ledger.reset_run(number)
 
     def _judge_losses(self, rows: Rows, time_s: float) -> None:
-        if (news := losses.judge(rows, self._ledger)) is not None:
-            self._event(news.kind, news.text, time_s)
+        if (event := losses.judge(rows, self._ledger, time_s)) is not None:
+            self.record(event)
 
     def _weigh(self, number: int, rows: dict[int, RankReport], gathered: Gathered | None = None) -> Window:
         window = Window(number, rows, None, None)
@@ -556,10 +575,10 @@ class Aggregator:
         self._ledger.late += len(rows)
         ranks = sorted(rows)
         for rank in ranks if len(ranks) <= MOST_NAMED else ():
-            self._event("late", f"rank {rank} reported window {number} after it had closed", time_s, rank)
+            self.record(Event(time_s, "late", f"rank {rank} reported window {number} after it had closed", rank))
         if len(ranks) > MOST_NAMED:
             text = f"{len(ranks)} ranks reported window {number} after it had closed: {named(ranks)}"
-            self._event("late", text, time_s)
+            self.record(Event(time_s, "late", text))
         window = late = Window(number, rows, None, None)
         self._ledger.count_rows(number, window.ordered)
         self._judge_losses(window.ordered, time_s)
@@ -585,7 +604,7 @@ class Aggregator:
         """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
         assert recent.merged is not None
         news = [
-            msgspec.structs.replace(row, devices=tuple(one for one in row.devices if one.device not in recent.merged))
+            replace(row, devices=tuple(one for one in row.devices if one.device not in recent.merged))
             for row in rows.values()
         ]
         window = Window(recent.number, {}, None, None)
@@ -605,7 +624,7 @@ class Aggregator:
         self._closed.append(Closed(report, (late or window).ordered, safe))
         if not correction:
             for kind, text in doubts(report, self._roster):
-                self._state(kind, text, report.time_s, once=kind)
+                self._state(Event(report.time_s, kind, text), once=kind)
             self._energy.close(window.ordered, report)
             self._waste.close(report)
 
@@ -628,7 +647,7 @@ class Aggregator:
             self._ledger.goodput.hear(now_s - self._heard_s)
         if set_by_s is not None and time_s is not None:
             text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s: no time of this run counts that"
-            self._event("clock", text, time_s)
+            self.record(Event(time_s, "clock", text))
 
     @staticmethod
     def _spend(rank: RankState, message: Reports | Bye) -> None:
@@ -647,31 +666,17 @@ class Aggregator:
         if not self._ledger.ranks[rank].bye:  # an agent stays on a while, for the summary
             self._heard_s = now_s
         if self._roster.hear(rank, now_s):
-            self._event("back", f"rank {rank} is back", time_s, rank)
+            self.record(Event(time_s, "back", f"rank {rank} is back", rank))
 
     def _lose(self, number: int, rank: RankState, lost: int, time_s: float) -> None:
         if lost > rank.lost:
             why = "an aggregator died before they were written" if lost == rank.gaps else "its buffer was full"
-            self._event("lost", f"rank {number} lost {lost - rank.lost} reports: {why}", time_s, number)
+            self.record(Event(time_s, "lost", f"rank {number} lost {lost - rank.lost} reports: {why}", number))
             rank.lost = lost
 
-    def _event(
-        self, kind: str, text: str, time_s: float, rank: int | None = None, device: str | None = None, count: int = 1
-    ) -> None:
-        """Count what happened, and make a line of it unless there are too many of them."""
-        counts = self._ledger.events
-        if kind not in KINDS and kind not in counts and len(counts) >= MAX_KINDS:
-            kind = OTHER
-        counts[kind] = counts.get(kind, 0) + count
-        if rank is not None and not 0 <= rank < self._ledger.world_size:
-            rank = None  # a peer may claim any
-        event = Event(time_s, kind, one_line(text), rank, device, self._ledger.attempt, count)
-        if self._limit.admits(event):
-            self._events.append(event)
-
-    def _state(self, kind: str, text: str, time_s: float, rank: int | None = None, once: str = "") -> None:
-        """Make an event of a state that is stated again and again, the first time."""
-        stated = self._stated.setdefault(kind, set())
-        if (once or text) not in stated and len(stated) < MAX_STATED:
-            stated.add(once or text)
-            self._event(kind, text, time_s, rank)
+    def _state(self, event: Event, once: str = "") -> None:
+        """Record the event of a state that is stated again and again, the first time."""
+        stated = self._stated.setdefault(event.kind, set())
+        if (once or event.text) not in stated and len(stated) < MAX_STATED:
+            stated.add(once or event.text)
+            self.record(event)

@@ -43,6 +43,7 @@ from effllm.runs import own_files, run_lock
 from effllm.runs.provenance import Git, boot_id, gather
 from effllm.schema import (
     Ack,
+    AgentEvent,
     Beat,
     Bye,
     ByeSeen,
@@ -51,7 +52,6 @@ from effllm.schema import (
     FromAgent,
     Hello,
     Inspect,
-    Note,
     Refused,
     Reports,
     Stack,
@@ -273,7 +273,7 @@ class Server:
             self._door.wait_with(poller)
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
             for line in self._door.look(time.monotonic()):
-                self._aggregator.refuse(time.time(), line, None)
+                self._aggregator.record(Event(time.time(), "refused", line))
             if self._receive():
                 self._heard_until_s = time.monotonic()
                 if seconds := max(pause_s(self._aggregator.world_size), FLOOD_PAUSE_S * self._is_flooded):
@@ -372,8 +372,8 @@ class Server:
                 now_ns = time.monotonic_ns()  # it is answered as it is received
                 self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
             aggregator.beat(message, now_s, time_s)
-        elif isinstance(message, Note):
-            aggregator.note(message, now_s, time_s)
+        elif isinstance(message, AgentEvent):
+            aggregator.agent_event(message, now_s, time_s)
         elif isinstance(message, Stack):
             aggregator.stack(message, now_s, time_s)
         elif isinstance(message, Bye) and aggregator.bye(message, now_s, time_s):
@@ -416,9 +416,10 @@ class Server:
 
     def _tick(self, now_s: float) -> None:
         for refusal in self._peers.take_refusals():
-            self._aggregator.refuse(time.time(), refusal.text, refusal.rank)
+            self._aggregator.record(Event(time.time(), "refused", refusal.text, refusal.rank))
         if repeated := self._peers.take_repeated() + self._door.take_repeated():
-            self._aggregator.refuse(time.time(), "peers that were rejected before were rejected again", None, repeated)
+            text = "peers that were rejected before were rejected again"
+            self._aggregator.record(Event(time.time(), "refused", text, count=repeated))
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         self._look_for_lost(now_s)
         self._aggregator.tick(now_s, time.time(), self._heard_until_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 import pynvml
 
 from effllm.devices._nvml_call import MOST_64, Quantity, Readout, offered
-from effllm.schema import DeviceEvent
+from effllm.schema import Event
 
 #: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
 XID_EVERY_S, SELDOM_S = 1.0, 10.0
@@ -46,7 +47,7 @@ class Watch:
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
 
-    def look(self, now_s: float, is_there: bool) -> tuple[DeviceEvent, ...]:
+    def look(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
         """Return what has happened.
 
         Args:
@@ -69,29 +70,31 @@ class Watch:
                 pynvml.nvmlEventSetFree(self._events)
             self._events = None
 
-    def _critical(self) -> list[DeviceEvent]:
+    def _critical(self) -> list[Event]:
         numbers: Counter[int] = Counter()
         with suppress(pynvml.NVMLError):  # a time-out: nothing more has happened
             while self._events is not None and numbers.total() < _MOST_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
-        return [DeviceEvent("xid", _critical_text(number, times), times) for number, times in numbers.items()]
+        return [
+            Event(time.time(), "xid", _critical_text(number, times), count=times) for number, times in numbers.items()
+        ]
 
-    def _limit_changed(self) -> list[DeviceEvent]:
+    def _limit_changed(self) -> list[Event]:
         before_w, limit_w = self.limit_w, _read(self._limit)
         if limit_w is None or limit_w == before_w:
             return []
         self.limit_w = limit_w
         if not before_w:
             return []
-        return [DeviceEvent("power_limit", f"the power limit went from {before_w:g} W to {limit_w:g} W")]
+        return [Event(time.time(), "power_limit", f"the power limit went from {before_w:g} W to {limit_w:g} W")]
 
-    def _memory_errors(self) -> list[DeviceEvent]:
+    def _memory_errors(self) -> list[Event]:
         before, errors = self._num_errors, _read(self._errors)
         if errors is None:
             return []
         self._num_errors = errors  # which start from none with the driver
         new = int(errors - before) if before is not None else 0
-        return [DeviceEvent("ecc", f"{new} uncorrected memory errors", new)] if new > 0 else []
+        return [Event(time.time(), "ecc", f"{new} uncorrected memory errors", count=new)] if new > 0 else []
 
 
 def _critical_text(number: int, times: int) -> str:

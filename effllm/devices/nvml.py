@@ -17,7 +17,7 @@ from effllm.devices._nvml_identity import choose_uuid, find, module_of, text_of
 from effllm.devices._nvml_power import Power
 from effllm.devices._nvml_slices import gpu_of, slice_of
 from effllm.devices._nvml_watch import Watch
-from effllm.schema import GPU, MODULE, Device, DeviceEvent, Sample
+from effllm.schema import GPU, MODULE, Device, Event, Sample
 
 __all__ = ["NvmlReader", "choose_uuid", "open_device"]
 
@@ -126,7 +126,7 @@ class NvmlReader:
 
     # --- reading ---
 
-    def _read_all(self, events: tuple[DeviceEvent, ...] = ()) -> tuple[Sample, dict[str, str], bool]:
+    def _read_all(self, events: tuple[Event, ...] = ()) -> tuple[Sample, dict[str, str], bool]:
         """Return what is known now, what failed, and whether the GPU answered at all."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures)

@@ -26,7 +26,7 @@ from effllm.energy.lag_evidence import MIN_ERROR_S, SAME_S, LagEvidence, TickRea
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
 from effllm.energy.tick_energy import beat, beat_of, in_tick
-from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, NORMAL_95, Device, Sample, Sensor
+from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, NORMAL_95, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
@@ -232,10 +232,10 @@ class EnergyLedger:
         """Tell how long an iteration takes and how much that varies, for ticks may beat with iterations."""
         self._rhythm = (step_s, deviation_s)
 
-    def take_events(self) -> list[tuple[str, str]]:
-        """Return what happened to the measurement since the last call, as (kind, text)."""
+    def take_events(self, time_s: float) -> list[Event]:
+        """Return what happened to the measurement since the last call; ``time_s`` is the newest sample's unix time."""
         events, self._events = self._events, []
-        return events
+        return [Event(time_s, kind, text) for kind, text in events]
 
     def _step(self, last: _Point, sample: Sample, counter_j: float | None, power_w: float | None) -> _Step:
         """Return the step to a reading; that of a counter may begin before the last one."""

@@ -7,15 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from effllm import metrics
-from effllm.schema import ClusterReport, RankReport
+from effllm.schema import ClusterReport, Event, RankReport
 
 #: So many windows in a row in which iterations keep step with a sensor make an event.
 HELD_WINDOWS = 3
 #: Whether windows are too short is judged by the last so many of them, and by this many at least.
 JUDGED_WINDOWS, MIN_JUDGED = 9, 5
-
-#: Takes the kind of an event, its text and its unix time.
-Report = Callable[[str, str, float], None]
 
 
 class EnergyWatch:
@@ -26,7 +23,7 @@ class EnergyWatch:
         report: takes an event.
     """
 
-    def __init__(self, is_reported: Callable[[str], bool], report: Report) -> None:
+    def __init__(self, is_reported: Callable[[str], bool], report: Callable[[Event], None]) -> None:
         self._is_reported, self._report = is_reported, report
         self._held = 0
         self._unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
@@ -48,7 +45,7 @@ class EnergyWatch:
             f"of each of its ticks: the energy of a GPU may be off by up to {percent} % in the run to date, "
             "in the same way in every window; over many GPUs it averages out"
         )
-        self._report("energy_aliasing", text, time_s)
+        self._report(Event(time_s, "energy_aliasing", text))
 
     def _judge_length(self, report: ClusterReport) -> None:
         if metrics.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
@@ -61,4 +58,4 @@ class EnergyWatch:
             f"±{100 * metrics.MAX_SHOWN_ERROR:.0f} % and not shown; windows four times as long "
             "(EFFICIENTLLM_LOG_INTERVAL) have half of that error or less; values of the run to date are not affected"
         )
-        self._report("energy_doubtful", text, report.time_s)
+        self._report(Event(report.time_s, "energy_doubtful", text))

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from typing import NamedTuple
 
 from effllm.health.change_point import Change, Level
-from effllm.schema import RankReport
+from effllm.schema import Event, RankReport
 
 #: Shorter windows are judged together. The load of a host changes every second or so, for many of them alike: 314
 #: changes were reported in 73,009 windows of 13 ms of a loop that only slept.
 JUDGED_S = 5.0
 #: Windows that an unexplained change waits for a name.
 PATIENCE = 2
-
-
-class News(NamedTuple):
-    """One line for people."""
-
-    kind: str  # straggler, recovered, slower, faster
-    text: str
-    rank: int | None = None
 
 
 class Slowdown:
@@ -36,8 +27,8 @@ class Slowdown:
         ] = []  # first iteration, medians of iterations and own times
         self._windows_s = 0.0
 
-    def add(self, row: RankReport, whole_s: float, own_s: float | None, is_explained: bool) -> News | None:
-        """Take the medians of a window; return what there is to tell.
+    def add(self, row: RankReport, whole_s: float, own_s: float | None, is_explained: bool) -> Event | None:
+        """Take the medians of a window; return an event where the job has become slower or faster.
 
         Args:
             row: any of the window's.
@@ -58,7 +49,7 @@ class Slowdown:
         change = self._whole.add(shown, whole_s)
         if change is not None and change.ratio < 0:
             self._change = None
-            return News("faster", f"faster: {_change_text(change)}")
+            return Event(row.end_time_s, "faster", f"faster: {_change_text(change)}")
         if change is not None:
             self._change, self._patience = change, PATIENCE
         elif self._change is not None:
@@ -66,7 +57,9 @@ class Slowdown:
         if self._change is None or (self._patience > 0 and not is_explained):
             return None
         change, self._change = self._change, None
-        return None if is_explained else News("slower", f"slower: {_change_text(change)}; {self._who(own_s)}")
+        if is_explained:
+            return None
+        return Event(row.end_time_s, "slower", f"slower: {_change_text(change)}; {self._who(own_s)}")
 
     def _who(self, own_s: float | None) -> str:
         if own_s is None:

@@ -10,13 +10,10 @@ from effllm.aggregation.roster import Roster
 from effllm.config import Config
 from effllm.health.hang import Hang, Stall
 from effllm.health.stall_text import MOST_NAMED, Names, resumed_text, stall_text
-from effllm.schema import Beat, Hello, RankReport, Stack
+from effllm.schema import Beat, Event, Hello, RankReport, Stack
 
 MOST_STACKS = 100  # that one aggregator has kept
 ANSWER_S = 30.0  # an agent gives its stack until then, or there is none
-
-#: Makes an event of a kind and a line, of a rank or of none.
-Tell = Callable[[str, str, float, "int | None"], None]
 
 
 class StackFile(NamedTuple):
@@ -33,12 +30,12 @@ class Stalls:
         config: the job's settings.
         roster: who is who, and who is heard.
         ledger: the job's state, where the time is counted.
-        tell: makes an event.
+        report: takes an event.
     """
 
-    def __init__(self, config: Config, roster: Roster, ledger: Ledger, tell: Tell) -> None:
+    def __init__(self, config: Config, roster: Roster, ledger: Ledger, report: Callable[[Event], None]) -> None:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())
-        self._roster, self._ledger, self._tell = roster, ledger, tell
+        self._roster, self._ledger, self._report = roster, ledger, report
         self._shown_minus_ordinal: int | None = None
         self._asked: dict[int, float] = {}  # ranks whose stack is on its way, and until when it is waited for
         self._tops: dict[int, str] = {}  # where those that have come stand
@@ -46,7 +43,7 @@ class Stalls:
         self._files: list[StackFile] = []
         self._kept = 0
         self._counted_s = 0.0
-        self._is_told = self._failed_before = False
+        self._is_reported = self._failed_before = False
         self._left: dict[int, str] = {}
 
     # --- what comes in ---
@@ -84,23 +81,23 @@ class Stalls:
             name = f"rank-{message.rank}-iteration-{message.ordinal + self._offset}.txt"
             self._files.append(StackFile(name, message.text))
         self._tops[message.rank] = message.top
-        self._tell_stacks(time_s)
+        self._report_stacks(time_s)
         return True
 
     def tick(self, now_s: float, time_s: float) -> None:
         """Let time pass."""
         for verdict in self._hang.look(now_s, self._roster.silent):
             if isinstance(verdict, Stall):
-                self._tell_stall(verdict, now_s, time_s)
+                self._report_stall(verdict, now_s, time_s)
             else:
-                self._tell("resumed", resumed_text(verdict), time_s, verdict.rank)
-                self._asked, self._tops, self._is_told = {}, {}, False
+                self._report(Event(time_s, "resumed", resumed_text(verdict), verdict.rank))
+                self._asked, self._tops, self._is_reported = {}, {}, False
         overdue = [rank for rank, until_s in self._asked.items() if now_s > until_s]
         for rank in overdue:
             del self._asked[rank]
             self._tops[rank] = "its agent has not answered"
         if overdue:
-            self._tell_stacks(time_s)
+            self._report_stacks(time_s)
 
     # --- what goes out ---
 
@@ -134,7 +131,7 @@ class Stalls:
             return self._shown_minus_ordinal
         return next((hello.offset for hello in self._roster.hellos.values()), 0)
 
-    def _tell_stall(self, stall: Stall, now_s: float, time_s: float) -> None:
+    def _report_stall(self, stall: Stall, now_s: float, time_s: float) -> None:
         roster, world_size = self._roster, self._ledger.world_size
         silent_s = {rank: now_s - roster.heard_s[rank] for rank in roster.silent if rank not in self._left}
         left = {rank: status for rank, status in self._left.items() if rank < world_size}
@@ -142,9 +139,9 @@ class Stalls:
         names = Names(self._where, self._offset)
         text = stall_text(stall, self._hang.ranks, names, now_s, silent_s, left, missing)
         behind = stall.groups[0][1]
-        self._tell("stalled", text, time_s, behind[0] if len(behind) == 1 else None)
-        if not stall.is_partial and not self._is_told:
-            self._is_told, self._failed_before = True, "failed" in self._left.values()
+        self._report(Event(time_s, "stalled", text, behind[0] if len(behind) == 1 else None))
+        if not stall.is_partial and not self._is_reported:
+            self._is_reported, self._failed_before = True, "failed" in self._left.values()
         self._ask(stall, now_s)
 
     def _ask(self, stall: Stall, now_s: float) -> None:
@@ -155,14 +152,14 @@ class Stalls:
         self._to_ask += new
         self._asked |= dict.fromkeys(new, now_s + ANSWER_S)
 
-    def _tell_stacks(self, time_s: float) -> None:
+    def _report_stacks(self, time_s: float) -> None:
         if self._asked or not self._tops:
             return
         said: dict[str, list[int]] = {}
         for rank, top in self._tops.items():
             said.setdefault(top or "unknown", []).append(rank)
         parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in said.items()]
-        self._tell("stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}", time_s, None)
+        self._report(Event(time_s, "stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}"))
 
     def _where(self, rank: int) -> str:
         hello = self._roster.hellos[rank]

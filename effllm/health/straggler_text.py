@@ -5,36 +5,38 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from effllm.health.diagnosis import UNKNOWN
-from effllm.health.slowdown import News
-from effllm.schema import ARRIVAL, DATA_WAIT, Verdict
+from effllm.schema import ARRIVAL, DATA_WAIT, Event, Verdict
 
 MOST_LINES = 8  # of a kind and window, further ranks are counted
 
 
-def lines(kind: str, verdicts: Sequence[Verdict], hosts: Mapping[str, Collection[int]], has_gpus: bool) -> list[News]:
-    """Return what to say of verdicts.
+def events_of(
+    kind: str, verdicts: Sequence[Verdict], hosts: Mapping[str, Collection[int]], has_gpus: bool, time_s: float
+) -> list[Event]:
+    """Return the events of verdicts.
 
     Args:
         kind: ``straggler`` or ``recovered``.
         verdicts: that were made, or taken back, just now.
         hosts: all ranks of each.
         has_gpus: whether what waits is a GPU.
+        time_s: unix time of the events.
     """
-    left, news = {verdict.ranks: verdict for verdict in verdicts}, []
+    left, events = {verdict.ranks: verdict for verdict in verdicts}, []
     for host in sorted({verdict.host for verdict in verdicts} - {""}):
         mates = sorted(hosts[host])
         of_node = [left[rank,] for rank in mates if (rank,) in left]
         if len(of_node) == len(mates) > 1:
             who = f"node {host} (all of its ranks: {ranks_text(mates)})"
-            news.append(News(kind, _line(kind, who, of_node, has_gpus)))
+            events.append(Event(time_s, kind, _line(kind, who, of_node, has_gpus)))
             left = {ranks: verdict for ranks, verdict in left.items() if verdict.host != host}
     for ranks, verdict in list(left.items())[:MOST_LINES]:
-        news.append(
-            News(kind, _line(kind, _names(verdict), [verdict], has_gpus), ranks[0] if len(ranks) == 1 else None)
-        )
+        text = _line(kind, _names(verdict), [verdict], has_gpus)
+        events.append(Event(time_s, kind, text, ranks[0] if len(ranks) == 1 else None))
     if len(left) > MOST_LINES:
-        news.append(News(kind, f"{kind}: {len(left) - MOST_LINES} more, the costliest of them are in summary.json"))
-    return news
+        text = f"{kind}: {len(left) - MOST_LINES} more, the costliest of them are in summary.json"
+        events.append(Event(time_s, kind, text))
+    return events
 
 
 def _names(verdict: Verdict) -> str:

@@ -8,9 +8,7 @@ from effllm.aggregation.ledger import Ledger, Waited
 from effllm.health.clock import Offset, aged
 from effllm.health.evidence import Peer
 from effllm.health.stragglers import Stragglers
-from effllm.schema import Beat, Hello, RankReport
-
-Tell = Callable[[str, str, float, int | None], None]
+from effllm.schema import Beat, Event, Hello, RankReport
 
 
 class StragglerWatch:
@@ -18,11 +16,11 @@ class StragglerWatch:
 
     Args:
         ledger: the job's.
-        tell: makes an event of a kind, a text, a time and a rank.
+        report: takes an event.
     """
 
-    def __init__(self, ledger: Ledger, tell: Tell) -> None:
-        self._ledger, self._tell = ledger, tell
+    def __init__(self, ledger: Ledger, report: Callable[[Event], None]) -> None:
+        self._ledger, self._report = ledger, report
         self._stragglers = Stragglers(ledger.stragglers)
         self._clocks = _Clocks()
 
@@ -70,8 +68,8 @@ class StragglerWatch:
             known = ledger.straggling_j is not None and found.joules is not None
             ledger.straggling_j = ledger.straggling_j + found.joules if known else None  # type: ignore[operator]
             ledger.straggling_gpu_s += found.rank_seconds
-        for news in found.news:
-            self._tell(news.kind, news.text, rows[-1].end_time_s, news.rank)
+        for event in found.events:
+            self._report(event)
 
 
 class _Clocks(Mapping[int, Offset]):

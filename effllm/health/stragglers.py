@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from effllm.health.clock import Offset
 from effllm.health.diagnosis import MOST_PEERS, UNKNOWN, explain, power_w
 from effllm.health.evidence import Key, Peer, Peers, gather, iteration_s
-from effllm.health.slowdown import News, Slowdown
+from effllm.health.slowdown import Slowdown
 from effllm.health.slowest import Slowest
 from effllm.health.standing_out import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, Track
-from effllm.health.straggler_text import lines
-from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, DeviceWindow, RankReport, Straggler, Verdict
+from effllm.health.straggler_text import events_of
+from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, DeviceWindow, Event, RankReport, Straggler, Verdict
 
 #: Verdicts in a report, ranks that totals are kept of, and ranks whose power is asked for.
 MOST_VERDICTS, MOST_KEPT, MOST_ASKED = 16, 64, 1024
@@ -35,7 +35,7 @@ class Straggling(NamedTuple):
     rank_seconds: float = 0.0  # the same, summed over those that waited ...
     joules: float | None = None  # ... and what their devices drew then
     by_window: Mapping[int, float] = {}  # rank-seconds, with those before of whom was named just now
-    news: Sequence[News] = ()
+    events: Sequence[Event] = ()
     slowest: Straggler | None = None  # the slowest rank of the window
     is_compared: bool = False  # whether own times of ranks were compared
 
@@ -108,15 +108,16 @@ class Stragglers:
         own = [look.median_s for (_, evidence), look in looks.items() if evidence == OWN_TIME]
         slower = self._slowdown.add(worked[0], whole_s, sum(own) / len(own) if own else None, bool(self._named))
         hosts, has_gpus = self._peers.hosts, self._peers.known[worked[0].rank].is_gpu
-        news = [
-            *lines("recovered", [one.verdict for one in cleared.values()], hosts, has_gpus),
-            *lines("straggler", [self._named[unit].verdict for unit in fresh], hosts, has_gpus),
+        time_s = rows[-1].end_time_s
+        events = [
+            *events_of("recovered", [one.verdict for one in cleared.values()], hosts, has_gpus, time_s),
+            *events_of("straggler", [self._named[unit].verdict for unit in fresh], hosts, has_gpus, time_s),
             *([slower] if slower else []),
         ]
         is_known = bool(own or self._named)
         return straggling._replace(
             seconds=straggling.seconds if is_known else None,
-            news=news,
+            events=events,
             slowest=self._slowest_of(looks),
             is_compared=bool(own),
         )

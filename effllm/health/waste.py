@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from effllm import metrics
-from effllm.schema import ClusterReport, ClusterTotals
+from effllm.schema import ClusterReport, ClusterTotals, Event
 
 #: GPUs idle below this share of busy time, and no longer from the second on.
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25
@@ -21,9 +21,6 @@ DATA_WAIT_FROM = 0.2
 
 IDLE, BUSY, NO_TOKENS, TOKENS = "gpus_idle", "gpus_busy", "no_tokens", "tokens_again"
 
-#: Takes the kind of an event, its text and its unix time.
-Report = Callable[[str, str, float], None]
-
 
 class WasteWatch:
     """Judges windows as they close.
@@ -35,7 +32,7 @@ class WasteWatch:
         report: takes an event.
     """
 
-    def __init__(self, events: Mapping[str, int], report: Report) -> None:
+    def __init__(self, events: Mapping[str, int], report: Callable[[Event], None]) -> None:
         self._report = report
         self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
         self._lacks_tokens = events.get(NO_TOKENS, 0) > events.get(TOKENS, 0)
@@ -70,9 +67,9 @@ class WasteWatch:
         if self._is_idle:
             evidence = " and ".join(_evidence(window))
             text = f"the GPUs are idle: busy for {span}" + (f"; in the last one {evidence}" if evidence else "")
-            self._report(IDLE, text, report.time_s)
+            self._report(Event(report.time_s, IDLE, text))
         else:
-            self._report(BUSY, f"the GPUs work again: busy for {span}", report.time_s)
+            self._report(Event(report.time_s, BUSY, f"the GPUs work again: busy for {span}"))
         self._others.clear()
 
     def _judge_tokens(self, report: ClusterReport, window: ClusterTotals) -> None:
@@ -81,7 +78,8 @@ class WasteWatch:
             self._without_tokens, self._without_tokens_s = 0, 0.0
             if self._lacks_tokens:
                 self._lacks_tokens = False
-                self._report(TOKENS, f"tokens are counted again at iteration {report.iteration}", report.time_s)
+                text = f"tokens are counted again at iteration {report.iteration}"
+                self._report(Event(report.time_s, TOKENS, text))
             return
         self._without_tokens += 1
         self._without_tokens_s += window.time_s
@@ -93,7 +91,7 @@ class WasteWatch:
             self._lacks_tokens = True
             since = f"no tokens were counted in the last {self._without_tokens} windows"
             why = f"{counted:,} were before" if counted else "though the FLOPs of a token are known"
-            self._report(NO_TOKENS, f"{since}, {why}: no tokens/s, MFU and J/token", report.time_s)
+            self._report(Event(report.time_s, NO_TOKENS, f"{since}, {why}: no tokens/s, MFU and J/token"))
 
 
 def _evidence(window: ClusterTotals) -> list[str]:
