@@ -28,7 +28,7 @@ from effllm.agents.track import EDGE_WAIT_S, Track
 from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.energy.calibration import calibrate
-from effllm.schema import Device, Integrals, Sample, Sensor
+from effllm.schema import Device, Event, Integrals, Sample, Sensor
 
 NICENESS = 5  # as in effllm.agents.agent.main
 #: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.
@@ -43,7 +43,7 @@ class _Agent:
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calibrated = threading.Event()
         interval_s = Config().collection_interval_s
-        self._track = Track(Sampler(self._open, interval_s, _log, self._sampled, self._calibrate), interval_s)
+        self._track = Track(Sampler(self._open, interval_s, _log_event, self._sampled, self._calibrate), interval_s)
         self._waiting: deque[int] = deque()
         self._start_ns = 0
         self._windows: list[Integrals] = []
@@ -115,6 +115,10 @@ class _Agent:
 
 def _joules_and_variance(window: Integrals) -> tuple[float | None, float]:
     return window.energy_j, window.energy_start_j2 + window.energy_end_j2 + window.energy_inside_j2
+
+
+def _log_event(event: Event) -> None:
+    _log(event.text)
 
 
 def _log(line: str) -> None:

@@ -87,7 +87,7 @@ class _Measuring:
         self._sensor = sensor
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = threading.Event()
-        self._track = Track(Sampler(self._open, 1.0, lambda _line: None, self._sampled, self._calibrate), 1.0)
+        self._track = Track(Sampler(self._open, 1.0, lambda _event: None, self._sampled, self._calibrate), 1.0)
         self._waiting: deque[tuple[float, int, int]] = deque()
         self._reader: Reader | None = None
 

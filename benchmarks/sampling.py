@@ -181,7 +181,7 @@ def _play(calls: Calls) -> None:
 def _sampler_cpu_us() -> float:
     """Return what the sampler's thread spends on a tick of a round."""
     wake = os.eventfd(0, os.EFD_NONBLOCK)
-    sampler = Sampler(_open, INTERVAL_S, lambda line: print(line, file=sys.stderr), wake)
+    sampler = Sampler(_open, INTERVAL_S, lambda event: print(event.text, file=sys.stderr), wake)
     sampler.start()
     time.sleep(5 * INTERVAL_S)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "sampler")

@@ -32,7 +32,7 @@ KINDS: dict[str, Kind] = {
     "late": Kind(FILE, "A report came after its window had closed; totals were corrected."),
     "lost": Kind(ALWAYS, "Reports of a rank will never arrive.", is_problem=True),
     "restarted": Kind(ALWAYS, "The job was started again and continues in the same run folder."),
-    "agent": Kind(FILE, "A line of an agent's log."),
+    "agent": Kind(FILE, "Another report of an agent, or of what it samples."),
     "warning": Kind(ONCE, "A warning from the training process.", is_problem=True),
     "disagreement": Kind(ONCE, "Ranks report different parameter counts of the whole model.", is_problem=True),
     # Connections

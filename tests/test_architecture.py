@@ -39,7 +39,7 @@ FLOORS = """
 1.0.5   energy.cross_check  energy.tick_energy
 1.1     agents.log  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
-1.2     agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
+1.2     agents.events  agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
 1.2     energy.calibration  health.stall_text  runs.window_text
 1.2.0.5 runs.closing_text
 1.2.1   devices._nvml_slices

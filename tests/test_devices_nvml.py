@@ -384,9 +384,10 @@ from effllm.agents import sampler
 from effllm.devices import Site, open_device
 from effllm.agents.track import Track
 
-sampler.STALE_AFTER_S = 0.3
+sampler.STALE_AFTER_S = 1.5  # a busy machine holds up a read for some tenths of a second
 lines, events, num_samples = [], [], 0
-reading = sampler.Sampler(lambda: open_device("nvml", Site(visible_devices="0")), 0.02, lines.append, os.eventfd(0))
+open_reader = lambda: open_device("nvml", Site(visible_devices="0"))
+reading = sampler.Sampler(open_reader, 0.02, lambda event: lines.append(event.text), os.eventfd(0))
 track = Track(reading, 0.02)
 reading.start()
 
@@ -426,14 +427,14 @@ def test_a_call_that_hangs_makes_the_device_stale_and_holds_up_nothing(trace):
     assert [kind for kind, _ in said["events"]] == ["stale"]
     assert f"{A} is stale" in said["events"][0][1]
     assert said["settled"]  # nobody waits for it
-    assert said["stale_s"] >= 0.3
+    assert said["stale_s"] >= 1.5
     assert not said["stopped"]
     assert said["stop_s"] < 10.0  # of the 30 s
 
 
 @pytest.mark.alone
 def test_after_a_call_that_hung_for_a_while_no_energy_is_missing(trace):
-    said = json.loads(run_python(HANGS, "1", **trace.environment()))
+    said = json.loads(run_python(HANGS, "4", **trace.environment()))
 
     assert [kind for kind, _ in said["events"]] == ["stale", "stale"]
     assert said["events"][1][1].endswith("answers again")

@@ -580,7 +580,7 @@ def test_codecarbon_4_samples_start_no_thread_each():
 
     reader: Reader = Quick()
     wake = os.eventfd(0, os.EFD_NONBLOCK)
-    sampler = Sampler(lambda: reader, 0.005, lambda _line: None, wake)
+    sampler = Sampler(lambda: reader, 0.005, lambda _event: None, wake)
     before = threading.active_count()
     sampler.start()
     jobs.until(lambda: reader.reads > 50)

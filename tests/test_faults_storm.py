@@ -12,7 +12,6 @@ import pytest
 from sink_examples import make_row
 
 from effllm.agents.aggregator_child import AggregatorChild
-from effllm.agents.log import Log
 from effllm.aggregation.orders import Orders
 from effllm.config import read_config
 from effllm.network.discovery import listen
@@ -109,7 +108,7 @@ def aggregator(launch, tmp_path, monkeypatch):
         listen_descriptor=listener.fileno(),
         stdout_descriptor=output,
     )
-    child = AggregatorChild(orders, Log(0))
+    child = AggregatorChild(orders, lambda _event: None)
     child.start()
     yield child, orders, job
     listener.close()

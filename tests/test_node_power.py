@@ -89,11 +89,11 @@ def test_a_sensor_of_the_node_is_sampled_as_any_device(tmp_path):
     file = tmp_path / "bmc"
     file.write_text(f"user = {USER}\npassword = {PASSWORD}\n")
     file.chmod(0o600)
-    lines = []
+    events = []
     with Service(tree(chassis("1"), supply("1", "PSU0", 937.4))) as service:
         opener = node_power.openers(service.url, "node1", file)[1]
         wake = os.eventfd(0)
-        sampler = Sampler(opener.open, 0.01, lines.append, wake)
+        sampler = Sampler(opener.open, 0.01, events.append, wake)
         sampler.start()
         os.eventfd_read(wake)  # returns with the first sample
         samples = sampler.take()
@@ -101,5 +101,5 @@ def test_a_sensor_of_the_node_is_sampled_as_any_device(tmp_path):
         os.close(wake)
 
     assert (samples[0].power_w, sampler.device.key) == (937.4, "psu:node1")
-    assert lines == []
+    assert events == []
     assert PASSWORD not in repr(sampler.device)

@@ -66,7 +66,7 @@ def of_rank(rank, agent=None):
 @pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
 def test_a_connection_speaks_for_the_rank_of_its_hello(peers, message):
     assert peers.objection(b"a", message) == ""
-    assert peers.take_refusals() == []
+    assert peers.take_events() == []
     assert peers.refused == {}
 
 
@@ -75,9 +75,9 @@ def test_a_connection_that_speaks_for_another_rank_or_agent_is_refused_counted_a
     assert peers.objection(b"a", message).startswith("rank 0 on node-0 spoke for ")
     assert peers.objection(b"a", message)
 
-    ((kind, text, rank),) = peers.take_refusals()
-    assert (kind, rank) == (IMPOSTOR, 0)
-    assert "node-0" in text
+    (event,) = peers.take_events()
+    assert (event.kind, event.rank) == ("refused", 0)
+    assert "node-0" in event.text
     assert peers.refused == {IMPOSTOR: 2}
 
 
@@ -99,9 +99,9 @@ def test_what_comes_before_a_hello_is_refused_though_it_names_a_rank_that_is_the
 
     assert all(refused)
     assert peers.refused == {STRANGER: 5}
-    ((kind, text, rank),) = peers.take_refusals()
-    assert (kind, rank) == (STRANGER, None)
-    assert text == "a connection without a HELLO sent something else first"
+    (event,) = peers.take_events()
+    assert (event.kind, event.rank) == ("refused", None)
+    assert event.text == "a connection without a HELLO sent something else first"
 
 
 def test_an_aggregator_of_the_next_attempt_is_no_rank_and_needs_no_hello(peers):
@@ -149,8 +149,8 @@ def test_more_frames_than_that_are_dropped_counted_and_told_once(peers):
 
     assert passed == BURST
     assert peers.refused == {THROTTLED: 500}
-    ((kind, text, rank),) = peers.take_refusals()
-    assert (kind, rank, text) == (THROTTLED, 0, "rank 0 on node-0 sends too much, and is not heard for a while")
+    (event,) = peers.take_events()
+    assert (event.rank, event.text) == (0, "rank 0 on node-0 sends too much, and is not heard for a while")
 
 
 def test_more_bytes_than_that_are_dropped(peers):

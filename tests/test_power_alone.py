@@ -125,7 +125,7 @@ def test_power_alone_is_read_between_the_samples():
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     reader = FakeReader()
     reader.device = GPU
-    sampler = Sampler(lambda: reader, 3600.0, lambda _line: None, wake)
+    sampler = Sampler(lambda: reader, 3600.0, lambda _event: None, wake)
     sampler.start()
     try:
         until(lambda: reader.reads >= 5)
@@ -136,14 +136,14 @@ def test_power_alone_is_read_between_the_samples():
 
 @pytest.mark.parametrize("traits", [{"energy_method": COUNTER}, {"is_gpu": False}, {"only_power": True}])
 def test_nothing_else_is_read_so_often(traits):
-    sampler = Sampler(lambda: FakeReader(), 1.0, lambda _line: None, -1)
+    sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
 
     assert sampler._next_power_ns(replace(GPU, **traits)) == NEVER_NS
     assert sampler._next_power_ns(GPU) < NEVER_NS
 
 
 def test_slow_calls_are_made_more_seldom(monkeypatch):
-    sampler = Sampler(lambda: FakeReader(), 1.0, lambda _line: None, -1)
+    sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
     monkeypatch.setattr("effllm.agents.sampler.time.monotonic_ns", lambda: 0)
     sampler._call_s = 0.0024
 

@@ -53,8 +53,8 @@ def start(wake):
     """Return what starts a sampler of a reader; it is stopped in the end, whatever happened."""
     started = []
 
-    def start(reader, interval_s=SELDOM_S, log=lambda _line: None, **facts):
-        sampler = Sampler(lambda: reader, interval_s, log, wake, **facts)
+    def start(reader, interval_s=SELDOM_S, report=lambda _event: None, **facts):
+        sampler = Sampler(lambda: reader, interval_s, report, wake, **facts)
         started.append(sampler)
         sampler.start()
         return sampler
@@ -62,6 +62,10 @@ def start(wake):
     yield start
     for sampler in started:
         assert sampler.stop(30.0)
+
+
+def texts(events):
+    return [event.text for event in events]
 
 
 def woken(wake, within_s=30.0):
@@ -257,15 +261,17 @@ def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypa
 
 
 def test_a_quantity_that_fails_is_told_once_and_once_when_it_is_back(start, wake):
-    lines = []
+    events = []
     broken = {"power_w": "GPU is lost"}
-    sampler = start(FakeReader([{}, broken, broken, {**broken, "utilization": "no permission"}, {}]), log=lines.append)
+    sampler = start(
+        FakeReader([{}, broken, broken, {**broken, "utilization": "no permission"}, {}]), report=events.append
+    )
     woken(wake)
     for _ in range(4):
         sampler.ask()
         woken(wake)
 
-    assert lines == [
+    assert texts(events) == [
         "GPU-0: power_w is not measured: GPU is lost",
         "GPU-0: utilization is not measured: no permission",
         "GPU-0: power_w is measured again",
@@ -277,24 +283,24 @@ def test_a_device_that_cannot_be_opened_is_told_and_no_sample_comes(wake):
     def refuse():
         raise DeviceUnavailable("there is no driver")
 
-    lines = []
-    sampler = Sampler(refuse, SELDOM_S, lines.append, wake)
+    events = []
+    sampler = Sampler(refuse, SELDOM_S, events.append, wake)
     sampler.start()
     woken(wake)
 
     assert (sampler.device, sampler.unavailable) == (None, "there is no driver")
-    assert lines == ["no device is sampled: there is no driver"]
+    assert texts(events) == ["no device is sampled: there is no driver"]
     assert sampler.take() == []
     assert sampler.stop(30.0)
 
 
 def test_a_device_file_with_an_error_is_told_as_a_device_that_is_not_there(wake):
-    lines = []
-    sampler = Sampler(lambda: int("GPU-8d54"), SELDOM_S, lines.append, wake)
+    events = []
+    sampler = Sampler(lambda: int("GPU-8d54"), SELDOM_S, events.append, wake)
     sampler.start()
     woken(wake)
 
-    assert lines == [
+    assert texts(events) == [
         "no device is sampled: its file has an error: ValueError: invalid literal for int() with base 10: 'GPU-8d54'"
     ]
     assert sampler.unavailable
@@ -307,12 +313,12 @@ def test_nobody_is_told_of_a_node_without_a_sensor(wake):
     def refuse():
         raise DeviceUnavailable("no RAPL here")
 
-    lines = []
-    sampler = Sampler(refuse, SELDOM_S, lines.append, wake, is_node_sensor=True)
+    events = []
+    sampler = Sampler(refuse, SELDOM_S, events.append, wake, is_node_sensor=True)
     sampler.start()
     woken(wake)
 
-    assert (lines, sampler.unavailable) == ([], "no RAPL here")
+    assert (events, sampler.unavailable) == ([], "no RAPL here")
     assert sampler.stop(30.0)
 
 
@@ -358,14 +364,14 @@ def test_a_calibration_that_breaks_costs_no_sample(start, wake):
     def learn(device, read, is_suspect):
         raise RuntimeError("Could not determine home directory.")
 
-    lines = []
-    sampler = start(FakeReader(), log=lines.append, calibrate=learn)
+    events = []
+    sampler = start(FakeReader(), report=events.append, calibrate=learn)
     woken(wake)
-    until(lambda: lines)
+    until(lambda: events)
     sampler.ask()
     woken(wake)
 
-    assert lines == ["GPU-0: its sensor could not be learnt: RuntimeError: Could not determine home directory."]
+    assert texts(events) == ["GPU-0: its sensor could not be learnt: RuntimeError: Could not determine home directory."]
     assert len(sampler.take()) == 2
     assert not sampler.is_calibrating
 
@@ -376,7 +382,7 @@ def test_a_calibration_that_breaks_costs_no_sample(start, wake):
 def test_a_device_that_hangs_does_not_hold_up_the_end(wake):
     answer = threading.Event()
     reader = FakeReader(hold=answer)
-    sampler = Sampler(lambda: reader, SELDOM_S, lambda _line: None, wake)
+    sampler = Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake)
     sampler.start()
     woken(wake)
     sampler.ask()
@@ -398,7 +404,7 @@ def test_a_driver_that_hangs_while_it_is_opened_holds_up_nobody(wake):
         answer.wait()
         return reader
 
-    sampler = Sampler(open_slowly, SELDOM_S, lambda _line: None, wake)
+    sampler = Sampler(open_slowly, SELDOM_S, lambda _event: None, wake)
     sampler.start()
     sampler.ask()
 
@@ -412,14 +418,14 @@ def test_constructing_is_not_starting(wake):
     before = threading.active_count()
     reader = FakeReader()
 
-    Sampler(lambda: reader, SELDOM_S, lambda _line: None, wake)
+    Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake)
 
     assert (threading.active_count(), reader.reads) == (before, 0)
 
 
 def test_a_stopped_sampler_closes_its_device_and_stops_at_once(wake):
     reader = FakeReader()
-    sampler = Sampler(lambda: reader, SELDOM_S, lambda _line: None, wake)
+    sampler = Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake)
     sampler.start()
     woken(wake)
 

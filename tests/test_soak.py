@@ -184,8 +184,8 @@ def tracks():
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     hanging = HangingReader()
     samplers = [
-        Sampler(lambda: hanging, 3600.0, lambda _line: None, wake),
-        Sampler(absent, 1.0, lambda _line: None, wake, is_node_sensor=True),
+        Sampler(lambda: hanging, 3600.0, lambda _event: None, wake),
+        Sampler(absent, 1.0, lambda _event: None, wake, is_node_sensor=True),
     ]
     for sampler in samplers:
         sampler.start()

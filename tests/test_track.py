@@ -47,7 +47,7 @@ def tracked(wake):
     started = []
 
     def tracked(reader, interval_s=1.0, **facts):
-        sampler = Sampler(lambda: reader, SELDOM_S, lambda _line: None, wake, **facts)
+        sampler = Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake, **facts)
         started.append(sampler)
         sampler.start()
         woken(wake)

@@ -26,10 +26,11 @@ from msgspec.structs import replace
 from effllm import __version__, node_power
 from effllm.agents import trainer_process
 from effllm.agents.aggregator_child import AggregatorChild
+from effllm.agents.events import AgentEvents
 from effllm.agents.inspection import Finding
 from effllm.agents.inspection import Orders as InspectionOrders
 from effllm.agents.inspection_child import InspectionChild
-from effllm.agents.log import Log
+from effllm.agents.log import LogFile
 from effllm.agents.sampler import Sampler
 from effllm.agents.track import EDGE_WAIT_S, Track
 from effllm.agents.window import Series, WindowCutter
@@ -53,6 +54,7 @@ from effllm.schema import (
     Bye,
     ByeSeen,
     Device,
+    Event,
     FromAggregator,
     Hello,
     Inspect,
@@ -96,16 +98,17 @@ class Agent:
         self._place: dict[str, Any] = facts["place"]
         self._rank: int = self._place["rank"]
         self._id = uuid.uuid4().hex[:16]
-        self._log = Log(self._rank)
+        self._log = LogFile(self._rank)
+        self._events = AgentEvents(self._log)
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         interval_s = self._config.collection_interval_s
-        sampler = Sampler(self._open, interval_s, self._log.line, self._sampled, self._calibrate)
+        sampler = Sampler(self._open, interval_s, self._events.add, self._sampled, self._calibrate)
         calibrations = cache_folder() / "calibration"
         self._tracks = [Track(sampler, interval_s, calibrations)]
         self._gpus = _shown(facts.get("gpus", []), facts.get("visible_devices"))
         for index in self._gpus[1:]:
             other = Sampler(
-                partial(self._open_other, index), interval_s, self._log.line, self._sampled, self._calibrate
+                partial(self._open_other, index), interval_s, self._events.add, self._sampled, self._calibrate
             )
             self._tracks.append(Track(other, interval_s, calibrations))
         self._outbox = Outbox(self._config.history_size)
@@ -189,7 +192,7 @@ class Agent:
 
     def _calibrate(self, device: Device, read: Callable[[], Sample], is_suspect: bool) -> Sensor:
         def report(text: str) -> None:
-            self._log.line(f"{device.key}: {text}", "energy_calibration")
+            self._events.add(Event(time.time(), "energy_calibration", f"{device.key}: {text}", device=device.key))
 
         return calibrate(device, read, cache_folder() / "calibration", is_suspect=is_suspect, report=report)
 
@@ -215,7 +218,7 @@ class Agent:
             secured=bool(self._facts.get("secured")),
             salt=self._facts["job"],
         )
-        self._aggregator = AggregatorChild(orders, self._log)
+        self._aggregator = AggregatorChild(orders, self._events.add)
         self._aggregator.start()
         self._watch_child()
 
@@ -262,7 +265,7 @@ class Agent:
 
     def _tell_person(self, text: str) -> None:
         """Log a line, and say it once per host."""
-        self._log.line(text)
+        self._events.report("agent", text)
         if self._place["local_rank"] == 0:
             self._told_silence = True
             _say(text)
@@ -294,7 +297,7 @@ class Agent:
             if opener.name == "cpu" and own is not None and own.kind == "host":
                 continue  # it reads them itself
             interval_s = max(opener.interval_s, self._config.collection_interval_s)
-            sampler = Sampler(opener.open, interval_s, self._log.line, self._sampled, is_node_sensor=True)
+            sampler = Sampler(opener.open, interval_s, self._events.add, self._sampled, is_node_sensor=True)
             self._tracks.append(Track(sampler, interval_s))
             sampler.start()
         # The scope of the job's power is chosen when its first window closes.
@@ -410,7 +413,7 @@ class Agent:
             self._tell_person(address["failed"])
         elif address is not None and "refused" in address:
             self._told_silence = True  # rank 0 has said it
-            self._log.line(f"rank 0 has no aggregator: {one_line(address['refused'])}")
+            self._events.report("agent", f"rank 0 has no aggregator: {one_line(address['refused'])}")
         elif address is not None:
             self._address = address
             self._facts.update(address)
@@ -420,7 +423,7 @@ class Agent:
             return
         facts.update(self._address)
         for text in facts.get("warnings", [])[len(self._facts.get("warnings", [])) :]:
-            self._log.line(text, "warning")
+            self._events.report("warning", text)
         self._facts = facts
         self._has_news = True
         self._connect()
@@ -432,7 +435,7 @@ class Agent:
             news.append(self._has_baseline)
         now_ns, time_s = time.monotonic_ns(), time.time()
         for event in (event for track in self._tracks for event in track.take_events(now_ns, time_s)):
-            self._log.event(event)
+            self._events.add(event)
         self._has_news = self._has_news or any(news)
 
     def _take_slots(self, slots: list[Slot]) -> None:
@@ -483,10 +486,10 @@ class Agent:
         if self._has_news:  # since the last HELLO, which may have been before the WELCOME
             self._say_hello(now_s)
         self._send_reports(link, now_s)
-        while (event := self._log.unsent()) is not None:
+        while (event := self._events.unsent()) is not None:
             if not link.send(AgentEvent(self._id, self._rank, event)):
                 break
-            self._log.sent()
+            self._events.sent()
         self._take_inspection(now_s)
         if self._stack is not None:
             stack = Stack(self._id, self._rank, self._ring.state()[1], self._stack.text, self._stack.top[:MOST_TEXT])
@@ -640,7 +643,7 @@ class Agent:
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason
-        self._log.line(f"refused: {reason}")
+        self._events.report("agent", f"refused: {reason}")
 
     @property
     def _may_ask(self) -> bool:
@@ -652,7 +655,7 @@ class Agent:
         self._told_silence = True
         where = self._facts.get("endpoint", "")
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
-        self._log.line(text)
+        self._events.report("agent", text)
         if self._place["local_rank"] == 0:
             _say(f"{text}: no metrics are shown until one does; training goes on")
 
@@ -672,7 +675,7 @@ class Agent:
         while (row := self._cutter.cut(self._series)) is not None:
             self._outbox.add(row)
         self._outbox.add(self._cutter.cut_rest(self._series, self._end_ns))
-        self._log.end()
+        self._events.end()
         while time.monotonic() - began_s < LAST_WORDS_S and not self._refused:
             self._look(trainer_gone=False)
             if self._welcome and not self._outbox.num_unsent and not self._bye_sent:
@@ -686,7 +689,7 @@ class Agent:
             self._poller.poll(50)
         if len(self._outbox) and not self._bye_seen and not self._refused:
             where = self._facts.get("endpoint", "no address")
-            self._log.line(f"{len(self._outbox)} reports could not be delivered to {where}")
+            self._events.report("agent", f"{len(self._outbox)} reports could not be delivered to {where}")
             if self._place["local_rank"] == 0:
                 _say(f"rank {self._rank}: {len(self._outbox)} reports could not be delivered to {where}")
         while self._aggregator and not self._aggregator.done and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
@@ -716,7 +719,7 @@ class Agent:
 
     def fail(self, error: Exception) -> None:
         """Leave the trace of an error of ours in the log."""
-        self._log.line("".join(traceback.format_exception(error)).rstrip())
+        self._events.report("agent", "".join(traceback.format_exception(error)).rstrip())
         self._log.close()
 
     def _wait_for_edge(self, began_s: float) -> None:

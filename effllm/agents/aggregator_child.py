@@ -6,20 +6,26 @@ import math
 import os
 import subprocess
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from effllm.agents.log import Log
 from effllm.aggregation.orders import Orders
+from effllm.schema import Event
 from effllm.spawn import pidfd, spawn
 
 
 class AggregatorChild:
-    """The aggregator that rank 0's agent starts, and starts again when it dies."""
+    """The aggregator that rank 0's agent starts, and starts again when it dies.
 
-    def __init__(self, orders: Orders, log: Log) -> None:
+    Args:
+        orders: given to each.
+        report: takes an event when one dies or cannot be started.
+    """
+
+    def __init__(self, orders: Orders, report: Callable[[Event], None]) -> None:
         self._orders = orders
-        self._log = log
+        self._report = report
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0
         self._again_s = 0.0
@@ -36,7 +42,7 @@ class AggregatorChild:
         try:
             self._process = spawn("effllm.aggregation.server", [str(memory)], passed)
         except OSError as error:
-            self._log.line(f"the aggregator cannot be started: {error}", "aggregator")
+            self._report(Event(time.time(), "aggregator", f"the aggregator cannot be started: {error}"))
             self._again_s = time.monotonic() + 5.0
             return
         finally:
@@ -64,6 +70,7 @@ class AggregatorChild:
                 return
             delay_s = min(0.1 * 2 ** (self._started - 1), 5.0)
             self._again_s = now_s + delay_s
-            self._log.line(f"the aggregator died (exit {code}); starting another", "aggregator")
+            text = f"the aggregator died (exit {code}); starting another"
+            self._report(Event(time.time(), "aggregator", text))
         if not self.done and now_s >= self._again_s:
             self.start()

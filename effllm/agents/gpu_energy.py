@@ -42,7 +42,7 @@ class GpuEnergy:
         readers = self._open_all()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for reader in readers:
-            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _line: None, self._woken)  # type: ignore[misc]
+            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._woken)  # type: ignore[misc]
             self._tracks.append(Track(sampler, self._interval_s))
             sampler.start()
         until_s = time.monotonic() + _OPENED_WITHIN_S

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from effllm.devices import DeviceUnavailable, Reader
-from effllm.schema import INSTANT, Device, Sample, Sensor
+from effllm.schema import INSTANT, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
@@ -46,7 +46,7 @@ class Sampler:
     Args:
         open_reader: opens the device, in the thread, because a driver may take its time even for that.
         interval_s: seconds between samples.
-        log: takes one line whenever a quantity stops being measured, and one when it is again.
+        report: takes an event whenever a quantity stops being measured, and one when it is again.
         wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
         calibrate: learns how the device's sensor behaves, after the first sample.
         is_node_sensor: slow by nature, and nobody is told where there is none.
@@ -56,7 +56,7 @@ class Sampler:
         self,
         open_reader: Callable[[], Reader],
         interval_s: float,
-        log: Callable[[str], None],
+        report: Callable[[Event], None],
         wake_descriptor: int,
         calibrate: Calibrate | None = None,
         is_node_sensor: bool = False,
@@ -66,7 +66,7 @@ class Sampler:
         self.is_calibrating = False
         self._open_reader = open_reader
         self._interval_s = interval_s
-        self._log = log
+        self._report = report
         self._wake_descriptor = wake_descriptor
         self._calibrate = calibrate
         self._is_node_sensor = is_node_sensor
@@ -155,10 +155,10 @@ class Sampler:
         try:
             reader = self._open_reader()
         except DeviceUnavailable as error:
-            self._tell_unavailable(str(error))
+            self._set_unavailable(str(error))
             return
         except Exception as error:  # noqa: BLE001 - a device file may be anybody's, and nobody above would learn of it
-            self._tell_unavailable(f"its file has an error: {type(error).__name__}: {error}")
+            self._set_unavailable(f"its file has an error: {type(error).__name__}: {error}")
             return
         self.device = opened = reader.device
         self._read(reader)
@@ -221,7 +221,7 @@ class Sampler:
         try:
             sensor = self._calibrate(opened, read, is_suspect)
         except Exception as error:  # noqa: BLE001 - what is known without it is enough to go on with
-            self._log(f"{reader.device.key}: its sensor could not be learnt: {type(error).__name__}: {error}")
+            self._event(f"its sensor could not be learnt: {type(error).__name__}: {error}", reader.device.key)
         else:
             self.device = reader.device = replace(reader.device, sensor=sensor)
             self._samples.put(self.device)
@@ -237,7 +237,7 @@ class Sampler:
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
         if (failures or self._failing) and not energy_only:  # of what was not asked nothing is known
-            self._tell(reader.device.key, failures)
+            self._report_failures(reader.device.key, failures)
         return sample
 
     def _sleep_until(self, next_ns: int) -> int:
@@ -260,18 +260,21 @@ class Sampler:
             due.append(heapq.heappop(self._due))
         return due
 
-    def _tell_unavailable(self, why: str) -> None:
+    def _set_unavailable(self, why: str) -> None:
         self._reading_since_s = None
         self.unavailable = why
         if not self._is_node_sensor:
-            self._log(f"no device is sampled: {why}")
+            self._event(f"no device is sampled: {why}")
         os.eventfd_write(self._wake_descriptor, 1)
 
-    def _tell(self, key: str, failures: dict[str, str]) -> None:
+    def _event(self, text: str, key: str | None = None) -> None:
+        self._report(Event(time.time(), "agent", f"{key}: {text}" if key else text, device=key))
+
+    def _report_failures(self, key: str, failures: dict[str, str]) -> None:
         for field, reason in failures.items():
             if field not in self._failing:
-                self._log(f"{key}: {field} is not measured: {reason}")
+                self._event(f"{field} is not measured: {reason}", key)
         for field in self._failing:
             if field not in failures:
-                self._log(f"{key}: {field} is measured again")
+                self._event(f"{field} is measured again", key)
         self._failing = failures

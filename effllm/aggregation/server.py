@@ -415,8 +415,8 @@ class Server:
             self._collect()
 
     def _tick(self, now_s: float) -> None:
-        for refusal in self._peers.take_refusals():
-            self._aggregator.record(Event(time.time(), "refused", refusal.text, refusal.rank))
+        for event in self._peers.take_events():
+            self._aggregator.record(event)
         if repeated := self._peers.take_repeated() + self._door.take_repeated():
             text = "peers that were rejected before were rejected again"
             self._aggregator.record(Event(time.time(), "refused", text, count=repeated))

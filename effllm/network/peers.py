@@ -7,9 +7,9 @@ it has introduced itself anew and sent again what was dropped: so nothing is los
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import time
 
-from effllm.schema import FromAgent, Hello, Reports, Supersede
+from effllm.schema import Event, FromAgent, Hello, Reports, Supersede
 
 # An honest agent sends a frame in 50 ms at most, and after an outage all that it kept, in frames of up to 128 kB.
 FRAMES_PER_S = 50.0
@@ -28,14 +28,6 @@ STRANGER, IMPOSTOR, THROTTLED, GARBAGE = "stranger", "impostor", "throttled", "g
 TURNED_AWAY = "turned_away"
 NOT_HEARD = "was not heard until it had sent again what was dropped"
 STRANGE = "a connection without a HELLO"
-
-
-class Refusal(NamedTuple):
-    """What was refused, once for each connection and kind."""
-
-    kind: str
-    text: str  # one line for a person
-    rank: int | None
 
 
 class _Peer:
@@ -71,7 +63,7 @@ class Peers:
         self._burst_bytes = BURST_BYTES + history_size * ROW_BYTES
         self._peers: dict[bytes, _Peer] = {}  # all that are known
         self._of_rank: dict[int, bytes] = {}  # those that were introduced
-        self._refusals: list[Refusal] = []
+        self._events: list[Event] = []
         self._repeated = 0  # of what was refused without a line, since that was last asked
         self.refused: dict[str, int] = {}  # messages and dropped frames by kind
 
@@ -160,10 +152,10 @@ class Peers:
         one.again_s = now_s
         return True
 
-    def take_refusals(self) -> list[Refusal]:
-        """Return what was refused since the last call, each connection and kind once."""
-        refusals, self._refusals = self._refusals, []
-        return refusals
+    def take_events(self) -> list[Event]:
+        """Return an event for each connection and kind of which messages were rejected first since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def take_repeated(self) -> int:
         """Return how many messages were rejected since the last call beside the first of their connection and kind."""
@@ -205,6 +197,6 @@ class Peers:
             count = one.refused[kind] = one.refused.get(kind, 0) + 1
             told_from = TOLD_FROM if kind == STRANGER else 1
             if count == told_from:
-                self._refusals.append(Refusal(kind, text, one.rank if one.agent else None))
+                self._events.append(Event(time.time(), "refused", text, one.rank if one.agent else None))
             self._repeated += count > told_from
         return text

@@ -1,28 +1,30 @@
-"""The agent's log: a file that is made when there is something to say, and never waited for."""
+"""The events of an agent and its log file, which is made when there is something to write, and never waited for."""
 
 import os
 import time
 
 import pytest
 
-from effllm.agents.log import Log
+from effllm.agents.events import AgentEvents
+from effllm.agents.log import LogFile
 from effllm.schema import Event
 
 
 def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):
-    log = Log(3)
-    log.line("one")
+    log = LogFile(3)
+    events = AgentEvents(log)
+    events.report("agent", "one")
     log.attach(tmp_path / "logs")
-    log.line("two", "warning")
+    events.report("warning", "two")
     log.close()
 
     lines = (tmp_path / "logs" / "agent-3.log").read_text().splitlines()
     assert [line.partition("Z ")[2] for line in lines] == ["rank 3: one", "rank 3: two"]
-    assert [(event.kind, event.text) for event in taken(log)] == [("agent", "one"), ("warning", "two")]
+    assert [(event.kind, event.text) for event in taken(events)] == [("agent", "one"), ("warning", "two")]
 
 
-def test_an_agent_that_has_nothing_to_say_leaves_no_file(tmp_path):
-    log = Log(0)
+def test_an_agent_without_events_leaves_no_file(tmp_path):
+    log = LogFile(0)
     log.attach(tmp_path / "logs")
     log.close()
 
@@ -31,8 +33,9 @@ def test_an_agent_that_has_nothing_to_say_leaves_no_file(tmp_path):
 
 def test_what_no_run_folder_has_taken_is_left_in_the_users_state_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    log = Log(0)
-    log.line("nobody answers")
+    log = LogFile(0)
+    events = AgentEvents(log)
+    events.report("agent", "nobody answers")
     log.close()
 
     (file,) = tmp_path.rglob("agent-0.log")
@@ -42,11 +45,12 @@ def test_what_no_run_folder_has_taken_is_left_in_the_users_state_folder(tmp_path
 @pytest.mark.fault("slow-disk")
 def test_a_disk_that_stands_still_holds_up_no_line_and_no_end(tmp_path):
     os.mkfifo(tmp_path / "agent-0.log")  # to open it for writing waits for a reader
-    log = Log(0)
+    log = LogFile(0)
+    events = AgentEvents(log)
     log.attach(tmp_path)
     began_s = time.monotonic()
     for number in range(1000):
-        log.line(str(number))
+        events.report("agent", str(number))
     log.close()
     assert time.monotonic() - began_s < 5.0
 
@@ -54,38 +58,40 @@ def test_a_disk_that_stands_still_holds_up_no_line_and_no_end(tmp_path):
     assert [line.rpartition(" ")[2] for line in said.splitlines()] == [str(number) for number in range(100)]
 
 
-def taken(log):
+def taken(events):
     """Take all that waits to be sent."""
-    events = []
-    while (event := log.unsent()) is not None:
-        events.append(event)
-        log.sent()
-    return events
+    found = []
+    while (event := events.unsent()) is not None:
+        found.append(event)
+        events.sent()
+    return found
 
 
 def test_a_storm_at_an_agent_is_a_hundred_events_and_a_count(tmp_path):
-    log = Log(0)
+    log = LogFile(0)
+    events = AgentEvents(log)
     log.attach(tmp_path)
     for number in range(100_000):
-        log.event(Event(1000.0, "ecc", f"{number} errors", count=10))
-    log.event(Event(1000.0, "xid", "Xid 79"))
-    log.end()
-    events = taken(log)
+        events.add(Event(1000.0, "ecc", f"{number} errors", count=10))
+    events.add(Event(1000.0, "xid", "Xid 79"))
+    events.end()
+    sent = taken(events)
     log.close()
 
-    assert len(events) == 102
-    assert sum(event.count for event in events if event.kind == "ecc") == 1_000_000
-    assert [event.text for event in events if event.kind == "xid"] == ["Xid 79"]
+    assert len(sent) == 102
+    assert sum(event.count for event in sent if event.kind == "ecc") == 1_000_000
+    assert [event.text for event in sent if event.kind == "xid"] == ["Xid 79"]
     assert (tmp_path / "agent-0.log").stat().st_size < 20_000
 
 
 def test_events_of_a_long_outage_are_counted_where_they_do_not_fit(monkeypatch):
     monkeypatch.setattr("effllm.event_limit.MINUTE_S", 0.0)  # each event in a minute of its own
-    log = Log(0)
+    log = LogFile(0)
+    events = AgentEvents(log)
     for _ in range(1000):
-        log.event(Event(1000.0, "ecc", "1 error"))
-    log.end()
+        events.add(Event(1000.0, "ecc", "1 error"))
+    events.end()
 
-    events = taken(log)
-    assert len(events) <= 202
-    assert sum(event.count for event in events) == 1000
+    sent = taken(events)
+    assert len(sent) <= 202
+    assert sum(event.count for event in sent) == 1000

@@ -1,0 +1,68 @@
+"""The events of one agent: limited in number, written to its log file, and kept until they are sent."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+
+from msgspec.structs import replace
+
+from effllm.agents.log import LogFile
+from effllm.event_limit import EventLimit
+from effllm.schema import MAX_EVENT_COUNT, MOST_TEXT, Event
+
+MAX_UNSENT = 200
+
+
+class AgentEvents:
+    """What happened at an agent and its devices; samplers' threads add events too.
+
+    Args:
+        log: the file that each event becomes a line of.
+    """
+
+    def __init__(self, log: LogFile) -> None:
+        self._log = log
+        self._limit = EventLimit()
+        self._lock = threading.Lock()
+        self._unsent: deque[Event] = deque()
+
+    def report(self, kind: str, text: str) -> None:
+        """Add an event that happens now."""
+        self.add(Event(time.time(), kind, text))
+
+    def add(self, event: Event) -> None:
+        """Add an event; in a storm most are only counted."""
+        event = replace(event, text=event.text[:MOST_TEXT], count=min(event.count, MAX_EVENT_COUNT))
+        with self._lock:
+            self._roll(time.monotonic())
+            if self._limit.admits(event):
+                self._put(event)
+
+    def unsent(self) -> Event | None:
+        """Return the oldest event that is not sent yet, or ``None``."""
+        with self._lock:
+            self._roll(time.monotonic())
+            return self._unsent[0] if self._unsent else None
+
+    def sent(self) -> None:
+        """Forget the oldest event: it was sent."""
+        with self._lock:
+            self._unsent.popleft()
+
+    def end(self) -> None:
+        """Let the events that were left out so far be sent now: the job ends."""
+        with self._lock:
+            self._roll(math.inf, 2 * MAX_UNSENT)
+
+    def _roll(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
+        for event in self._limit.roll(now_s):
+            self._put(event, max_unsent)
+
+    def _put(self, event: Event, max_unsent: int = MAX_UNSENT) -> None:
+        self._log.write(event)
+        if len(self._unsent) >= max_unsent:
+            self._limit.leave_out(self._unsent.popleft())
+        self._unsent.append(event)
