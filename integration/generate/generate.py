@@ -14,7 +14,7 @@ PAD, BEGIN, END = 0, 1, 2
 
 
 def model() -> LlamaForCausalLM:
-    """Return a Llama of half a million parameters that nobody has trained."""
+    """Return a Llama of half a million parameters, untrained."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
     tokens = {"pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("--new-tokens", type=int, default=32)
     given = options.parse_args()
     llama = model()
-    text = "What a model generates is what stands behind its prompt, until each sequence ends. " * 4
+    text = "What a model generates is what follows its prompt, until each sequence ends. " * 4
     generated = 0
     for number in range(given.requests):
         asked = prompts(text, given.batch, 16 + 8 * (number % 3)).to(llama.device)

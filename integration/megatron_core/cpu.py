@@ -47,7 +47,7 @@ class IdleStream:
         """Wait for nothing."""
 
 
-# One function for each replaced name: torch's compiler tells torch functions apart by identity, and
+# One function for each replaced name: torch's compiler distinguishes torch functions by identity, and
 # fails when it meets the same object under two names.
 
 

@@ -61,7 +61,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What effllm is told beside what the training script knows by itself."""
+    """Settings of effllm beside those of the training script."""
 
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 integration/megatron_core/train.py --config configs/demo.yaml
 
-What a training script of your own needs stands between the lines of dashes.  Without a GPU the same
+What a training script of your own needs is between the lines of dashes.  Without a GPU the same
 command trains on the CPU.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not sys.warnoptions:  # megatron-core tells many times what it does without on a machine like this
+if not sys.warnoptions:  # megatron-core repeats what is missing on a machine like this
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 
 import torch
@@ -54,7 +54,7 @@ def main() -> None:
     device = join_processes(settings)
     job = prepare(settings, device, replicas)
 
-    # ---- effllm: each rank tells what it holds of the model; the sum over the ranks is the model ----
+    # ---- effllm: each rank passes what it holds of the model; the sum over the ranks is the model ----
     effllm.initialize_efficientllm_metrics(
         parameter_share=parameter_share(job.trainee.chunks),
         total_iterations=settings.training.iterations,
