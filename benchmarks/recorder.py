@@ -22,7 +22,7 @@ def measure() -> list[Figure]:
     pack, now = fields.pack_into, time.monotonic_ns
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EFFICIENTLLM_RUN_DIR"] = folder
-        os.environ["EFFICIENTLLM_SINKS"] = "runfolder"
+        os.environ["EFFICIENTLLM_SINKS"] = "none"
         collector = effllm.initialize_efficientllm_metrics(1_000_000)
 
         def nothing() -> None:

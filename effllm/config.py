@@ -43,7 +43,7 @@ class Config:
     run_name: str = ""
     run_folder_mb: int = 10_000
     tensorboard_dir: str = ""
-    sinks: tuple[str, ...] = ("console", "tensorboard", "runfolder")
+    sinks: tuple[str, ...] = ("console", "tensorboard")
     console: str = "auto"
     device: str = "auto"
     power_scope: str = "auto"
@@ -113,6 +113,8 @@ def _whole(least: int, most: int = 2**40) -> Callable[[str], int]:
 
 
 def _names(text: str) -> tuple[str, ...]:
+    if text == "none":
+        return ()
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not all(_PLUGIN.fullmatch(name) for name in names):
         raise ValueError
@@ -192,7 +194,7 @@ class Variable:
         if value is None:
             return ""
         if isinstance(value, tuple):
-            return ",".join(value)
+            return ",".join(value) or "none"
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -205,7 +207,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("RUN_NAME", "run_name", _safe_name, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit", "name of the run folder"),
     Variable("RUN_FOLDER_MB", "run_folder_mb", _whole(0, 1_000_000_000), "a whole number of at least 0; 0 is no limit", "MB that a run folder may become; the oldest windows and rows of ranks are removed first, totals never"),
     Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
-    Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas", "where reports go"),
+    Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas, or none", "where reports go beside the run folder"),
     Variable("CONSOLE", "console", _one_of("auto", "short", "full"), "auto, short or full", "what is printed of a window: two lines, or the block that scripts parse; auto is short on a terminal, full elsewhere"),
     Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples; auto is its NVIDIA or AMD GPU, else the host"),
     Variable("POWER_SCOPE", "power_scope", _one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"), "auto, gpu, module, gpu+cpu or node-psu", "whose power makes AEC and energy; auto is the widest that every node has"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, secret_path, unknown_variables
 from effllm.devices import device_names
 from effllm.node_power import missing
-from effllm.sinks import SinkUnavailable, import_sink, sink_names
+from effllm.sinks import SinkUnavailable, import_sink, no_such_sink, sink_names
 from effllm.switches import ATTACH, PREFIX, unclear
 
 
@@ -70,11 +70,9 @@ def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError
 
 def _wrong_folders(config: Config) -> Iterator[ConfigError]:
     """Yield the absolute folders that cannot be written; where a relative one will be is not known yet."""
-    for variable, folder, sink in (
-        ("RUN_DIR", config.run_dir, "runfolder"),
-        ("TENSORBOARD_DIR", config.tensorboard_dir, "tensorboard"),
-    ):
-        if sink in config.sinks and Path(folder).is_absolute() and (reason := unwritable(Path(folder))):
+    charts = config.tensorboard_dir if "tensorboard" in config.sinks else ""
+    for variable, folder in (("RUN_DIR", config.run_dir), ("TENSORBOARD_DIR", charts)):
+        if Path(folder).is_absolute() and (reason := unwritable(Path(folder))):
             yield ConfigError(f"{PREFIX}{variable}", folder, reason)
 
 
@@ -85,8 +83,7 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(f"{PREFIX}DEVICE", config.device, allowed)
     for name in config.sinks:
         if name not in sinks:
-            allowed = f"there is no sink {name!r}; there are: {', '.join(sinks)}"
-            yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), allowed)
+            yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), no_such_sink(name))
         elif name not in Config().sinks:  # what those need is installed with effllm, and slow to import
             try:
                 import_sink(name)

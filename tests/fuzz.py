@@ -25,7 +25,7 @@ from effllm.network.transport import FrameError, decode_from_agent, decode_from_
 from effllm.runs.run_lock import holder_of, status_of
 from effllm.runs.runfolder import read_events, read_ranks, read_windows
 from effllm.schema import MARKED_PHASES, Beat, Bye, Hello, Note, Reports, Stack
-from effllm.sinks.runfolder import RunFolder
+from effllm.store.run_folder import RunFolder
 from effllm.training import ring
 from effllm.training.ring import Board, RingError, RingReader
 

@@ -17,6 +17,7 @@ from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
 from effllm.schema import NORMAL_95, AgentEvent, Beat, Bye, Event, Parameters, Sensor, Straggler
+from effllm.server.acknowledgement import Acknowledgement
 
 
 class Job:
@@ -912,8 +913,8 @@ def test_what_is_safe_is_what_need_not_be_sent_again():
     job.send(row(1, 1))
 
     (closed,) = job.aggregator.take_closed()
-    assert closed.safe == {0: 1, 1: 1}
     assert [one.rank for one in closed.rows] == [0, 1]
+    assert job.aggregator.safe() == {0: 1, 1: 1}
 
 
 def test_the_next_attempt_keeps_the_sums_and_begins_with_its_own_ranks():
@@ -945,15 +946,29 @@ def test_the_next_attempt_has_a_warm_up_of_its_own_and_no_reset_of_the_last(warm
 
 
 class CrashingJob:
-    """Agents that send again what was not confirmed, and an aggregator that dies and is replaced."""
+    """Agents that send again what was not acknowledged, and an aggregator that is killed and replaced."""
 
     def __init__(self, rows, min_coverage):
         self.rows = rows  # per rank
         self.settings = {"min_coverage": min_coverage}
-        self.kept = None
-        self.confirmed = dict.fromkeys(rows, 0)
-        self.sent = dict.fromkeys(rows, 0)
-        self.job = Job(len(rows), **self.settings).join()
+        self.state = b""  # as it is on disk
+        self.acknowledged = dict.fromkeys(rows, 0)
+        self.start(0.0)
+
+    def start(self, now_s):
+        self.sent = dict(self.acknowledged)
+        self.job = Job(len(self.rows), restore(self.state) if self.state else None, **self.settings)
+        self.job.now_s = now_s
+        self.queued, self.written = [], []  # states
+        self.server = Acknowledgement(
+            self.job.aggregator, 1000, lambda closed: None, lambda *state: self.queued.append(state), self.take_acks
+        )
+        self.job.join()
+        self.server.save_state()
+
+    def take_acks(self, sequences):
+        for rank, sequence in sequences.items():
+            self.acknowledged[rank] = max(self.acknowledged[rank], sequence)
 
     def send(self, rank):
         if self.sent[rank] < len(self.rows[rank]):
@@ -964,19 +979,21 @@ class CrashingJob:
         if self.sent[rank] == len(self.rows[rank]):
             self.job.bye(rank)
 
+    def hand_out(self):
+        self.server.hand_out(self.job.now_s, self.job.now_s + 1000.0)
+
     def write(self):
-        """Do as the server does: keep the state, and confirm only what is in it."""
-        closed = self.job.aggregator.take_closed()
-        if closed:
-            self.kept = self.job.aggregator.snapshot()
-            self.confirmed.update(closed[-1].safe)
+        """Write the oldest state that waits."""
+        if self.queued:
+            self.state, sequences = self.queued.pop(0)
+            self.written.append(sequences)
+
+    def acknowledge(self):
+        if self.written:
+            self.server.saved(self.written.pop(0))
 
     def crash(self):
-        now_s = self.job.now_s
-        self.job = Job(len(self.rows), restore(self.kept) if self.kept else None, **self.settings)
-        self.job.now_s = now_s
-        self.job.join()
-        self.sent = dict(self.confirmed)
+        self.start(self.job.now_s)
 
     def finish(self):
         for rank, rows in self.rows.items():
@@ -1011,7 +1028,8 @@ def jobs(draw):
     }
 
 
-STEPS = st.lists(st.sampled_from(["send"] * 6 + ["write", "write", "bye", "crash"]), max_size=40)
+SERVED = ["hand_out", "hand_out", "write", "write", "acknowledge"]
+STEPS = st.lists(st.sampled_from(["send"] * 6 + SERVED + ["bye", "crash"]), max_size=40)
 
 
 @settings(deadline=None, max_examples=100)
@@ -1044,7 +1062,7 @@ def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps
         rank = data.draw(st.sampled_from(sorted(rows)))
         if step in ("send", "bye"):
             getattr(crashing, step)(rank)
-        elif step == "write" and data.draw(st.booleans()):
+        elif step == "hand_out" and data.draw(st.booleans()):
             crashing.job.wait(31, *rows)  # every open window is overdue
         else:
             getattr(crashing, step)()
@@ -1065,8 +1083,10 @@ def test_late_rows_that_wait_in_a_large_world_are_counted_once_over_a_crash(monk
     crashing.job.wait(31, 0, 1)  # window 1 is overdue
     for rank in (1, 1, 0):  # rank 1's first row is late, its second one closes window 2
         crashing.send(rank)
-    crashing.job.aggregator.settle(crashing.job.now_s, 1000.0)
-    crashing.write()
+    crashing.hand_out()
+    for _ in range(2):
+        crashing.write()
+        crashing.acknowledge()
     crashing.crash()
     summary, _ = crashing.finish()
 

@@ -19,7 +19,7 @@ MODULES = {
 
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
-0       agents  aggregation  energy  events  health  network  runs  schema  training
+0       agents  aggregation  energy  events  health  network  runs  schema  server  store  training
 0.5     event_limit  runs.own_files  timeline
 0.6     network.descriptors  network.hangups  network.intake  network.monitor  network.secret  network.strangers
 0.7     network.connections  network.curve
@@ -56,11 +56,12 @@ FLOORS = """
 1.7     health.straggler_watch  health.energy_watch
 2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.discovery
 2.0     sinks  training.device_time  training.recorder  training.torch_profile
-2.1     agents.track  aggregation.sink_thread  preflight  sinks.*  training.watched_recorder
+2.1     agents.track  preflight  sinks.*  store.*  training.watched_recorder
+2.1     server.acknowledgement
 2.2     agents.gpu_energy
 2.3     agents.inspection
 2.4     agents.inspection_child
-2.5     aggregation.orders
+2.5     aggregation.orders  server.writer
 3.0     aggregation.server
 3.1     agents.aggregator_child
 3.2     agents.agent

@@ -22,7 +22,7 @@ def backward(model=model):
     return loss.item()
 """
 TORCHRUN = Path(__file__).parent.parent / "integration" / "torchrun" / "train.py"
-ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
 
 
 def train(launch, code, **settings):
@@ -523,7 +523,7 @@ def test_a_world_left_in_the_environment_is_not_waited_for(launch):
 
 def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(launch):
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-    job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="runfolder").done(300)
+    job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="none").done(300)
     summary = job.ledger.summary
     assert (summary.coverage.ranks_reporting, summary.coverage.ranks_expected) == (2, 2)
     assert (summary.iterations, summary.parameters) == (99, 2 * 64 * 64 + 64)
@@ -554,7 +554,7 @@ def test_parameters_of_fsdp_are_the_whole_models(launch, tmp_path, how):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-    summary = launch.torchrun(options, str(script), how, attach=1, sinks="runfolder").done(300).ledger.summary
+    summary = launch.torchrun(options, str(script), how, attach=1, sinks="none").done(300).ledger.summary
     assert (summary.iterations, summary.parameters) == (4, 8 * 4 + 4 + 4 * 3 + 3)
 
 

@@ -84,7 +84,7 @@ def test_a_wrong_argument_is_told_like_a_wrong_setting(launch, arguments):
 
 
 def test_a_sink_that_there_is_not_silences_no_other(launch):
-    job = launch.python(*SERVED, sinks="nosuch,console,runfolder").done()
+    job = launch.python(*SERVED, sinks="nosuch,console").done()
 
     assert len(job.blocks) == 2
     assert any("there is no sink 'nosuch'" in text for text in job.ledger.told("sink"))
@@ -533,7 +533,7 @@ def test_a_full_ring_loses_detail_but_no_iteration_and_no_token(launch, history_
 
 
 def test_more_windows_at_once_than_a_sink_can_queue_are_all_written(launch):
-    job = launch.code(FAST, history_size=10_000, log_interval=50, sinks="console,runfolder").done()
+    job = launch.code(FAST, history_size=10_000, log_interval=50, sinks="console").done()
     summary = job.ledger.summary
 
     assert summary.status == "completed"

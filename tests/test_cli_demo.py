@@ -47,7 +47,7 @@ def test_the_slow_rank_is_named(cli):
 
 
 def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):
-    other = {"METRICS_ENABLED": "false", "RUN_NAME": "precious", "LOG_INTERVAL": "7", "SINKS": "runfolder"}
+    other = {"METRICS_ENABLED": "false", "RUN_NAME": "precious", "LOG_INTERVAL": "7", "SINKS": "none"}
     variables = {f"EFFICIENTLLM_{name}": value for name, value in other.items()}
 
     done = cli.run("demo", *SHORT, EFFICIENTLLM_RUN_DIR="elsewhere", MASTER_PORT="none", SLURM_PROCID="9", **variables)

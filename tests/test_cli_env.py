@@ -65,6 +65,7 @@ def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
     ("name", "value", "said"),
     [
         ("SINKS", "consol", "there is no sink 'consol'; there are: console,"),
+        ("SINKS", "console,runfolder", "there is no sink 'runfolder'"),
         ("DEVICE", "gpu", "there is no such device; there are: auto, amd, host, nvml, simulated"),
         ("ENDPOINT", "10.0.0.1:5555", "copy it from rank 0's"),
         ("LOG_INTERVALL", "5", "did you mean EFFICIENTLLM_LOG_INTERVAL?"),

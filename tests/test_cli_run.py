@@ -9,7 +9,7 @@ import pytest
 from cli_process import read_until
 
 QUIET = {
-    "EFFICIENTLLM_SINKS": "runfolder",
+    "EFFICIENTLLM_SINKS": "none",
     "EFFICIENTLLM_DEVICE": "simulated",
     "EFFICIENTLLM_COLLECTION_INTERVAL": "0.1",
 }

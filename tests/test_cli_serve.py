@@ -8,7 +8,7 @@ import sys
 import pytest
 from cli_process import read_until
 
-SINKS = {"EFFICIENTLLM_SINKS": "console,runfolder"}
+SINKS = {"EFFICIENTLLM_SINKS": "console"}
 
 LOOP = """
 import effllm

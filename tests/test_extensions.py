@@ -3,6 +3,7 @@
 import io
 import sys
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,9 +12,8 @@ from sink_examples import make_report, make_run
 import effllm.devices
 import effllm.sinks
 from effllm import metrics
-from effllm.aggregation.sink_thread import SinkThread
 from effllm.devices import Site, device_names, open_device
-from effllm.runs.runfolder import read_windows
+from effllm.server.writer import Writer
 from effllm.sinks import open_sink, sink_names
 
 DEVICE = """
@@ -34,13 +34,10 @@ def open_device(site):
 SINK = """
 class Recording:
     reports = []
-    def write(self, report, rows):
+    def write(self, report):
         if report.iteration == 13:
             raise RuntimeError("thirteen")
         self.reports.append(report.iteration)
-    def event(self, event): pass
-    def summarize(self, summary): pass
-    def update_facts(self, facts): pass
     def close(self): pass
 
 def open_sink(run):
@@ -69,11 +66,11 @@ def test_a_new_device_is_one_file(plug_in):
 
 def run_through(name, *iterations):
     told = []
-    thread = SinkThread(name, make_run(stdout=io.StringIO()), told.append)
+    thread = Writer(f"sink {name}", partial(open_sink, name, make_run()), told.append)
     thread.start()
     for iteration in iterations:
-        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration), ()))
-    thread.stop(lambda sink: None)
+        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)))
+    thread.stop()
     assert thread.join(10.0)
     return told
 
@@ -90,7 +87,7 @@ STALLED = """
 from threading import Event
 class Stalled:
     go_on, shown = Event(), []
-    def write(self, report, rows):
+    def write(self, report):
         self.go_on.wait(10)
         self.shown.append(report.iteration)
     def close(self): pass
@@ -104,14 +101,14 @@ def open_sink(run):
 def test_what_a_sink_that_stands_still_has_no_room_for_is_counted_and_its_end_is_not_waited_for(plug_in):
     plug_in(effllm.sinks, "stalled", STALLED)
     told = []
-    thread = SinkThread("stalled", make_run(stdout=io.StringIO()), told.append, most=4)
+    thread = Writer("sink stalled", partial(open_sink, "stalled", make_run()), told.append, max_queued=4)
     thread.start()
     for iteration in range(1, 11):
-        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration), ()), windows=1)
+        thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)), windows=1)
         while iteration == 1 and thread.unfinished and not thread._at_work:
             time.sleep(0.001)
     assert (thread.left_out, thread.unfinished) == (5, 5)  # one is at work, four wait
-    thread.stop(lambda sink: None)  # takes the place of the two oldest that wait, with the end itself
+    thread.stop()  # takes the place of the two oldest that wait, with the end itself
     assert not thread.join(0.0)
     assert (thread.left_out, thread.unfinished) == (7, 3)
 
@@ -138,15 +135,13 @@ def test_a_new_metric_is_one_decorated_function_and_every_sink_shows_it(monkeypa
     report = make_report(100)
     report = msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job))
     run = make_run(folder=tmp_path / "run", stdout=io.StringIO())
-    for name in ("console", "runfolder", "tensorboard"):
+    for name in ("console", "tensorboard"):
         sink = open_sink(name, run)
-        sink.write(report, ())
+        sink.write(report)
         sink.close()
 
     value = report.run.tokens / 1e6
     assert f"  Tokens (Millions): {value:.1f}\n" in run.stdout.getvalue()
-    (window,) = read_windows(tmp_path / "run")
-    assert window.values["million_tokens"] == value
     (events,) = run.tensorboard_dir.iterdir()
     assert b"efficientllm/million_tokens" in events.read_bytes()
     assert b"Tokens so far, in millions." in events.read_bytes()

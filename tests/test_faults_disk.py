@@ -51,7 +51,7 @@ def more_blocks(job, count):
 
 
 def troubles(ledger):
-    return [text for text in ledger.told("sink") if text.startswith("run folder")]
+    return [text for text in ledger.told("sink") if text.startswith("run folder /")]
 
 
 @pytest.mark.fault("disk-full")

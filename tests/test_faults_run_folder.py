@@ -19,9 +19,7 @@ LOOP = "loop.py"
 
 
 def serve(cli, bind):
-    process = cli.start(
-        "serve", "--bind", bind, "--run-dir", "runs", "--run-name", "one", EFFICIENTLLM_SINKS="runfolder"
-    )
+    process = cli.start("serve", "--bind", bind, "--run-dir", "runs", "--run-name", "one", EFFICIENTLLM_SINKS="none")
     line = read_until(process, "EFFICIENTLLM_ENDPOINT=")[-1]
     return process, line.strip().removeprefix("export EFFICIENTLLM_ENDPOINT=")
 

@@ -100,7 +100,7 @@ def run(tmp_path, script, **environment):
     """Run a script beside a simulated device; return what it printed and its summary, run facts and rows."""
     path = tmp_path / "job.py"
     path.write_text(script)
-    names = {"RUN_DIR": str(tmp_path / "runs"), "DEVICE": "simulated", "SINKS": "runfolder", "LOG_INTERVAL": "2"}
+    names = {"RUN_DIR": str(tmp_path / "runs"), "DEVICE": "simulated", "SINKS": "none", "LOG_INTERVAL": "2"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
     done = subprocess.run(
         [sys.executable, str(path)],

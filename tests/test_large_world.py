@@ -12,7 +12,7 @@ from effllm.aggregation.ledger import Ledger, restore
 from effllm.aggregation.pacing import Pace
 from effllm.config import Config
 from effllm.schema import Beat, Straggler
-from effllm.sinks.runfolder import MOST_ROWS, outliers
+from effllm.store.run_folder import MAX_ROWS, outliers
 
 RANKS = 1200
 
@@ -174,7 +174,7 @@ def test_of_ten_thousand_ranks_the_outliers_and_the_median_are_exact():
 
     assert [one.rank for one in found] == slow
     rows = [row(rank, busy_s=9.0 + (rank % 2) * rank) for rank in range(10_000)]
-    assert len(outliers(rows)) == MOST_ROWS
+    assert len(outliers(rows)) == MAX_ROWS
 
 
 def test_the_slowest_of_a_large_world_is_compared_with_the_exact_median():

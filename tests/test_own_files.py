@@ -10,8 +10,7 @@ import pytest
 from effllm.config import ConfigError, read_config
 from effllm.runs import own_files
 from effllm.runs.run_lock import Holder, status_of, take
-from effllm.sinks import SinkUnavailable, open_sink
-from effllm.sinks.runfolder import RunFolder
+from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which root alone can")
 STRANGER = 12345
@@ -127,10 +126,10 @@ def test_a_file_that_is_replaced_is_neither_waited_for_nor_written_through(tmp_p
         with pytest.raises(OSError):
             RunFolder(tmp_path, {})
     else:
-        sink = RunFolder(tmp_path, {})
-        sink.keep(b"{}")
+        store = RunFolder(tmp_path, {})
+        store.save_state(b"{}")
         assert status_of(tmp_path) == ""
-        sink.close()
+        store.close()
     precious = tmp_path / "precious"
     assert not precious.exists() or precious.read_text() == "precious\n"
 
@@ -153,11 +152,9 @@ def test_a_folder_of_another_user_is_refused_by_name(tmp_path):
     with pytest.raises(PermissionError, match="it belongs to another user"):
         own_files.make_folder(theirs)
     with pytest.raises(
-        SinkUnavailable, match="cannot be written: it belongs to another user; set EFFICIENTLLM_RUN_DIR"
+        StoreUnavailable, match="cannot be written: it belongs to another user; set EFFICIENTLLM_RUN_DIR"
     ):
-        from sink_examples import make_run
-
-        open_sink("runfolder", make_run(theirs))
+        open_run_folder(theirs, {})
 
 
 def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path):
@@ -294,14 +291,14 @@ def test_link_of_our_own_in_a_folder_of_a_group_is_followed(project):
 
 @needs_root
 def test_link_that_takes_the_place_of_the_run_folder_is_not_followed(project):
-    sink = RunFolder(project / "runs" / "mine", {"job": "x"})
+    store = RunFolder(project / "runs" / "mine", {"job": "x"})
     (project / "runs").rename(project / "moved")
     link_of_another(project / "runs", project.parent / "precious")
 
-    sink.update_facts({"more": 1})
-    assert not sink.keep(b"{}")
-    sink.store("summary.json", "ours")
-    sink.close()
+    store.update_facts({"more": 1})
+    assert not store.save_state(b"{}")
+    store.write_file("summary.json", "ours")
+    store.close()
     for change in (own_files.remove_file, lambda path: own_files.rename_file(path, "other")):
         with pytest.raises(PermissionError):
             change(project / "runs" / "mine" / "state.json")

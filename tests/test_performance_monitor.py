@@ -155,7 +155,7 @@ def test_the_gpus_are_those_that_the_process_is_shown(monkeypatch):
 
 def run(tmp_path, script, **environment):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
-    names = {"RUN_DIR": str(tmp_path / "runs"), "DEVICE": "simulated", "SINKS": "runfolder"}
+    names = {"RUN_DIR": str(tmp_path / "runs"), "DEVICE": "simulated", "SINKS": "none"}
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**kept, **{f"EFFICIENTLLM_{name}": value for name, value in names.items()}, **environment},

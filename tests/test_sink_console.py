@@ -54,7 +54,7 @@ def printed(*reports, terminal=False, form="auto"):
     stream = Stream(terminal)
     sink = open_sink("console", make_run(stdout=stream, config=Config(console=form)))
     for report in reports:
-        sink.write(report, ())
+        sink.write(report)
     return stream.getvalue()
 
 
@@ -111,10 +111,10 @@ def test_what_is_not_finite_has_no_line_in_the_block():
 
 def test_scripts_that_take_the_third_field_of_the_last_hit_get_the_blocks_numbers():
     stream = Stream()
-    sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream))
-    sink.write(make_report(100, run=complete_totals(10, 10_000)), ())
-    sink.write(make_report(200, run=complete_totals(10, 10_000)), ())
-    sink.summarize(make_summary())
+    sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream, summary=make_summary))
+    sink.write(make_report(100, run=complete_totals(10, 10_000)))
+    sink.write(make_report(200, run=complete_totals(10, 10_000)))
+    sink.close()
 
     for entry in metrics.headline():
         label = entry.console.split("{")[0]
@@ -239,7 +239,7 @@ def test_a_progress_bar_of_the_training_is_not_torn():
 
 def test_a_report_is_one_write_and_one_flush():
     stream = Stream(terminal=True)
-    open_sink("console", make_run(stdout=stream)).write(make_report(), ())
+    open_sink("console", make_run(stdout=stream)).write(make_report())
 
     assert (stream.writes, stream.flushes) == (1, 1)
 
@@ -286,7 +286,7 @@ def test_a_real_terminal_of_sixty_columns_is_kept_to():
         import termios
 
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-        open_sink("console", make_run(stdout=stream)).write(make_report(100), ())
+        open_sink("console", make_run(stdout=stream)).write(make_report(100))
         text = screen.read(65536).decode()
 
     lines = re.sub(r"\x1b\[[0-9;]*[mK]", "", text).replace("\r", "\n").split("\n")
@@ -297,7 +297,7 @@ def test_a_real_terminal_of_sixty_columns_is_kept_to():
 def test_an_encoding_without_the_signs_gets_plain_ones():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    open_sink("console", make_run(stdout=stream)).write(make_report(100), ())
+    open_sink("console", make_run(stdout=stream)).write(make_report(100))
 
     assert b"iteration 100/5000 | 0.412 s/it | " in raw.getvalue()
 
@@ -360,10 +360,9 @@ def test_a_problem_is_coloured_on_a_terminal_and_has_its_count(monkeypatch):
 
 def test_the_end_of_a_run_prints_the_golden_table():
     stream = Stream()
-    sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream))
-    sink.summarize(make_summary("running"))
-    sink.summarize(make_summary("completed"))
-    sink.summarize(make_summary("completed"))
+    sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream, summary=make_summary))
+    sink.close()
+    sink.close()
 
     assert stream.getvalue() == (GOLDEN / "console_closing.txt").read_text()
 

@@ -40,7 +40,7 @@ class Values:
         self.values = prometheus._Values("mine", "abc", time.monotonic)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.values)
-        self.write = lambda report, rows: self.values.take(report)
+        self.write = self.values.take
         self.event = lambda event: self.values.count(event.kind, event.count)
 
     def page(self):
@@ -68,7 +68,7 @@ def served(sink):
 
 
 def test_how_ranks_and_gpus_lie_is_shown_by_five_numbers_each(sink):
-    sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}), [])
+    sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}))
 
     shown = {name: value for (name, *_), value in served(sink).items() if name.endswith(("step_seconds", "gpu_watts"))}
 
@@ -82,8 +82,8 @@ def test_how_ranks_and_gpus_lie_is_shown_by_five_numbers_each(sink):
 
 
 def test_the_newest_values_are_gauges_in_base_units(sink):
-    sink.write(make_report(90), ())
-    sink.write(report := make_report(100), ())
+    sink.write(make_report(90))
+    sink.write(report := make_report(100))
 
     seen = served(sink)
 
@@ -96,7 +96,7 @@ def test_the_newest_values_are_gauges_in_base_units(sink):
 
 
 def test_totals_are_counters_and_coverage_stands_beside_them(sink):
-    sink.write(report := make_report(100), ())
+    sink.write(report := make_report(100))
 
     seen = served(sink)
 
@@ -109,7 +109,7 @@ def test_totals_are_counters_and_coverage_stands_beside_them(sink):
 
 
 def test_what_the_loop_does_not_count_has_no_total(sink):
-    sink.write(make_report(100, job=msgspec.structs.replace(totals(100), tokens=0, samples=0)), ())
+    sink.write(make_report(100, job=msgspec.structs.replace(totals(100), tokens=0, samples=0)))
 
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
@@ -124,11 +124,11 @@ def test_before_the_first_window_there_are_only_counters_of_events(sink):
 
 def test_what_is_not_measured_any_more_has_no_sample(sink):
     report = make_report(100)
-    sink.write(report, ())
+    sink.write(report)
     assert ("efficientllm_aec_watts", ("over", "run")) in served(sink)
 
     values = {tag: value for tag, value in report.values.items() if "aec_watts" not in tag}
-    sink.write(msgspec.structs.replace(report, values={**values, "pcu_ratio": float("nan")}), ())
+    sink.write(msgspec.structs.replace(report, values={**values, "pcu_ratio": float("nan")}))
 
     seen = served(sink)
     assert not [key for key in seen if key[0] in ("efficientllm_aec_watts",)]
@@ -160,7 +160,7 @@ def test_values_vanish_when_they_are_old_while_totals_stay():
 def test_no_label_is_a_rank_and_kinds_of_events_are_bounded(sink):
     for number in range(1000):
         sink.event(Event(1.0, f"kind_{number}", "text", rank=number))
-    sink.write(make_report(100), ())
+    sink.write(make_report(100))
 
     text = sink.page()
 
@@ -196,7 +196,7 @@ def test_a_new_metric_is_shown_without_a_word_here(monkeypatch, sink):
         return 2.0
 
     report = make_report(100)
-    sink.write(msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job)), ())
+    sink.write(msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job)))
 
     assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2.0 * 2**30
     assert "# HELP efficientllm_memory_spare_bytes Memory that nobody uses." in sink.page()
@@ -205,7 +205,7 @@ def test_a_new_metric_is_shown_without_a_word_here(monkeypatch, sink):
 def test_every_metric_that_can_be_known_is_served(sink):
     run = complete_totals(100)
     report = make_report(100)
-    sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))), ())
+    sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))))
 
     shown = {metrics.describe(tag) for tag in values}
     names = {f"efficientllm_{prometheus.name_of(entry)[0]}" for entry in shown if entry and entry.chart}
@@ -224,10 +224,10 @@ def test_a_port_in_use_costs_the_sink_and_one_sentence(tmp_path):
 
 def test_it_listens_on_loopback_alone_and_tells_where_if_nobody_chose(tmp_path):
     told = []
-    run = make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}, tell=told.append)
+    run = make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}, log=told.append)
     sink = open_sink("prometheus", run)
     try:
-        sink.write(make_report(100), ())
+        sink.write(make_report(100))
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
             assert samples(answer.read().decode())["efficientllm_iteration",] == 100
         assert sink._server.server_address[0] == "127.0.0.1"
@@ -275,7 +275,7 @@ def test_the_examples_are_what_promtool_takes(command, name):
 
 @without_prometheus
 def test_the_page_is_what_promtool_takes(sink):
-    sink.write(make_report(100), ())
+    sink.write(make_report(100))
     sink.event(Event(1.0, "joined", "rank 0 joined"))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=sink.page(), capture_output=True, text=True, check=False
@@ -296,7 +296,7 @@ def test_an_event_line_counts_all_that_it_stands_for(sink):
 
 def test_the_rules_ask_for_what_is_served(sink):
     run = complete_totals(100)
-    sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)), ())
+    sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)))
     sink.event(Event(1.0, "refused", "rank 0 spoke for rank 1"))
     asked = set(re.findall(r"\befficientllm_\w+", (CONFIGS / "prometheus_rules.yml").read_text()))
 
@@ -337,7 +337,7 @@ def test_a_real_prometheus_scrapes_a_job_and_answers_for_it(launch, tmp_path):
     server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
     try:
         job = launch.python(
-            "loop.py", "--until", "enough", sinks="console,runfolder,prometheus", prometheus_port=port, run_name="mine"
+            "loop.py", "--until", "enough", sinks="console,prometheus", prometheus_port=port, run_name="mine"
         )
         (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'))
         (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from sink_examples import complete_totals, make_report, make_row, make_run, totals
+from sink_examples import complete_totals, make_report, make_run, totals
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto import event_pb2
@@ -27,7 +27,7 @@ from effllm.sinks import SinkUnavailable, open_sink
 def written(folder: Path, *reports, attempt=1):
     sink = open_sink("tensorboard", make_run(folder, attempt=attempt))
     for report in reports:
-        sink.write(report, ())
+        sink.write(report)
     sink.close()
     return read(folder)
 
@@ -117,7 +117,7 @@ def test_ten_thousand_ranks_make_no_more_than_sixty_tags(tmp_path):
     sink = open_sink("tensorboard", make_run(tmp_path))
     spread = dict.fromkeys(SPREADS, Spread(10_000, 0.0, 0.1, 0.2, 0.3, 0.4))
     report = whole_report(coverage=coverage, simulated=True, spread=spread)
-    sink.write(report, [make_row(rank) for rank in range(10_000)])
+    sink.write(report)
     sink.close()
 
     assert 40 < len(read(tmp_path).Tags()["scalars"]) <= 60
@@ -165,7 +165,7 @@ def test_reports_without_values_write_nothing(tmp_path):
 
 def test_a_report_is_on_disk_when_write_returns(tmp_path):
     sink = open_sink("tensorboard", make_run(tmp_path))
-    sink.write(make_report(100), ())
+    sink.write(make_report(100))
 
     assert len(points(read(tmp_path), "amu_gb")) == 1  # and the sink is still open
     sink.close()
@@ -231,15 +231,15 @@ def test_the_file_is_recognisable_as_ours(tmp_path):
 
 def test_a_full_disk_is_told_and_what_comes_after_can_still_be_read(tmp_path):
     sink = open_sink("tensorboard", make_run(tmp_path))
-    sink.write(make_report(100), ())
+    sink.write(make_report(100))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (event_files(tmp_path)[0].stat().st_size + 100, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            sink.write(make_report(110), ())
+            sink.write(make_report(110))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    sink.write(make_report(120), ())
+    sink.write(make_report(120))
     sink.close()
 
     assert [step for step, _ in points(read(tmp_path), "amu_gb")] == [100, 120]
@@ -261,7 +261,7 @@ def test_neither_tensorflow_nor_torch_is_imported_where_they_are_installed(tmp_p
     script = (
         "import sys; from pathlib import Path; from sink_examples import *; from effllm.sinks import open_sink\n"
         f"sink = open_sink('tensorboard', make_run(Path({str(tmp_path)!r})))\n"
-        "sink.write(make_report(), ()); sink.close()\n"
+        "sink.write(make_report()); sink.close()\n"
         "print(sorted({'tensorflow', 'torch'} & set(sys.modules)))"
     )
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])

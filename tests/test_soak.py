@@ -23,7 +23,7 @@ from effllm.config import Config
 from effllm.devices import DeviceUnavailable
 from effllm.network.transport import Outbox
 from effllm.schema import Beat, Sample
-from effllm.sinks.runfolder import RunFolder
+from effllm.store.run_folder import RunFolder
 
 RANKS = 4
 WINDOW_S = 60.0
@@ -62,7 +62,7 @@ class Week:
 
     def __init__(self, folder):
         self.aggregator = Aggregator(Config(), "job", 1, 0.0)
-        self.sink = RunFolder(folder, {}, segment_bytes=SEGMENT_BYTES)
+        self.store = RunFolder(folder, {}, segment_bytes=SEGMENT_BYTES)
         self.now_s = 0.0
         self.events = 0
         for rank in range(RANKS):
@@ -92,12 +92,12 @@ class Week:
             aggregator.reject(self.now_s, f"garbage {number}")
         aggregator.tick(self.now_s, self.now_s)
         for closed in aggregator.take_closed():
-            self.sink.write(closed.report, closed.rows)
+            self.store.write(closed.report, closed.rows)
         for event in aggregator.take_events():
             self.events += 1
-            self.sink.event(event)
+            self.store.write_events([event])
         aggregator.take_asked()
-        self.sink.keep(aggregator.snapshot())
+        self.store.save_state(aggregator.snapshot())
 
 
 @pytest.mark.faults

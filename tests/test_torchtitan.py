@@ -105,7 +105,7 @@ def start(launch, tmp_path):
             **({"trainer.py": TRAINER} if era == "0.3" else {}),
         }.items():
             (package / name).write_text(text)
-        environ = {"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(package.parent), "EFFICIENTLLM_SINKS": "runfolder"}
+        environ = {"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(package.parent), "EFFICIENTLLM_SINKS": "none"}
         job = launch._job()
         command = [sys.executable, "-m", "torchtitan.train", *arguments]
         return job.start(command, launch.environ({"log_interval": 2}, **environ))

@@ -61,6 +61,6 @@ def test_nothing_is_printed_where_nothing_is_wrong(cli, code, variables):
 
 
 def test_metrics_that_the_loop_itself_starts_are_no_reason(cli):
-    lines = stderr_of(cli, ATTACHED + LOOP, EFFICIENTLLM_ATTACH="perhaps", EFFICIENTLLM_SINKS="runfolder")
+    lines = stderr_of(cli, ATTACHED + LOOP, EFFICIENTLLM_ATTACH="perhaps", EFFICIENTLLM_SINKS="none")
 
     assert [line for line in lines if "ran without metrics" in line] == []

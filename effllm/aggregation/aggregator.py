@@ -64,11 +64,10 @@ MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
 
 
 class Closed(NamedTuple):
-    """A window that closed, and which reports are safe once it is written."""
+    """A window that closed, with the reports of its ranks."""
 
     report: ClusterReport
     rows: Sequence[RankReport]
-    safe: dict[int, int]  # rank -> sequence; in a large world it is asked for less often, by Aggregator.safe
 
 
 class _Pending(Struct):
@@ -620,8 +619,7 @@ class Aggregator:
         report = report_of(window, self._ledger, self._roster, least, last, correction)
         self._ledger.reports += 1
         self._last_report = report
-        safe = {} if is_large(self._ledger.world_size) else self.safe()
-        self._closed.append(Closed(report, (late or window).ordered, safe))
+        self._closed.append(Closed(report, (late or window).ordered))
         if not correction:
             for kind, text in doubts(report, self._roster):
                 self._state(Event(report.time_s, kind, text), once=kind)

@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -26,9 +27,8 @@ import zmq
 from effllm.aggregation.aggregator import Aggregator, Closed
 from effllm.aggregation.ledger import Ledger, restore
 from effllm.aggregation.orders import Orders
-from effllm.aggregation.pacing import Pace, is_large, keep_every_s, pause_s, quiet_s, report_every_s
+from effllm.aggregation.pacing import is_large, keep_every_s, pause_s, quiet_s, report_every_s
 from effllm.aggregation.roster import SILENT_AFTER_S
-from effllm.aggregation.sink_thread import SinkThread
 from effllm.config import Config, secret_path
 from effllm.health.lost_agents import LostAgents
 from effllm.network import secret
@@ -59,17 +59,19 @@ from effllm.schema import (
     Supersede,
     Welcome,
 )
-from effllm.sinks import Chronicle, Keeper, Run, Shelf, Sink
+from effllm.server.acknowledgement import Acknowledgement, Sequences
+from effllm.server.writer import Writer
+from effllm.sinks import Run, Sink, open_sink
+from effllm.store import run_folder
+from effllm.store.run_folder import RunFolder, open_run_folder
 
 TICK_S = 0.5
 SUMMARY_EVERY_S = 60.0
 KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
-KEEPER_OPENS_S = 2.0
+STORE_OPENS_S = 2.0
 SINKS_STOP_S = 3.0
 DISK_WAIT_S = 60.0  # for a disk that stands still at the end: nobody waits for us then
-MOST_UNSAFE = 64  # states that are not written yet
 STATE = "state.json"
-KEEPER = "runfolder"  # the sink that keeps the state, and whose word is what reports are acknowledged by
 MOST_FRAMES = 1000  # between two looks at everything else ...
 MAX_RECEIVE_S = 0.1  # ... nor for longer: on a busy machine frames may come as fast as they are taken
 MAX_REJECTED = 32  # frames one after the other, more than there are peers: then nothing else waits
@@ -100,18 +102,17 @@ class Server:
         self._warned_until_s = 0.0
         self.address = ""  # known once `run` has bound it
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._inbox: queue.SimpleQueue[Event | dict[int, int] | _Facts] = queue.SimpleQueue()  # from other threads
+        self._inbox: queue.SimpleQueue[Event | Sequences | _Facts] = queue.SimpleQueue()  # from other threads
         self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
         self._peers = Peers(self._config.history_size)
-        self._sinks: list[SinkThread] = []
+        self._sinks: dict[str, Writer[Sink]] = {}
+        self._store: Writer[RunFolder] | None = None
+        self._last_summary: Summary | None = None  # once the job has ended
         self._heard_until_s = time.monotonic()
         self._told_facts_s = float("-inf")
         self._is_flooded = False  # frames were rejected when the socket was last emptied
         self._has_room_for = 0  # ranks, by the limit of open files
         self._told_shortage = False
-        self._pace = Pace(self._config.history_size)
-        self._acknowledged: Mapping[int, int] = {}
-        self._unsafe: list[dict[int, int]] = []  # written soon, as the keeper says
         self._git = Git(Path.cwd())
         self._facts = {**gather(), **orders.facts, "config": orders.config, "job": orders.job}
         self._facts_changed = self._has_learned = self._has_begun = self._has_git_facts = self._has_new_rank = False
@@ -228,16 +229,45 @@ class Server:
         self._aggregator = Aggregator(
             self._config, self._orders.job, snapshot.attempt if snapshot else 1, time.time(), snapshot, boot_id()
         )
-        event_files = _event_files(self._config, folder, self._facts)
-        run = Run(self._config, self._aggregator.attempt, folder, event_files, self._stdout, self._facts, self._warn)
-        for name in self._config.sinks:
-            sink = SinkThread(name, run, self._warn)
-            sink.start()
-            self._sinks.append(sink)
-        for sink in self._sinks:
-            if sink.name == KEEPER:
-                sink.opened.wait(KEEPER_OPENS_S)
+        self._acknowledgement = Acknowledgement(
+            self._aggregator,
+            self._config.history_size,
+            self._put,
+            self._save_state if folder is not None else None,
+            self._send_acks,
+        )
+        charts = _event_files(self._config, folder, self._facts)
+        self._open_sinks(folder, charts)
+        if folder is not None:
+            self._open_store(folder, charts)
         threading.Thread(target=self._ask_git, name="git", daemon=True).start()
+
+    def _open_sinks(self, folder: Path | None, charts: Path | None) -> None:
+        run = Run(
+            self._config,
+            self._aggregator.attempt,
+            folder,
+            charts,
+            self._stdout,
+            self._facts,
+            self._warn,
+            lambda: self._last_summary,
+        )
+        for name in self._config.sinks:
+            sink = Writer[Sink](f"sink {name}", partial(open_sink, name, run), self._warn)
+            sink.start()
+            self._sinks[name] = sink
+
+    def _open_store(self, folder: Path, charts: Path | None) -> None:
+        options = {
+            "warn": self._warn,
+            "tensorboard_dir": charts,
+            "limit_mb": self._config.run_folder_mb,
+            "log_interval": self._config.log_interval,
+        }
+        self._store = Writer("run folder", partial(open_run_folder, folder, self._facts, **options), self._warn)
+        self._store.start()
+        self._store.opened.wait(STORE_OPENS_S)
 
     def _ask_git(self) -> None:
         """Add the commit of the user's code to the facts, in a thread of its own: git may take seconds."""
@@ -293,7 +323,7 @@ class Server:
                 self._collect()
                 self._was_stalled = self._aggregator.is_stalled
                 summary = self._summary(ended=False)
-                self._to_sinks(lambda sink, summary=summary: sink.summarize(summary))  # type: ignore[misc]
+                self._to_store(lambda store, summary=summary: store.write_summary(summary))  # type: ignore[misc]
             self._hand_out(now_s)
             if self._aggregator.finished(now_s):
                 return
@@ -362,7 +392,7 @@ class Server:
             self._learn(message)
             if not self._has_begun:  # the next start is to know of this one, even if all is killed before a window
                 self._has_begun = True
-                self._keep_state()
+                self._acknowledgement.save_state()
             every_s = report_every_s(message.world_size)
             self._socket.send(peer, Welcome(aggregator.attempt, str(self._folder or ""), report_every_s=every_s))
         elif reason:
@@ -443,7 +473,7 @@ class Server:
             self._facts_changed, self._has_new_rank, self._told_facts_s = False, False, now_s
             known = {"ranks": dict(self._facts.get("ranks", {})), "parameters": self._aggregator.parameters()}
             facts = {**self._facts, **known}
-            self._to_sinks(lambda sink: sink.update_facts(facts))
+            self._to_store(lambda store: store.update_facts(facts))
 
     def _over(self, now_s: float) -> bool:
         """Whether rank 0's trainer is long gone and nobody has been heard for long, so that no farewell will come.
@@ -462,19 +492,10 @@ class Server:
 
     def _hand_out(self, now_s: float) -> None:
         self._take_inbox()
-        if closed := self._aggregator.take_closed():
-            self._write(closed, now_s)
-        self._keep(now_s)
+        self._acknowledgement.hand_out(now_s, time.time())
         if events := self._aggregator.take_events():  # ten thousand ranks that join at once would fill a queue
-
-            def tell(sink: Sink) -> None:
-                if isinstance(sink, Chronicle):
-                    sink.events(events)
-                    return
-                for event in events:
-                    sink.event(event)
-
-            self._to_sinks(tell)
+            self._to_store(lambda store: store.write_events(events))
+            self._to_sinks(lambda sink: _send_events(sink, events))
         self._inspect()
 
     def _take_inbox(self) -> None:
@@ -490,7 +511,7 @@ class Server:
                     self._facts, self._facts_changed = {**item.facts, **self._facts}, True
                     self._has_git_facts = True
                 else:
-                    self._acknowledge(item)
+                    self._acknowledgement.saved(item)
 
     def _inspect(self) -> None:
         """Ask agents what their trainers are doing, and keep what they answer."""
@@ -499,93 +520,42 @@ class Server:
                 self._socket.send(peer, Inspect("the job has stalled"))
         if files := self._aggregator.take_stacks():
 
-            def store(sink: Sink) -> None:
-                if isinstance(sink, Shelf):
-                    for file in files:
-                        sink.store(f"stacks/{file.name}", file.text)
+            def write(store: RunFolder) -> None:
+                for file in files:
+                    store.write_file(f"stacks/{file.name}", file.text)
 
-            self._to_sinks(store)
-
-    def _write(self, closed: Sequence[Closed], now_s: float) -> None:
-        self._put(closed)
-        if is_large(self._aggregator.world_size) or len(self._unsafe) > 1:  # their acknowledgement takes its time
-            self._show()
-        self._keep(now_s)
+            self._to_store(write)
 
     def _put(self, closed: Sequence[Closed]) -> None:
         # In one piece: an agent that comes back brings a thousand windows at once, which would fill a queue.
         # A row names its host, which the run folder learns from the facts of its rank.
         self._tell_facts(0.0 if self._has_new_rank else FACTS_EVERY_S)
 
-        def write(sink: Sink) -> None:
-            for report, rows, _ in closed:
-                sink.write(report, rows)
+        def store_all(store: RunFolder) -> None:
+            for report, rows in closed:
+                store.write(report, rows)
 
-        self._to_sinks(write, len(closed))
-        self._pace.closed(len(closed))
+        def write_all(sink: Sink) -> None:
+            for report, _ in closed:
+                sink.write(report)
 
-    def _keep(self, now_s: float) -> None:
-        """Have the state kept where that is due, with what came late."""
-        aggregator = self._aggregator
-        if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
-            return
-        aggregator.settle(now_s, time.time())
-        if late := aggregator.take_closed():
-            self._put(late)
-        self._pace.kept(now_s)
-        self._keep_state()
+        self._to_store(store_all, len(closed))
+        self._to_sinks(write_all, len(closed))
 
-    def _keep_state(self) -> None:
-        """Have the state kept behind all that was put to be written, and acknowledge what is in it."""
-        safe = self._aggregator.safe()
-        if not self._has_keeper:
-            self._acknowledge(safe)
-            return
-        self._unsafe.append(safe)
-        self._relieve()
-        state = self._aggregator.snapshot(safe)
-
-        def keep(sink: Sink) -> None:
-            if isinstance(sink, Keeper) and sink.keep(state):  # else the agents keep their copies
-                self._inbox.put(safe)
+    def _save_state(self, state: bytes, sequences: Sequences) -> None:
+        def save(store: RunFolder) -> None:
+            if store.save_state(state):  # else the agents keep their copies
+                self._inbox.put(sequences)
                 os.eventfd_write(self._wake, 1)
 
-        self._to_sinks(keep)
+        self._to_store(save)
 
-    def _relieve(self) -> None:
-        """Acknowledge what a disk has not taken for so long that the agents' buffers are half full of it."""
-        while len(self._unsafe) > 1:
-            oldest, newest = self._unsafe[0], self._unsafe[-1]
-            waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
-            if waiting <= self._config.history_size // 2:
-                break
-            self._acknowledge(oldest)
-        if len(self._unsafe) > MOST_UNSAFE:
-            del self._unsafe[1:-1:2]
-
-    @property
-    def _has_keeper(self) -> bool:
-        return self._folder is not None and KEEPER in self._config.sinks
-
-    def _show(self) -> None:
-        """Tell the ranks whose loops show values of the newest report, ahead of what is safe."""
-        shown = {0, self._aggregator.world_size - 1}
-        self._send_acks({rank: self._acknowledged.get(rank, 0) for rank in shown})
-
-    def _acknowledge(self, safe: dict[int, int]) -> None:
-        for i, one in enumerate(self._unsafe):
-            if one is safe:
-                del self._unsafe[: i + 1]  # a later state holds all of an earlier one
-                break
-        self._acknowledged = safe
-        self._send_acks(safe)
-
-    def _send_acks(self, safe: Mapping[int, int]) -> None:
+    def _send_acks(self, sequences: Sequences) -> None:
         report = self._aggregator.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
         iteration, count = report.iteration if report else 0, self._aggregator.report_count
         frames: dict[int, bytes] = {}  # ten thousand ranks are at few places
-        for rank, sequence in safe.items():
+        for rank, sequence in sequences.items():
             peer = self._peers.of_rank(rank)
             if peer is not None:
                 frame = frames.get(sequence)
@@ -594,8 +564,12 @@ class Server:
                 self._socket.send_frame(peer, frame)
 
     def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
-        for sink in self._sinks:
+        for sink in self._sinks.values():
             sink.put(work, windows)
+
+    def _to_store(self, work: Callable[[RunFolder], None], windows: int = 0) -> None:
+        if self._store is not None:
+            self._store.put(work, windows)
 
     def _warn(self, text: str, kind: str = "sink") -> None:
         """Make an event of trouble of our own; called from any thread."""
@@ -607,11 +581,9 @@ class Server:
     def _summary(self, ended: bool) -> Summary:
         self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
-        left_out = {
-            # What the run folder has not written yet stands before the summary in its queue.
-            sink.name: sink.left_out + (sink.unfinished if ended and sink.name != KEEPER else 0)
-            for sink in self._sinks
-        }
+        # Windows that the store has not written yet are before the summary in its queue.
+        left_out = {name: sink.left_out + (sink.unfinished if ended else 0) for name, sink in self._sinks.items()}
+        left_out[run_folder.NAME] = self._store.left_out if self._store is not None else 0
         return msgspec.structs.replace(
             summary,
             events={**summary.events, **self._peers.refused, **self._door.refused},
@@ -620,11 +592,9 @@ class Server:
         )
 
     def _keep_as_killed(self) -> None:
-        """Have the run folder say what will be true if we are killed before we can say it."""
+        """Write the summary that will be true if we are killed before the next one."""
         summary = msgspec.structs.replace(self._summary(ended=False), status="killed")
-        for sink in self._sinks:
-            if sink.name == KEEPER:
-                sink.put(lambda sink: sink.summarize(summary))
+        self._to_store(lambda store: store.write_summary(summary))
 
     def _finish(self) -> str:
         self._aggregator.close_all()
@@ -633,48 +603,46 @@ class Server:
         self._git.stop()
         has_heard = self._aggregator.world_size or self._told_shortage
         if not has_heard and self._orders.trainer_descriptor < 0:
-            for sink in self._sinks:
-                sink.stop(lambda _: None)
-            for sink in self._sinks:
-                sink.join(SINKS_STOP_S)
+            writers = self._writers()
+            for writer in writers:
+                writer.stop()
+            for writer in writers:
+                writer.join(SINKS_STOP_S)
             return UNUSED
         if not self._has_git_facts:  # the job is over before git has answered
             self._facts["git_dirty"], self._facts_changed = "unknown", True
         self._tell_facts()
         deadline_s = time.monotonic() + SINKS_STOP_S
-        # The run folder last: its summary counts what the others have not written by then.
-        others = [sink for sink in self._sinks if sink.name != KEEPER]
-        self._stop(others, deadline_s - SINKS_STOP_S / 2)
+        # The run folder last: its summary counts what the sinks have not written by then.
+        summary = self._last_summary = self._summary(ended=True)
+        sinks = list(self._sinks.values())
+        for sink in sinks:
+            sink.stop()
+        for sink in sinks:
+            sink.join(deadline_s - SINKS_STOP_S / 2 - time.monotonic())
         self._hand_out(time.monotonic())
-        keepers = [sink for sink in self._sinks if sink.name == KEEPER]
-        if self._folder is not None:  # with the farewells, by which the next attempt knows how this one ended
-            state = self._aggregator.snapshot()
-
-            def keep(sink: Sink) -> None:
-                if isinstance(sink, Keeper):
-                    sink.keep(state)
-
-            for sink in keepers:
-                sink.put(keep)
-        summary = self._stop(keepers, deadline_s)
-        if not all(sink.join(0.0) for sink in keepers):
-            self._let_go()
-            for sink in keepers:
-                sink.join(DISK_WAIT_S)
+        if self._store is not None:
+            summary = self._summary(ended=True)
+            state = self._aggregator.snapshot()  # with the farewells: the next attempt reads how this one ended
+            self._stop_store(self._store, state, summary, deadline_s)
         self._hand_out(time.monotonic())
         if summary.status == "completed" and self._folder is not None:
             with contextlib.suppress(OSError):  # what is over is not gone on with
                 own_files.remove_file(self._folder / STATE)
         return summary.status
 
-    def _stop(self, sinks: Sequence[SinkThread], deadline_s: float) -> Summary:
-        """Give sinks the summary and let them end until then, all at once: one that stalls takes no other's time."""
-        summary = self._summary(ended=True)
-        for sink in sinks:
-            sink.stop(lambda sink: sink.summarize(summary))
-        for sink in sinks:
-            sink.join(deadline_s - time.monotonic())
-        return summary
+    def _stop_store(self, store: Writer[RunFolder], state: bytes, summary: Summary, deadline_s: float) -> None:
+        def last(opened: RunFolder) -> None:
+            opened.save_state(state)
+            opened.write_summary(summary)
+
+        store.stop(last)
+        if not store.join(deadline_s - time.monotonic()):
+            self._let_go()
+            store.join(DISK_WAIT_S)
+
+    def _writers(self) -> list[Writer[Any]]:
+        return [*self._sinks.values(), *([self._store] if self._store is not None else [])]
 
     def _let_go(self) -> None:
         """Let whoever reads the job's output see its end, while a disk that stands still is waited for."""
@@ -697,6 +665,12 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
     if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
         return Path(framework_folder) / "efficientllm"
     return folder / "tensorboard" if folder else None
+
+
+def _send_events(sink: Sink, events: Iterable[Event]) -> None:
+    if (write := getattr(sink, "event", None)) is not None:
+        for event in events:
+            write(event)
 
 
 def _has_ended(pidfd: int) -> bool:

@@ -18,7 +18,7 @@ from effllm.schema import SCHEMA_VERSION
 
 SEGMENT_BYTES = 64 * 2**20
 #: What waits for a disk that is full: hours of windows of a job of a thousand ranks.
-MOST_WAITING_BYTES = 32 * 2**20
+MAX_WAITING_BYTES = 32 * 2**20
 _AT_ONCE_BYTES = 2**20
 _BACK_BYTES = 2**12
 
@@ -37,10 +37,10 @@ class Journal:
         folder: Path,
         stem: str,
         segment_bytes: int | None = SEGMENT_BYTES,
-        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
         self._folder, self._stem = folder, stem
-        self._segment_bytes, self._most_waiting_bytes = segment_bytes, most_waiting_bytes
+        self._segment_bytes, self._max_waiting_bytes = segment_bytes, max_waiting_bytes
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self.left_out = 0  # lines for which there was no room any more
@@ -66,7 +66,7 @@ class Journal:
             self._waiting.append(line)
             taken_bytes += len(line)
         self._waiting_bytes += taken_bytes
-        while self._waiting_bytes > self._most_waiting_bytes:
+        while self._waiting_bytes > self._max_waiting_bytes:
             self._waiting_bytes -= len(self._waiting.popleft())
             self.left_out += 1
         return taken_bytes

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from effllm.events import ALWAYS, FILE, is_problem, level_of
 from effllm.runs.closing_text import closing_text
 from effllm.runs.window_text import block_lines, short_lines
-from effllm.schema import ClusterReport, Event, RankReport, Summary
+from effllm.schema import ClusterReport, Event
 from effllm.sinks import Run
 from effllm.switches import this_process
 
@@ -38,9 +38,9 @@ class Console:
         self._is_short = self._terminal if form == "auto" else form == "short"
         self._lost = 0
         self._shown: dict[str, set[str]] = {}  # texts of events, by kind
-        self._summarized = "running"
+        self._is_closed = False
 
-    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:  # noqa: ARG002
+    def write(self, report: ClusterReport) -> None:
         """Print one window, unless it holds no iteration or corrects one that was printed."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
@@ -67,19 +67,13 @@ class Console:
         line = f"[EfficientLLM] {text}" + (f" ({event.count} events)" if event.count > 1 else "")
         self._put([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
 
-    def summarize(self, summary: Summary) -> None:
-        """Print the closing table when the run is over."""
-        if not summary.is_over or summary.status in ("running", self._summarized):
-            return
-        self._summarized = summary.status
-        charts = self._run.tensorboard_dir if "tensorboard" in self._run.config.sinks else None
-        self._put(closing_text(summary, self._run.folder, charts).splitlines())
-
-    def update_facts(self, facts: dict[str, Any]) -> None:
-        """Take nothing: facts are in run.json."""
-
     def close(self) -> None:
-        """Leave the stream open: it is the training's."""
+        """Print the closing table; the stream stays open, as it is the training's."""
+        summary = None if self._is_closed else self._run.summary()
+        self._is_closed = True
+        if summary is not None:
+            charts = self._run.tensorboard_dir if "tensorboard" in self._run.config.sinks else None
+            self._put(closing_text(summary, self._run.folder, charts).splitlines())
 
     def _coloured(self, colour: str, line: str) -> str:
         return f"{colour}{line}{_PLAIN}" if self._colour else line

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from effllm import metrics
 from effllm.events import KINDS
-from effllm.schema import SPREADS, ClusterReport, Event, RankReport, Summary
+from effllm.schema import SPREADS, ClusterReport, Event
 from effllm.sinks import Run, SinkUnavailable
 
 ADDRESS = "127.0.0.1"  # what is served is not encrypted and asks nobody who he is
@@ -68,7 +68,7 @@ def open_sink(run: Run) -> Prometheus:
             "set EFFICIENTLLM_PROMETHEUS_PORT to another, or to 0 for any"
         ) from error
     if not port:
-        run.tell(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")
+        run.log(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")
     thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), name="sink-prometheus-http", daemon=True)
     thread.start()
     return Prometheus(values, server, thread)
@@ -116,19 +116,13 @@ class Prometheus:
         self._thread = thread
         self.port: int = server.server_port
 
-    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:  # noqa: ARG002
+    def write(self, report: ClusterReport) -> None:
         """Show a report from now on."""
         self._values.take(report)
 
     def event(self, event: Event) -> None:
         """Count an event, or all that its line represents."""
         self._values.count(event.kind, event.count)
-
-    def summarize(self, summary: Summary) -> None:
-        """Take nothing: the last report holds the last values."""
-
-    def update_facts(self, facts: dict[str, Any]) -> None:
-        """Take nothing: facts are in run.json."""
 
     def close(self) -> None:
         """Stop serving; Prometheus sees the target down and its values stale."""

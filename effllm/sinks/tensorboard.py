@@ -11,9 +11,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -23,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from effllm import metrics
 from effllm.metrics import describe, headline
-from effllm.schema import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport, Event, RankReport, Summary
+from effllm.schema import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import Run, SinkUnavailable
 
 PREFIX = "efficientllm/"
@@ -80,7 +79,7 @@ class TensorBoard:
         self._step: int | None = None
         self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:  # noqa: ARG002
+    def write(self, report: ClusterReport) -> None:
         """Write the values of one report as scalars of its iteration."""
         if not report.values:
             return
@@ -105,15 +104,6 @@ class TensorBoard:
         plain = [summary_pb2.Summary.Value(tag=PREFIX + tag, simple_value=value) for tag, value in values.items()]
         self._add_summary(report.time_s, step, plain)
         self._step = step
-
-    def event(self, event: Event) -> None:
-        """Take nothing: charts show values."""
-
-    def summarize(self, summary: Summary) -> None:
-        """Take nothing: the last report holds the last values."""
-
-    def update_facts(self, facts: dict[str, Any]) -> None:
-        """Take nothing: facts are in run.json."""
 
     def close(self) -> None:
         """Close the event file."""

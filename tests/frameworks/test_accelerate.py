@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("accelerate", reason="needs accelerate")
 pytestmark = [*jobs.needs_torch, pytest.mark.system("accelerate", how="ran")]
 
-ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}
+ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
 SCRIPT = """
 import sys, torch
 from accelerate import Accelerator

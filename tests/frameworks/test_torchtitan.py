@@ -61,7 +61,7 @@ dist.destroy_process_group()
 
 
 def test_its_own_loop_is_measured(launch):
-    job = launch.code(SCRIPT, environ={"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "runfolder"}).done(90)
+    job = launch.code(SCRIPT, environ={"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}).done(90)
     summary = job.ledger.summary
     # 6 steps of 2 batches of 2 x 8 labels
     assert (summary.iterations, summary.tokens, summary.samples, summary.parameters) == (6, 192, 24, 36)

@@ -1,8 +1,7 @@
-"""The run folder: plain JSON Lines, one write per file and window, so that a kill tears one line of each at most.
+"""Writes the run folder: JSON Lines, one write per file and window, so that a kill tears one line of each at most.
 
-Whoever goes on in the folder takes that away, and writes nothing again that stands in it.
-
-A disk that is full or a folder that is removed costs nothing but time, as long as memory can hold what waits.
+The next writer of the folder removes a torn line, and writes nothing again that is already there. While a disk is full
+or the folder is removed, lines wait in memory, as long as it can hold them.
 """
 
 from __future__ import annotations
@@ -20,58 +19,61 @@ import numpy as np
 
 from effllm.runs import folder_size, own_files, text_log
 from effllm.runs.folder_size import Growth
-from effllm.runs.journal import MOST_WAITING_BYTES, SEGMENT_BYTES, Journal
+from effllm.runs.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
 from effllm.runs.runfolder import RankRow, coverage_of, rank_row
 from effllm.runs.summary_text import summary_text
 from effllm.runs.unkept import Written
 from effllm.runs.window_text import block_lines
 from effllm.schema import SCHEMA_VERSION, ClusterReport, Event, RankReport, Summary
-from effllm.sinks import Run, SinkUnavailable
 
-#: Worlds up to this size are kept whole; of larger ones at most so many rows a window, the strangest.
-MOST_ROWS = 256
+#: The run folder in the counts of windows that were left out.
+NAME = "runfolder"
+#: All rows of worlds up to this size are written; of larger ones at most this many a window, the farthest outliers.
+MAX_ROWS = 256
 #: Robust z-score (Iglewicz and Hoaglin, 1993) from which on a rank's step time is an outlier.
 OUTLIER_Z = 3.5
 #: Coverage below this is a gap; above it lies what the edges of a window cost.
 GAP_BELOW = 0.999
-#: So often it is said that the folder cannot be written, and that it can again.
-MOST_TROUBLES = 10
+#: Warnings that the folder cannot be written, and that it can again.
+MAX_TROUBLES = 10
 #: Windows of milliseconds are written to console.log together.
 LOG_EVERY_S = 1.0
 #: Of console.log, and as much again of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 
 
-def open_sink(run: Run) -> RunFolder:
-    """Open the run folder, or go on in the one that an earlier attempt left.
+class StoreUnavailable(Exception):
+    """The run folder cannot be written; the message is one sentence with the reason and what to do."""
+
+
+def open_run_folder(folder: Path, facts: Mapping[str, Any], **options: Any) -> RunFolder:
+    """Open a run folder; the arguments are those of `RunFolder`.
 
     Raises:
-        SinkUnavailable: there is no folder, or it cannot be written.
+        StoreUnavailable: it cannot be written.
     """
-    if run.folder is None:
-        raise SinkUnavailable("there is no run folder; set EFFICIENTLLM_RUN_DIR to a folder that can be written")
     try:
-        charts = run.tensorboard_dir if "tensorboard" in run.config.sinks else None
-        config = run.config
-        return RunFolder(
-            run.folder,
-            run.facts,
-            tell=run.tell,
-            tensorboard_dir=charts,
-            limit_mb=config.run_folder_mb,
-            log_interval=config.log_interval,
-        )
+        return RunFolder(folder, facts, **options)
     except OSError as error:
-        raise SinkUnavailable(
-            f"run folder {run.folder} cannot be written: {error.strerror or error}; "
-            "set EFFICIENTLLM_RUN_DIR to a folder that can"
+        raise StoreUnavailable(
+            f"{folder} cannot be written: {error.strerror or error}; set EFFICIENTLLM_RUN_DIR to a folder that can"
         ) from error
 
 
 class RunFolder:
-    """Keeps every window, the rows of its ranks, the events, the facts and the summary of a run.
+    """Writes every window, the rows of its ranks, the events, the facts and the summary of a run.
 
-    While the folder cannot be written, what is for it waits in memory, in bounds, and is written when it can be.
+    While the folder cannot be written, lines wait in memory, in bounds, and are written when it can be.
+
+    Args:
+        folder: made where there is none; files of an earlier attempt in it are continued.
+        facts: of run.json, added to those of an earlier attempt.
+        segment_bytes: a file of windows or rows above this size is followed by another.
+        max_waiting_bytes: of lines that wait, for each kind.
+        warn: takes one line about the folder itself.
+        tensorboard_dir: named in summary.txt.
+        limit_mb: size above which the oldest windows and rows are removed; 0 is no limit.
+        log_interval: iterations per window.
 
     Raises:
         OSError: the folder or a file in it cannot be opened.
@@ -83,8 +85,8 @@ class RunFolder:
         facts: Mapping[str, Any],
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        most_waiting_bytes: int = MOST_WAITING_BYTES,
-        tell: Callable[[str], None] = lambda _: None,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        warn: Callable[[str], None] = lambda _: None,
         tensorboard_dir: Path | None = None,
         limit_mb: int = 0,
         log_interval: int = 1,
@@ -98,12 +100,12 @@ class RunFolder:
         own_files.make_folder(folder)
         self._folder = folder
         self._mount_point = own_files.mount_point(folder)
-        self._tell = tell
+        self._warn = warn
         self._written = Written(folder)
         self._windows, self._ranks, self._events = self._journals = (
-            Journal(folder, "windows", segment_bytes, most_waiting_bytes),
-            Journal(folder, "ranks", segment_bytes, most_waiting_bytes),
-            Journal(folder, "events", None, most_waiting_bytes),
+            Journal(folder, "windows", segment_bytes, max_waiting_bytes),
+            Journal(folder, "ranks", segment_bytes, max_waiting_bytes),
+            Journal(folder, "events", None, max_waiting_bytes),
         )
         self._num_files = 0  # of detail, when the folder's size was looked at last
         self._hosts: dict[int, str] = {}
@@ -115,38 +117,36 @@ class RunFolder:
         self.update_facts({**_facts_of_earlier_attempt(folder / "run.json"), **facts})
 
     def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
-        """Append one window and the rows of its ranks; of worlds above 256 only the rows that stand out."""
+        """Append one window and the rows of its ranks; of worlds above 256 ranks only the rows of outliers."""
         # JSON has no nan: one in here would make the line unreadable as a whole.
         finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
         num_bytes, num_reports = 0, len(rows)
         if report.correction or not self._written.has_window(report, rows):
             num_bytes = self._windows.put([msgspec.structs.replace(report, values=finite)])
             self._log(report)
-        if max(len(rows), report.coverage.ranks_expected) > MOST_ROWS:
+        if max(len(rows), report.coverage.ranks_expected) > MAX_ROWS:
             rows = outliers(rows)
         new = (row for row in rows if not self._written.has_row(report.attempt, row))
         num_bytes += self._ranks.put([self._flat(row, report) for row in new])
         if line := "" if report.correction else self._growth.add(report.time_s, num_reports, num_bytes):
-            self._tell(line)
+            self._warn(line)
         self._flush()
         self._keep_limit()
 
-    def event(self, event: Event) -> None:
-        """Append an event."""
-        self.events([event])
-
-    def events(self, events: Sequence[Event]) -> None:
-        """Append events, which are written together."""
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Append events, oldest first, in one write: ten thousand ranks leave together."""
         self._events.put(events)
         self._flush()
 
-    def summarize(self, summary: Summary) -> None:
+    def write_summary(self, summary: Summary) -> None:
         """Replace summary.json, and summary.txt, which is for people."""
         self._write_log()
         self._flush()
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
-        left_out = {**summary.left_out, "runfolder": self._windows.left_out} if self._windows.left_out else {}
-        summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out or summary.left_out)
+        left_out = dict(summary.left_out)
+        if self._windows.left_out:
+            left_out[NAME] = left_out.get(NAME, 0) + self._windows.left_out
+        summary = msgspec.structs.replace(summary, metrics=finite, left_out=left_out)
         self._do(lambda: own_files.replace_file(self._folder / "summary.json", _pretty(summary)))
         text = summary_text(summary, self._folder, self._tensorboard_dir).encode(errors="replace")
         self._do(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
@@ -157,14 +157,14 @@ class RunFolder:
         self._hosts = _hosts(self._facts)
         self._flush()
 
-    def keep(self, state: bytes) -> bool:
-        """Replace state.json, from which a killed aggregator is replaced, once all before it is written."""
+    def save_state(self, state: bytes) -> bool:
+        """Replace state.json, for the next aggregator; return whether it and all before it is written."""
         return not any(self._journals) and self._do(
             lambda: own_files.replace_file(self._folder / "state.json", state, durable=False)
         )
 
-    def store(self, name: str, text: str) -> None:
-        """Write a file below the folder; an older one of its name is replaced."""
+    def write_file(self, name: str, text: str) -> None:
+        """Write a file below the folder, or replace it; its name may have a folder in it."""
         path = self._folder / name
 
         def write() -> None:
@@ -214,11 +214,11 @@ class RunFolder:
         try:
             removed = folder_size.remove_oldest_detail(self._folder, self._limit_mb)
         except OSError as error:
-            self._tell(f"the oldest detail of run folder {self._folder} cannot be removed: {error.strerror or error}")
+            self._warn(f"the oldest detail of run folder {self._folder} cannot be removed: {error.strerror or error}")
             return
         if removed and not self._has_removed:
             self._has_removed = True
-            self._tell(
+            self._warn(
                 f"run folder {self._folder} has reached {self._limit_mb:,} MB (EFFICIENTLLM_RUN_FOLDER_MB): the oldest "
                 "windows and rows of ranks are removed from now on, totals and events stay"
             )
@@ -227,14 +227,14 @@ class RunFolder:
         path = self._folder / "run.json"
         if self._written_facts is not None and not path.exists():
             self._written_facts = None
-            self._tell(f"run folder {self._folder} was removed while the job runs: made again, with what follows")
+            self._warn(f"run folder {self._folder} was removed while the job runs: made again, with what follows")
         if self._facts != self._written_facts:
             own_files.make_folder(self._folder)
             own_files.replace_file(path, _pretty(self._facts))
             self._written_facts = self._facts
 
     def _do(self, work: Callable[[], None]) -> bool:
-        """Do what may fail, and say so the first time; return whether it did not."""
+        """Do work that may fail, with a warning the first time; return whether it succeeded."""
         try:
             self._require_disk()
             try:
@@ -243,10 +243,10 @@ class RunFolder:
                 self._write_facts()
                 work()
         except OSError as error:
-            if not self._is_in_trouble and self._troubles < MOST_TROUBLES:
+            if not self._is_in_trouble and self._troubles < MAX_TROUBLES:
                 reason = error.strerror or error
-                self._tell(
-                    f"run folder {self._folder} cannot be written: {reason}; what is for it waits until it can, "
+                self._warn(
+                    f"run folder {self._folder} cannot be written: {reason}; it is written when it can be, "
                     "training and the other sinks go on"
                 )
             self._troubles += not self._is_in_trouble
@@ -264,8 +264,8 @@ class RunFolder:
         if not self._is_in_trouble:
             return
         left_out = self._windows.left_out
-        if self._troubles <= MOST_TROUBLES:
-            self._tell(
+        if self._troubles <= MAX_TROUBLES:
+            self._warn(
                 f"run folder {self._folder} is written again: {self._waited} windows had waited"
                 + (f", {left_out} did not fit into memory and are left out" if left_out else "")
             )
@@ -284,7 +284,7 @@ def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
     if not np.isnan(coverage).all():
         gap = ~(coverage >= GAP_BELOW)
         far[gap] = np.maximum(far[gap], OUTLIER_Z * 1.01)
-    strangest = np.argsort(-far, kind="stable")[:MOST_ROWS]
+    strangest = np.argsort(-far, kind="stable")[:MAX_ROWS]
     return [rows[at] for at in sorted(strangest.tolist()) if far[at] > OUTLIER_Z]
 
 

@@ -1,4 +1,4 @@
-"""The run folder sink and the readers of what it leaves."""
+"""The run folder: how it is written, and the readers of what is left of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sink_examples import complete_totals, make_report, make_row, make_run, make_summary
+from sink_examples import complete_totals, make_report, make_row, make_summary
 
 from effllm import metrics
 from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
 from effllm.runs.summary_text import summary_text
 from effllm.schema import SCHEMA_VERSION, Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
-from effllm.sinks import Chronicle, Keeper, SinkUnavailable, open_sink
-from effllm.sinks.runfolder import RunFolder
+from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 
 
 @pytest.fixture
@@ -41,11 +40,11 @@ def wide(ranks):
 
 def test_what_is_written_is_read_back(folder):
     report, event = make_report(100), Event(1.0, "lost", "rank 3 is gone", 3)
-    sink = open_sink("runfolder", make_run(folder))
-    sink.write(report, [make_row(rank) for rank in range(8)])
-    sink.event(event)
-    sink.close()
-    sink.close()
+    store = open_run_folder(folder, {})
+    store.write(report, [make_row(rank) for rank in range(8)])
+    store.write_events([event])
+    store.close()
+    store.close()
 
     assert list(read_windows(folder)) == [report]
     assert list(read_events(folder)) == [event]
@@ -63,12 +62,12 @@ def test_every_metric_that_has_a_value_is_in_the_windows_line(folder):
 
 
 def test_every_file_says_once_which_schema_it_has(folder):
-    sink = open_sink("runfolder", make_run(folder))
+    store = open_run_folder(folder, {})
     for iteration in (100, 110):
-        sink.write(make_report(iteration), [make_row(iteration=iteration)])
-        sink.event(Event(1.0, "lost", f"rank {iteration} is gone"))
-    sink.summarize(make_summary())
-    sink.close()
+        store.write(make_report(iteration), [make_row(iteration=iteration)])
+        store.write_events([Event(1.0, "lost", f"rank {iteration} is gone")])
+    store.write_summary(make_summary())
+    store.close()
 
     for name in ("run.json", "summary.json"):
         assert json.loads((folder / name).read_text())["schema_version"] == SCHEMA_VERSION
@@ -80,9 +79,9 @@ def test_every_file_says_once_which_schema_it_has(folder):
 def test_files_are_the_owners_alone_whatever_the_umask(folder):
     before = os.umask(0)
     try:
-        sink = open_sink("runfolder", make_run(folder, facts={"model": "7B"}))
-        sink.write(make_report(), [make_row()])
-        sink.summarize(make_summary())
+        store = open_run_folder(folder, {"model": "7B"})
+        store.write(make_report(), [make_row()])
+        store.write_summary(make_summary())
     finally:
         os.umask(before)
 
@@ -174,8 +173,8 @@ def test_of_ten_thousand_strange_ranks_the_strangest_256_are_kept(folder):
     rows = [make_row(rank, devices=()) for rank in range(5_000)]
     rows += [make_row(rank) for rank in range(5_000, 10_000)]
     rows[-1] = make_row(9_999, busy_s=100.0)
-    sink = RunFolder(folder, {})
-    sink.write(make_report(coverage=wide(10_000)), rows)
+    store = RunFolder(folder, {})
+    store.write(make_report(coverage=wide(10_000)), rows)
 
     kept = [row.rank for row in read_ranks(folder)]
     assert (len(kept), kept[-1]) == (256, 9_999)
@@ -189,10 +188,10 @@ def test_one_percent_of_jitter_makes_nobody_an_outlier(folder):
 
 
 def test_segments_rotate_and_are_read_in_order(folder):
-    sink = RunFolder(folder, {}, segment_bytes=10_000)
+    store = RunFolder(folder, {}, segment_bytes=10_000)
     for iteration in range(10, 310, 10):
-        sink.write(make_report(iteration), [make_row(0, iteration)])
-    sink.close()
+        store.write(make_report(iteration), [make_row(0, iteration)])
+    store.close()
 
     files = sorted(path.name for path in folder.glob("windows-*"))
     assert len(files) > 3
@@ -203,12 +202,12 @@ def test_segments_rotate_and_are_read_in_order(folder):
 
 def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
     told = []
-    sink = RunFolder(folder, {"model": "7B"}, limit_mb=1, tell=told.append)
-    sink.event(Event(1.0, "lost", "rank 3 is gone", 3))
+    store = RunFolder(folder, {"model": "7B"}, limit_mb=1, warn=told.append)
+    store.write_events([Event(1.0, "lost", "rank 3 is gone", 3)])
     for iteration in range(10, 4010, 10):
-        sink.write(make_report(iteration), [make_row(rank, iteration) for rank in range(4)])
-    sink.summarize(make_summary("completed"))
-    sink.close()
+        store.write(make_report(iteration), [make_row(rank, iteration) for rank in range(4)])
+    store.write_summary(make_summary("completed"))
+    store.close()
 
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     assert 700_000 < size < 1_100_000  # its files of detail are at most a sixteenth of it
@@ -226,9 +225,9 @@ def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
 
 
 def test_no_limit_removes_nothing(folder):
-    sink = RunFolder(folder, {}, limit_mb=0, segment_bytes=10_000)
+    store = RunFolder(folder, {}, limit_mb=0, segment_bytes=10_000)
     for iteration in range(10, 1010, 10):
-        sink.write(make_report(iteration), ())
+        store.write(make_report(iteration), ())
 
     assert len(list(read_windows(folder))) == 100
 
@@ -236,10 +235,10 @@ def test_no_limit_removes_nothing(folder):
 def windows_every(folder, seconds, count, **settings):
     """Return what is said of windows of two ranks that end every so many seconds."""
     told = []
-    sink = RunFolder(folder, {}, tell=told.append, **settings)
+    store = RunFolder(folder, {}, warn=told.append, **settings)
     for number in range(1, count + 1):
         rows = [make_row(rank, 10 * number) for rank in range(2)]
-        sink.write(make_report(10 * number, time_s=1_700_000_000.0 + seconds * number), rows)
+        store.write(make_report(10 * number, time_s=1_700_000_000.0 + seconds * number), rows)
     return told
 
 
@@ -262,10 +261,10 @@ def test_windows_of_a_second_are_not_named(folder, seconds):
 
 def test_a_next_attempt_goes_on_in_the_last_segment(folder):
     for attempt in (1, 2):
-        sink = RunFolder(folder, {"attempt": attempt}, segment_bytes=5_000)
+        store = RunFolder(folder, {"attempt": attempt}, segment_bytes=5_000)
         for iteration in (10, 20, 30):
-            sink.write(make_report(iteration, attempt=attempt), ())
-        sink.close()
+            store.write(make_report(iteration, attempt=attempt), ())
+        store.close()
 
     assert [report.attempt for report in read_windows(folder)] == [1, 1, 1, 2, 2, 2]
     assert sorted(path.name for path in folder.glob("windows-*"))[0] == "windows-0001.jsonl"
@@ -282,18 +281,18 @@ def test_the_segment_after_9999_is_the_last(folder):
 
 @pytest.mark.parametrize("pad", [0, 10_000])
 def test_a_line_torn_by_a_kill_is_taken_away_and_the_next_one_is_whole(folder, pad):
-    sink = RunFolder(folder, {})
-    sink.write(make_report(100), [make_row()])
-    sink.write(make_report(110, values={"x" * (pad + 1): 1.0}), [make_row(iteration=110, phases_s={"x" * pad: 1.0})])
-    sink.event(Event(1.0, "joined", "rank 0"))
-    sink.close()
+    store = RunFolder(folder, {})
+    store.write(make_report(100), [make_row()])
+    store.write(make_report(110, values={"x" * (pad + 1): 1.0}), [make_row(iteration=110, phases_s={"x" * pad: 1.0})])
+    store.write_events([Event(1.0, "joined", "rank 0")])
+    store.close()
     for path in folder.glob("*.jsonl"):
         path.write_bytes(path.read_bytes()[:-20])
     torn = read_windows(folder), read_ranks(folder)
     assert [len(list(rows)) for rows in torn] == [rows.skipped for rows in torn] == [1, 1]
-    sink = RunFolder(folder, {})
-    sink.write(make_report(120), [make_row(iteration=120)])
-    sink.event(Event(1.0, "joined", "rank 1"))
+    store = RunFolder(folder, {})
+    store.write(make_report(120), [make_row(iteration=120)])
+    store.write_events([Event(1.0, "joined", "rank 1")])
 
     windows, ranks, events = read_windows(folder), read_ranks(folder), read_events(folder)
     assert [report.iteration for report in windows] == [100, 120]
@@ -303,9 +302,9 @@ def test_a_line_torn_by_a_kill_is_taken_away_and_the_next_one_is_whole(folder, p
 
 
 def test_a_line_that_a_kill_left_without_its_end_only_stays(folder):
-    sink = RunFolder(folder, {})
-    sink.write(make_report(100), [make_row()])
-    sink.close()
+    store = RunFolder(folder, {})
+    store.write(make_report(100), [make_row()])
+    store.close()
     for path in folder.glob("*.jsonl"):
         path.write_bytes(path.read_bytes()[:-1])
     RunFolder(folder, {}).write(make_report(110), [make_row(iteration=110)])
@@ -328,19 +327,19 @@ def largest_file(size):
 @pytest.mark.fault("disk-full")
 def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_told_once(folder):
     told = []
-    sink = RunFolder(folder, {}, tell=told.append)
-    sink.write(make_report(100), [make_row()])
-    sink.summarize(make_summary("running"))
+    store = RunFolder(folder, {}, warn=told.append)
+    store.write(make_report(100), [make_row()])
+    store.write_summary(make_summary("running"))
     with largest_file(0):
         for iteration in (110, 120):
-            sink.write(make_report(iteration), [make_row(iteration=iteration)])
-        sink.event(Event(1.0, "lost", "rank 3 is gone"))
-        sink.summarize(make_summary("completed"))
-        assert not sink.keep(b"state")
+            store.write(make_report(iteration), [make_row(iteration=iteration)])
+        store.write_events([Event(1.0, "lost", "rank 3 is gone")])
+        store.write_summary(make_summary("completed"))
+        assert not store.save_state(b"state")
     assert [report.iteration for report in read_windows(folder)] == [100]
     assert json.loads((folder / "summary.json").read_bytes())["status"] == "running"
-    sink.write(make_report(130), [make_row(iteration=130)])
-    assert sink.keep(b"state")
+    store.write(make_report(130), [make_row(iteration=130)])
+    assert store.save_state(b"state")
 
     windows = read_windows(folder)
     assert [report.iteration for report in windows] == [100, 110, 120, 130]
@@ -356,13 +355,13 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_told_o
 
 @pytest.mark.fault("disk-full")
 def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
-    sink = RunFolder(folder, {})
-    sink.event(Event(1.0, "joined", "rank 0"))
+    store = RunFolder(folder, {})
+    store.write_events([Event(1.0, "joined", "rank 0")])
     whole = (folder / "events.jsonl").read_bytes()
     with largest_file(len(whole) + 10):
-        sink.event(Event(2.0, "left", "rank 0"))
+        store.write_events([Event(2.0, "left", "rank 0")])
         assert (folder / "events.jsonl").read_bytes() == whole
-    sink.event(Event(3.0, "joined", "rank 0"))
+    store.write_events([Event(3.0, "joined", "rank 0")])
 
     assert [event.time_s for event in read_events(folder)] == [1.0, 2.0, 3.0]
 
@@ -370,11 +369,11 @@ def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
 @pytest.mark.fault("disk-full")
 def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_the_summary(folder):
     told, line = [], len(msgspec.json.encode(make_report(100)))
-    sink = RunFolder(folder, {}, most_waiting_bytes=int(2.5 * line), tell=told.append)
+    store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=told.append)
     with largest_file(0):
         for iteration in range(110, 160, 10):
-            sink.write(make_report(iteration), ())
-    sink.summarize(make_summary(left_out={"console": 3}))
+            store.write(make_report(iteration), ())
+    store.write_summary(make_summary(left_out={"console": 3}))
 
     assert [report.iteration for report in read_windows(folder)] == [140, 150]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
@@ -384,10 +383,10 @@ def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_t
 
 @pytest.mark.fault("disk-full")
 def test_a_limit_on_the_size_of_files_begins_a_new_segment(folder):
-    sink = RunFolder(folder, {})
-    sink.write(make_report(100), ())
+    store = RunFolder(folder, {})
+    store.write(make_report(100), ())
     with largest_file((folder / "windows-0001.jsonl").stat().st_size + 100):
-        sink.write(make_report(110), ())
+        store.write(make_report(110), ())
 
     assert sorted(path.name for path in folder.glob("windows-*")) == ["windows-0001.jsonl", "windows-0002.jsonl"]
     windows = read_windows(folder)
@@ -398,13 +397,13 @@ def test_a_limit_on_the_size_of_files_begins_a_new_segment(folder):
 @pytest.mark.fault("folder-removed")
 def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(folder):
     told = []
-    sink = RunFolder(folder, {"model": "7B"}, tell=told.append)
-    sink.write(make_report(100), ())
+    store = RunFolder(folder, {"model": "7B"}, warn=told.append)
+    store.write(make_report(100), ())
     shutil.rmtree(folder.parent)
-    sink.write(make_report(110), [make_row(iteration=110)])
-    sink.event(Event(1.0, "lost", "rank 3 is gone"))
-    assert sink.keep(b"state")
-    sink.summarize(make_summary())
+    store.write(make_report(110), [make_row(iteration=110)])
+    store.write_events([Event(1.0, "lost", "rank 3 is gone")])
+    assert store.save_state(b"state")
+    store.write_summary(make_summary())
 
     assert [report.iteration for report in read_windows(folder)] == [110]
     assert [row.iteration_last for row in read_ranks(folder)] == [110]
@@ -417,10 +416,10 @@ def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(
 
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
 def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_kept_its_state(folder):
-    sink = RunFolder(folder, {})
+    store = RunFolder(folder, {})
     for iteration in (100, 110, 120):
-        sink.write(make_report(iteration), [make_row(rank, iteration) for rank in range(2)])
-    sink.write(make_report(100, correction=True), [make_row(2, 100)])  # it came late
+        store.write(make_report(iteration), [make_row(rank, iteration) for rank in range(2)])
+    store.write(make_report(100, correction=True), [make_row(2, 100)])  # it came late
     again = RunFolder(folder, {})
     again.write(make_report(120), [make_row(rank, 120) for rank in range(3)])
     again.write(make_report(100, correction=True), [make_row(2, 100), make_row(3, 100)])
@@ -433,11 +432,10 @@ def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_
 
 
 def test_events_that_come_together_are_written_in_their_order(folder):
-    sink = RunFolder(folder, {})
-    assert isinstance(sink, Chronicle)
-    sink.event(Event(1.0, "joined", "rank 0"))
-    sink.events([Event(2.0 + rank, "left", f"rank {rank}", rank) for rank in range(1000)])
-    sink.close()
+    store = RunFolder(folder, {})
+    store.write_events([Event(1.0, "joined", "rank 0")])
+    store.write_events([Event(2.0 + rank, "left", f"rank {rank}", rank) for rank in range(1000)])
+    store.close()
 
     events = list(read_events(folder))
     assert [event.time_s for event in events] == [1.0, *(2.0 + rank for rank in range(1000))]
@@ -479,14 +477,14 @@ def test_at_whatever_call_an_aggregator_is_killed_every_line_is_there_once(folde
         while not is_over:
             lives += 1
             try:
-                sink = RunFolder(folder, {"life": lives})
+                store = RunFolder(folder, {"life": lives})
                 kept = folder / "state.json"
                 closed = json.loads(kept.read_bytes())["closed"] if kept.exists() else 0
                 for window in range(closed + 1, 7):
                     rows = [make_row(rank, 10 * window, start_time_s=100.0 * window) for rank in range(2)]
-                    sink.write(make_report(10 * window), rows)
+                    store.write(make_report(10 * window), rows)
                     if window % 2 == 0:
-                        assert sink.keep(json.dumps({"closed": window}).encode())
+                        assert store.save_state(json.dumps({"closed": window}).encode())
                 is_over = True
             except Killed:
                 moments.left, was_killed = math.inf, True
@@ -509,35 +507,35 @@ def test_another_job_of_the_folder_writes_windows_of_the_same_numbers(folder):
 
 
 def test_values_that_are_not_finite_do_not_cost_the_line(folder):
-    sink = RunFolder(folder, {})
-    sink.write(make_report(values={"amu_gb": math.nan, "al_seconds": 1.0}, loss=math.inf), ())
+    store = RunFolder(folder, {})
+    store.write(make_report(values={"amu_gb": math.nan, "al_seconds": 1.0}, loss=math.inf), ())
 
     (report,) = read_windows(folder)
     assert (report.values, report.loss) == ({"al_seconds": 1.0}, None)
 
 
 def test_the_summary_is_replaced_whole(folder):
-    sink = RunFolder(folder, {})
-    sink.summarize(make_summary("running"))
-    sink.summarize(make_summary("completed"))
+    store = RunFolder(folder, {})
+    store.write_summary(make_summary("running"))
+    store.write_summary(make_summary("completed"))
 
     assert msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary) == make_summary("completed")
     assert sorted(path.name for path in folder.glob(".*")) == []
 
 
 def test_the_summary_is_there_as_text_for_people(folder):
-    RunFolder(folder, {}, tensorboard_dir=folder / "tb").summarize(make_summary("running"))
+    RunFolder(folder, {}, tensorboard_dir=folder / "tb").write_summary(make_summary("running"))
 
     assert (folder / "summary.txt").read_text() == summary_text(make_summary("running"), folder, folder / "tb")
     assert mode(folder / "summary.txt") == 0o600
 
 
 def test_the_console_log_has_the_block_of_every_window(folder):
-    sink = RunFolder(folder, {})
+    store = RunFolder(folder, {})
     for iteration in (100, 110):
-        sink.write(make_report(iteration), ())
-    sink.write(make_report(110, correction=True), ())
-    sink.close()
+        store.write(make_report(iteration), ())
+    store.write(make_report(110, correction=True), ())
+    store.close()
 
     golden = (Path(__file__).parent / "golden" / "console_block.txt").read_text()
     text = (folder / "console.log").read_text()
@@ -547,11 +545,11 @@ def test_the_console_log_has_the_block_of_every_window(folder):
 
 
 def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
-    monkeypatch.setattr("effllm.sinks.runfolder.MAX_CONSOLE_LOG_BYTES", 2000)
-    sink = RunFolder(folder, {})
+    monkeypatch.setattr("effllm.store.run_folder.MAX_CONSOLE_LOG_BYTES", 2000)
+    store = RunFolder(folder, {})
     for window in range(100):
-        sink.write(make_report(window, window=window), ())
-        sink._log_s = 0.0  # as a second later
+        store.write(make_report(window, window=window), ())
+        store._log_s = 0.0  # as a second later
 
     new, old = (folder / "console.log").read_text(), (folder / "console.log.1").read_text()
     assert len(new.encode()) <= 2000 and len(old.encode()) <= 2000
@@ -560,17 +558,17 @@ def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
 
 
 def test_a_console_log_that_cannot_be_written_costs_nothing_else(folder):
-    sink = RunFolder(folder, {})
+    store = RunFolder(folder, {})
     (folder / "console.log").mkdir()
-    sink.write(make_report(100), ())
+    store.write(make_report(100), ())
 
     assert len(list(read_windows(folder))) == 1
 
 
 def test_facts_that_come_later_join_the_earlier_ones(folder):
-    sink = RunFolder(folder, {"model": "7B", "folder": folder})
-    sink.update_facts({"ranks": {0: "node1"}})
-    sink.write(make_report(), [make_row(0)])
+    store = RunFolder(folder, {"model": "7B", "folder": folder})
+    store.update_facts({"ranks": {0: "node1"}})
+    store.write(make_report(), [make_row(0)])
     RunFolder(folder, {"model": "8B"})
 
     assert json.loads((folder / "run.json").read_text()) == {
@@ -583,10 +581,9 @@ def test_facts_that_come_later_join_the_earlier_ones(folder):
 
 
 def test_the_state_that_a_replacement_starts_from_is_replaced_whole(folder):
-    sink = open_sink("runfolder", make_run(folder))
-    assert isinstance(sink, Keeper)
-    sink.keep(b"old and longer")
-    sink.keep(b"new")
+    store = open_run_folder(folder, {})
+    store.save_state(b"old and longer")
+    store.save_state(b"new")
 
     assert (folder / "state.json").read_bytes() == b"new"
     assert mode(folder / "state.json") == 0o600
@@ -608,9 +605,9 @@ def test_a_run_json_that_is_no_json_is_replaced(folder):
 
 
 def test_facts_that_do_not_change_are_not_written_again(folder):
-    sink = RunFolder(folder, {"model": "7B"})
+    store = RunFolder(folder, {"model": "7B"})
     before = (folder / "run.json").stat().st_ino
-    sink.update_facts({"model": "7B"})
+    store.update_facts({"model": "7B"})
 
     assert (folder / "run.json").stat().st_ino == before
 
@@ -620,19 +617,17 @@ def test_a_folder_that_cannot_be_written_is_named_with_reason_and_remedy(tmp_pat
 
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(
-            SinkUnavailable, match=rf"{folder} cannot be written: Not a directory; .*EFFICIENTLLM_RUN_DIR"
+            StoreUnavailable, match=rf"{folder} cannot be written: Not a directory; .*EFFICIENTLLM_RUN_DIR"
         ):
-            open_sink("runfolder", make_run(folder))
-    with pytest.raises(SinkUnavailable, match="EFFICIENTLLM_RUN_DIR"):
-        open_sink("runfolder", make_run())
+            open_run_folder(folder, {})
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(folder, tmp_path):
     folder.mkdir(parents=True)
     (folder / "windows-0001.jsonl").symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(SinkUnavailable, match="symbolic links"):
-        open_sink("runfolder", make_run(folder))
+    with pytest.raises(StoreUnavailable, match="symbolic links"):
+        open_run_folder(folder, {})
     assert not (tmp_path / "elsewhere").exists()
 
 

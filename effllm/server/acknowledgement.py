@@ -1,0 +1,106 @@
+"""When reports are acknowledged: after a state of the aggregator that holds them was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from effllm.aggregation.aggregator import Aggregator, Closed
+from effllm.aggregation.pacing import Pace, is_large
+
+MAX_UNSAVED = 64  # states that are not written yet
+
+Sequences = dict[int, int]  # rank -> the last sequence of its reports that is in a state
+
+
+class Acknowledgement:
+    """Has windows and states written, and acknowledges the reports in a state once it is.
+
+    The order makes a crash at any moment harmless.  Late reports enter the sums first: a state cannot say that an older
+    report of a rank is missing from them.  Then the windows that closed are written, then the state.  Agents send again
+    what was not acknowledged, and the sequences in the state tell which of that it holds.
+
+    Args:
+        aggregator: whose windows and states they are.
+        history_size: how many reports an agent keeps until they are acknowledged.
+        write: takes windows that closed, oldest first.
+        save: takes a state to be written after all windows before it, and what `saved` is to be called with then;
+            ``None`` where there is no store: reports are acknowledged at once.
+        send: takes what to acknowledge.
+    """
+
+    def __init__(
+        self,
+        aggregator: Aggregator,
+        history_size: int,
+        write: Callable[[Sequence[Closed]], None],
+        save: Callable[[bytes, Sequences], None] | None,
+        send: Callable[[Sequences], None],
+    ) -> None:
+        self._aggregator = aggregator
+        self._history_size = history_size
+        self._write, self._save, self._send = write, save, send
+        self._pace = Pace(history_size)
+        self._unsaved: list[Sequences] = []  # of states that are being written, oldest first
+        self._acknowledged: Sequences = {}
+
+    def hand_out(self, now_s: float, time_s: float) -> None:
+        """Write the windows that closed, and the state where that is due.
+
+        Args:
+            now_s: the time.
+            time_s: unix time.
+        """
+        aggregator = self._aggregator
+        has_closed, is_slow = self._put(aggregator.take_closed()), is_large(aggregator.world_size)
+        if has_closed and (is_slow or len(self._unsaved) > 1):  # their acknowledgement takes its time
+            self._show()
+        if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
+            return
+        aggregator.settle(now_s, time_s)
+        self._put(aggregator.take_closed())
+        self._pace.kept(now_s)
+        self.save_state()
+
+    def save_state(self) -> None:
+        """Write the state as it is."""
+        sequences = self._aggregator.safe()
+        if self._save is None:
+            self._acknowledge(sequences)
+            return
+        self._unsaved.append(sequences)
+        self._relieve()
+        self._save(self._aggregator.snapshot(sequences), sequences)
+
+    def saved(self, sequences: Sequences) -> None:
+        """Acknowledge what is in a state that was written."""
+        for i, one in enumerate(self._unsaved):
+            if one is sequences:
+                del self._unsaved[: i + 1]  # a later state holds all of an earlier one
+                break
+        self._acknowledge(sequences)
+
+    def _put(self, closed: Sequence[Closed]) -> bool:
+        if closed:
+            self._write(closed)
+            self._pace.closed(len(closed))
+        return bool(closed)
+
+    def _acknowledge(self, sequences: Sequences) -> None:
+        self._acknowledged = sequences
+        self._send(sequences)
+
+    def _show(self) -> None:
+        """Send the ranks whose loops show values those of the newest report, and no new acknowledgement."""
+        shown = {0, self._aggregator.world_size - 1}
+        self._send({rank: self._acknowledged.get(rank, 0) for rank in shown})
+
+    def _relieve(self) -> None:
+        """Acknowledge what a stalled disk has not taken for so long that it fills half of the agents' buffers."""
+        while len(self._unsaved) > 1:
+            oldest, newest = self._unsaved[0], self._unsaved[-1]
+            waiting = max((sequence - oldest.get(rank, 0) for rank, sequence in newest.items()), default=0)
+            if waiting <= self._history_size // 2:
+                break
+            self.saved(oldest)
+        if len(self._unsaved) > MAX_UNSAVED:
+            del self._unsaved[1:-1:2]

@@ -1,0 +1,1 @@
+"""The run folder: written by the aggregator, read by commands."""
