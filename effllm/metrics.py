@@ -536,7 +536,7 @@ def lost_joules(totals: ClusterTotals) -> float | None:
 
 @metric("ranks", group="straggler", bases=("window",), chart=False)
 def named_ranks(totals: ClusterTotals) -> float | None:
-    """Ranks that are named as stragglers at the end of the window; no value where no rank tells its own time."""
+    """Ranks that are named as stragglers at the end of the window; no value where no rank has a sync point."""
     return None if totals.straggling_s is None else float(totals.stragglers)
 
 

@@ -1,4 +1,4 @@
-"""Jobs of real processes that stand still: who is where is told, their stacks are saved, and nothing is lost."""
+"""Stalls of real processes: positions are reported, stacks are saved, and nothing is lost."""
 
 import os
 import re
@@ -145,7 +145,7 @@ def test_a_start_up_that_takes_a_while_is_no_stall_since_the_machine_was_started
 
 @pytest.mark.long
 @pytest.mark.fault("trainer-stopped")
-def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meeting):
+def test_stall_of_one_rank_is_reported_while_others_go_on(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=1)
     options = ("--iterations", 600, "--stand", 40, "--seconds", 10, "--lone")
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
@@ -161,7 +161,7 @@ def test_a_rank_that_stands_alone_is_told_though_the_others_go_on(launch, meetin
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_a_job_that_is_killed_while_it_stands_has_stalled(launch, meeting):
+def test_job_killed_in_a_stall_has_stalled(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=2)
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, "--until", "for ever", stall_seconds=2)
     ledger = aggregator.ledger
@@ -192,14 +192,14 @@ def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_o
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: len(job.ledger.told("stalled")) == 2)
     os.kill(job.process.pid, signal.SIGCONT)
-    stood_s = time.monotonic() - stopped_s
+    stalled_at_least_s = time.monotonic() - stopped_s
     jobs.until(lambda: job.ledger.told("resumed"))
     resumed_s = time.monotonic()
     count = job.finish()
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (count, 100 * count)
     stalled_s = job.ledger.summary.metrics["health/stalled_s"].value
-    assert stood_s - 0.5 <= stalled_s <= resumed_s - stopped_s + 0.5
+    assert stalled_at_least_s - 0.5 <= stalled_s <= resumed_s - stopped_s + 0.5
 
 
 SERVE = """

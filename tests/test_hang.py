@@ -1,4 +1,4 @@
-"""health/hang.py: whether a job stands, who is where, that nobody is accused who has moved; the clock is the test's."""
+"""health/hang.py: stalls of a job and of single ranks, and no false ones; time is an argument."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from effllm.schema import Beat
 
 
 class Job:
-    """Ranks whose beats the test writes, looked at as the aggregator does."""
+    """Ranks whose heartbeats the test writes, checked as often as the aggregator does."""
 
     def __init__(self, ranks: int = 4, stall_s: float = 30.0, at_s: float = 0.0, **changes: Any) -> None:
         self.hang = Hang(stall_s)
@@ -31,25 +31,27 @@ class Job:
             self.beat(rank, ordinal, state, since_s, now_s, **changes)
 
     def run(self, until_s: float, second_per_iteration: float = 1.0) -> None:
-        """Let all ranks iterate from the start to a moment, with a beat every five seconds."""
+        """Let all ranks iterate from the start to a moment, with a heartbeat every five seconds."""
         for now_s in range(5, int(until_s) + 1, 5):
             ordinal = int(now_s / second_per_iteration) + 1
             self.all_beat(ordinal, STEP, now_s % second_per_iteration, now_s, ranks=self.hang.ranks)
-            assert self.look(now_s) == []
+            assert self.check(now_s) == []
 
-    def look(self, now_s: float):
-        return self.hang.look(now_s, self.silent)
+    def check(self, now_s: float):
+        return self.hang.check(now_s, self.silent)
 
-    def told(self, from_s: float, until_s: float, stand: dict[int, tuple[int, str, float]]) -> list[tuple[float, Any]]:
-        """Let ranks stand where they are said to, since then, beating every five seconds; return what is told when."""
+    def reported(
+        self, from_s: float, until_s: float, positions: dict[int, tuple[int, str, float]]
+    ) -> list[tuple[float, Any]]:
+        """Keep ranks at their positions with a heartbeat every five seconds; return the verdicts with their times."""
         found = []
         now_s = from_s
         while now_s <= until_s:
             if now_s % 5 == 0:
-                for rank, (ordinal, state, since_s) in stand.items():
+                for rank, (ordinal, state, since_s) in positions.items():
                     if rank not in self.silent:
                         self.beat(rank, ordinal, state, now_s - since_s, now_s)
-            found += [(now_s, one) for one in self.look(now_s)]
+            found += [(now_s, one) for one in self.check(now_s)]
             now_s += 0.5
         return found
 
@@ -58,85 +60,87 @@ def ranks_of(stall: Stall) -> list[list[int]]:
     return [list(group) for _, group in stall.groups]
 
 
-def test_a_job_that_moves_is_not_told_of():
+def test_job_that_makes_progress_has_no_stall():
     Job().run(600)
 
 
-def test_a_job_that_stands_is_told_once_with_the_rank_behind_first():
+def test_stall_is_reported_once_with_the_rank_behind_first():
     job = Job()
     job.run(100)
-    told = job.told(105, 300, {0: (101, STEP, 100), 1: (101, STEP, 100), 2: (100, BETWEEN, 102), 3: (101, STEP, 100)})
+    reported = job.reported(
+        105, 300, {0: (101, STEP, 100), 1: (101, STEP, 100), 2: (100, BETWEEN, 102), 3: (101, STEP, 100)}
+    )
 
-    ((when_s, stall),) = told
+    ((when_s, stall),) = reported
     assert 132 <= when_s <= 142  # 30 s, the beat that says so, and the look after it
     assert ranks_of(stall) == [[2], [0, 1, 3]]
-    assert stall.stood_s == pytest.approx(when_s - 102)  # since the last of them moved
+    assert stall.unmoved_s == pytest.approx(when_s - 102)  # since the last of them moved
 
 
-def test_three_median_iterations_are_waited_for_where_they_take_longer_than_thirty_seconds():
+def test_timeout_is_three_median_iterations_if_longer():
     job = Job(at_s=0)
     for window in (1, 2, 3):
         for rank in range(4):
             job.hang.row(row(rank, window, busy_s=190.0, wait_s=10.0), 200.0 * window)  # 20 s an iteration
-    told = job.told(605, 720, dict.fromkeys(range(4), (31, STEP, 600)))
+    reported = job.reported(605, 720, dict.fromkeys(range(4), (31, STEP, 600)))
 
-    assert [660 <= when_s <= 670 for when_s, _ in told] == [True]
+    assert [660 <= when_s <= 670 for when_s, _ in reported] == [True]
 
 
-def test_iterations_that_no_window_has_told_of_yet_are_known_by_beats():
+def test_iteration_time_comes_from_heartbeats_before_windows():
     job = Job()
     for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # of 20 s each: three of them are a minute
         job.all_beat(ordinal, STEP, 0.0, now_s)
-        job.look(now_s)
-    told = job.told(85, 200, dict.fromkeys(range(4), (4, STEP, 80)))
+        job.check(now_s)
+    reported = job.reported(85, 200, dict.fromkeys(range(4), (4, STEP, 80)))
 
-    assert [140 <= when_s <= 150 for when_s, _ in told] == [True]
+    assert [140 <= when_s <= 150 for when_s, _ in reported] == [True]
 
 
-def test_in_the_second_iteration_the_first_is_all_that_is_known():
+def test_second_iteration_is_compared_with_the_first():
     job = Job(ranks=1)
     job.beat(0, 1, STEP, 0.0, 20)
-    told = [job.look(20)]
+    reported = [job.check(20)]
     for now_s in range(25, 80, 5):
         job.beat(0, 1, STEP, now_s - 20.0, now_s)
-        told += [job.look(now_s)]
-    assert not any(told)
+        reported += [job.check(now_s)]
+    assert not any(reported)
 
-    assert [260 <= when_s <= 270 for when_s, _ in job.told(80, 300, {0: (2, STEP, 80)})] == [True]  # 3 x 60 s
+    assert [260 <= when_s <= 270 for when_s, _ in job.reported(80, 300, {0: (2, STEP, 80)})] == [True]  # 3 x 60 s
 
 
-def test_who_begins_to_watch_in_a_stall_knows_of_it_by_the_words_of_the_agents():
+def test_new_aggregator_learns_of_a_stall_from_heartbeats():
     job = Job(ranks=1, at_s=1000)
     job.beat(0, 71, STEP, 600.0, 1000.5)
 
-    (stall,) = job.look(1001)
-    assert stall.stood_s == pytest.approx(600.5)
+    (stall,) = job.check(1001)
+    assert stall.unmoved_s == pytest.approx(600.5)
 
 
-def test_who_begins_to_watch_in_a_long_iteration_is_told_how_long_they_are():
+def test_new_aggregator_takes_earlier_iteration_time():
     job = Job(ranks=1, at_s=1000)
     job.hang = Hang(30.0, earlier_s=300.0)
     job.hang.join(0, "trainer", None, True, 1000)
     job.beat(0, 71, STEP, 600.0, 1000.5)
 
-    assert job.look(1001) == []
+    assert job.check(1001) == []
 
 
-def test_it_is_told_again_after_five_minutes_half_an_hour_and_every_two_hours():
+def test_stall_is_reported_again_after_5_min_30_min_and_2_h():
     job = Job(ranks=1)
     job.run(100)
-    told = [when_s for when_s, _ in job.told(105, 100 + 6 * 3600, {0: (101, STEP, 100)})]
+    reported = [when_s for when_s, _ in job.reported(105, 100 + 6 * 3600, {0: (101, STEP, 100)})]
 
-    assert [round(when_s - 100, -2) for when_s in told[1:]] == [300, 1800, 7200, 14400, 21600]
+    assert [round(when_s - 100, -2) for when_s in reported[1:]] == [300, 1800, 7200, 14400, 21600]
 
 
-def test_when_it_goes_on_that_is_told_with_how_long_it_stood():
+def test_end_of_a_stall_is_reported_with_its_duration():
     job = Job()
     job.run(100)
-    job.told(105, 510, dict.fromkeys(range(4), (101, STEP, 100)))
+    job.reported(105, 510, dict.fromkeys(range(4), (101, STEP, 100)))
     job.beat(1, 102, STEP, 1.0, 513)
 
-    assert job.look(513) == [Resumed(412.0)]
+    assert job.check(513) == [Resumed(412.0)]
     assert resumed_text(Resumed(412.0)) == "resumed after 412 s"
     assert job.hang.total_s(600) == 412.0
     assert job.hang.since_s is None
@@ -145,7 +149,7 @@ def test_when_it_goes_on_that_is_told_with_how_long_it_stood():
 def test_the_seconds_of_a_running_stall_are_counted():
     job = Job()
     job.run(100)
-    job.told(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
+    job.reported(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
 
     assert job.hang.total_s(200) == pytest.approx(100)
 
@@ -157,93 +161,93 @@ def test_a_marked_phase_may_take_ten_minutes_or_ten_times_the_longest(name, long
         job.hang.row(row(rank, 1, phases_s={name: longest_s}), 90)
     job.run(100)
     # Rank 0 is in its phase, the others wait for it.
-    stand = {0: (101, name, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 100))
-    told = job.told(105, 100 + allowed_s + 30, stand)
+    positions = {0: (101, name, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 100))
+    reported = job.reported(105, 100 + allowed_s + 30, positions)
 
-    assert [allowed_s <= when_s - 100 <= allowed_s + 10 for when_s, _ in told] == [True]
-    assert ranks_of(told[0][1])[0] == [0]
+    assert [allowed_s <= when_s - 100 <= allowed_s + 10 for when_s, _ in reported] == [True]
+    assert ranks_of(reported[0][1])[0] == [0]
 
 
-def test_a_process_that_is_stopped_in_a_phase_is_not_waited_for():
+def test_stopped_process_gets_no_longer_timeout_in_a_phase():
     job = Job()
     job.run(100)
     for now_s in range(105, 145, 5):
         job.all_beat(101, "checkpoint", now_s - 100, now_s, process="T")
-    ((stall),) = job.look(141)
+    ((stall),) = job.check(141)
 
     assert ranks_of(stall) == [[0, 1, 2, 3]]
 
 
 def test_start_up_may_take_half_an_hour():
     job = Job()
-    told = job.told(0, 1850, dict.fromkeys(range(3), (0, STARTUP, 0)) | {3: (1, STEP, 20)})
+    reported = job.reported(0, 1850, dict.fromkeys(range(3), (0, STARTUP, 0)) | {3: (1, STEP, 20)})
 
-    assert [1800 <= when_s <= 1830 for when_s, _ in told] == [True]
+    assert [1800 <= when_s <= 1830 for when_s, _ in reported] == [True]
 
 
-def test_what_comes_after_the_last_iteration_is_no_stall():
+def test_no_stall_after_the_last_iteration():
     job = Job(last_iteration=101)
     job.run(100)
 
-    assert job.told(105, 690, dict.fromkeys(range(4), (101, BETWEEN, 100))) == []
+    assert job.reported(105, 690, dict.fromkeys(range(4), (101, BETWEEN, 100))) == []
 
 
-def test_finished_ranks_are_not_judged_and_their_end_is_no_resumption():
+def test_finished_ranks_neither_stall_nor_resume():
     job = Job()
     job.run(100)
-    told = job.told(105, 200, {0: (101, FINISHED, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 101)))
+    reported = job.reported(105, 200, {0: (101, FINISHED, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 101)))
 
-    assert [ranks_of(stall) for _, stall in told] == [[[1, 2, 3]]]
+    assert [ranks_of(stall) for _, stall in reported] == [[[1, 2, 3]]]
 
 
-def test_killed_ranks_do_not_end_a_stall_and_those_that_complete_do():
+def test_completed_rank_ends_a_stall_and_killed_rank_does_not():
     job = Job()
     job.run(100)
-    job.told(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
+    job.reported(105, 200, dict.fromkeys(range(4), (101, STEP, 100)))
     job.hang.leave(0, completed=False, now_s=201)
-    assert job.look(202) == []
+    assert job.check(202) == []
     assert job.hang.since_s is not None
 
     job.hang.leave(1, completed=True, now_s=203)
-    assert job.look(203) == [Resumed(103.0)]
+    assert job.check(203) == [Resumed(103.0)]
 
 
-def test_of_a_silent_agent_nothing_is_said_but_that():
+def test_silent_rank_is_in_no_stall():
     job = Job()
     job.run(100)
     job.silent = {3}
-    told = job.told(105, 200, dict.fromkeys((0, 1, 2), (101, STEP, 100)))
+    reported = job.reported(105, 200, dict.fromkeys((0, 1, 2), (101, STEP, 100)))
 
-    assert [ranks_of(stall) for _, stall in told] == [[[0, 1, 2]]]
+    assert [ranks_of(stall) for _, stall in reported] == [[[0, 1, 2]]]
 
 
-def test_a_rank_that_stands_while_others_go_on_is_told_alone():
+def test_single_rank_that_stalls_is_reported_alone():
     job = Job()
     job.run(100)
-    told = []
+    reported = []
     for now_s in range(105, 300, 5):
         job.all_beat(now_s + 1, STEP, 0.5, now_s, ranks=(0, 1, 2))
         job.beat(3, 101, STEP, now_s - 100, now_s)
-        told += job.look(now_s)
+        reported += job.check(now_s)
     job.beat(3, 102, STEP, 0.0, 300)
-    told += job.look(300)
+    reported += job.check(300)
 
-    stall, resumed = told
+    stall, resumed = reported
     assert stall.is_partial
     assert ranks_of(stall) == [[3], [0, 1, 2]]
     assert resumed == Resumed(200.0, 3)
-    assert job.hang.total_s(300) == 0.0  # the job did not stand
+    assert job.hang.total_s(300) == 0.0  # no stall of the jobs
 
 
-def test_ranks_that_wait_for_one_in_a_phase_are_not_told_though_it_is_one_iteration_behind():
+def test_ranks_that_wait_for_one_in_a_phase_have_not_stalled():
     job = Job()
     job.run(100)
-    stand = dict.fromkeys((1, 2, 3), (102, STEP, 101)) | {0: (101, "checkpoint", 100)}
+    positions = dict.fromkeys((1, 2, 3), (102, STEP, 101)) | {0: (101, "checkpoint", 100)}
 
-    assert job.told(105, 400, stand) == []
+    assert job.reported(105, 400, positions) == []
 
 
-def test_a_rank_is_not_told_alone_where_the_others_got_one_iteration_further_as_they_do_in_lockstep():
+def test_one_iteration_ahead_in_lockstep_is_no_lone_stall():
     job = Job()
     job.run(100)
     for now_s in range(105, 300, 5):
@@ -252,36 +256,36 @@ def test_a_rank_is_not_told_alone_where_the_others_got_one_iteration_further_as_
             job.all_beat(101, STEP, now_s - 100.0, now_s, ranks=(0, 1, 2))
         else:  # they saved what they had done, and wait
             job.all_beat(101, "checkpoint", now_s - 108.0, now_s, ranks=(0, 1, 2))
-        assert job.look(now_s) == []
+        assert job.check(now_s) == []
 
 
-def test_a_window_that_comes_late_does_not_make_its_rank_faster_than_it_was():
+def test_late_window_does_not_count_as_late_progress():
     job = Job(ranks=2)
     job.run(100)
-    # Both come to 105 by 104 s; the window of rank 0, which ended at 101 s, comes when rank 1 stands there already.
+    # Both come to 105 by 104 s; the window of rank 0, which ended at 101 s, comes when rank 1 is there already.
     job.beat(1, 105, STEP, 0.0, 104)
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
     job.beat(0, 105, STEP, 0.7, 104.7)
     for now_s in range(105, 300, 5):
         job.beat(1, 105, STEP, now_s - 104.0, now_s)
         job.beat(0, 105, "checkpoint", now_s - 104.8, now_s)
-        assert job.look(now_s) == []
+        assert job.check(now_s) == []
 
 
-def test_a_beat_that_was_under_way_for_a_moment_makes_nobody_slower_than_others():
+def test_delayed_heartbeat_makes_no_rank_slower():
     job = Job(ranks=2)
     job.run(100)
-    # Rank 1 has come to 140 by 104 s, where it saves; what it said of 130 at 103 s came a second and a half later.
+    # Rank 1 has come to 140 by 104 s, where it saves; its heartbeat with 130 of 103 s came a second and a half later.
     job.beat(1, 130, STEP, 0.0, 104.5)
     job.beat(0, 141, STEP, 0.5, 104.6)
     job.beat(1, 140, "checkpoint", 1.0, 105.0)
     for now_s in range(110, 300, 5):
         job.beat(0, 141, STEP, now_s - 104.0, now_s)
         job.beat(1, 140, "checkpoint", now_s - 104.0, now_s)
-        assert job.look(now_s) == []
+        assert job.check(now_s) == []
 
 
-def test_after_the_aggregator_was_stopped_nobody_stands_alone_by_what_came_all_at_once():
+def test_no_lone_stall_after_the_aggregator_was_suspended():
     job = Job(ranks=2)
     job.run(100)
     # It sleeps until 170 s. Both go on until 130 s; then rank 0 saves, and rank 1 waits for it.
@@ -289,21 +293,21 @@ def test_after_the_aggregator_was_stopped_nobody_stands_alone_by_what_came_all_a
         ordinal = min(sent_s, 130)
         job.beat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
         job.beat(1, ordinal + (sent_s > 130), STEP, max(sent_s - 130.0, 0.0), 170)
-    assert job.look(170) == []
+    assert job.check(170) == []
     for now_s in range(175, 400, 5):
         job.beat(0, 130, "checkpoint", now_s - 130.0, now_s)
         job.beat(1, 131, STEP, now_s - 130.0, now_s)
-        assert job.look(now_s) == []
+        assert job.check(now_s) == []
 
 
 @pytest.mark.parametrize("ordinal", [0, 101])
-def test_a_process_that_waits_for_requests_may_do_so_for_ever(ordinal):
+def test_waiting_for_requests_has_no_timeout(ordinal):
     job = Job(ranks=1)
 
-    assert job.told(105, 20_000, {0: (ordinal, WAITING, 100)}) == []
+    assert job.reported(105, 20_000, {0: (ordinal, WAITING, 100)}) == []
 
 
-def test_a_beat_that_came_late_says_nothing_about_the_time_since_it_was_sent():
+def test_late_heartbeat_does_not_extend_the_stall():
     job = Job(ranks=1)
     job.run(100)
     job.beat(0, 101, STEP, 1.0, 105)
@@ -313,7 +317,7 @@ def test_a_beat_that_came_late_says_nothing_about_the_time_since_it_was_sent():
     assert job.hang.ranks[0].since_s == 100.0
 
 
-def test_of_beats_of_one_stand_the_promptest_tells_since_when():
+def test_promptest_heartbeat_dates_the_beginning():
     job = Job(ranks=1)
     job.run(100)
     job.beat(0, 102, STEP, 1.0, 110)  # it took eight seconds
@@ -330,7 +334,7 @@ def line(job: Job, stall: Stall, now_s: float, silent_s=None, left=None, missing
     return stall_text(stall, job.hang.ranks, names, now_s, silent_s or {}, left or {}, missing)
 
 
-def test_the_line_says_who_is_where_for_how_long_and_what_its_device_does():
+def test_line_has_position_duration_and_device_readings():
     job = Job()
     job.run(100)
     for now_s in range(105, 135, 5):
@@ -339,66 +343,66 @@ def test_the_line_says_who_is_where_for_how_long_and_what_its_device_does():
     for now_s in (135, 140):
         job.beat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
         job.all_beat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2))
-    (stall,) = job.look(140)
+    (stall,) = job.check(140)
 
     assert line(job, stall, 140) == (
         "stalled: rank 3 (node b, GPU-3) at iteration 1234 for 40 s, utilization 100 %, 210 W; 3 others at 1235"
     )
 
 
-def test_the_line_names_what_is_stopped_where_all_are_at_one_iteration():
+def test_line_names_stopped_ranks_at_equal_iterations():
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
         job.all_beat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), process="S")
         job.beat(1, 101, STEP, now_s - 100, now_s, process="T")
-    (stall,) = job.look(140)
+    (stall,) = job.check(140)
 
     assert line(job, stall, 140) == (
         "stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, stopped by a signal; 3 others at 1101"
     )
 
 
-def test_the_line_names_the_idle_ones_where_all_are_at_one_iteration_and_the_others_are_busy():
+def test_line_names_idle_ranks_at_equal_iterations():
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
         job.all_beat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), utilization=1.0)
         job.beat(1, 101, STEP, now_s - 100, now_s, utilization=0.0, power_w=80.0)
-    (stall,) = job.look(140)
+    (stall,) = job.check(140)
 
     assert line(job, stall, 140).startswith(
         "stalled: rank 1 (node b, GPU-1) at iteration 1101 for 40 s, utilization 0 %, 80 W; 3 others at 1101"
     )
 
 
-def test_the_line_is_short_however_many_ranks_there_are():
+def test_line_is_short_for_8192_ranks():
     job = Job(ranks=8192)
     job.run(20)
     for now_s in (25, 55):
         job.all_beat(21, STEP, now_s - 20, now_s, ranks=range(8192), utilization=1.0, power_w=200.0)
-    (stall,) = job.look(56)
-    told = line(job, stall, 56, silent_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
+    (stall,) = job.check(56)
+    reported = line(job, stall, 56, silent_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
 
-    assert told.startswith("stalled: all 8192 ranks at iteration 1021 for 36 s, utilization 100 %, 200 W; ")
-    assert told.endswith("12 more agents say nothing; gone: rank 5 (failed); 2 never came")
-    assert len(told) < 1000
+    assert reported.startswith("stalled: all 8192 ranks at iteration 1021 for 36 s, utilization 100 %, 200 W; ")
+    assert reported.endswith("12 more ranks without a heartbeat; left: rank 5 (failed); 2 never joined")
+    assert len(reported) < 1000
 
 
-def test_more_than_eight_behind_are_counted():
+def test_more_than_eight_ranks_behind_are_counted():
     job = Job(ranks=30)
     job.run(20)
     for now_s in (25, 55):
         job.all_beat(20, BETWEEN, now_s - 20, now_s, ranks=range(10))
         job.all_beat(21, STEP, now_s - 20, now_s, ranks=range(10, 30))
-    (stall,) = job.look(56)
+    (stall,) = job.check(56)
 
     assert line(job, stall, 56) == (
         "stalled: 10 ranks (0, 1, 2, 3, 4, 5, 6, 7, ...) at iteration 1020 (after it) for 36 s; 20 others at 1021"
     )
 
 
-# --- nobody is accused who has moved ---
+# --- no false stalls ---
 
 MOVES = st.lists(
     st.tuples(st.integers(0, 2), st.floats(0.1, 80.0), st.sampled_from([STEP, BETWEEN, "checkpoint"])),
@@ -409,7 +413,7 @@ MOVES = st.lists(
 
 @given(MOVES, st.floats(0.0, 8.0))
 @settings(max_examples=150, deadline=None)
-def test_no_rank_is_told_of_that_has_moved_within_the_time(moves, late_s):
+def test_no_stall_of_a_rank_that_moved_within_its_timeout(moves, late_s):
     job = Job(ranks=3)
     moved_s, place = [0.0, 0.0, 0.0], [(0, STARTUP)] * 3
     now_s, next_beat_s = 0.0, 0.0
@@ -419,12 +423,12 @@ def test_no_rank_is_told_of_that_has_moved_within_the_time(moves, late_s):
             now_s = next_beat_s
             for one in range(3):
                 job.beat(one, *place[one], now_s - moved_s[one], now_s + (late_s if one == 1 else 0.0))
-            for stall in job.look(now_s + late_s):
+            for stall in job.check(now_s + late_s):
                 if isinstance(stall, Stall):
-                    accused = {one for _, group in stall.groups for one in group}
+                    stalled = {one for _, group in stall.groups for one in group}
                     if stall.is_partial:
-                        accused = set(stall.groups[0][1])
-                    for one in accused:
+                        stalled = set(stall.groups[0][1])
+                    for one in stalled:
                         assert now_s - moved_s[one] >= 30.0
             next_beat_s += 5.0
         now_s = until_s

@@ -1,4 +1,4 @@
-"""What the aggregator does about a job that stands: it says so, asks for stacks, counts the time."""
+"""A stall in the aggregator: an event, requests for stacks, and its time in the summary."""
 
 import pytest
 from builders import gpu, hello, row
@@ -21,20 +21,20 @@ class Job:
             self.aggregator.hello(hello(rank, ranks, devices=(gpu(f"GPU-{rank}"),), **changes), 0.0, UNIX_S)
         self.beat(dict.fromkeys(range(ranks), (0, "startup")), 0.0, 0.0)
         for rank in range(ranks):
-            told = row(rank, 1, iteration_shown=1010, agent=f"agent-{rank}", devices=())
-            self.aggregator.reports(Reports((told,)), 100.0, UNIX_S + 100)
+            reported = row(rank, 1, iteration_shown=1010, agent=f"agent-{rank}", devices=())
+            self.aggregator.reports(Reports((reported,)), 100.0, UNIX_S + 100)
         self.events()
 
-    def beat(self, stand, since_s: float, now_s: float, **changes) -> None:
-        for rank, (ordinal, state) in stand.items():
+    def beat(self, positions, since_s: float, now_s: float, **changes) -> None:
+        for rank, (ordinal, state) in positions.items():
             beat = Beat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
             self.aggregator.beat(beat, now_s, UNIX_S + now_s)
 
-    def stand(self, stand, since_s: float = 100.0, until_s: float = 141.0, from_s=None, **changes) -> None:
+    def stall(self, positions, since_s: float = 100.0, until_s: float = 141.0, from_s=None, **changes) -> None:
         now_s = since_s if from_s is None else from_s
         while now_s <= until_s:
             if now_s % 5 == 0:
-                self.beat(stand, since_s, now_s, **changes)
+                self.beat(positions, since_s, now_s, **changes)
             self.tick(now_s)
             now_s += 0.5
 
@@ -46,8 +46,8 @@ class Job:
         self.aggregator.stack(Stack(f"agent-{rank}", rank, **given), now_s, UNIX_S + now_s)
 
     def events(self) -> list[tuple[str, str]]:
-        told = [(event.kind, event.text) for event in self.aggregator.take_events()]
-        return [event for event in told if event[0] not in ("joined", "not_measured", "mfu")]
+        reported = [(event.kind, event.text) for event in self.aggregator.take_events()]
+        return [event for event in reported if event[0] not in ("joined", "not_measured", "mfu")]
 
     def summary(self, ended: bool = True):
         return self.aggregator.summary(UNIX_S + 200, ended)
@@ -56,9 +56,9 @@ class Job:
 BEHIND = {0: (11, STEP), 1: (11, STEP), 2: (10, BETWEEN), 3: (11, STEP)}
 
 
-def test_the_event_has_the_numbers_that_people_know_and_where_a_rank_is():
+def test_event_has_logged_iteration_numbers_host_and_device():
     job = Job()
-    job.stand(BEHIND, utilization=1.0, power_w=210.4)
+    job.stall(BEHIND, utilization=1.0, power_w=210.4)
 
     ((kind, text),) = job.events()
     assert kind == "stalled"
@@ -66,9 +66,9 @@ def test_the_event_has_the_numbers_that_people_know_and_where_a_rank_is():
     assert text.endswith("utilization 100 %, 210 W; 3 others at 1011")
 
 
-def test_the_stacks_of_those_behind_and_of_one_other_are_asked_for_once():
+def test_stacks_of_ranks_behind_and_one_other_are_asked_once():
     job = Job()
-    job.stand(BEHIND, until_s=500.0)
+    job.stall(BEHIND, until_s=500.0)
     asked = job.aggregator.take_asked()
 
     assert sorted(asked) == [0, 2]
@@ -78,14 +78,14 @@ def test_the_stacks_of_those_behind_and_of_one_other_are_asked_for_once():
 
 def test_at_most_nine_agents_are_asked():
     job = Job(ranks=40)
-    job.stand({rank: (10, BETWEEN) if rank < 30 else (11, STEP) for rank in range(40)})
+    job.stall({rank: (10, BETWEEN) if rank < 30 else (11, STEP) for rank in range(40)})
 
     assert sorted(job.aggregator.take_asked()) == [*range(8), 30]
 
 
 def test_stacks_become_files_and_one_event_when_all_have_come():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     job.events()
     job.stack(2, top="load (data.py:7)", ordinal=10)
     assert job.events() == []
@@ -104,21 +104,21 @@ def test_stacks_become_files_and_one_event_when_all_have_come():
     assert job.aggregator.take_stacks() == []
 
 
-def test_a_stack_that_does_not_come_is_not_waited_for():
+def test_missing_stack_does_not_hold_up_the_event():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     job.stack(2)
     job.events()
-    job.stand(BEHIND, from_s=145.0, until_s=175.0)
+    job.stall(BEHIND, from_s=145.0, until_s=175.0)
 
     ((_, text),) = job.events()
     assert text.endswith("rank 2: all_reduce (dist.py:88); rank 0: its agent has not answered")
 
 
 @pytest.mark.parametrize("who", [1, 3, 7])
-def test_a_stack_that_nobody_has_asked_for_is_garbage(who):
+def test_stack_that_was_not_asked_for_is_dropped(who):
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     before = job.aggregator.garbage
     job.stack(who)
 
@@ -128,7 +128,7 @@ def test_a_stack_that_nobody_has_asked_for_is_garbage(who):
 
 def test_a_stack_is_taken_once():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     job.stack(2)
     job.stack(2)
 
@@ -136,9 +136,9 @@ def test_a_stack_is_taken_once():
     assert job.aggregator.garbage == 1
 
 
-def test_the_time_is_in_the_summary_while_it_stands_and_after_it():
+def test_summary_has_stalled_time_during_and_after_a_stall():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     assert job.summary(ended=False).status == "stalled"
     assert not job.summary(ended=False).is_over
     assert 40.5 <= job.summary(ended=False).metrics["health/stalled_s"].value <= 41.0
@@ -152,11 +152,11 @@ def test_the_time_is_in_the_summary_while_it_stands_and_after_it():
 
 def test_two_stalls_add_up_and_each_asks_for_stacks():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     first = job.aggregator.take_asked()
     job.beat(dict.fromkeys(range(4), (12, STEP)), 150.0, 150.0)
     job.tick(150.5)
-    job.stand(dict.fromkeys(range(4), (12, STEP)), since_s=150.0, until_s=190.0)
+    job.stall(dict.fromkeys(range(4), (12, STEP)), since_s=150.0, until_s=190.0)
     second = job.aggregator.take_asked()
     job.beat(dict.fromkeys(range(4), (13, STEP)), 195.0, 195.0)
     job.tick(195.5)
@@ -169,65 +169,65 @@ def bye(job: Job, rank: int, status: str, now_s: float) -> None:
     job.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), now_s, UNIX_S + now_s)
 
 
-def test_a_job_that_is_killed_while_it_stands_has_stalled():
+def test_job_killed_in_a_stall_has_stalled():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     for rank in range(4):
         bye(job, rank, "killed", 150.0)
 
     assert job.summary().status == "stalled"
 
 
-def test_a_job_that_fails_because_it_stood_has_stalled_and_one_that_stands_because_a_rank_had_failed_has_failed():
+def test_stall_then_failure_is_stalled_the_reverse_failed():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     for rank in range(4):
         bye(job, rank, "failed", 150.0)  # the time-out of its collectives
     assert job.summary().status == "stalled"
 
     job = Job()
     bye(job, 3, "failed", 100.0)
-    job.stand({rank: place for rank, place in BEHIND.items() if rank != 3})
+    job.stall({rank: place for rank, place in BEHIND.items() if rank != 3})
     (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
-    assert stalled.endswith("; 2 others at 1011; gone: rank 3 (failed)")
+    assert stalled.endswith("; 2 others at 1011; left: rank 3 (failed)")
     for rank in range(3):
         bye(job, rank, "killed", 150.0)
     assert job.summary().status == "failed"
 
 
-def test_a_job_that_completes_after_all_has_not_stalled():
+def test_job_that_completes_after_a_stall_has_completed():
     job = Job()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     for rank in range(4):
         bye(job, rank, "completed", 150.0)
 
     assert job.summary().status == "completed"
 
 
-def test_an_agent_that_has_died_is_said_to_be_silent_and_its_rank_is_not_said_to_stand():
+def test_rank_of_a_dead_agent_is_silent_not_stalled():
     job = Job()
-    job.stand({rank: place for rank, place in BEHIND.items() if rank != 2}, until_s=150.0)
+    job.stall({rank: place for rank, place in BEHIND.items() if rank != 2}, until_s=150.0)
 
     (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
     assert stalled.startswith("stalled: all 3 ranks at iteration 1011 for 3")
-    assert "; rank 2 (node node0, GPU-2): its agent has said nothing for " in stalled
+    assert "; rank 2 (node node0, GPU-2): no heartbeat for " in stalled
     assert 2 not in job.aggregator.take_asked()
 
 
-def test_a_rank_that_came_back_is_not_gone():
+def test_rank_that_came_back_has_not_left():
     job = Job()
     bye(job, 3, "killed", 100.0)
     job.aggregator.hello(hello(3, 4, agent="another", devices=()), 101.0, UNIX_S + 101)
-    job.stand({rank: place for rank, place in BEHIND.items() if rank != 3}, from_s=105.0)
+    job.stall({rank: place for rank, place in BEHIND.items() if rank != 3}, from_s=105.0)
 
     (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
     assert "gone" not in stalled
 
 
-def test_a_replacement_tells_of_a_stall_by_the_words_of_the_agents_and_counts_its_time_once():
+def test_replacement_counts_the_time_of_a_stall_once():
     job = Job()
     state = job.aggregator.snapshot()
-    job.stand(BEHIND)
+    job.stall(BEHIND)
     assert job.summary().metrics["health/stalled_s"].value > 40
     job.aggregator = Aggregator(Config(), "job", 1, UNIX_S, restore(state))
     for rank in range(4):

@@ -166,7 +166,7 @@ def test_without_a_sync_point_it_is_known_when_and_not_who():
     (line,) = job.events()
     assert line.kind == "slower"
     assert "since iteration 291" in line.text  # the 30th window
-    assert "is unknown: no rank tells its own time (effllm.sync_point)" in line.text
+    assert "is unknown: no rank has a sync point (effllm.sync_point)" in line.text
 
 
 def test_where_all_ranks_become_slower_together_nobody_is_named_and_it_is_said():

@@ -1,4 +1,4 @@
-"""When a job became slower, whoever it is, and whether what is the ranks' own did; pure."""
+"""When iterations became slower, and whether the ranks' own times did; pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PATIENCE = 2
 
 
 class Slowdown:
-    """When iterations became slower, whoever it is; and whether what is the ranks' own did."""
+    """Detects when iterations became slower, and whether the ranks' own times did."""
 
     def __init__(self) -> None:
         self._whole, self._own = Level(), Level()
-        self._change: Change | None = None  # that is not told yet
+        self._change: Change | None = None  # not reported yet
         self._own_rose = 0  # iteration since which
         self._patience = 0
         self._windows: list[
@@ -33,8 +33,8 @@ class Slowdown:
         Args:
             row: any of the window's.
             whole_s: of iterations.
-            own_s: of what is the ranks' own of it, where they tell it.
-            is_explained: whether somebody is named.
+            own_s: of the ranks' own times, where they are known.
+            is_explained: whether a rank is named.
         """
         self._windows.append((row.iteration_shown - row.iterations + 1, whole_s, own_s))
         self._windows_s += whole_s * row.iterations
@@ -63,10 +63,10 @@ class Slowdown:
 
     def _who(self, own_s: float | None) -> str:
         if own_s is None:
-            return "which rank it is, if it is one, is unknown: no rank tells its own time (effllm.sync_point)"
+            return "which rank it is, if it is one, is unknown: no rank has a sync point (effllm.sync_point)"
         if self._own_rose:
-            return "nobody stands out: the ranks' own times rose alike"
-        return "nobody stands out: the ranks' own times are what they were, so it is communication or what follows it"
+            return "no rank stands out: the ranks' own times rose alike"
+        return "no rank stands out: the ranks' own times are what they were, so it is communication or what follows it"
 
 
 def _change_text(change: Change) -> str:

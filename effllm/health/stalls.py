@@ -1,4 +1,4 @@
-"""What is done about a job that stands: it is told, agents are asked for stacks, and the time is counted; pure."""
+"""What follows from a stall: it is reported, agents are asked for stacks, and its time is counted; pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.roster import Roster
 from effllm.config import Config
 from effllm.health.hang import Hang, Stall
-from effllm.health.stall_text import MOST_NAMED, Names, resumed_text, stall_text
+from effllm.health.stall_text import MAX_NAMED, Names, resumed_text, stall_text
 from effllm.schema import Beat, Event, Hello, RankReport, Stack
 
-MOST_STACKS = 100  # that one aggregator has kept
+MAX_STACKS = 100  # that one aggregator has kept
 ANSWER_S = 30.0  # an agent gives its stack until then, or there is none
 
 
@@ -37,8 +37,8 @@ class Stalls:
         self._hang = Hang(config.stall_seconds, ledger.iteration_s())
         self._roster, self._ledger, self._report = roster, ledger, report
         self._shown_minus_ordinal: int | None = None
-        self._asked: dict[int, float] = {}  # ranks whose stack is on its way, and until when it is waited for
-        self._tops: dict[int, str] = {}  # where those that have come stand
+        self._asked: dict[int, float] = {}  # ranks whose stack was asked for, and the deadline of the answer
+        self._tops: dict[int, str] = {}  # the innermost frame of each stack that has come
         self._to_ask: list[int] = []
         self._files: list[StackFile] = []
         self._kept = 0
@@ -49,14 +49,14 @@ class Stalls:
     # --- what comes in ---
 
     def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
-        """Take an introduction."""
+        """Take a rank's HELLO."""
         if is_new:
             self._left.pop(message.rank, None)
         last = message.total_iterations - message.offset if message.total_iterations else None
         self._hang.join(message.rank, message.role, last, is_new, now_s)
 
     def beat(self, message: Beat, now_s: float) -> None:
-        """Take where a rank stands."""
+        """Take a heartbeat with a rank's position."""
         self._hang.beat(message, now_s)
 
     def row(self, row: RankReport, now_s: float) -> None:
@@ -67,16 +67,16 @@ class Stalls:
             self._shown_minus_ordinal = row.iteration_shown - last
 
     def bye(self, rank: int, status: str, now_s: float) -> None:
-        """Take a farewell."""
+        """Take a rank's BYE."""
         self._hang.leave(rank, status == "completed", now_s)
         if status != "completed":
             self._left[rank] = status
 
     def stack(self, message: Stack, time_s: float) -> bool:
-        """Take the stack of a rank; ``False`` where nobody has asked for it."""
+        """Take the stack of a rank; ``False`` where it was not asked for."""
         if self._asked.pop(message.rank, None) is None:
             return False
-        if self._kept < MOST_STACKS:
+        if self._kept < MAX_STACKS:
             self._kept += 1
             name = f"rank-{message.rank}-iteration-{message.ordinal + self._offset}.txt"
             self._files.append(StackFile(name, message.text))
@@ -86,7 +86,7 @@ class Stalls:
 
     def tick(self, now_s: float, time_s: float) -> None:
         """Let time pass."""
-        for verdict in self._hang.look(now_s, self._roster.silent):
+        for verdict in self._hang.check(now_s, self._roster.silent):
             if isinstance(verdict, Stall):
                 self._report_stall(verdict, now_s, time_s)
             else:
@@ -102,7 +102,7 @@ class Stalls:
     # --- what goes out ---
 
     def take_s(self, now_s: float) -> float:
-        """Return the seconds for which the job has stood and that this has not returned yet."""
+        """Return the seconds of stalls since the last call."""
         # That it went on is known a moment later than it did: what was counted too much is left out of the next.
         new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
         self._counted_s += new_s
@@ -120,10 +120,10 @@ class Stalls:
 
     @property
     def is_status(self) -> bool:
-        """Whether standing is how the job ends, if it ends now: nobody had failed before."""
+        """Whether the job ends as stalled, if it ends now: no rank had failed before."""
         return self._hang.since_s is not None and not self._failed_before
 
-    # --- what is said ---
+    # --- events ---
 
     @property
     def _offset(self) -> int:
@@ -147,7 +147,7 @@ class Stalls:
     def _ask(self, stall: Stall, now_s: float) -> None:
         """Ask for the stacks of those behind, and of one of the others, once for each stall."""
         behind, *others = stall.groups
-        ranks = [*behind[1][:MOST_NAMED], *(others[-1][1][:1] if others else ())]
+        ranks = [*behind[1][:MAX_NAMED], *(others[-1][1][:1] if others else ())]
         new = [rank for rank in ranks if rank not in self._asked and rank not in self._tops]
         self._to_ask += new
         self._asked |= dict.fromkeys(new, now_s + ANSWER_S)
@@ -155,10 +155,10 @@ class Stalls:
     def _report_stacks(self, time_s: float) -> None:
         if self._asked or not self._tops:
             return
-        said: dict[str, list[int]] = {}
+        texts: dict[str, list[int]] = {}
         for rank, top in self._tops.items():
-            said.setdefault(top or "unknown", []).append(rank)
-        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in said.items()]
+            texts.setdefault(top or "unknown", []).append(rank)
+        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in texts.items()]
         self._report(Event(time_s, "stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}"))
 
     def _where(self, rank: int) -> str:
