@@ -165,8 +165,8 @@ FAULTS = {
         "its ranks are named missing; the others are reported; the end comes",
     ),
     "strangers": Fault(
-        "strangers connect: without the key, with another job's, in a flood",
-        "refused, counted, named; no window is delayed by more than a second",
+        "peers connect without the key, with another job's, in a flood",
+        "rejected, counted, and named where the address was seen; no window is delayed by more than a second",
     ),
 }
 

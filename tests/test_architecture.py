@@ -21,7 +21,7 @@ MODULES = {
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  runs  schema  server  store  training
 0.5     event_limit  runs.own_files  timeline
-0.6     network.descriptors  network.hangups  network.intake  network.monitor  network.secret  network.strangers
+0.6     network.descriptors  network.intake  network.monitor  network.rejections  network.secret
 0.7     network.connections  network.curve
 0.8     network.door
 1.0     devices  energy.tick_clock  hardware  health.clock  metrics

@@ -137,6 +137,23 @@ Path("truth.json").write_text(json.dumps(iterations))
 """
 
 
+def test_a_job_that_ends_while_connections_take_all_descriptors_keeps_its_totals(launch):
+    enough = launch._folder / "enough"
+    with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
+        ledger = jobs.Ledger(launch._folder / "runs" / "one")
+        places = [jobs.place(rank, 2) for rank in range(2)]
+        ranks = [launch.code(TRAIN.format(str(enough)), environ=place, endpoint=endpoint) for place in places]
+        jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
+        with crowd(endpoint.rpartition(":")[2]):
+            jobs.until(lambda: [text for text in ledger.told("refused") if "connect" in text])
+            enough.touch()
+            for rank in ranks:
+                rank.done()
+            aggregator.wait()
+
+    assert_whole(ledger, {rank: job.told() for rank, job in enumerate(ranks)})
+
+
 def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_when_they_are_gone(launch):
     enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 
 import zmq
 
 from effllm.network.descriptors import Reserve
-from effllm.network.hangups import Hangups
 from effllm.network.intake import Intake
 from effllm.network.monitor import receive_event
-from effllm.network.strangers import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Strangers
+from effllm.network.rejections import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Rejections
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, which pyzmq does not name
-_MOST_EVENTS = 200  # between two looks at everything else: a few ms
+_MAX_EVENTS = 200  # of one call: a few ms
 _AGAIN_S = 1.0
 _FOUND_WITHIN_S = 0.1
 _HANDSHAKES = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
 )
 
@@ -31,19 +30,18 @@ class Connections:
 
     Args:
         watched: the socket, which listens already, so that its port is known.
-        strangers: is told of handshakes that fail; without it they are not looked at.
+        rejections: where handshakes that fail are counted; without it they are not watched.
     """
 
-    def __init__(self, watched: zmq.Socket[bytes], strangers: Strangers | None = None) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], rejections: Rejections | None = None) -> None:
         self._watched = watched
-        self._strangers = strangers
+        self._rejections = rejections
+        self._events = _HANDSHAKES if rejections is not None else 0
+        self._addresses: dict[int, str] = {}  # by descriptor
+        self._unread: list[tuple[int, int]] = []
         self._why = ""  # of the failure whose end comes next
+        self.decided = 0  # connections that the gate admitted or rejected, and that may end
         self.accept_error = 0  # errno of the first connection that could not be accepted
-        self._hangups: Hangups | None = None
-        if strangers is not None:
-            with contextlib.suppress(OSError):  # a sandbox that does not tell: then addresses are not known
-                self._hangups = Hangups(_port(watched))
-        self._events = _HANDSHAKES if strangers is not None else 0
         self._again_s = 0.0
         self.socket: zmq.Socket[bytes] | None = None
         self._attach(self._events | zmq.EVENT_ACCEPT_FAILED)
@@ -73,36 +71,45 @@ class Connections:
             self._again_s = now_s + _AGAIN_S
             with contextlib.suppress(zmq.ZMQError):  # still no descriptors
                 self._attach(self._events)
-        for _ in range(_MOST_EVENTS):
-            if self.socket is None or not self.socket.poll(0):
-                break
-            self._take(*receive_event(self.socket), now_s)
-        if self._hangups and self._strangers:
-            for address in self._hangups.take():
-                self._strangers.hang_up(address, now_s)
+        taken = 0
+        while taken < _MAX_EVENTS and (events := self._unread or self._receive()):
+            taken += len(events)
+            found = {value: _peer_address(value) for event, value in events if event == zmq.EVENT_ACCEPTED}
+            # ZeroMQ reports an end before it closes the descriptor: without that, the address is this connection's.
+            self._unread = self._receive()
+            for event, value in events:
+                self._take(event, value, now_s)
+            again = {value for event, value in self._unread if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED)}
+            ended = {value for event, value in events if event == zmq.EVENT_DISCONNECTED}
+            self._addresses.update((one, address) for one, address in found.items() if one not in again | ended)
+
+    def _receive(self) -> list[tuple[int, int]]:
+        events: list[tuple[int, int]] = []
+        while self.socket is not None and len(events) < _MAX_EVENTS and self.socket.poll(0):
+            events.append(receive_event(self.socket))
+        return events
 
     def _take(self, event: int, value: int, now_s: float) -> None:
         if event == zmq.EVENT_ACCEPT_FAILED:
             self.accept_error = self.accept_error or value
             self._hold(now_s)
-        elif self._strangers is None:
-            return
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._why = NO_KEY if value == _MECHANISM_MISMATCH else OTHER_SECRET
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._why = NO_PROTOCOL
-        elif event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH):
-            self._strangers.account()
-        elif self._why:  # of a handshake that fails, ZeroMQ's thread tells first why, and at once the end
-            self._strangers.fail(self._why, now_s)
-            self._why = ""
-        else:
-            self._strangers.end(now_s)
+        elif event == zmq.EVENT_DISCONNECTED and self._rejections is not None:
+            address = self._addresses.pop(value, "")
+            # ZeroMQ's thread reports first why a handshake fails, and at once the end.
+            if self._why or not self.decided:  # more have ended than were decided on: one never got that far
+                self._rejections.reject(address, self._why or NO_PROTOCOL)
+                self._why = ""
+            else:
+                self.decided -= 1
 
     def _hold(self, now_s: float) -> None:
-        """Have nobody taken in for a second: what cannot be taken in is tried a hundred thousand times a second."""
+        """Accept no connection for a second: ZeroMQ tries one that cannot be accepted 100,000 times a second."""
         if self._intake.is_held:
-            return  # of before it was
+            return  # the event is older
         is_held = self._intake.hold()
         self._reserve.release()  # for files
         if not is_held and not (self._intake.find() and self._intake.hold()):
@@ -116,11 +123,19 @@ class Connections:
             self.socket = None
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._reserve.release()
         self._detach()
-        if self._hangups:
-            self._hangups.close()
+
+
+def _peer_address(descriptor: int) -> str:
+    """Return the address of a connection's other end; empty where it is over."""
+    try:
+        with socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM) as copy:
+            name = copy.getpeername()
+    except OSError:
+        return ""
+    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else ""
 
 
 def _port(listening: zmq.Socket[bytes]) -> int:

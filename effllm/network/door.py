@@ -1,4 +1,4 @@
-"""The door of an aggregator: who is let in, who is refused and told of, and whether anybody can come in at all."""
+"""Admission of peers to an aggregator: authenticates them, reports rejected ones, detects descriptor exhaustion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zmq
 
 from effllm.network.connections import Connections
 from effllm.network.curve import Gate, ServerKeys
-from effllm.network.strangers import OTHER_JOB, Strangers
+from effllm.network.rejections import OTHER_JOB, Rejections
 
 
 class Door:
@@ -21,7 +21,7 @@ class Door:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
-        self._strangers = Strangers()
+        self._rejections = Rejections()
         self._gate = Gate(context, keys) if keys else None
         self._connections: Connections | None = None
         self._waited_on: list[zmq.Socket[bytes]] = []
@@ -29,7 +29,7 @@ class Door:
 
     def watch(self, listening: zmq.Socket[bytes]) -> None:
         """Watch a socket that listens."""
-        self._connections = Connections(listening, self._strangers if self._gate else None)
+        self._connections = Connections(listening, self._rejections if self._gate else None)
 
     def wait_with(self, poller: zmq.Poller) -> None:
         """Have a poller wake up for what happens at the door; to be called before each poll."""
@@ -43,16 +43,17 @@ class Door:
         self._waited_on = sockets
 
     def look(self, now_s: float) -> list[str]:
-        """Answer who waits, and return what is to be told."""
+        """Admit or reject the peers that wait, and return the lines to report."""
+        answers = self._gate.answer() if self._gate else []  # before the ends of the same connections
+        for address, is_admitted in answers:
+            if is_admitted:
+                self._rejections.admit(address)
+            else:
+                self._rejections.reject(address, OTHER_JOB)
         if self._connections:
+            self._connections.decided += len(answers)
             self._connections.look(now_s)
-        if self._gate:
-            for address, is_admitted in self._gate.answer():
-                if is_admitted:
-                    self._strangers.admit(address)
-                else:
-                    self._strangers.refuse(address, OTHER_JOB)
-        lines = self._strangers.take(now_s)
+        lines = self._rejections.take()
         if self._connections and self._connections.accept_error and not self._told_of_descriptors:
             self._told_of_descriptors = True
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -62,12 +63,12 @@ class Door:
 
     def take_repeated(self) -> int:
         """Return how many connections were rejected since the last call without a line of their own."""
-        return self._strangers.take_repeated()
+        return self._rejections.take_repeated()
 
     @property
     def refused(self) -> dict[str, int]:
-        """How many connections were refused, by the name of the count."""
-        return {"strangers": self._strangers.count} if self._strangers.count else {}
+        """How many connections were rejected, by the name of the count."""
+        return {"strangers": self._rejections.count} if self._rejections.count else {}
 
     def close(self) -> None:
         """Close what belongs to the door; the socket that it watched is still open."""

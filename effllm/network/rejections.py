@@ -1,0 +1,58 @@
+"""Peers that were rejected: each is counted, and reported once for each address and reason; pure."""
+
+from __future__ import annotations
+
+OTHER_JOB = "another job's key"
+OTHER_SECRET = "another secret"  # noqa: S105 - a reason
+NO_KEY = "no key"
+NO_PROTOCOL = "it does not speak as agents do"
+
+MAX_ADDRESSES = 1000
+MAX_ADMITTED = 2**20
+
+
+class Rejections:
+    """The count of rejected peers, and the lines that report them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._repeated = 0  # of them, without a line of their own, since `take_repeated`
+        self._reported: set[tuple[str, str]] = set()
+        self._admitted: set[str] = set()
+        self._lines: list[str] = []
+
+    def admit(self, address: str) -> None:
+        """Record that a peer at an address was admitted."""
+        if len(self._admitted) < MAX_ADMITTED:
+            self._admitted.add(address)
+
+    def reject(self, address: str, why: str) -> None:
+        """Count a peer that was rejected.
+
+        Args:
+            address: where it is; empty where that was not seen.
+            why: one of this module's reasons.  From the host of an admitted agent a connection that ends in its
+                handshake is no rejection: an agent was killed.
+        """
+        if why == NO_PROTOCOL and address in self._admitted:
+            return
+        self.count += 1
+        if (address, why) in self._reported or len(self._reported) > MAX_ADDRESSES:
+            self._repeated += 1
+            return
+        self._reported.add((address, why))
+        if len(self._reported) > MAX_ADDRESSES:
+            self._lines.append(f"peers at {MAX_ADDRESSES} addresses were rejected; further ones are only counted")
+            return
+        where = f"at {address}" if address else "whose address was not seen"
+        self._lines.append(f"a peer {where} was rejected: {why}")
+
+    def take(self) -> list[str]:
+        """Return the lines since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def take_repeated(self) -> int:
+        """Return how many were rejected since the last call without a line of their own."""
+        repeated, self._repeated = self._repeated, 0
+        return repeated
