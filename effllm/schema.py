@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 #: Of the files in a run folder: one more when a field of theirs changes its meaning or goes away.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
@@ -295,14 +295,30 @@ class RankReport(Struct, frozen=True, array_like=True, gc=False):
         return self.busy_s + self.wait_s
 
 
-class ClusterTotals(Struct, frozen=True):
+class JobConstants(Struct, frozen=True, omit_defaults=True):
+    """What holds for all windows of a job, until another rank joins or a loop declares more."""
+
+    parameters: int | None = None
+    gpus: int = 0
+    world_size: int = 0
+    peak_flops_per_s: float | None = None  # of the whole job
+    flops_per_token: float | None = None
+    hardware_flops_per_token: float | None = None  # recomputation included
+    power_limit_w: float | None = None  # of all GPUs
+    baseline_w: float | None = None  # of all devices in scope, idle
+    carbon_g_per_kwh: float | None = None
+    pue: float = 1.0
+    price_per_kwh: float | None = None
+    price_per_gpu_hour: float | None = None
+
+
+class ClusterTotals(JobConstants, frozen=True):
     """What the whole job did on one time base: the argument of every metric.
 
     ``time_s`` is T, the maximum over ranks of their summed iteration times (on the job base: of their
     wall times).  The energy fields cover only windows whose coverage was sufficient.
     """
 
-    parameters: int | None = None
     iterations: int = 0
     time_s: float = 0.0
     slowest_step_s: float = 0.0  # of the rank with the largest mean step: its summed steps ...
@@ -338,12 +354,6 @@ class ClusterTotals(Struct, frozen=True):
     energy_error_j: float | None = None  # of energy_j: random part, half-width, 95 %
     energy_gain_error_j: float | None = None  # of energy_j: the sensors' gain, half-width, 95 %
     energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of counters from power
-    gpus: int = 0
-    world_size: int = 0
-    peak_flops_per_s: float | None = None  # of the whole job
-    flops_per_token: float | None = None
-    hardware_flops_per_token: float | None = None  # recomputation included
-    power_limit_w: float | None = None  # of all GPUs
     power_peak_w: float | None = None  # the largest reading of one GPU
     power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
     throttled_s: float | None = None  # GPU-seconds in which heat or the board slowed a clock down
@@ -353,11 +363,6 @@ class ClusterTotals(Struct, frozen=True):
     sm_activity: float | None = None
     tensor_activity: float | None = None
     dram_activity: float | None = None
-    baseline_w: float | None = None  # of all devices in scope, idle
-    carbon_g_per_kwh: float | None = None
-    pue: float = 1.0
-    price_per_kwh: float | None = None
-    price_per_gpu_hour: float | None = None
     clock_error_s: float | None = None  # of the rank whose clock's offset is known worst, half-width, a bound
     straggling_s: float | None = None  # that all ranks waited for stragglers; None where no rank's own time is known
     straggling_gpu_s: float = 0.0  # the same, summed over the ranks that waited ...
@@ -442,8 +447,8 @@ class Spread(Struct, frozen=True):
     most: float
 
 
-class ClusterReport(Struct, frozen=True):
-    """One window of the whole job, and the run to date: what every sink is given."""
+class WindowReport(Struct, frozen=True, omit_defaults=True):
+    """One window of the whole job."""
 
     attempt: int
     window: int
@@ -452,9 +457,7 @@ class ClusterReport(Struct, frozen=True):
     iteration_last: int
     time_s: float  # unix, end of the window on the last rank
     loss: float | None
-    run: ClusterTotals  # run to date, after warm-up
     last: ClusterTotals  # this window alone
-    job: ClusterTotals  # whole wall time of the run, start-up, phases and warm-up included
     values: dict[str, float]  # tag without its prefix -> value; what is not measured is not in it
     coverage: Coverage
     straggler: Straggler | None = None  # None where no rank is slower than noise explains, or no own time is known
@@ -471,6 +474,13 @@ class ClusterReport(Struct, frozen=True):
     energy_doubtful: bool = False  # the window's energy has a random error of more than 5 %
     stragglers: tuple[Verdict, ...] = ()  # those that are named now, the costliest first, at most 16
     spread: dict[str, Spread] = {}  # of the window: by the names in SPREADS
+
+
+class ClusterReport(WindowReport, frozen=True, kw_only=True):
+    """One window of the whole job, and the run to date: what every sink is given."""
+
+    run: ClusterTotals  # run to date, after warm-up
+    job: ClusterTotals  # whole wall time of the run, start-up, phases and warm-up included
 
 
 class Value(Struct, frozen=True, omit_defaults=True):

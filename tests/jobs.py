@@ -29,8 +29,8 @@ import pytest
 
 from effllm.aggregation.orders import Orders
 from effllm.config import Config
-from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
-from effllm.schema import ClusterReport, Event, Summary
+from effllm.runs.runfolder import RankRow, WindowRow, read_events, read_ranks, read_windows
+from effllm.schema import Event, Summary
 from effllm.spawn import spawn
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Ledger:
         return msgspec.json.decode((self.folder / "summary.json").read_bytes(), type=Summary)
 
     @property
-    def windows(self) -> list[ClusterReport]:
+    def windows(self) -> list[WindowRow]:
         """Every line of windows-*.jsonl; none may be torn."""
         return _whole(read_windows(self.folder))
 

@@ -19,7 +19,7 @@ import pytest
 from effllm.aggregation.server import MAX_FACTS_BYTES
 from effllm.network.curve import ServerKeys
 from effllm.network.secret import create
-from effllm.schema import ClusterReport
+from effllm.runs.runfolder import WindowRow
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("strangers")]
 
@@ -78,7 +78,7 @@ class Windows:
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            self.seen.append((msgspec.json.decode(line, type=ClusterReport).time_s, time.time()))
+            self.seen.append((msgspec.json.decode(line, type=WindowRow).time_s, time.time()))
 
     def watch(self, process):
         """Look until a process has ended."""

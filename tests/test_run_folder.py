@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sink_examples import complete_totals, make_report, make_row, make_summary
+from sink_examples import complete_totals, make_report, make_row, make_summary, totals
 
 from effllm import metrics
-from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows
+from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows, window_row
 from effllm.runs.summary_text import summary_text
 from effllm.schema import SCHEMA_VERSION, Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
@@ -38,6 +38,11 @@ def wide(ranks):
     return Coverage(ranks, ranks, ranks, ranks, 0, 0, energy=1.0)
 
 
+def numbers_of(totals):
+    """Return the numbers of totals by name."""
+    return {name: value for name, value in msgspec.structs.asdict(totals).items() if not isinstance(value, dict)}
+
+
 def test_what_is_written_is_read_back(folder):
     report, event = make_report(100), Event(1.0, "lost", "rank 3 is gone", 3)
     store = open_run_folder(folder, {})
@@ -46,7 +51,11 @@ def test_what_is_written_is_read_back(folder):
     store.close()
     store.close()
 
-    assert list(read_windows(folder)) == [report]
+    (window,) = read_windows(folder)
+    assert window.values == pytest.approx(report.values, rel=1e-11)
+    for ours, theirs in ((window.run, report.run), (window.last, report.last), (window.job, report.job)):
+        assert numbers_of(ours) == pytest.approx(numbers_of(theirs), rel=1e-11)
+    assert (window.coverage, window.straggler, window.time_s) == (report.coverage, report.straggler, report.time_s)
     assert list(read_events(folder)) == [event]
     assert [row.rank for row in read_ranks(folder)] == list(range(8))
 
@@ -73,7 +82,41 @@ def test_every_file_says_once_which_schema_it_has(folder):
         assert json.loads((folder / name).read_text())["schema_version"] == SCHEMA_VERSION
     for name in ("windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl"):
         first, second = map(json.loads, (folder / name).read_text().splitlines())
-        assert (first["schema_version"], second.keys()) == (SCHEMA_VERSION, first.keys() - {"schema_version"})
+        once = {"schema_version", "constants", "run", "job"}
+        assert (first["schema_version"], second.keys()) == (SCHEMA_VERSION, first.keys() - once)
+
+
+def test_constants_of_the_job_are_written_when_they_change(folder):
+    store = RunFolder(folder, {})
+    for iteration, parameters in ((100, 7e9), (110, 7e9), (120, 8e9), (130, 8e9)):
+        known = msgspec.structs.replace(totals(10), parameters=int(parameters))
+        store.write(make_report(iteration, run=known, last=known, job=known), ())
+
+    lines = [json.loads(line) for line in (folder / "windows-0001.jsonl").read_text().splitlines()]
+    assert [line.get("constants", {}).get("parameters") for line in lines] == [7e9, None, 8e9, None]
+    assert not any("parameters" in line["last"] for line in lines)
+    assert [row.last.parameters for row in read_windows(folder)] == [7e9, 7e9, 8e9, 8e9]
+
+
+def test_each_segment_of_windows_has_the_constants(folder):
+    store = RunFolder(folder, {}, segment_bytes=10_000)
+    for iteration in range(10, 310, 10):
+        store.write(make_report(iteration), ())
+    (folder / "windows-0001.jsonl").unlink()
+
+    rows = list(read_windows(folder))
+    assert 10 < len(rows) < 30
+    assert {(row.last.parameters, row.last.gpus) for row in rows} == {(7_000_000_000, 8)}
+
+
+def test_totals_to_date_are_written_once_a_minute_and_at_the_end(folder):
+    store = RunFolder(folder, {})
+    for iteration in range(10, 310, 10):  # a window takes 4.12 s
+        store.write(make_report(iteration, final=iteration == 300), ())
+
+    rows = list(read_windows(folder))
+    assert [row.iteration for row in rows if row.job] == [10, 160, 300]
+    assert [row.run.tokens for row in rows if row.run] == [totals(at).tokens for at in (10, 160, 300)]
 
 
 def test_files_are_the_owners_alone_whatever_the_umask(folder):
@@ -210,7 +253,7 @@ def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
     store.close()
 
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert 700_000 < size < 1_100_000  # its files of detail are at most a sixteenth of it
+    assert 700_000 < size < 1_130_000  # looked at when a file of detail is full: two of a sixteenth of it each
     kept = [report.iteration for report in read_windows(folder)]
     assert kept[0] > 10
     assert kept == list(range(kept[0], 4010, 10))
@@ -368,7 +411,7 @@ def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
 
 @pytest.mark.fault("disk-full")
 def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_the_summary(folder):
-    told, line = [], len(msgspec.json.encode(make_report(100)))
+    told, line = [], len(msgspec.json.encode(window_row(make_report(110), has_totals=False)))
     store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=told.append)
     with largest_file(0):
         for iteration in range(110, 160, 10):

@@ -41,7 +41,8 @@ class Journal:
     ) -> None:
         self._folder, self._stem = folder, stem
         self._segment_bytes, self._max_waiting_bytes = segment_bytes, max_waiting_bytes
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with the constants that it needs
+        self._constants = b""  # that the file ends with
         self._waiting_bytes = 0
         self.left_out = 0  # lines for which there was no room any more
         there = segments(folder, stem) if segment_bytes else []
@@ -58,16 +59,22 @@ class Journal:
         """Number of the file that is written."""
         return self._number
 
-    def put(self, rows: Iterable[Any]) -> int:
-        """Take rows, which `flush` writes; return their bytes.  Where too many wait the oldest go, and are counted."""
+    def put(self, rows: Iterable[Any], constants: Any = None) -> int:
+        """Take rows, which `flush` writes; return their bytes.  Where too many wait the oldest go, and are counted.
+
+        Args:
+            rows: one line each.
+            constants: written as a field of a line when they differ from those before it in the file.
+        """
+        known = _encoder.encode(constants) if constants is not None else b""
         taken_bytes = 0
         for row in rows:
             line = _encoder.encode(row) + b"\n"
-            self._waiting.append(line)
+            self._waiting.append((line, known))
             taken_bytes += len(line)
         self._waiting_bytes += taken_bytes
         while self._waiting_bytes > self._max_waiting_bytes:
-            self._waiting_bytes -= len(self._waiting.popleft())
+            self._waiting_bytes -= len(self._waiting.popleft()[0])
             self.left_out += 1
         return taken_bytes
 
@@ -79,15 +86,17 @@ class Journal:
         """
         while self._waiting:
             self._look()
-            text, lines = bytearray(), 0
-            for line in self._waiting:
+            text, constants, lines = bytearray(), self._constants, 0
+            for line, known in self._waiting:
                 if lines and len(text) + len(line) > _AT_ONCE_BYTES:
                     break
-                text += line
+                text += line if known == constants else b'{"constants":%b,%b' % (known, line[1:])
+                constants = known
                 lines += 1
-            self._append(bytes(text))
-            for _ in range(lines):
-                self._waiting_bytes -= len(self._waiting.popleft())
+            if self._append(bytes(text)):
+                self._constants = constants
+                for _ in range(lines):
+                    self._waiting_bytes -= len(self._waiting.popleft()[0])
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -115,9 +124,10 @@ class Journal:
     def _open(self, number: int) -> None:
         descriptor = own_files.open_file(self._path(number), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self.close()
-        self._descriptor, self._number = descriptor, number
+        self._descriptor, self._number, self._constants = descriptor, number, b""
 
-    def _append(self, text: bytes) -> None:
+    def _append(self, text: bytes) -> bool:
+        """Write lines; ``False`` where they have to go to another file, which is open now."""
         size = self._without_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
@@ -132,9 +142,9 @@ class Journal:
                 os.ftruncate(self._descriptor, size)
             if error.errno == errno.EFBIG and self._segment_bytes and size:
                 self._open(self._number + 1)  # a limit on the size of files, and not on their number
-                self._append(text)
-                return
+                return False
             raise
+        return True
 
     def _without_torn_line(self) -> int:
         """Take away the part of a line in which a writer before was killed; return the size of the file."""

@@ -5,17 +5,86 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from effllm.schema import NORMAL_95, ClusterReport, DeviceWindow, Event, Gauge, Integrals, Profile, RankReport
+from effllm.schema import (
+    NORMAL_95,
+    ClusterReport,
+    ClusterTotals,
+    DeviceWindow,
+    Event,
+    Gauge,
+    Integrals,
+    JobConstants,
+    Profile,
+    RankReport,
+    WindowReport,
+)
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
-Row = TypeVar("Row")
+Row = TypeVar("Row", bound=Struct)
+
+
+#: Of a number in a line: no sensor gives as many, and further ones are what sums of times and joules round to.
+DIGITS = 12
+_CONSTANTS = {field.name: field.default for field in msgspec.structs.fields(JobConstants)}
+_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # which need more digits
+
+
+class WindowRow(WindowReport, frozen=True, kw_only=True):
+    """A line of ``windows-*.jsonl``: one window of the whole job.
+
+    Totals to date stand in the first line, in the last one, in corrections, and in one line every `TOTALS_EVERY_S`.
+    """
+
+    run: ClusterTotals | None = None
+    job: ClusterTotals | None = None
+    constants: JobConstants | None = None  # of this line and those after it; older files have them in all totals
+
+
+def window_row(report: ClusterReport, *, has_totals: bool) -> WindowRow:
+    """Return the line of a report, without the job's constants, and without totals to date unless asked for."""
+    fields = msgspec.structs.asdict(report)
+    # JSON has no nan: one in here would make the line unreadable as a whole.
+    fields["values"] = {tag: _rounded(value) for tag, value in report.values.items() if math.isfinite(value)}
+    for base in ("run", "last", "job"):
+        totals = msgspec.structs.replace(fields[base], **_CONSTANTS)
+        fields[base] = _short(totals) if has_totals or base == "last" else None
+    return WindowRow(**fields)
+
+
+def constants_of(report: ClusterReport) -> JobConstants:
+    """Return the constants of the job as of a report."""
+    return JobConstants(**{name: getattr(report.job, name) for name in _CONSTANTS})
+
+
+def _short(row: Row) -> Row:
+    """Return a record with rounded numbers, and without those that are the defaults of their fields."""
+    changes = {}
+    for name, default in _defaults(type(row)):
+        value = getattr(row, name)
+        if value == default:
+            changes[name] = default  # a number is left out only where it is the default as an object
+        elif isinstance(value, float) and name not in _UNIX_TIMES:
+            changes[name] = _rounded(value)
+        elif name == "power_histogram_s":
+            changes[name] = {bar: _rounded(seconds) for bar, seconds in value.items()}
+    return msgspec.structs.replace(row, **changes)
+
+
+@cache
+def _defaults(record: type[Struct]) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in msgspec.structs.fields(record)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
 
 
 class GaugeRow(Struct, frozen=True):
@@ -27,7 +96,7 @@ class GaugeRow(Struct, frozen=True):
     most: float
 
 
-class RankRow(Struct, frozen=True):
+class RankRow(Struct, frozen=True, omit_defaults=True):
     """A line of ``ranks-*.jsonl``: one rank's window, of its first device."""
 
     attempt: int
@@ -90,7 +159,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
     """Flatten a rank's window."""
     device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
     wall = device.wall
-    return RankRow(
+    whole = RankRow(
         attempt=attempt,
         rank=row.rank,
         window=row.window,
@@ -138,6 +207,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         throttled_s=device.throttled_s,
         gauges={name: _gauge_row(gauge) for name, gauge in device.gauges.items() if gauge.covered_s > 0},
     )
+    return _short(whole)
 
 
 def _gauge_row(gauge: Gauge) -> GaugeRow:
@@ -187,9 +257,25 @@ class Rows(Generic[Row]):
                     yield row
 
 
-def read_windows(folder: Path) -> Rows[ClusterReport]:
+class WindowRows(Rows[WindowRow]):
+    """The windows of a run, each with the constants that hold for it."""
+
+    def __iter__(self) -> Iterator[WindowRow]:
+        constants: JobConstants | None = None
+        for row in super().__iter__():
+            constants = row.constants or constants
+            yield _with_constants(row, constants) if constants is not None else row
+
+
+def _with_constants(row: WindowRow, constants: JobConstants) -> WindowRow:
+    replace, known = msgspec.structs.replace, msgspec.structs.asdict(constants)
+    run, job = (replace(one, **known) if one is not None else None for one in (row.run, row.job))
+    return replace(row, run=run, last=replace(row.last, **known), job=job, constants=constants)
+
+
+def read_windows(folder: Path) -> WindowRows:
     """Read the windows of a run, oldest first."""
-    return Rows(segments(folder, "windows"), ClusterReport)
+    return WindowRows(segments(folder, "windows"), WindowRow)
 
 
 def read_ranks(folder: Path) -> Rows[RankRow]:

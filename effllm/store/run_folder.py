@@ -20,7 +20,7 @@ import numpy as np
 from effllm.runs import folder_size, own_files, text_log
 from effllm.runs.folder_size import Growth
 from effllm.runs.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.runs.runfolder import RankRow, coverage_of, rank_row
+from effllm.runs.runfolder import RankRow, constants_of, coverage_of, rank_row, window_row
 from effllm.runs.summary_text import summary_text
 from effllm.runs.unkept import Written
 from effllm.runs.window_text import block_lines
@@ -36,6 +36,8 @@ OUTLIER_Z = 3.5
 GAP_BELOW = 0.999
 #: Warnings that the folder cannot be written, and that it can again.
 MAX_TROUBLES = 10
+#: Totals to date are in one window of so many seconds: they are half of a line.
+TOTALS_EVERY_S = 60.0
 #: Windows of milliseconds are written to console.log together.
 LOG_EVERY_S = 1.0
 #: Of console.log, and as much again of console.log.1: 5,000 windows each.
@@ -108,6 +110,7 @@ class RunFolder:
             Journal(folder, "events", None, max_waiting_bytes),
         )
         self._num_files = 0  # of detail, when the folder's size was looked at last
+        self._totals_s = -math.inf  # end of the last window that was written with totals to date
         self._hosts: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._written_facts: dict[str, Any] | None = None
@@ -118,11 +121,12 @@ class RunFolder:
 
     def write(self, report: ClusterReport, rows: Sequence[RankReport]) -> None:
         """Append one window and the rows of its ranks; of worlds above 256 ranks only the rows of outliers."""
-        # JSON has no nan: one in here would make the line unreadable as a whole.
-        finite = {tag: value for tag, value in report.values.items() if math.isfinite(value)}
         num_bytes, num_reports = 0, len(rows)
         if report.correction or not self._written.has_window(report, rows):
-            num_bytes = self._windows.put([msgspec.structs.replace(report, values=finite)])
+            has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
+            if has_totals:
+                self._totals_s = report.time_s
+            num_bytes = self._windows.put([window_row(report, has_totals=has_totals)], constants_of(report))
             self._log(report)
         if max(len(rows), report.coverage.ranks_expected) > MAX_ROWS:
             rows = outliers(rows)
