@@ -28,7 +28,8 @@ from effllm.agents.track import EDGE_WAIT_S, Track
 from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.energy.calibration import calibrate
-from effllm.schema import Device, Event, Integrals, Sample, Sensor
+from effllm.records.energy import EnergyAmount
+from effllm.schema import Device, Event, Sample, Sensor
 
 NICENESS = 5  # as in effllm.agents.agent.main
 #: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.
@@ -46,7 +47,7 @@ class _Agent:
         self._track = Track(Sampler(self._open, interval_s, _log_event, self._sampled, self._calibrate), interval_s)
         self._waiting: deque[int] = deque()
         self._start_ns = 0
-        self._windows: list[Integrals] = []
+        self._windows: list[EnergyAmount] = []
 
     def run(self) -> None:
         """Cut until the pipe is closed, then answer with all windows."""
@@ -106,15 +107,15 @@ class _Agent:
             self._waiting.popleft()
             assert self._track.series is not None, self._track.sampler.unavailable
             if self._start_ns:
-                self._windows.append(self._track.series.integrals(self._start_ns, edge_ns))
+                self._windows.append(self._track.series.integrals(self._start_ns, edge_ns).energy)
                 self._start_ns = 0
             else:
                 self._start_ns = edge_ns
             self._track.series.forget_before(edge_ns)
 
 
-def _joules_and_variance(window: Integrals) -> tuple[float | None, float]:
-    return window.energy_j, window.energy_start_j2 + window.energy_end_j2 + window.energy_inside_j2
+def _joules_and_variance(window: EnergyAmount) -> tuple[float | None, float]:
+    return window.joules, window.start_j2 + window.end_j2 + window.inside_j2
 
 
 def _log_event(event: Event) -> None:

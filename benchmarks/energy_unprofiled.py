@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.energy_tables import Goal
 from benchmarks.energy_traces import HELD_OUT, TUNING, drawn
 from benchmarks.machine import machine
-from effllm.schema import NORMAL_95
+from effllm.records.energy import NORMAL_95
 from tests.nvml_library import Curve
 from tests.sensor_model import Told, simulate
 

@@ -7,7 +7,6 @@ window is its error, together with whatever the load itself does not repeat: an 
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import threading
@@ -23,7 +22,7 @@ from effllm.devices import Reader, Site, open_device
 from effllm.profiling.estimates import Load
 from effllm.profiling.load import Loader
 from effllm.profiling.record import Edge
-from effllm.schema import Device, Integrals, Sample, Sensor
+from effllm.schema import Device, Sample, Sensor
 
 #: How many windows of which length, in s.
 WINDOWS, QUICK_WINDOWS = {5.0: 8, 1.0: 30, 0.2: 80}, {5.0: 3, 1.0: 5, 0.2: 10}
@@ -148,10 +147,9 @@ class _Measuring:
                 return
             self._waiting.popleft()
             assert self._track.series is not None
-            cut: Integrals = self._track.series.integrals(start_ns, end_ns)
-            if cut.energy_j is not None:
-                variance_j2 = cut.energy_start_j2 + cut.energy_end_j2 + cut.energy_inside_j2
-                self.ours.append(Window(length_s, start_ns, end_ns, cut.energy_j, 1.96 * math.sqrt(variance_j2)))
+            cut = self._track.series.integrals(start_ns, end_ns).energy
+            if cut.joules is not None:
+                self.ours.append(Window(length_s, start_ns, end_ns, cut.joules, cut.error_j))
 
 
 def judged(tool: str, made: Sequence[Window], edges: Sequence[Edge]) -> list[Figure]:

@@ -13,6 +13,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from effllm.records.energy import NOT_MEASURED, Amount, EnergyAmount
+
 #: Of the files in a run folder: one more when a field of theirs changes its meaning or goes away.
 SCHEMA_VERSION = 2
 
@@ -22,7 +24,6 @@ Count = Annotated[int, Meta(ge=0, lt=2**62)]
 MAX_EVENT_COUNT = 2**32  # of one event from an agent
 EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
 Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
-Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]  # what is never summed
 Word = Annotated[str, Meta(max_length=255)]  # a name, of a host, a device, a phase
@@ -72,9 +73,6 @@ GPU, MODULE, CPU, NODE_PSU = "gpu", "module", "cpu", "node-psu"
 #: Half-width (95 %) of the gain of a board's sensor that nobody has calibrated: -5.8 % to +5 % were seen
 #: on most boards against an external meter (arXiv 2312.02741).
 UNCALIBRATED_GAIN_ERROR = 0.05
-
-#: Half-width of a 95 % interval over the standard deviation of a normal distribution.
-NORMAL_95 = 1.96
 
 
 class Sensor(Struct, frozen=True, array_like=True):
@@ -167,23 +165,16 @@ GAUGES: dict[str, tuple[str, str]] = {
 
 
 class Integrals(Struct, frozen=True, array_like=True, gc=False):
-    """Time integrals over one stretch, each with the seconds that it covers.
+    """Energy and time integrals over one stretch, each with the seconds that it covers.
 
     A quantity that was never measured in the stretch is ``None`` with zero seconds.
     """
 
-    energy_j: Amount | None = None
-    energy_covered_s: Amount = 0.0
+    energy: EnergyAmount = NOT_MEASURED
     memory_byte_seconds: Amount | None = None
     memory_covered_s: Amount = 0.0
     utilization_seconds: Amount | None = None
     utilization_covered_s: Amount = 0.0
-    # Variances of the random error of energy_j, apart, because neighbouring stretches share an edge: what
-    # one gains there the other loses, and over both of them it cancels.
-    energy_start_j2: Amount = 0.0
-    energy_end_j2: Amount = 0.0
-    energy_inside_j2: Amount = 0.0
-    energy_estimated_j: Amount = 0.0  # the part of energy_j that fills a gap of the counter from power
 
 
 class Gauge(Struct, frozen=True, array_like=True, gc=False):
@@ -214,7 +205,6 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     throttle_covered_s: Amount = 0.0
     # Seconds by power, in steps of POWER_STEP_W.
     power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
-    energy_gain_error: Amount | None = None  # of its sensor: a ratio, half-width, 95 %
 
 
 #: Width of a bar of the histogram of power, from which percentiles are taken.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from effllm.records.energy import EnergyAmount
 from effllm.schema import Device, DeviceWindow, Hello, Integrals, Parameters, RankReport, Reports
 from effllm.training import recorder as recorder_module
 from effllm.training import ring
@@ -80,9 +81,14 @@ def gpu(name: str = "GPU-0", **changes: Any) -> Device:
     return Device(**{**known, **changes})
 
 
+def amount(joules: float | None = None, covered_s: float = 0.0, gain: float = 0.05, **changes: float) -> EnergyAmount:
+    """Return an amount of energy with no random error, of a sensor that nobody has calibrated."""
+    return EnergyAmount(joules, covered_s, gain_j=gain * (joules or 0.0), **changes)
+
+
 def full(wall_s: float, watts: float = 100.0, memory_bytes: float = GIB, utilization: float = 0.5) -> Integrals:
     """Return the integrals of constant readings that cover the whole stretch."""
-    return Integrals(watts * wall_s, wall_s, memory_bytes * wall_s, wall_s, utilization * wall_s, wall_s)
+    return Integrals(amount(watts * wall_s, wall_s), memory_bytes * wall_s, wall_s, utilization * wall_s, wall_s)
 
 
 def device_window(name: str = "GPU-0", wall_s: float = 10.0, watts: float = 100.0, **changes: Any) -> DeviceWindow:

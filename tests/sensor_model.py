@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from effllm.energy.device_energy import Energy, EnergyLedger
+from effllm.energy.device_energy import EnergyLedger
+from effllm.records.energy import EnergyAmount
 from effllm.schema import COUNTER, Device, Sample, Sensor
 
 NS = 1_000_000_000
@@ -147,7 +148,7 @@ class VirtualAgent:
             at_s += self._sensor.tick_s / 24
         return end_s
 
-    def windows(self, edges_s: Sequence[float]) -> list[Energy]:
+    def windows(self, edges_s: Sequence[float]) -> list[EnergyAmount]:
         """Return the energy between each two neighbouring edges."""
         due = [(edges_s[0] - 2.0, "read"), *((edge_s, "edge") for edge_s in edges_s)]
         heapq.heapify(due)
@@ -184,7 +185,7 @@ def ledger_of(sensor: Sensor, **known: object) -> EnergyLedger:
 class Told:
     """A window: what the ledger said, and what was."""
 
-    energy: Energy
+    energy: EnergyAmount
     truth_j: float
 
     @property

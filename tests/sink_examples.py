@@ -10,6 +10,7 @@ import msgspec
 
 from effllm import metrics
 from effllm.config import Config
+from effllm.records.energy import EnergyAmount
 from effllm.schema import (
     ClusterReport,
     ClusterTotals,
@@ -147,7 +148,7 @@ def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
 
 def make_row(rank: int = 0, iteration: int = 100, **changes: Any) -> RankReport:
     """Return what one rank reports of the window that ends at ``iteration``."""
-    integrals = Integrals(2521.4, 4.12, 45.23 * GIB * 4.12, 4.12, 4.07, 4.12)
+    integrals = Integrals(EnergyAmount(2521.4, 4.12), 45.23 * GIB * 4.12, 4.12, 4.07, 4.12)
     row = RankReport(
         agent=f"agent-{rank}",
         sequence=iteration // 10,

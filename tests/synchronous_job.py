@@ -14,6 +14,7 @@ import numpy as np
 
 from effllm.health.clock import Offset
 from effllm.health.stragglers import Peer, Stragglers, Straggling
+from effllm.records.energy import EnergyAmount
 from effllm.schema import DeviceWindow, Event, Gauge, Integrals, RankReport
 
 ITERATION_S = 0.5
@@ -33,7 +34,7 @@ def gpu_window(
     gauges = {"sm_clock_hz": clock_hz, "temperature_c": celsius, "power_limit_w": 700.0}
     return DeviceWindow(
         device=f"GPU-{rank}",
-        wall=Integrals(watts * wall_s, wall_s, 1e9 * wall_s, wall_s, utilization * wall_s, wall_s),
+        wall=Integrals(EnergyAmount(watts * wall_s, wall_s), 1e9 * wall_s, wall_s, utilization * wall_s, wall_s),
         gauges={name: Gauge(value * wall_s, wall_s, value, value) for name, value in gauges.items()},
         throttled_s={reason: share * wall_s for reason, share in (throttled or {}).items()},
         throttle_covered_s=wall_s,

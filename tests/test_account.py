@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.aggregation.account import Account, is_covered, merge_devices, window_energy
+from effllm.aggregation.account import Account
 from effllm.aggregation.ledger import Ledger
+from effllm.aggregation.merged import merge_devices
+from effllm.aggregation.window_energy import is_covered, window_energy
+from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.schema import Gauge, Integrals
 
 
@@ -67,7 +70,7 @@ def test_a_gpu_behind_two_ranks_is_counted_once():
 
 
 def test_a_gpu_behind_two_ranks_is_read_by_the_one_that_covers_most():
-    half = device_window("GPU-0", wall=Integrals(500.0, 5.0, GIB * 5.0, 5.0, 2.5, 5.0))
+    half = device_window("GPU-0", wall=Integrals(EnergyAmount(500.0, 5.0), GIB * 5.0, 5.0, 2.5, 5.0))
     rows = [row(0, devices=(half,)), row(1, devices=(device_window("GPU-0", 10.0),))]
 
     totals = totals_of([rows], {"GPU-0": gpu()}, {"GPU-0": {0, 1}})
@@ -78,7 +81,7 @@ def test_a_gpu_behind_two_ranks_is_read_by_the_one_that_covers_most():
 def host_row(rank, watts=None, memory_bytes=GIB, utilization=0.25, wall_s=10.0):
     wall = full(wall_s, watts or 0.0, memory_bytes, utilization)
     if watts is None:
-        wall = Integrals(None, 0.0, wall.memory_byte_seconds, wall_s, wall.utilization_seconds, wall_s)
+        wall = Integrals(NOT_MEASURED, wall.memory_byte_seconds, wall_s, wall.utilization_seconds, wall_s)
     return row(rank, devices=(device_window("node0", wall=wall, memory_peak_bytes=2 * memory_bytes),))
 
 
@@ -140,7 +143,7 @@ def test_phases_are_in_the_wall_time_and_not_in_the_iterations():
 
 
 def hole(rank, window, covered_s):
-    wall = Integrals(100.0 * covered_s, covered_s, 0.0, 10.0, 0.0, 10.0)
+    wall = Integrals(EnergyAmount(100.0 * covered_s, covered_s), 0.0, 10.0, 0.0, 10.0)
     return row(rank, window, devices=(device_window(f"GPU-{rank}", wall=wall),))
 
 
@@ -184,13 +187,13 @@ def test_a_rank_that_never_came_makes_a_hole_of_a_device():
 
 def test_where_no_device_can_measure_energy_there_is_no_coverage():
     devices = {"GPU-0": gpu(energy_method=None)}
-    window = device_window("GPU-0", wall=Integrals(None, 0.0, GIB, 10.0, 5.0, 10.0))
+    window = device_window("GPU-0", wall=Integrals(NOT_MEASURED, GIB, 10.0, 5.0, 10.0))
 
     energy = window_energy(merge_devices([row(0, devices=(window,))], devices, {"GPU-0": {0}}), devices, 0)
 
     assert energy.coverage is None
     assert not is_covered(energy.coverage, 0.0)
-    assert energy.by_device_j == {}
+    assert energy.owners == []
 
 
 def test_full_coverage_survives_the_rounding_of_floats():
@@ -213,7 +216,7 @@ def clusters(draw):
             wall_s = busy_s + wait_s + phase_s
             measured = draw(st.sampled_from([True, True, True, False]))
             wall = full(wall_s, watts=float(draw(st.integers(1, 900))))
-            phases = {"evaluation": full(phase_s, watts=wall.energy_j / wall_s)}
+            phases = {"evaluation": full(phase_s, watts=wall.energy.joules / wall_s)}
             if not measured:
                 wall, phases = Integrals(), {}
             device = device_window(f"GPU-{rank}", wall=wall, phases=phases)
@@ -299,9 +302,8 @@ def test_two_ranks_on_a_gpu_whose_windows_jitter_count_its_joules_once(edges_s):
 
 
 def test_shares_of_a_host_leave_the_error_of_its_energy_as_it_is():
-    wall = Integrals(
-        3000.0, 10.0, GIB * 10.0, 10.0, 5.0, 10.0, energy_start_j2=4.0, energy_end_j2=5.0, energy_estimated_j=7.0
-    )
+    energy = EnergyAmount(3000.0, 10.0, start_j2=4.0, end_j2=5.0, estimated_j=7.0)
+    wall = Integrals(energy, GIB * 10.0, 10.0, 5.0, 10.0)
     rows = [row(0, devices=(device_window("node0", wall=wall),)), host_row(1)]
 
     totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=True)
@@ -352,11 +354,11 @@ def classed_windows(draw):
             phases_s = {name: draw(SECONDS) for name in draw(st.sets(st.sampled_from(names)))}
             share = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))  # of all of it that was measured
             parts = {
-                name: Integrals(share * seconds * draw(st.floats(0, 900)), share * seconds)
+                name: Integrals(EnergyAmount(share * seconds * draw(st.floats(0, 900)), share * seconds))
                 for name, seconds in {"iterations": 10.0, **phases_s}.items()
             }
-            joules = sum(part.energy_j for part in parts.values())
-            wall = Integrals(joules, share * (10.0 + sum(phases_s.values()))) if share else Integrals()
+            joules = sum(part.energy.joules for part in parts.values())
+            wall = Integrals(EnergyAmount(joules, share * (10.0 + sum(phases_s.values())))) if share else Integrals()
             del parts["iterations"]
             one = device_window(f"GPU-{rank}", wall=wall, phases=parts if share else {})
             rows.append(row(rank, number, phases_s=phases_s, devices=(one,)))

@@ -6,7 +6,7 @@ from itertools import count
 
 import msgspec
 import pytest
-from builders import GIB, device_window, full, gpu, hello, reports, row
+from builders import GIB, amount, device_window, full, gpu, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,8 @@ from effllm.aggregation.ledger import restore
 from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
-from effllm.schema import NORMAL_95, AgentEvent, Beat, Bye, Event, Parameters, Sensor, Straggler
+from effllm.records.energy import NORMAL_95, NOT_MEASURED
+from effllm.schema import AgentEvent, Beat, Bye, Event, Parameters, Sensor, Straggler
 from effllm.server.acknowledgement import Acknowledgement
 
 
@@ -778,7 +779,7 @@ def test_the_summary_has_a_unit_for_every_value_and_the_energy_of_each_class():
 def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
     job = Job(1).join(devices=(gpu(energy_method=None, power_scope=None, not_measured=("no power here",)),))
     wall = device_window("GPU-0").wall
-    blind = device_window("GPU-0", wall=msgspec.structs.replace(wall, energy_j=None, energy_covered_s=0.0))
+    blind = device_window("GPU-0", wall=msgspec.structs.replace(wall, energy=NOT_MEASURED))
     (report,) = run_of(job, 1, devices=(blind,))
     energy = job.summary().energy
 
@@ -1070,7 +1071,7 @@ def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps
 
     assert (summary.tokens or 0) == sum(one.tokens for of_rank in rows.values() for one in of_rank)
     assert whole.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))
-    energies = [one.devices[0].wall.energy_j for of_rank in rows.values() for one in of_rank]
+    energies = [one.devices[0].wall.energy.joules for of_rank in rows.values() for one in of_rank]
     assert whole.energy_measured_j is None or whole.energy_measured_j <= sum(energies) * (1 + 1e-9)
 
 
@@ -1158,7 +1159,7 @@ def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
 def uncertain(rank=0, number=1, error_j=100.0, **changes):
     """Return a window of 1000 J whose random error, half-width, is so much, all of it at its edges."""
     edge_j2 = (error_j / NORMAL_95) ** 2 / 2
-    wall = msgspec.structs.replace(full(10.0), energy_start_j2=edge_j2, energy_end_j2=edge_j2)
+    wall = msgspec.structs.replace(full(10.0), energy=amount(1000.0, 10.0, start_j2=edge_j2, end_j2=edge_j2))
     return row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall),), **changes)
 
 

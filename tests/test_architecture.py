@@ -19,7 +19,9 @@ MODULES = {
 
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
-0       agents  aggregation  energy  events  health  network  runs  schema  server  store  training
+0       agents  aggregation  energy  events  health  network  records  runs  server  store  training
+0.1     records.energy
+0.2     schema
 0.5     event_limit  runs.own_files  timeline
 0.6     network.descriptors  network.intake  network.monitor  network.rejections  network.secret
 0.7     network.connections  network.curve
@@ -45,7 +47,9 @@ FLOORS = """
 1.2.1   devices._nvml_slices
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered
-1.2.3   aggregation.goodput  energy.energy_account  energy.power_scope
+1.2.3   aggregation.goodput  aggregation.rows  energy.energy_account  energy.power_scope
+1.2.4   aggregation.merged
+1.2.5   aggregation.window_energy
 1.3     aggregation.account  aggregation.joining
 1.3.1   health.slowest  health.standing_out
 1.3.2   health.evidence

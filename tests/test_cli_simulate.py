@@ -20,7 +20,7 @@ def test_what_a_simulated_rank_reports_is_what_it_counts():
     rows = [rank.next_row(100.0 + window, 101.0 + window, 0.0) for window in range(5)]
 
     assert rank.tokens == sum(row.tokens for row in rows) == 5 * 10 * (TOKENS + 3)
-    assert rank.energy_j == pytest.approx(sum(row.devices[0].wall.energy_j for row in rows))
+    assert rank.energy_j == pytest.approx(sum(row.devices[0].wall.energy.joules for row in rows))
     assert [(row.sequence, row.window, row.iteration_last) for row in rows][-1] == (5, 5, 50)
     assert all(row.wall_s == pytest.approx(row.busy_s + row.wait_s) for row in rows)
 

@@ -412,7 +412,7 @@ if float(sys.argv[1]) < 5:
     end_ns = time.monotonic_ns()
     track.ask(end_ns)
     until(lambda: track.series.is_settled(end_ns))
-    said["energy"] = track.series.integrals(start_ns, end_ns).energy_j
+    said["energy"] = track.series.integrals(start_ns, end_ns).energy.joules
     said["truth"] = 300.0 * (end_ns - start_ns) / 1e9
 began_s = time.monotonic()
 said["stopped"] = reading.stop(0.2)

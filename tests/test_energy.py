@@ -19,7 +19,8 @@ from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_energy import beat, beat_of, in_tick
 from effllm.health.energy_watch import EnergyWatch
-from effllm.schema import AVERAGE, COUNTER, INSTANT, NORMAL_95, Device, Event, Sample, Sensor
+from effllm.records.energy import NORMAL_95
+from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Event, Sample, Sensor
 
 LIMIT_W = 700.0
 GAP_S = 5.0
@@ -43,6 +44,10 @@ def fed(one, *rows):
 
 def energy(one, start_s, end_s):
     return one.energy(at(start_s), at(end_s))
+
+
+def method(one, start_s, end_s):
+    return one.method_in(at(start_s), at(end_s))
 
 
 def joules(one, start_s, end_s):
@@ -255,7 +260,7 @@ def test_a_counter_that_was_reset_goes_on_from_where_it_is():
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
     whole = energy(one, 0, 20)
 
-    assert (whole.joules, whole.covered_s, whole.method) == (pytest.approx(10_000.0), 20.0, INSTANT)
+    assert (whole.joules, whole.covered_s, method(one, 0, 20)) == (pytest.approx(10_000.0), 20.0, INSTANT)
     assert whole.estimated_j == pytest.approx(500.0), "the second of the reset"
     assert told(one) == [
         "the energy counter is not believed: it went back by 2150 J; power fills the gap",
@@ -291,7 +296,7 @@ def test_a_value_that_is_no_number_is_a_reading_that_failed(wrong):
     whole = energy(one, 0, 20)
 
     assert (whole.joules, whole.covered_s) == (pytest.approx(10_000.0), 20.0), "power says 450 W, the counter 500 W"
-    assert (whole.estimated_j, whole.method) == (0.0, COUNTER)
+    assert (whole.estimated_j, method(one, 0, 20)) == (0.0, COUNTER)
     assert told(one) == [], "the sampler tells of what cannot be read"
 
 
@@ -395,7 +400,7 @@ def test_a_counter_that_is_garbage_all_the_time_is_replaced_by_power():
     one = fed(ledger(), *every_second(lambda s: chance.uniform(0, 1e9)))
     whole = energy(one, 0, 20)
 
-    assert (whole.joules, whole.method) == (pytest.approx(10_000.0), INSTANT)
+    assert (whole.joules, method(one, 0, 20)) == (pytest.approx(10_000.0), INSTANT)
     assert whole.estimated_j == pytest.approx(10_000.0)
     assert len(told(one)) == 1
 
@@ -444,7 +449,7 @@ def test_a_power_limit_that_is_raised_while_it_runs_counts():
 
     assert joules(one, 0, 20) == pytest.approx(300.0 * 10 + 650.0 * 10)
     assert told(one) == []
-    assert energy(one, 0, 20).method == COUNTER
+    assert method(one, 0, 20) == COUNTER
 
 
 def test_what_was_never_read_is_none_with_nothing_covered():
@@ -458,10 +463,10 @@ def test_what_was_never_read_is_none_with_nothing_covered():
 
 
 def test_the_method_says_how_each_stretch_was_measured():
-    assert energy(fed(ledger(INSTANT), (0, 9.0, None), (1, 9.0, None)), 0, 1).method == INSTANT
-    assert energy(fed(ledger(COUNTER), (0, None, 1.0), (1, None, 9.0)), 0, 1).method == COUNTER
+    assert method(fed(ledger(INSTANT), (0, 9.0, None), (1, 9.0, None)), 0, 1) == INSTANT
+    assert method(fed(ledger(COUNTER), (0, None, 1.0), (1, None, 9.0)), 0, 1) == COUNTER
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
-    assert [energy(one, s, s + 1).method for s in (3, 5, 9)] == [COUNTER, INSTANT, COUNTER]
+    assert [method(one, s, s + 1) for s in (3, 5, 9)] == [COUNTER, INSTANT, COUNTER]
 
 
 def test_averaged_power_is_from_half_its_window_ago():
@@ -474,7 +479,7 @@ def test_averaged_power_is_from_half_its_window_ago():
     assert joules(one, 2, 9) == pytest.approx(700.0)
     assert joules(one, 2, 10.5) == pytest.approx(800.0 + 250.0, abs=1.0)
     assert joules(one, 10.5, 18) == pytest.approx(7.5 * 500.0, abs=1.0)
-    assert energy(one, 2, 18).method == AVERAGE
+    assert method(one, 2, 18) == AVERAGE
 
 
 @pytest.mark.parametrize(
@@ -962,7 +967,7 @@ def test_a_counter_at_a_wrong_rate_is_told_of_once_with_what_is_used(rate, text)
     fed(one, *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=400)[60:])
 
     assert one.take_events(60.0) == [Event(60.0, "energy_disagreement", text)]
-    assert energy(one, 100, 200).method == COUNTER
+    assert method(one, 100, 200) == COUNTER
 
 
 def test_a_counter_that_is_right_again_is_told_of_too():

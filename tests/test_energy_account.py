@@ -9,119 +9,123 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.aggregation.account import Account, merge_devices, window_energy
-from effllm.energy.energy_account import (
-    OPEN_WINDOWS,
-    EnergySums,
-    Stretch,
-    difference_error,
-    stretch_of,
-    sum_of,
-)
-from effllm.schema import NORMAL_95, ClusterTotals, Integrals, Sensor
+from effllm.aggregation.account import Account
+from effllm.aggregation.columns import fields_of, from_json, to_json
+from effllm.aggregation.merged import merge_devices
+from effllm.aggregation.window_energy import window_energy
+from effllm.energy.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of
+from effllm.records.energy import NORMAL_95, EnergyAmount
+from effllm.schema import ClusterTotals, Integrals
 
 
-def stretch(joules=1000.0, start=9.0, end=16.0, inside=4.0, gain=0.05, estimated=0.0):
-    return Stretch(joules, start, end, inside, gain * joules, estimated)
+def amount(joules=1000.0, start=9.0, end=16.0, inside=4.0, gain=0.05, estimated=0.0):
+    return EnergyAmount(joules, 10.0, start, end, inside, gain * joules, estimated)
+
+
+def enter(sums, number, *amounts, sign=1):
+    """Enter a window of one device or more."""
+    sums.add(number, [f"GPU-{at}" for at in range(len(amounts))], fields_of(amounts, AMOUNT), sign)
 
 
 def summed(*windows, sums=None):
-    sums = sums or EnergySums()
+    sums = sums or EnergyTotals()
     for number, one in windows:
-        sums.add(number, one)
+        enter(sums, number, one)
     return sums
 
 
 def variance(sums):
-    return (sums.error_j / NORMAL_95) ** 2
+    return (sums.total().error_j / NORMAL_95) ** 2
 
 
 # --- one after the other -------------------------------------------------------------------------
 
 
 def test_a_window_alone_has_the_error_of_its_two_ends_and_of_what_lies_inside():
-    assert stretch().error_j == pytest.approx(1.96 * math.sqrt(9 + 16 + 4))
-    assert summed((7, stretch())).error_j == pytest.approx(stretch().error_j)
+    assert amount().error_j == pytest.approx(1.96 * math.sqrt(9 + 16 + 4))
+    assert summed((7, amount())).total().error_j == pytest.approx(amount().error_j)
 
 
 def test_windows_that_follow_each_other_have_the_error_of_the_two_outer_ends_and_of_all_that_lies_inside():
-    sums = summed((1, stretch(end=16.0)), (2, stretch(start=25.0, end=36.0)), (3, stretch(start=49.0, end=64.0)))
+    sums = summed((1, amount(end=16.0)), (2, amount(start=25.0, end=36.0)), (3, amount(start=49.0, end=64.0)))
 
     # 9 at the start of the first, 64 at the end of the last, three times 4 within
     assert variance(sums) == pytest.approx(9 + 64 + 3 * 4)
-    assert sums.joules == 3000.0
+    assert sums.total().joules == 3000.0
 
 
 def test_a_hole_between_windows_leaves_four_ends():
-    sums = summed((1, stretch(start=1.0, end=2.0)), (3, stretch(start=3.0, end=4.0)))
+    sums = summed((1, amount(start=1.0, end=2.0)), (3, amount(start=3.0, end=4.0)))
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 2 * 4)
 
 
 def test_a_late_window_that_fills_the_hole_makes_two_ends_of_four():
-    sums = summed((1, stretch(start=1.0)), (3, stretch(end=4.0)), (2, stretch()))
+    sums = summed((1, amount(start=1.0)), (3, amount(end=4.0)), (2, amount()))
 
     assert variance(sums) == pytest.approx(1 + 4 + 3 * 4)
 
 
 @pytest.mark.parametrize("first", [1, 3], ids=["from the start", "where the last one ended"])
 def test_the_first_window_of_the_next_attempt_meets_none_of_the_last(first):
-    sums = summed((1, stretch(start=1.0)), (2, stretch(end=2.0)))
+    sums = summed((1, amount(start=1.0)), (2, amount(end=2.0)))
     sums.close()
-    summed((first, stretch(start=3.0)), (first + 1, stretch()), (first + 2, stretch(end=4.0)), sums=sums)
+    summed((first, amount(start=3.0)), (first + 1, amount()), (first + 2, amount(end=4.0)), sums=sums)
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 5 * 4)
 
 
 def test_a_window_whose_edges_are_final_can_still_be_taken_back_and_added_again():
-    sums = summed(*[(number, stretch()) for number in range(1, 3 * OPEN_WINDOWS)])
+    sums = summed(*[(number, amount()) for number in range(1, 3 * OPEN_WINDOWS)])
     before = fields(sums)
 
-    sums.add(2, stretch(), -1)
-    sums.add(2, stretch())
+    enter(sums, 2, amount(), sign=-1)
+    enter(sums, 2, amount())
 
     assert fields(sums) == {name: pytest.approx(value) for name, value in before.items()}
 
 
 def test_a_thousand_windows_are_hardly_less_certain_than_one():
-    one = stretch(inside=0.0)
+    one = amount(inside=0.0)
     sums = summed(*[(number, one) for number in range(1, 1001)])
 
-    assert sums.error_j == pytest.approx(one.error_j)
-    assert sums.error_j / sums.joules == pytest.approx(one.error_j / one.joules / 1000)
-    assert len(sums.edges) <= OPEN_WINDOWS + 1
+    total = sums.total()
+    assert total.error_j == pytest.approx(one.error_j)
+    assert total.error_j / total.joules == pytest.approx(one.error_j / one.joules / 1000)
+    assert len(sums.packed()["edges"]) <= OPEN_WINDOWS + 1
 
 
 def test_the_gain_and_what_is_estimated_add_up_and_never_average_out():
-    sums = summed(*[(number, stretch(estimated=1.0)) for number in range(1, 101)])
+    sums = summed(*[(number, amount(estimated=1.0)) for number in range(1, 101)])
 
-    assert sums.gain_j / sums.joules == pytest.approx(0.05)
-    assert sums.estimated_j == pytest.approx(100.0)
+    total = sums.total()
+    assert total.gain_j / total.joules == pytest.approx(0.05)
+    assert total.estimated_j == pytest.approx(100.0)
 
 
 VARIANCES = st.floats(0, 1e4)
-STRETCHES = st.builds(stretch, st.floats(0, 1e6), VARIANCES, VARIANCES, VARIANCES, st.floats(0, 0.2), st.floats(0, 10))
+AMOUNTS = st.builds(amount, st.floats(0, 1e6), VARIANCES, VARIANCES, VARIANCES, st.floats(0, 0.2), st.floats(0, 10))
 
 
 def fields(sums):
-    return {name: getattr(sums, name) for name in ("joules", "gain_j", "estimated_j", "error_j")}
+    return {name: getattr(sums.total(), name) for name in ("joules", "gain_j", "estimated_j", "error_j")}
 
 
 @settings(deadline=None)
-@given(st.lists(STRETCHES, min_size=1, max_size=30), st.data())
+@given(st.lists(AMOUNTS, min_size=1, max_size=30), st.data())
 def test_taking_a_window_back_and_adding_it_again_changes_nothing_but_a_rounding(windows, data):
     sums = summed(*enumerate(windows, start=1))
     before = fields(sums)
     back = data.draw(st.integers(max(1, len(windows) - 3 * OPEN_WINDOWS), len(windows)))
 
-    sums.add(back, windows[back - 1], -1)
-    sums.add(back, windows[back - 1])
+    enter(sums, back, windows[back - 1], sign=-1)
+    enter(sums, back, windows[back - 1])
 
     assert fields(sums) == {name: pytest.approx(value, rel=1e-6, abs=1e-3) for name, value in before.items()}
 
 
 @settings(deadline=None)
-@given(st.lists(STRETCHES, min_size=1, max_size=OPEN_WINDOWS), st.randoms(use_true_random=False))
+@given(st.lists(AMOUNTS, min_size=1, max_size=OPEN_WINDOWS), st.randoms(use_true_random=False))
 def test_the_order_in_which_windows_come_does_not_matter(windows, random):
     numbered = list(enumerate(windows, start=1))
 
@@ -131,7 +135,7 @@ def test_the_order_in_which_windows_come_does_not_matter(windows, random):
 
 
 @settings(deadline=None)
-@given(st.lists(STRETCHES, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
+@given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
 def test_the_error_of_a_sum_is_that_of_its_unbroken_pieces(windows, holes):
     kept = [(number, one) for number, one in enumerate(windows, start=1) if number not in holes]
     ends_j2 = sum(one.start_j2 for number, one in kept if number - 1 not in dict(kept))
@@ -142,46 +146,74 @@ def test_the_error_of_a_sum_is_that_of_its_unbroken_pieces(windows, holes):
 
 
 def test_a_sum_survives_the_way_to_a_replacement_of_the_aggregator():
-    sums = summed((1, stretch()), (2, stretch()), (4, stretch()))
+    sums = summed((1, amount()), (2, amount()), (4, amount()))
 
-    assert msgspec.json.decode(msgspec.json.encode(sums), type=EnergySums) == sums
+    again = msgspec.json.decode(msgspec.json.encode(sums, enc_hook=to_json), type=EnergyTotals, dec_hook=from_json)
+    assert fields(again) == fields(sums)
+    assert variance(summed((3, amount()), sums=again)) == pytest.approx(9 + 16 + 4 * 4), "its edges are still open"
 
 
 # --- side by side --------------------------------------------------------------------------------
 
 
 def test_random_errors_of_gpus_add_in_squares_and_gains_linearly():
-    eight = sum_of({f"GPU-{number}": stretch() for number in range(8)})
+    eight = total_of(fields_of([amount()] * 8, AMOUNT))
 
     assert eight.joules == 8000.0
-    assert eight.error_j == pytest.approx(stretch().error_j * math.sqrt(8))
+    assert eight.error_j == pytest.approx(amount().error_j * math.sqrt(8))
     assert eight.gain_j == pytest.approx(8 * 50.0)
 
 
-def test_the_gain_is_that_of_each_devices_own_sensor():
-    device = gpu(sensor=Sensor(gain_error=0.02))
+def test_each_device_has_its_own_edges():
+    sums = EnergyTotals()
+    enter(sums, 1, amount(), amount(end=1.0))
+    enter(sums, 2, amount())
 
-    assert stretch_of(device, Integrals(500.0, 10.0)).gain_j == pytest.approx(10.0)
-    assert stretch_of(device, Integrals()) == Stretch()
+    # GPU-0: its two windows meet; GPU-1 was in the first alone.
+    assert sums.joules() == {"GPU-0": 2000.0, "GPU-1": 1000.0}
+    expected_j2 = {"GPU-0": 9 + 16 + 2 * 4, "GPU-1": 9 + 1 + 4}
+    assert sums.errors_j() == {key: pytest.approx(1.96 * math.sqrt(j2)) for key, j2 in expected_j2.items()}
+    assert variance(sums) == pytest.approx(sum(expected_j2.values()))
+
+
+# --- one amount and another -----------------------------------------------------------------------
+
+
+def test_at_an_edge_that_two_amounts_share_their_errors_cancel():
+    one, other = amount(start=1.0, end=2.0), amount(start=3.0, end=4.0)
+
+    # 4 lies within each; 2 and 3 are the variances where they meet, or do not.
+    assert one.then(other) == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0, 100.0)
+    assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
+
+
+def test_beside_an_amount_that_was_not_measured_no_edge_is_shared():
+    one = amount(start=1.0, end=2.0)
+
+    assert one.then(EnergyAmount()) == EnergyAmount(1000.0, 10.0, 1.0, 0.0, 4.0 + 2.0, 50.0)
+    assert EnergyAmount().then(one) == EnergyAmount(1000.0, 10.0, 0.0, 2.0, 4.0 + 1.0, 50.0)
+    assert EnergyAmount() + EnergyAmount() == EnergyAmount()
+
+
+def test_what_is_left_without_a_part_has_the_edges_of_the_part_inside():
+    whole, part = (
+        EnergyAmount(1000.0, 10.0, 1.0, 2.0, 9.0, 50.0, 8.0),
+        EnergyAmount(400.0, 4.0, 3.0, 4.0, 5.0, 20.0, 6.0),
+    )
+
+    assert whole - part == EnergyAmount(600.0, 6.0, 1.0, 2.0, 9.0 + 3.0 + 4.0 - 5.0, 30.0, 2.0)
+    assert whole - EnergyAmount() == whole
+    assert whole - whole == EnergyAmount(), "a rounding is no stretch of time"
 
 
 def test_a_job_of_two_gpus_and_two_windows_has_the_error_worked_by_hand():
-    def wall(joules, start, end):
-        return Integrals(
-            joules,
-            10.0,
-            energy_start_j2=start,
-            energy_end_j2=end,
-            energy_inside_j2=1.0,
-            energy_estimated_j=joules / 100,
-        )
+    def wall(rank, start, end):
+        joules, gain = 1000.0 * (rank + 1), (0.05, 0.1)[rank]
+        return Integrals(amount(joules, start, end, 1.0, gain, joules / 100))
 
-    account, devices = Account(), {"GPU-0": gpu("GPU-0"), "GPU-1": gpu("GPU-1", sensor=Sensor(gain_error=0.1))}
+    account, devices = Account(), {"GPU-0": gpu("GPU-0"), "GPU-1": gpu("GPU-1")}
     for number, ends in ((1, (4.0, 9.0)), (2, (9.0, 16.0))):
-        rows = [
-            row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall(1000.0 * (rank + 1), *ends)),))
-            for rank in (0, 1)
-        ]
+        rows = [row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall(rank, *ends)),)) for rank in (0, 1)]
         merged = merge_devices(rows, devices, {"GPU-0": {0}, "GPU-1": {1}})
         account.add_rows(rows)
         account.add_energy(number, window_energy(merged, devices, 0), rows, 1.0)
@@ -269,21 +301,3 @@ def test_without_an_energy_or_its_error_there_are_no_errors(lacking):
     totals = msgspec.structs.replace(TOTALS, **lacking)
 
     assert metrics.errors(totals, totals) == {}
-
-
-# --- compared ------------------------------------------------------------------------------------
-
-
-def test_on_the_same_boards_the_gain_cancels_as_far_as_the_energies_are_equal():
-    one, other = {"a": stretch(1000.0), "b": stretch(1000.0)}, {"a": stretch(1000.0), "b": stretch(900.0)}
-
-    random, systematic = difference_error(one, other)
-
-    assert random == pytest.approx(2 * stretch().error_j)
-    assert systematic == pytest.approx(0.05 * 100.0)
-
-
-def test_on_other_boards_the_gains_add_up():
-    one, other = {"a": stretch(1000.0), "b": stretch(1000.0)}, {"b": stretch(1000.0), "c": stretch(2000.0)}
-
-    assert difference_error(one, other)[1] == pytest.approx(0.05 * (1000 + 2000))

@@ -3,9 +3,10 @@
 import pytest
 from builders import device_window, gpu, hello, reports, row
 
-from effllm.aggregation.account import Rows, merge_devices
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.gathered import Gathered
+from effllm.aggregation.merged import merge_devices
+from effllm.aggregation.rows import Rows
 from effllm.config import Config
 from effllm.schema import Gauge
 
@@ -78,7 +79,7 @@ def test_where_it_is_not_one_gpu_a_rank_the_rows_are_asked(why, rows, devices):
 
     merged = merged_of(rows, known, gathered_of(rows))
 
-    gpus = [one for one in merged.values() if one.device.is_gpu]
+    gpus = [device for device in merged.devices if device.is_gpu]
     assert merged.gpus == merged_of(rows, known).gpus, why
     assert merged.gpus.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
 

@@ -11,6 +11,7 @@ from effllm.aggregation.aggregator import MAX_PENDING_BYTES, Aggregator
 from effllm.aggregation.joining import MAX_WAIT_S, join
 from effllm.aggregation.ledger import restore
 from effllm.config import MIN_WINDOW_S, Config, read_config
+from effllm.records.energy import EnergyAmount
 from effllm.schema import Bye, Gauge, Integrals
 
 
@@ -150,7 +151,7 @@ def test_a_restart_counts_each_row_once():
     report = second.closed()[-1].report
     assert report.run.tokens == 2 * 400 * 1000
     assert report.run.iterations == 4000
-    assert report.run.energy_j == pytest.approx(2 * 400 * full(0.01).energy_j)
+    assert report.run.energy_j == pytest.approx(2 * 400 * full(0.01).energy.joules)
     assert report.window > 2
 
 
@@ -199,7 +200,7 @@ def test_a_rank_that_is_late_is_counted_whole():
     report = job.closed()[-1].report
 
     assert report.run.tokens == 600 * 1000
-    assert report.run.energy_j == pytest.approx(600 * full(0.01).energy_j)
+    assert report.run.energy_j == pytest.approx(600 * full(0.01).energy.joules)
 
 
 def test_one_rank_far_ahead_does_not_hold_the_others_back():
@@ -228,13 +229,13 @@ def test_a_row_has_what_its_parts_have():
     device = device_window(
         "GPU-0", 0.01, gauges={"temperature_c": Gauge(0.5, 0.01, 40.0, 60.0)}, power_histogram_s={10: 0.01},
         throttled_s={"any": 0.005}, throttle_covered_s=0.01, power_peak_w=300.0,
-        wall=Integrals(1.0, 0.01, energy_start_j2=4.0, energy_end_j2=9.0, energy_inside_j2=1.0),
+        wall=Integrals(EnergyAmount(1.0, 0.01, start_j2=4.0, end_j2=9.0, inside_j2=1.0)),
     )  # fmt: skip
 
     whole = join([short(0, 1, devices=(device,)), short(0, 2, devices=(device,))], 5)
     [both] = whole.devices
     assert (whole.window, whole.sequence, whole.iteration_first, whole.iteration_last) == (5, 1, 1, 20)
-    assert both.wall == Integrals(2.0, 0.02, energy_start_j2=4.0, energy_end_j2=9.0, energy_inside_j2=2.0)
+    assert both.wall == Integrals(EnergyAmount(2.0, 0.02, start_j2=4.0, end_j2=9.0, inside_j2=2.0))
     assert both.gauges == {"temperature_c": Gauge(1.0, 0.02, 40.0, 60.0)}
     assert (both.power_histogram_s, both.throttled_s, both.throttle_covered_s) == ({10: 0.02}, {"any": 0.01}, 0.02)
 

@@ -7,6 +7,7 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.config import VARIABLES, Config
 from effllm.energy.power_scope import CHOICES, choose, keep, scopes
+from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.schema import Bye, Device, Integrals
 
 # --- what every node has ------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Cluster:
             windows = tuple(
                 device_window(one.key, wall=full(10.0, (watts or {}).get(one.key, 100.0)))
                 if one.energy_method
-                else device_window(one.key, wall=Integrals(None, 0.0, 1.0, 10.0, 1.0, 10.0))
+                else device_window(one.key, wall=Integrals(NOT_MEASURED, 1.0, 10.0, 1.0, 10.0))
                 for one in devices
                 if one.key not in without
             )
@@ -214,7 +215,7 @@ def test_watts_per_gpu_are_those_of_the_gpus_whatever_the_scope():
 
 
 def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
-    wall = Integrals(30_000.0, 10.0)
+    wall = Integrals(EnergyAmount(30_000.0, 10.0))
     supply = device_window("psu:node0", wall=wall, power_peak_w=3000.0, power_histogram_s={300: 10.0})
     one = device_window("GPU-0", power_peak_w=500.0, power_histogram_s={50: 10.0})
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
@@ -257,7 +258,7 @@ def test_a_sensor_that_tells_nothing_of_the_first_window_does_not_make_a_hole_of
 @pytest.mark.parametrize(("covered_s", "label", "coverage"), [(6.0, "node-psu", 0.6), (4.0, "gpu", 1.0)])
 def test_the_scope_is_the_widest_that_was_measured_for_most_of_the_first_window(covered_s, label, coverage):
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
-    late = device_window("psu:node0", wall=Integrals(1000.0, covered_s))
+    late = device_window("psu:node0", wall=Integrals(EnergyAmount(1000.0, covered_s)))
     aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), 0.0, 1000.0)
 
     report = aggregator.take_closed()[0].report

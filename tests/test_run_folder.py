@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sink_examples import complete_totals, make_report, make_row, make_summary, totals
 
 from effllm import metrics
+from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows, window_row
 from effllm.runs.summary_text import summary_text
 from effllm.schema import SCHEMA_VERSION, Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
@@ -145,17 +146,16 @@ def test_files_are_the_owners_alone_whatever_the_umask(folder):
 
 def test_a_ranks_row_has_the_fields_that_the_tools_rely_on(folder):
     # Variances of 4, 9 and 3 J^2: half-width 1.96 * 4 J
-    wall = Integrals(100.0, 2.06, 4e9, 4.12, 3.0, 4.12, 4.0, 9.0, 3.0, 1.5)
+    wall = Integrals(EnergyAmount(100.0, 2.06, 4.0, 9.0, 3.0, 5.0, 1.5), 4e9, 4.12, 3.0, 4.12)
     gpu = DeviceWindow(
         "GPU-a",
         wall,
-        {"evaluation": Integrals(25.0, 1.0)},
+        {"evaluation": Integrals(EnergyAmount(25.0, 1.0))},
         energy_method="counter",
         gauges={"sm_clock_hz": Gauge(8e9, 4.0, 1.9e9, 2.1e9)},
         throttled_s={"any": 0.5, "power_cap": 0.5},
-        energy_gain_error=0.05,
     )
-    supply = DeviceWindow("module-0", Integrals(130.0, 4.12))
+    supply = DeviceWindow("module-0", Integrals(EnergyAmount(130.0, 4.12)))
     row = make_row(2, phases_s={"evaluation": 1.0}, devices=(gpu, supply))
     RunFolder(folder, {"ranks": {"2": {"host": "node7", "role": "trainer"}}}).write(make_report(attempt=3), [row])
 
@@ -175,7 +175,7 @@ def test_a_ranks_row_has_the_fields_that_the_tools_rely_on(folder):
 
 
 def test_a_row_without_energy_has_no_error_of_it(folder):
-    blind = DeviceWindow("GPU-a", Integrals(None, 0.0, 4e9, 4.12), energy_gain_error=0.05)
+    blind = DeviceWindow("GPU-a", Integrals(NOT_MEASURED, 4e9, 4.12))
     RunFolder(folder, {}).write(make_report(), [make_row(devices=(blind,))])
 
     (row,) = read_ranks(folder)
@@ -183,7 +183,7 @@ def test_a_row_without_energy_has_no_error_of_it(folder):
 
 
 def test_coverage_is_that_of_memory_where_energy_is_not_measured_and_unknown_without_both(folder):
-    half = DeviceWindow("cpu", Integrals(None, 0.0, 4e9, 2.06))
+    half = DeviceWindow("cpu", Integrals(NOT_MEASURED, 4e9, 2.06))
     rows = [
         make_row(0, devices=(half,)),
         make_row(1, devices=()),
@@ -206,7 +206,7 @@ def test_of_ten_thousand_ranks_only_the_strange_ones_are_kept(folder):
     rows[17] = make_row(17, busy_s=5.0)
     rows[4000] = make_row(4000, busy_s=3.0)
     rows[9000] = make_row(9000, devices=())
-    rows[9001] = make_row(9001, devices=(DeviceWindow("g", Integrals(1.0, 3.0)),))
+    rows[9001] = make_row(9001, devices=(DeviceWindow("g", Integrals(EnergyAmount(1.0, 3.0))),))
     RunFolder(folder, {}).write(make_report(coverage=wide(10_000)), rows)
 
     assert [row.rank for row in read_ranks(folder)] == [17, 4000, 9000, 9001]

@@ -16,9 +16,9 @@ from builders import MADE_NS, NS, device_window, gpu, hello, looping, reports, r
 from effllm.agents.sampler import MAX_REQUESTS, Sampler
 from effllm.agents.track import Track
 from effllm.agents.window import WindowCutter
-from effllm.aggregation.account import Rows
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.columns import Table
+from effllm.aggregation.rows import Rows
 from effllm.config import Config
 from effllm.devices import DeviceUnavailable
 from effllm.network.transport import Outbox

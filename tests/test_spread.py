@@ -10,6 +10,7 @@ from builders import device_window, full, gpu, hello, reports, row
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.spread import spread_of
 from effllm.config import Config
+from effllm.records.energy import NOT_MEASURED
 from effllm.schema import Integrals, Spread
 
 
@@ -75,7 +76,7 @@ def test_a_window_tells_how_steps_power_and_utilization_lie_and_the_slowest_step
 
 
 def test_who_was_not_measured_or_did_no_iteration_is_not_in_it():
-    blind = device_window("GPU-0", wall=Integrals(None, 0.0, 5.0, 10.0, None, 0.0))
+    blind = device_window("GPU-0", wall=Integrals(NOT_MEASURED, 5.0, 10.0))
     idle = row(1, iteration_first=11, iteration_last=10, busy_s=0.0, wait_s=0.0, phases_s={"evaluation": 10.0})
 
     report = window_of([row(0, devices=(blind,)), idle, row(2)], 3)

@@ -342,7 +342,7 @@ def test_five_intervals_without_a_sample_are_a_hole(tracked):
         track.series.add(Sample(first_ns + round(at_s * NS), power_w=100.0))
 
     found = track.series.integrals(first_ns, first_ns + round(2.9 * NS))
-    assert found.energy_covered_s == pytest.approx(1.8)
+    assert found.energy.covered_s == pytest.approx(1.8)
 
 
 def test_idle_power_is_that_before_the_first_iteration(tracked):
@@ -368,4 +368,4 @@ def test_samples_of_a_device_that_is_read_more_seldom_leave_no_holes_between_the
         track.series.add(Sample(begin_ns + second * NS, power_w=100.0))
 
     covered = track.series.integrals(begin_ns, begin_ns + 20 * NS)
-    assert (covered.energy_j, covered.energy_covered_s) == (pytest.approx(2000.0), pytest.approx(20.0))
+    assert (covered.energy.joules, covered.energy.covered_s) == (pytest.approx(2000.0), pytest.approx(20.0))

@@ -26,6 +26,7 @@ from effllm.network.transport import (
     encode,
     make_context,
 )
+from effllm.records.energy import EnergyAmount
 from effllm.schema import (
     GAUGES,
     Ack,
@@ -147,9 +148,13 @@ def test_a_row_with_an_impossible_number_is_refused(field, bad):
 
 
 @pytest.mark.parametrize("bad", [NAN, INFINITE, -1.0])
-@pytest.mark.parametrize("field", Integrals.__struct_fields__)
+@pytest.mark.parametrize("field", [*Integrals.__struct_fields__[1:], *EnergyAmount.__struct_fields__])
 def test_a_device_with_an_impossible_integral_is_refused(field, bad):
-    broken = msgspec.structs.replace(full(1.0), **{field: bad})
+    whole = full(1.0)
+    if field in EnergyAmount.__struct_fields__:
+        broken = msgspec.structs.replace(whole, energy=msgspec.structs.replace(whole.energy, **{field: bad}))
+    else:
+        broken = msgspec.structs.replace(whole, **{field: bad})
 
     for device in (device_window(wall=broken), device_window(phases={"evaluation": broken})):
         with pytest.raises(FrameError, match="Expected `float`"):
@@ -181,7 +186,6 @@ def test_an_introduction_that_cannot_be_is_refused(changes):
     [
         {"memory_peak_bytes": NAN},
         {"power_peak_w": -1.0},
-        {"energy_gain_error": INFINITE},
         {"throttled_s": {"any": -1.0}},
         {"throttle_covered_s": NAN},
         {"power_histogram_s": {30: INFINITE}},

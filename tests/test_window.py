@@ -4,11 +4,12 @@ import tracemalloc
 from itertools import pairwise
 
 import pytest
-from builders import GIB, MADE_NS, NS, gpu, looping
+from builders import GIB, MADE_NS, NS, amount, gpu, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.agents.window import Series, WindowCutter, add, iterations_only, subtract
+from effllm.records.energy import EnergyAmount
 from effllm.schema import DeviceWindow, Integrals, Sample
 from effllm.training import ring
 
@@ -46,7 +47,8 @@ def steady(until_s, every_s=1.0, watts=100.0, start_ns=MADE_NS):
 
 
 #: What adds up; variances of edges do not.
-SUMS = [name for name in Integrals.__struct_fields__ if not name.endswith("_j2")]
+SUMS = [name for name in Integrals.__struct_fields__ if name != "energy"]
+ENERGY_SUMS = [name for name in EnergyAmount.__struct_fields__ if not name.endswith("_j2")]
 
 # --- integrals ---------------------------------------------------------------------------------
 
@@ -68,8 +70,8 @@ def test_linear_power_and_memory_are_integrated_exactly_whatever_the_sampling(st
 
     seconds = (b - a) / 1000
     expected = seconds * (base + slope * (a + b) / 2000)
-    assert (found.energy_covered_s, found.memory_covered_s) == (pytest.approx(seconds), pytest.approx(seconds))
-    assert (found.energy_j or 0.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert (found.energy.covered_s, found.memory_covered_s) == (pytest.approx(seconds), pytest.approx(seconds))
+    assert (found.energy.joules or 0.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert (found.memory_byte_seconds or 0.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
@@ -89,8 +91,9 @@ def test_integrals_of_neighbouring_stretches_add_up_whatever_was_read(steps_ms, 
     for a, b in pairwise(edges):
         parts = add(parts, one.integrals(a, b))
 
-    for name in SUMS:
-        part, whole = getattr(parts, name), getattr(total, name)
+    pairs = {name: (getattr(parts, name), getattr(total, name)) for name in SUMS}
+    pairs |= {name: (getattr(parts.energy, name), getattr(total.energy, name)) for name in ENERGY_SUMS}
+    for name, (part, whole) in pairs.items():
         assert (part is None) == (whole is None), name
         assert (part or 0.0) == pytest.approx(whole or 0.0, rel=1e-9, abs=1e-9), name
 
@@ -109,14 +112,14 @@ def test_a_failed_reading_leaves_a_hole_on_both_sides_and_no_zero():
 
     found = one.integrals(1, 4 * NS + 1)
 
-    assert (found.energy_j, found.energy_covered_s) == (200.0, 2.0)
+    assert (found.energy.joules, found.energy.covered_s) == (200.0, 2.0)
     assert (found.memory_byte_seconds, found.memory_covered_s) == (200.0, 2.0)
 
 
 def test_a_long_gap_is_a_hole_for_all_but_the_counter():
     one = series(Sample(1, 7.0, 0.5, 100.0, 0.0), Sample(10 * NS + 1, 7.0, 0.5, 100.0, 1234.0), gap_s=5.0)
 
-    assert one.integrals(1, 10 * NS + 1) == Integrals(1234.0, 10.0, None, 0.0, None, 0.0)
+    assert one.integrals(1, 10 * NS + 1) == Integrals(amount(1234.0, 10.0))
 
 
 def test_what_was_never_read_is_none_with_nothing_covered():
@@ -145,10 +148,11 @@ def test_forgetting_keeps_what_later_stretches_need():
 def test_what_is_left_of_a_subtraction_is_never_negative():
     # 0.1 + 0.2 is a little more than 0.3; a negative integral would cost the whole frame it is sent in.
     left = subtract(
-        Integrals(0.3, 3.0, 0.3, 3.0, 0.3, 3.0), [Integrals(0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)]
+        Integrals(amount(0.3, 3.0), 0.3, 3.0, 0.3, 3.0),
+        [Integrals(amount(0.1 + 0.2, 1.0), 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)],
     )
 
-    assert left == Integrals(0.0, 2.0, 0.0, 2.0, 0.0, 2.0)
+    assert left == Integrals(amount(0.0, 2.0), 0.0, 2.0, 0.0, 2.0)
 
 
 # --- windows -----------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ def test_a_row_spans_from_the_end_of_the_one_before_to_its_own():
     ]
     assert [r.wall_s for r in rows] == pytest.approx([3.0, 3.0, 2.5])
     assert [r.tokens for r in rows] == [200, 200, 100]
-    assert [r.devices[0].wall.energy_j for r in rows] == pytest.approx([300.0, 300.0, 250.0])
+    assert [r.devices[0].wall.energy.joules for r in rows] == pytest.approx([300.0, 300.0, 250.0])
     assert [r.sequence for r in rows] == [1, 2, 3]
 
 
@@ -190,9 +194,9 @@ def test_start_up_and_shut_down_are_phases_with_joules_of_their_own():
 
     assert row.phases_s == pytest.approx({"checkpoint": 2.0, "startup": 2.5, "shutdown": 2.0})
     assert (row.busy_s, row.wait_s, row.wall_s) == pytest.approx((2.0, 0.5, 9.0))
-    joules = {name: part.energy_j for name, part in row.devices[0].phases.items()}
+    joules = {name: part.energy.joules for name, part in row.devices[0].phases.items()}
     assert joules == pytest.approx({"checkpoint": 200.0, "startup": 250.0, "shutdown": 200.0})
-    assert iterations_only(row.devices[0]).energy_j == pytest.approx(250.0)
+    assert iterations_only(row.devices[0]).energy.joules == pytest.approx(250.0)
 
 
 def test_a_run_without_an_iteration_is_all_start_up():
@@ -203,7 +207,7 @@ def test_a_run_without_an_iteration_is_all_start_up():
 
     assert (row.iterations, row.final) == (0, True)
     assert row.phases_s == pytest.approx({"other": 1.0, "startup": 4.0})
-    assert row.devices[0].phases["startup"].energy_j == pytest.approx(400.0)
+    assert row.devices[0].phases["startup"].energy.joules == pytest.approx(400.0)
 
 
 def test_the_rest_after_the_last_boundary_is_a_row_of_the_next_window():
@@ -423,13 +427,13 @@ def test_seconds_and_joules_of_a_row_are_each_in_one_class(run, log_interval):
         window = row.devices[0]
         assert row.wall_s == close(row.busy_s + row.wait_s + sum(row.phases_s.values()))
         assert min(row.busy_s, row.wait_s, *row.phases_s.values(), 0.0) == 0.0
-        assert window.wall.energy_covered_s == close(row.wall_s)
+        assert window.wall.energy.covered_s == close(row.wall_s)
         # Each class's integrals cover exactly its seconds, so no joule is in two of them.
         for name, seconds in row.phases_s.items():
-            assert window.phases[name].energy_covered_s == close(seconds), name
-        assert iterations_only(window).energy_covered_s == close(row.time_s)
-        parts = [part.energy_j or 0.0 for part in window.phases.values()]
-        assert (window.wall.energy_j or 0.0) == close(sum(parts) + (iterations_only(window).energy_j or 0.0))
+            assert window.phases[name].energy.covered_s == close(seconds), name
+        assert iterations_only(window).energy.covered_s == close(row.time_s)
+        parts = [part.energy.joules or 0.0 for part in window.phases.values()]
+        assert (window.wall.energy.joules or 0.0) == close(sum(parts) + (iterations_only(window).energy.joules or 0.0))
 
 
 @settings(deadline=None, max_examples=80)
@@ -458,7 +462,8 @@ def test_windows_of_any_length_have_the_same_totals(run, log_interval):
             **{name: sum(getattr(row, name) for row in rows) for name in ("wall_s", "busy_s", "wait_s")},
             "phases": sum(sum(row.phases_s.values()) for row in rows),
             **{name: sum(getattr(wall, name) or 0.0 for wall in walls) for name in SUMS},
-            "energy of iterations": sum(part.energy_j or 0.0 for part in parts),
+            **{name: sum(getattr(wall.energy, name) or 0.0 for wall in walls) for name in ENERGY_SUMS},
+            "energy of iterations": sum(part.energy.joules or 0.0 for part in parts),
         }
 
     one = totals(cut_all(slots, samples, end_ns, log_interval=1))
@@ -483,7 +488,7 @@ def test_cutting_as_records_come_gives_the_rows_of_cutting_them_at_the_end(run, 
 
 
 def test_iterations_only_of_a_window_without_phases_is_the_window():
-    wall = Integrals(10.0, 2.0, 4.0, 2.0, 1.0, 2.0)
+    wall = Integrals(amount(10.0, 2.0), 4.0, 2.0, 1.0, 2.0)
 
     assert iterations_only(DeviceWindow("GPU-0", wall)) == wall
 
@@ -516,7 +521,7 @@ def test_a_row_holds_what_was_generated_in_its_window_and_the_phase_of_it():
     assert (first.busy_s, second.busy_s) == (pytest.approx(1.6), pytest.approx(0.6)), "0.5 s of 0.8 are generation"
     assert "generation" not in first.phases_s
     assert second.phases_s["generation"] == pytest.approx(1.0)
-    assert second.devices[0].phases["generation"].energy_j == pytest.approx(100.0)  # 100 W for 1 s
+    assert second.devices[0].phases["generation"].energy.joules == pytest.approx(100.0)  # 100 W for 1 s
 
 
 def test_own_times_of_a_window_are_a_sum_a_median_and_the_last_arrival():

@@ -67,11 +67,11 @@ class GpuEnergy:
         for track in self._by_owner().values():
             if track.series is None:  # its first read has not come back
                 return None
-            part = track.series.integrals(int(start_s * 1e9), end_ns)
+            part = track.series.integrals(int(start_s * 1e9), end_ns).energy
             track.series.forget_before(end_ns)
-            if part.energy_j is None or part.energy_covered_s < 0.99 * (end_s - start_s):
+            if part.joules is None or part.covered_s < 0.99 * (end_s - start_s):
                 return None
-            total_j += part.energy_j
+            total_j += part.joules
         return total_j if self._by_owner() else None
 
     def close(self) -> None:

@@ -90,9 +90,9 @@ class Track:
         """Learn the device's idle power from a stretch before the first iteration; say whether that could be done."""
         if self.series is None or not self.is_settled(end_ns):
             return False
-        idle = self.series.integrals(start_ns, end_ns)
-        if idle.energy_j is not None:
-            self.series.device = replace(self.series.device, baseline_w=idle.energy_j / idle.energy_covered_s)
+        idle = self.series.integrals(start_ns, end_ns).energy
+        if idle.joules is not None:
+            self.series.device = replace(self.series.device, baseline_w=idle.joules / idle.covered_s)
         return True
 
     def take_events(self, now_ns: int, time_s: float) -> list[Event]:

@@ -11,10 +11,12 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from effllm.energy.device_energy import NS, Energy, EnergyLedger, runs_between
+from effllm.energy.device_energy import NS, EnergyLedger, runs_between
+from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
 from effllm.schema import (
     MARKED_PHASES,
     NUM_POWER_BARS,
@@ -36,6 +38,7 @@ from effllm.timeline import KINDS
 from effllm.training import ring
 
 _NO_TOTALS = (0,) * 13
+_Level: TypeAlias = tuple[float | None, float]  # an integral over time, and the seconds that it covers
 
 
 class Series:
@@ -109,8 +112,7 @@ class Series:
 
     def aliasing_error(self, iterations: int, wall: Integrals, durations_s: Sequence[float]) -> float | None:
         """Return the error of the run to date if iterations keep step with the sensor; once for each window."""
-        energy = Energy(wall.energy_j, wall.energy_covered_s)
-        return self._energy.aliasing_error(iterations, energy, durations_s)
+        return self._energy.aliasing_error(iterations, wall.energy, durations_s)
 
     def take_events(self, time_s: float) -> list[Event]:
         """Return what happened to the device and its measurement; ``time_s`` is the newest sample's unix time."""
@@ -158,7 +160,7 @@ class Series:
 
     def integrals(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals over ``[start_ns, end_ns]``."""
-        return self._with_energy(start_ns, end_ns, self._levels(start_ns, end_ns))
+        return replace(self._levels(start_ns, end_ns), energy=self._energy.energy(start_ns, end_ns))
 
     def _levels(self, start_ns: int, end_ns: int) -> Integrals:
         """Return the integrals of all but energy."""
@@ -172,29 +174,16 @@ class Series:
         for block, share in self._blocks(start_ns, end_ns):
             memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
             utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
-        return Integrals(None, 0.0, *memory.pair(), *utilization.pair())
-
-    def _with_energy(self, start_ns: int, end_ns: int, levels: Integrals) -> Integrals:
-        energy = self._energy.energy(start_ns, end_ns)
-        return replace(
-            levels,
-            energy_j=energy.joules,
-            energy_covered_s=energy.covered_s,
-            energy_start_j2=energy.start_j2,
-            energy_end_j2=energy.end_j2,
-            energy_inside_j2=energy.inside_j2,
-            energy_estimated_j=energy.estimated_j,
-        )
+        return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
 
     def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
         """Return what the device did in ``[start_ns, end_ns]``, of which ``phases`` are parts."""
         sums = self._sums(start_ns, end_ns)
         return replace(
             sums,
-            wall=self._with_energy(start_ns, end_ns, sums.wall),
+            wall=replace(sums.wall, energy=self._energy.energy(start_ns, end_ns)),
             phases=phases,
             energy_method=self._energy.method_in(start_ns, end_ns),
-            energy_gain_error=self.device.sensor.gain_error if self.device.energy_method else None,
         )
 
     def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:
@@ -303,43 +292,26 @@ class _Sum:
 
 def subtract(whole: Integrals, parts: Iterable[Integrals]) -> Integrals:
     """Return the integrals over what is left of ``whole`` without ``parts``, which lie inside it."""
-    values = list(_fields(whole))
-    inside_j2, estimated_j = whole.energy_inside_j2, whole.energy_estimated_j
     for part in parts:
-        for i, (value, covered_s) in enumerate(_fields(part)):
-            if value is not None and values[i][0] is not None:
-                left = values[i][0] - value  # type: ignore[operator]
-                values[i] = (max(left, 0.0), max(values[i][1] - covered_s, 0.0))  # sums of floats differ by a rounding
-        # Where the part begins and ends, what is left ends and begins.
-        inside_j2 += part.energy_start_j2 + part.energy_end_j2 - part.energy_inside_j2
-        estimated_j -= part.energy_estimated_j
-    # Below a microsecond what is left is rounding, and its quotient would be noise.
-    left_over = _integrals([pair if pair[1] > 1e-6 else (None, 0.0) for pair in values])
-    return _with_error(left_over, whole.energy_start_j2, whole.energy_end_j2, inside_j2, estimated_j)
+        memory, utilization = map(_left, _levels(whole), _levels(part))
+        whole = Integrals(whole.energy - part.energy, *memory, *utilization)
+    return whole
 
 
-def _integrals(pairs: Sequence[tuple[float | None, float]]) -> Integrals:
-    (energy_j, energy_s), (memory, memory_s), (utilization, utilization_s) = pairs
-    return Integrals(energy_j, energy_s, memory, memory_s, utilization, utilization_s)
+def _left(whole: _Level, part: _Level) -> _Level:
+    if whole[0] is None or part[0] is None:
+        return whole
+    covered_s = whole[1] - part[1]
+    return (max(whole[0] - part[0], 0.0), covered_s) if covered_s > MIN_COVERED_S else (None, 0.0)
 
 
-def _with_error(
-    integrals: Integrals, start_j2: float, end_j2: float, inside_j2: float, estimated_j: float
-) -> Integrals:
-    if integrals.energy_j is None:
-        return integrals
-    return replace(
-        integrals,
-        energy_start_j2=start_j2,
-        energy_end_j2=end_j2,
-        energy_inside_j2=max(inside_j2, 0.0),
-        energy_estimated_j=max(estimated_j, 0.0),
-    )
+def _both(first: _Level, second: _Level) -> _Level:
+    value = second[0] if first[0] is None else first[0] if second[0] is None else first[0] + second[0]
+    return value, first[1] + second[1]
 
 
-def _fields(integrals: Integrals) -> tuple[tuple[float | None, float], ...]:
+def _levels(integrals: Integrals) -> tuple[_Level, _Level]:
     return (
-        (integrals.energy_j, integrals.energy_covered_s),
         (integrals.memory_byte_seconds, integrals.memory_covered_s),
         (integrals.utilization_seconds, integrals.utilization_covered_s),
     )
@@ -603,15 +575,11 @@ class WindowCutter:
         return series.window(start_ns, end_ns, phases)
 
 
-def add(first: Integrals, second: Integrals) -> Integrals:
-    """Return the integrals over two stretches that do not overlap."""
-    sums: list[tuple[float | None, float]] = []
-    for (one, one_s), (other, other_s) in zip(_fields(first), _fields(second), strict=True):
-        value = other if one is None else one if other is None else one + other
-        sums.append((value, one_s + other_s))
-    inside_j2 = first.energy_inside_j2 + second.energy_inside_j2 + first.energy_end_j2 + second.energy_start_j2
-    estimated_j = first.energy_estimated_j + second.energy_estimated_j
-    return _with_error(_integrals(sums), first.energy_start_j2, second.energy_end_j2, inside_j2, estimated_j)
+def add(first: Integrals, second: Integrals, *, is_next: bool = False) -> Integrals:
+    """Return the integrals over two stretches that do not overlap; ``is_next`` where the second follows the first."""
+    memory, utilization = map(_both, _levels(first), _levels(second))
+    energy = first.energy.then(second.energy) if is_next else first.energy + second.energy
+    return Integrals(energy, *memory, *utilization)
 
 
 def _profile(slot: ring.Slot) -> Profile:

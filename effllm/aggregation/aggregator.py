@@ -18,13 +18,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from effllm.aggregation.account import Rows, merge_devices, window_energy
 from effllm.aggregation.gathered import Gathered
 from effllm.aggregation.joining import Joined, WindowJoiner, put
 from effllm.aggregation.ledger import Ledger, RankState
+from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.pacing import is_large, late_every_s
 from effllm.aggregation.reporting import Window, doubts, report_of, summary_of
 from effllm.aggregation.roster import ABSENT_AFTER_S, Roster
+from effllm.aggregation.rows import Rows
+from effllm.aggregation.window_energy import window_energy
 from effllm.config import Config
 from effllm.event_limit import EventLimit
 from effllm.events import KINDS
@@ -602,9 +604,9 @@ class Aggregator:
     def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
         """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
         assert recent.merged is not None
+        known = recent.merged.positions
         news = [
-            replace(row, devices=tuple(one for one in row.devices if one.device not in recent.merged))
-            for row in rows.values()
+            replace(row, devices=tuple(one for one in row.devices if one.device not in known)) for row in rows.values()
         ]
         window = Window(recent.number, {}, None, None)
         window.by_rank = recent.ordered.joined(Rows(news))

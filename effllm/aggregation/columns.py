@@ -34,6 +34,13 @@ def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
     return flat.reshape(len(items), len(names))
 
 
+def means(sums: Array, covered_s: Array) -> Array:
+    """Return means over time, of those that cover any."""
+    there = covered_s > 0
+    found: Array = sums[there] / covered_s[there]
+    return found
+
+
 class Table:
     """Numbers by key and name, which grow with their keys."""
 

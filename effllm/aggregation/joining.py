@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from functools import partial, reduce
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -238,7 +238,7 @@ def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
             gauges[name] = gauge if known is None else _gauge(known, gauge)
     return DeviceWindow(
         device=parts[0].device,
-        wall=_wall([part.wall for part in parts]),
+        wall=reduce(partial(add, is_next=True), [part.wall for part in parts]),
         phases=phases,
         memory_peak_bytes=_most(part.memory_peak_bytes for part in parts),
         power_peak_w=_most(part.power_peak_w for part in parts),
@@ -247,28 +247,12 @@ def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
         throttled_s=_sums(part.throttled_s for part in parts),
         throttle_covered_s=sum(part.throttle_covered_s for part in parts),
         power_histogram_s=_sums(part.power_histogram_s for part in parts),
-        energy_gain_error=_most(part.energy_gain_error for part in parts),
     )
 
 
 def _gauge(one: Gauge, other: Gauge) -> Gauge:
     value_seconds, covered_s = one.value_seconds + other.value_seconds, one.covered_s + other.covered_s
     return Gauge(value_seconds, covered_s, min(one.least, other.least), max(one.most, other.most))
-
-
-def _wall(parts: Sequence[Integrals]) -> Integrals:
-    """Return the integrals over stretches that follow each other: what one gains at an edge the next one loses."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = add(whole, part)
-    if whole.energy_j is None:
-        return whole
-    met_j2 = sum(
-        before.energy_end_j2 + after.energy_start_j2
-        for before, after in pairwise(parts)
-        if before.energy_j is not None and after.energy_j is not None
-    )
-    return replace(whole, energy_inside_j2=max(whole.energy_inside_j2 - met_j2, 0.0))
 
 
 def _worst(methods: set[str]) -> str | None:

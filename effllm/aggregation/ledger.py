@@ -8,10 +8,12 @@ from operator import attrgetter
 import msgspec
 from msgspec import Struct
 
-from effllm.aggregation.account import Account, Merged, Rows
+from effllm.aggregation.account import Account
 from effllm.aggregation.columns import from_json, to_json
 from effllm.aggregation.goodput import Goodput
-from effllm.energy.energy_account import DeviceEnergies, WindowEnergy
+from effllm.aggregation.merged import Merged
+from effllm.aggregation.rows import Rows
+from effllm.energy.energy_account import EnergyTotals, WindowEnergy
 from effllm.schema import MARKED_PHASES, SCHEMA_VERSION, SHUTDOWN, STARTUP, Overhead, RankReport, Straggler, Verdict
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
@@ -92,7 +94,7 @@ class Ledger(Struct):
     ranks: dict[int, RankState] = {}
     run: Account = msgspec.field(default_factory=Account)
     whole: Account = msgspec.field(default_factory=lambda: Account(wall=True))
-    devices: DeviceEnergies = msgspec.field(default_factory=DeviceEnergies)
+    devices: EnergyTotals = msgspec.field(default_factory=EnergyTotals)
     classes_j: dict[str, float] = {}
     classes_s: dict[str, float] = {}
     late: int = 0
@@ -173,7 +175,7 @@ class Ledger(Struct):
         for account in self.accounts(window):
             account.add_devices(merged, sign)
             account.add_energy(window, energy, rows, least_coverage, sign)
-        self.devices.add(window, energy.stretches, sign)
+        self.devices.add(window, energy.owners, energy.amounts, sign)
         if window <= self.warm_until:
             self.warmup_j += sign * energy.iterations_j
         for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():

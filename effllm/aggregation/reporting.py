@@ -9,11 +9,14 @@ import msgspec
 from msgspec import Struct
 
 from effllm import metrics
-from effllm.aggregation.account import ROUNDING, Account, Expected, Merged, Rows
+from effllm.aggregation.account import Account
 from effllm.aggregation.goodput import RESTART_GAP
 from effllm.aggregation.ledger import Ledger
+from effllm.aggregation.merged import Expected, Merged
 from effllm.aggregation.roster import Roster
+from effllm.aggregation.rows import Rows
 from effllm.aggregation.spread import window_spread
+from effllm.aggregation.window_energy import ROUNDING
 from effllm.energy.energy_account import MOST_RANDOM_ERROR, WindowEnergy
 from effllm.schema import (
     ClusterReport,
@@ -47,8 +50,7 @@ class Window(Struct):
 
     def forgetful(self) -> Window:
         """Return what it came to, without its rows: a thousandth of the objects."""
-        assert self.merged is not None
-        sums = Window(self.number, {}, self.merged.forgetful(), self.energy, self.warming)
+        sums = Window(self.number, {}, self.merged, self.energy, self.warming)
         sums.by_rank = self.ordered.joined(Rows())
         return sums
 

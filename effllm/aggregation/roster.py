@@ -8,8 +8,8 @@ from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
 
 from effllm import hardware
-from effllm.aggregation.account import Expected
 from effllm.aggregation.ledger import Ledger, RankState
+from effllm.aggregation.merged import Expected
 from effllm.config import Config
 from effllm.energy.lag_evidence import is_share_open
 from effllm.energy.power_scope import AUTO, Node, Scope, choose, keep, scopes

@@ -8,6 +8,7 @@ from __future__ import annotations
 from effllm import __version__
 from effllm.devices import Site
 from effllm.devices.simulated import open_device
+from effllm.records.energy import EnergyAmount
 from effllm.schema import Bye, DeviceWindow, Gauge, Hello, Integrals, Parameters, RankReport
 
 RANKS_PER_NODE = 8
@@ -67,9 +68,10 @@ class SimulatedRank:
         self.energy_j += energy_j
         memory, utilization = wave.memory_byte_seconds(start_s, end_s), wave.utilization_seconds(start_s, end_s)
         power_w = energy_j / span_s
+        energy = EnergyAmount(energy_j, span_s, gain_j=self._device.sensor.gain_error * energy_j)
         device = DeviceWindow(
             self._device.key,
-            Integrals(energy_j, span_s, memory, span_s, utilization, span_s),
+            Integrals(energy, memory, span_s, utilization, span_s),
             memory_peak_bytes=memory / span_s,
             power_peak_w=power_w,
             energy_method="counter",

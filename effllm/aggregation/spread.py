@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from effllm.aggregation.account import Expected, Merged, Rows
 from effllm.aggregation.columns import Array
+from effllm.aggregation.merged import Expected, Merged
+from effllm.aggregation.rows import Rows
 from effllm.schema import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Spread
 
 

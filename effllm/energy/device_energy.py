@@ -5,9 +5,7 @@ A counter's single step is never trusted: it must be physically possible.  What 
 nothing tells is missing, never zero.  Windows end at iterations and counters move at ticks: between two
 ticks the energy is interpolated with the power on either side.
 
-Errors are kept apart.  Random ones are variances (J^2): of the two edges of a stretch, which cancel
-where stretches meet, and of what lies inside.  The gain of the board's sensor is common to all stretches
-of a device and is applied where they are added up.  The model is that of docs/energy.md.
+The model of the errors is that of docs/energy.md.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ from effllm.energy.lag_evidence import MIN_ERROR_S, SAME_S, LagEvidence, TickRea
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_clock import TickClock
 from effllm.energy.tick_energy import beat, beat_of, in_tick
-from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, NORMAL_95, Device, Event, Sample, Sensor
+from effllm.records.energy import NORMAL_95, NOT_MEASURED, EnergyAmount
+from effllm.schema import AVERAGE, COUNTER, INSTANT, METHODS, Device, Event, Sample, Sensor
 
 NS = 1e-9
 
@@ -50,18 +49,6 @@ LOCKED, LOCKED_ERROR = 0.25, 0.02
 MIN_RHYTHM = 64
 #: Power rises and falls once in an iteration, each time anywhere in a tick of which the sensor sees a part: 2 / 12.
 STEPS_J2 = 1 / 6
-
-
-class Energy(NamedTuple):
-    """What flowed in a stretch of time."""
-
-    joules: float | None  # None: nothing of it was measured
-    covered_s: float = 0.0
-    start_j2: float = 0.0  # variance of the reading at its start ...
-    end_j2: float = 0.0  # ... and at its end
-    inside_j2: float = 0.0  # of what lies between: aliasing, gaps, integration of power
-    estimated_j: float = 0.0  # of joules: filled from power where the counter told nothing
-    method: str | None = None
 
 
 class _Point(NamedTuple):
@@ -347,10 +334,10 @@ class EnergyLedger:
 
     # --- energy out ---
 
-    def energy(self, start_ns: int, end_ns: int) -> Energy:
+    def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
         """Return what flowed in ``[start_ns, end_ns]``."""
         if not self._points or end_ns <= start_ns:
-            return Energy(None)
+            return NOT_MEASURED
         if len(self._points) == 1:
             return self._standing(start_ns, end_ns)
         first_ns, last_ns = self._points[0].time_ns, self._points[-1].time_ns
@@ -358,12 +345,12 @@ class EnergyLedger:
         last_ns += self._reach_ns()
         from_ns, to_ns = max(start_ns, first_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
-            return Energy(None)
+            return NOT_MEASURED
         holes_ns = self._holes_ns(to_ns) - self._holes_ns(from_ns)
         covered_s = (to_ns - from_ns - holes_ns) * NS
         start, end = self._level(from_ns), self._level(to_ns)  # of holes, too: what was told is not told again
         if covered_s <= 0:
-            return Energy(None)
+            return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
         # What is open about both edges moves them alike, so that only a difference of power between them counts;
         # what is open about one of them alone, for more was known at the other, moves that one.
@@ -373,14 +360,14 @@ class EnergyLedger:
         spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
         rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
         before_j2, after_j2 = self._variances_j2(from_ns), self._variances_j2(to_ns)
-        return Energy(
+        return EnergyAmount(
             joules=joules,
             covered_s=covered_s,
             start_j2=start.variance_j2 + rise_j2 + (start.shift_s2 - both_s2) * start.power_w**2,
             end_j2=end.variance_j2 + rise_j2 + (end.shift_s2 - both_s2) * end.power_w**2,
             inside_j2=after_j2 - before_j2 + self._alias_j2(covered_s),
+            gain_j=self._sensor.gain_error * joules,
             estimated_j=max(end.estimated_j - start.estimated_j, 0.0),
-            method=self.method_in(from_ns, to_ns),
         )
 
     def newest_ns(self) -> int:
@@ -431,14 +418,15 @@ class EnergyLedger:
         look_ns = self._longest_gap_ns // 5 if self._device.only_power else 0
         return max(round(self._sensor.tick_s / NS), look_ns)
 
-    def _standing(self, start_ns: int, end_ns: int) -> Energy:
+    def _standing(self, start_ns: int, end_ns: int) -> EnergyAmount:
         """Return the energy of a sensor that has been read once."""
         (point,) = self._points
         from_ns, to_ns = max(start_ns, point.time_ns), min(end_ns, point.time_ns + self._reach_ns())
         if to_ns <= from_ns or point.power_w is None:
-            return Energy(None)
+            return NOT_MEASURED
         covered_s = (to_ns - from_ns) * NS
-        return Energy(point.power_w * covered_s, covered_s, method=self._method)
+        joules = point.power_w * covered_s
+        return EnergyAmount(joules, covered_s, gain_j=self._sensor.gain_error * joules)
 
     def forget_before(self, time_ns: int) -> None:
         """Drop the readings that no stretch from ``time_ns`` on needs."""
@@ -683,7 +671,7 @@ class EnergyLedger:
     def _measures_part(self) -> bool:
         return self._sensor.duty < 1.0 and self._method == COUNTER and self._sensor.tick_s > 0
 
-    def aliasing_error(self, iterations: int, energy: Energy, durations_s: Sequence[float]) -> float | None:
+    def aliasing_error(self, iterations: int, energy: EnergyAmount, durations_s: Sequence[float]) -> float | None:
         """Return the error of the run to date if iterations keep step with the sensor; ``None`` if they do not.
 
         It is a half-width of 95 % as a share of the energy, at most 1. Call it once for each window, in order.

@@ -59,8 +59,8 @@ def mean_of(window: DeviceWindow, name: str) -> float | None:
 
 def power_w(window: DeviceWindow) -> float | None:
     """Return the mean power of a device over a window."""
-    wall = window.wall
-    return wall.energy_j / wall.energy_covered_s if wall.energy_j is not None and wall.energy_covered_s > 0 else None
+    energy = window.wall.energy
+    return energy.joules / energy.covered_s if energy.joules is not None and energy.covered_s > 0 else None
 
 
 def _utilization(window: DeviceWindow) -> float | None:

@@ -7,8 +7,8 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from effllm.aggregation.account import Rows
 from effllm.aggregation.columns import fields_of
+from effllm.aggregation.rows import Rows
 from effllm.health.clock import NS, Offset
 from effllm.health.robust import median
 from effllm.health.standing_out import FLOOR, Track, Z

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from effllm.aggregation.account import Rows
 from effllm.aggregation.ledger import Ledger
+from effllm.aggregation.rows import Rows
 from effllm.schema import Event
 
 

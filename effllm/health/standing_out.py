@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from effllm.aggregation.account import Rows
+from effllm.aggregation.rows import Rows
 from effllm.health.robust import MAD_SIGMA, median, median_distance, of_few
 from effllm.schema import RankReport
 

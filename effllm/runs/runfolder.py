@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Struct
 
 from effllm.schema import (
-    NORMAL_95,
     ClusterReport,
     ClusterTotals,
     DeviceWindow,
@@ -147,18 +146,11 @@ class RankRow(Struct, frozen=True, omit_defaults=True):
     device_step_s: float = 0.0
 
 
-def energy_error_j(integrals: Integrals) -> float | None:
-    """Return the half-width of the 95 % interval of an energy's random error."""
-    if integrals.energy_j is None:
-        return None
-    variance = integrals.energy_start_j2 + integrals.energy_end_j2 + integrals.energy_inside_j2
-    return NORMAL_95 * math.sqrt(variance)
-
-
 def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
     """Flatten a rank's window."""
     device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
-    wall = device.wall
+    wall, energy = device.wall, device.wall.energy
+    is_measured = energy.joules is not None
     whole = RankRow(
         attempt=attempt,
         rank=row.rank,
@@ -186,13 +178,13 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         host=host,
         device=device.device or None,
         phases_s=row.phases_s,
-        phases_j={name: part.energy_j for name, part in device.phases.items()},
-        energy_j=wall.energy_j,
-        energy_error_j=energy_error_j(wall),
-        energy_gain_error=device.energy_gain_error if wall.energy_j is not None else None,
-        energy_estimated_j=wall.energy_estimated_j if wall.energy_j is not None else None,
+        phases_j={name: part.energy.joules for name, part in device.phases.items()},
+        energy_j=energy.joules,
+        energy_error_j=energy.error_j if is_measured else None,
+        energy_gain_error=round(energy.gain_j / energy.joules, 9) if energy.joules else None,
+        energy_estimated_j=energy.estimated_j if is_measured else None,
         energy_method=device.energy_method,
-        energy_covered_s=wall.energy_covered_s,
+        energy_covered_s=energy.covered_s,
         memory_byte_seconds=wall.memory_byte_seconds,
         memory_covered_s=wall.memory_covered_s,
         memory_peak_bytes=device.memory_peak_bytes,
@@ -200,7 +192,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         utilization_covered_s=wall.utilization_covered_s,
         power_peak_w=device.power_peak_w,
         coverage=coverage_of(row),
-        other_devices_j={other.device: other.wall.energy_j for other in row.devices[1:]},
+        other_devices_j={other.device: other.wall.energy.joules for other in row.devices[1:]},
         final=row.final,
         iterations_overrun=row.iterations_overrun,
         simulated=simulated,
@@ -219,8 +211,8 @@ def coverage_of(row: RankReport) -> float | None:
     if not row.devices or row.wall_s <= 0:
         return None
     wall = row.devices[0].wall
-    if wall.energy_j is not None:
-        return min(wall.energy_covered_s / row.wall_s, 1.0)
+    if wall.energy.joules is not None:
+        return min(wall.energy.covered_s / row.wall_s, 1.0)
     return None if wall.memory_byte_seconds is None else min(wall.memory_covered_s / row.wall_s, 1.0)
 
 

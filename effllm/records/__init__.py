@@ -1,0 +1,1 @@
+"""The records that cross a process or a disk."""
