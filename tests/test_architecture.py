@@ -41,10 +41,12 @@ FLOORS = """
 1.0.5   energy.cross_check  energy.tick_energy
 1.1     agents.log  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
+1.1     devices._amd_counter  devices._amd_library
+1.2     devices._amd_readings
 1.2     agents.events  agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
 1.2     energy.calibration  health.stall_text  runs.window_text
 1.2.0.5 runs.closing_text
-1.2.1   devices._nvml_slices
+1.2.1   devices._amd_identity  devices._nvml_slices
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered
 1.2.3   aggregation.goodput  aggregation.rows  energy.energy_account  energy.power_scope

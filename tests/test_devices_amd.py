@@ -11,9 +11,10 @@ import pytest
 
 from effllm import devices
 from effllm.agents.gpu_energy import GpuEnergy
-from effllm.devices import DeviceUnavailable, Site, amd, device_names, nvml, open_gpu
+from effllm.devices import DeviceUnavailable, Site, _amd_library, device_names, nvml, open_gpu
 from effllm.devices import open_device as open_named
-from effllm.devices.amd import Reading, judge_counter, open_device
+from effllm.devices._amd_counter import CHECK_S, Reading, judge_counter
+from effllm.devices.amd import open_device
 from effllm.schema import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 
 LIBRARY = Path(__file__).parent / "amdsmi_library"
@@ -506,7 +507,7 @@ def test_the_opening_looks_at_the_counter_for_half_a_second_at_most(library):
     began_s = library.clock()
     library.of(tick_s=0.1)
 
-    assert 0.4 < library.clock() - began_s <= amd.CHECK_S
+    assert 0.4 < library.clock() - began_s <= CHECK_S
 
 
 @pytest.mark.parametrize("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
@@ -716,7 +717,7 @@ def test_a_closed_reader_fails_and_does_not_come_back(library):
     ],
 )
 def test_a_library_that_does_not_start_is_told_in_a_sentence(library, monkeypatch, tmp_path, error, advice):
-    monkeypatch.setattr(amd, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.fault(("amdsmi_init", error))
 
     with pytest.raises(DeviceUnavailable, match=advice) as raised:
@@ -725,7 +726,7 @@ def test_a_library_that_does_not_start_is_told_in_a_sentence(library, monkeypatc
 
 
 def test_no_gpus_at_all_are_told_in_a_sentence(library, monkeypatch, tmp_path):
-    monkeypatch.setattr(amd, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
     with pytest.raises(DeviceUnavailable, match="AMD SMI sees no GPU: give the container /dev/kfd and /dev/dri"):
@@ -738,8 +739,10 @@ def test_a_node_that_this_user_may_not_open_is_why_there_are_no_gpus(library, mo
     (tmp_path / "dri").mkdir()
     for name in ("kfd", "dri/renderD128"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(amd, "_DEVICE_NODES", tmp_path)
-    monkeypatch.setattr(amd.os, "access", lambda path, mode: Path(path) != tmp_path / denied)  # root may open all
+    monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(
+        _amd_library.os, "access", lambda path, mode: Path(path) != tmp_path / denied
+    )  # root may open all
     library.write(gpus=[])
 
     with pytest.raises(DeviceUnavailable, match="groups render and video"):

@@ -1,0 +1,77 @@
+"""AMD SMI itself: whether it can be used, what its calls raise, and the questions that not every release answers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from effllm.devices import DeviceUnavailable
+
+# amdsmi_status_t, equal in all releases.
+_NOT_SUPPORTED, _NOT_YET_IMPLEMENTED, _NO_PERMISSION, _DRIVER_NOT_LOADED = 2, 3, 10, 34
+LACKING = (_NOT_SUPPORTED, _NOT_YET_IMPLEMENTED, _NO_PERMISSION)
+
+_DEVICE_NODES = Path("/dev")
+_NO_ACCESS = "this user may not open the AMD GPUs: grant access to /dev/kfd and /dev/dri (groups render and video)"
+
+
+def import_library() -> Any:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # where it does not find its C library, it prints so
+            import amdsmi
+    except ImportError as error:
+        raise DeviceUnavailable(
+            "the Python package amdsmi is not installed: install that of your ROCm release, "
+            "from /opt/rocm/share/amd_smi, or effllm[amd]"
+        ) from error
+    except (AttributeError, KeyError, OSError) as error:
+        # The first two are how it fails where libamd_smi.so is not found, or another release's is.
+        raise DeviceUnavailable(
+            f"the Python package amdsmi cannot use libamd_smi.so ({type(error).__name__}: {error}): "
+            "install ROCm's amd-smi-lib, of the package's release"
+        ) from error
+    return amdsmi
+
+
+def advice(error: Exception | None) -> str:
+    """Return why there is no GPU, in a sentence."""
+    code = getattr(error, "err_code", None)
+    nodes = [_DEVICE_NODES / "kfd", *sorted((_DEVICE_NODES / "dri").glob("renderD*"))]
+    present = [node for node in nodes if node.exists()]
+    if code == _NO_PERMISSION or (present and not all(os.access(node, os.R_OK | os.W_OK) for node in present[:2])):
+        return _NO_ACCESS
+    if code == _DRIVER_NOT_LOADED:
+        return "the amdgpu driver is not loaded: load it, or choose another device"
+    if error is None:
+        return "AMD SMI sees no GPU: give the container /dev/kfd and /dev/dri, or choose another device"
+    return f"AMD SMI does not start: {sentence(error)}"
+
+
+def errors_of(smi: Any) -> tuple[type[Exception], ...]:
+    """Return what a call may raise.
+
+    Beside the library's own: a function that this release lacks, and the errors that its wrapper makes of
+    answers that it did not expect (5.7 cannot even raise its AmdSmiRetryException).
+    """
+    return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
+
+
+def sentence(error: Exception) -> str:
+    return " ".join(str(getattr(error, "err_info", "") or error).split()) or type(error).__name__
+
+
+def ask(smi: Any, call: str, *arguments: Any) -> Any:
+    """Return the answer to a question that some release or GPU has none to: then an empty one."""
+    with contextlib.suppress(*errors_of(smi)):
+        return getattr(smi, call)(*arguments)
+    return {}
+
+
+def driver_of(smi: Any, handle: Any) -> str:
+    info, version = ask(smi, "amdsmi_get_gpu_driver_info", handle), ask(smi, "amdsmi_get_lib_version")
+    driver = " ".join(part for name in ("driver_name", "driver_version") if (part := info.get(name, "N/A")) != "N/A")
+    numbers = [str(version[part]) for part in ("year", "major", "minor", "release") if part in version]
+    return ", ".join(part for part in (driver, numbers and f"AMD SMI {'.'.join(numbers)}") if part)
