@@ -30,7 +30,7 @@ from effllm import profiling
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.profiling.load import Loader, LoadUnavailable, TorchLoad
 from effllm.profiling.nvml_facts import Facts
-from effllm.profiling.record import Profile
+from effllm.profiling.record import SensorProfile
 
 PROFILE_S, QUICK_PROFILE_S = 60.0, 10.0
 
@@ -87,7 +87,7 @@ class _Bench:
     def __init__(self, reader: Reader, load: str, *, quick: bool) -> None:
         self.figures: list[Figure] = []
         self.left_out: list[str] = []
-        self.profile: Profile | None = None
+        self.profile: SensorProfile | None = None
         self.reader = reader
         self._load, self._quick = load, quick
 

@@ -9,8 +9,8 @@ from benchmarks.figure import Figure
 from effllm.devices import Reader
 from effllm.profiling.estimates import Load, ratio, ticks_of
 from effllm.profiling.load import Loader
-from effllm.profiling.record import Edge, Profile
-from effllm.profiling.watching import Clock, Record, watch
+from effllm.profiling.record import LoadEdge, SensorProfile
+from effllm.profiling.watching import Record, Timer, watch
 
 PERIODS_S = (0.2, 2.0, 10.0)
 LEAST_S, MOST_S = 12.0, 120.0
@@ -19,20 +19,20 @@ POLLED_EVERY_S = (0.1, 1.0)
 SETTLE_S = 2.0
 
 
-def waves(reader: Reader, loader: Loader, found: Profile, cycles: int, clock: Clock = time) -> list[Figure]:
+def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clock: Timer = time) -> list[Figure]:
     """Return for each period the energy by power, read densely and polled, over that of the counter."""
     figures = []
     for period_s in PERIODS_S:
         seconds = SETTLE_S + min(max(cycles * period_s, LEAST_S if cycles > 3 else 0.0), MOST_S)
         stretches = [period_s / 2] * round(2 * seconds / period_s)
-        edges: list[Edge] = []
+        edges: list[LoadEdge] = []
         loader.start(stretches)
         record = watch(reader, clock, lambda _share: None, sum(stretches), {}, loader, edges)
         figures += _compared(record, Load(edges, record.origin_ns), found, period_s)
     return figures
 
 
-def _compared(record: Record, load: Load, found: Profile, period_s: float) -> list[Figure]:
+def _compared(record: Record, load: Load, found: SensorProfile, period_s: float) -> list[Figure]:
     """Compare over whole periods: from one beginning of load to another."""
     begins = [time_s for number, time_s in enumerate(load.times_s) if number % 2 == 0]
     inside = [time_s for time_s in begins if begins[0] + SETTLE_S <= time_s <= record.end_s]
@@ -51,7 +51,7 @@ def _compared(record: Record, load: Load, found: Profile, period_s: float) -> li
     return figures
 
 
-def _shift_s(found: Profile) -> float:
+def _shift_s(found: SensorProfile) -> float:
     """Return by how much later than the counter power shows the same, as far as the profile tells."""
     if found.power_response is None or not found.measured_lag:
         return 0.0

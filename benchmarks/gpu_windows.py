@@ -21,7 +21,7 @@ from effllm.agents.track import EDGE_WAIT_S, Track
 from effllm.devices import Reader, Site, open_device
 from effllm.profiling.estimates import Load
 from effllm.profiling.load import Loader
-from effllm.profiling.record import Edge
+from effllm.profiling.record import LoadEdge
 from effllm.schema import Device, Sample, Sensor
 
 #: How many windows of which length, in s.
@@ -152,7 +152,7 @@ class _Measuring:
                 self.ours.append(Window(length_s, start_ns, end_ns, cut.joules, cut.error_j))
 
 
-def judged(tool: str, made: Sequence[Window], edges: Sequence[Edge]) -> list[Figure]:
+def judged(tool: str, made: Sequence[Window], edges: Sequence[LoadEdge]) -> list[Figure]:
     """Return the errors by length."""
     load = Load(edges, 0)
     spans_s = [(one.end_ns - one.start_ns) / 1e9 for one in made]

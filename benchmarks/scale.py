@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.figure import Figure
 from benchmarks.machine import machine
 from benchmarks.scale_bare import Bare
-from effllm.commands.simulate_run import Findings, Run, Simulation, SimulationError
+from effllm.commands.simulate_run import Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config import Config
 from effllm.network import secret
 from effllm.network.descriptors import needed, raise_limit
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def measure(asked: Simulation) -> Findings:
-    return Run(asked, Config()).measure()
+    return SimulatedRun(asked, Config()).measure()
 
 
 def measure_bare(asked: Simulation) -> Findings:
@@ -80,7 +80,7 @@ def measure_bare(asked: Simulation) -> Findings:
             secret.create(file)
         bare = Bare(str(file) if asked.security == "curve" else "")
         asked = msgspec.structs.replace(asked, endpoint=bare.endpoint)
-        return Run(asked, Config(secret_file=str(file)), bare).measure()
+        return SimulatedRun(asked, Config(secret_file=str(file)), bare).measure()
 
 
 def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:

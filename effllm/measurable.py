@@ -98,7 +98,7 @@ SET: dict[str, tuple[str, str]] = {
 }
 
 
-class Source(Struct, frozen=True):
+class InputSource(Struct, frozen=True):
     """Where a quantity comes from here, or why it does not, and what to do."""
 
     by: str = ""
@@ -127,7 +127,7 @@ def needs_of(name: str) -> list[str]:
     return [need for need, blank in NEEDS.items() if formula(msgspec.structs.replace(_WHOLE, **blank)) is None]
 
 
-def measurable(name: str, sources: Mapping[str, Source]) -> Measurable:
+def measurable(name: str, sources: Mapping[str, InputSource]) -> Measurable:
     """Say whether a metric can be measured, by what, or why not; ``sources`` has one for each of `NEEDS`."""
     entry, needs = METRICS[name], needs_of(name)
     lacking = [need for need in needs if sources[need].why_not]

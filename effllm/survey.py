@@ -21,7 +21,7 @@ from effllm.aggregation.roster import peak_of
 from effllm.config import VARIABLES, Config, cache_folder, read_config, secret_path
 from effllm.devices import DeviceUnavailable, Site, open_device
 from effllm.energy.power_scope import Scope, choose
-from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, Measurable, Source, measurable
+from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, InputSource, Measurable, measurable
 from effllm.metrics import METRICS
 from effllm.network import interface, secret
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
@@ -78,9 +78,9 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     node, node_findings = _node_power(config, opened)
     scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
-        sources["energy"] = Source(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
-    sources |= {need: Source(by=f"your loop: {need}") for need in TOLD}
-    sources |= {need: Source(by=f"effllm: {need}") for need in OWN}
+        sources["energy"] = InputSource(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
+    sources |= {need: InputSource(by=f"your loop: {need}") for need in TOLD}
+    sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting(config, need) for need in SET}
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = _shared_memory(config)
@@ -114,7 +114,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
 
 def _device(
     config: Config, environ: Mapping[str, str]
-) -> tuple[Device | None, dict[str, Source], float | None, float | None, Known | None, Finding]:
+) -> tuple[Device | None, dict[str, InputSource], float | None, float | None, Known | None, Finding]:
     site = Site(
         trainer_pid=os.getpid(),
         host=platform.node(),
@@ -127,7 +127,7 @@ def _device(
         reader = open_device(config.device, site)
     except DeviceUnavailable as error:
         advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
-        sources = dict.fromkeys((*READ, *GAUGES), Source(why_not="no device, see above"))
+        sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
         return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
     wall_s, samples = [], []
     failures: dict[str, str] = {}
@@ -145,30 +145,32 @@ def _device(
     device = reader.device
     missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
 
-    def source(quantity: str, by: str, *fields: str) -> Source:
+    def source(quantity: str, by: str, *fields: str) -> InputSource:
         if any(getattr(sample, field) is not None for sample in samples for field in fields):
-            return Source(by=f"{device.kind}: {by}")
+            return InputSource(by=f"{device.kind}: {by}")
         reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
-        return Source(why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not give it'}")
+        return InputSource(why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not give it'}")
 
-    def gauge(quantity: str, by: str, why_not: str, *names: str) -> Source:
+    def gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
         if any(name in sample.gauges for sample in samples for name in names):
-            return Source(by=f"{device.kind}: {by}")
-        return Source(why_not=f"{quantity}: {failures.get('gauges', why_not)}")
+            return InputSource(by=f"{device.kind}: {by}")
+        return InputSource(why_not=f"{quantity}: {failures.get('gauges', why_not)}")
 
     limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
     none = f"device {device.kind} does not give it"
     gpm = f"{none}; NVIDIA's GPUs have GPM for it from Hopper on"
     sources = {
-        "gpu": Source(by="") if device.is_gpu else Source(why_not=f"gpu: device {device.kind} is none"),
+        "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is none"),
         "memory": source("memory", "memory in use", "memory_bytes"),
         "utilization": source("utilization", "busy share of time", "utilization"),
         "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
         "power": source("power", "power readings", "power_w"),
-        "power limit": Source(by=f"{device.kind}: limit of {limit:g} W") if limit else Source(why_not=f"limit: {none}"),
-        "throttling": Source(by=f"{device.kind}: why clocks are slowed down")
+        "power limit": InputSource(by=f"{device.kind}: limit of {limit:g} W")
+        if limit
+        else InputSource(why_not=f"limit: {none}"),
+        "throttling": InputSource(by=f"{device.kind}: why clocks are slowed down")
         if throttles
-        else Source(why_not=f"throttling: {none}"),
+        else InputSource(why_not=f"throttling: {none}"),
         "temperature": gauge("temperature", "temperature", none, "temperature_c"),
         "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
         "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
@@ -222,22 +224,22 @@ def _scope(scope: Scope) -> Iterator[Finding]:
         yield Finding("power scope", OK, scope.label)
 
 
-def _setting(config: Config, need: str) -> Source:
+def _setting(config: Config, need: str) -> InputSource:
     variable, meaning = SET[need]
     value = getattr(config, next(one.field for one in VARIABLES if one.name == variable))
     if value is None or (need in ("baseline", "profile") and not value):
-        return Source(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
-    return Source(by=f"{PREFIX}{variable}={value:g}")
+        return InputSource(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
+    return InputSource(by=f"{PREFIX}{variable}={value:g}")
 
 
-def _peak(config: Config, device: Device | None) -> Source:
+def _peak(config: Config, device: Device | None) -> InputSource:
     if config.peak_tflops:
-        return Source(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
+        return InputSource(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
     known = peak_of(device.name) if device and device.is_gpu else None
     if known:
-        return Source(by=f"peak: {known.text}")
+        return InputSource(by=f"peak: {known.text}")
     unknown = f"the hardware table does not know {device.name!r}; " if device and device.is_gpu else ""
-    return Source(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to that of one device")
+    return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to that of one device")
 
 
 def _driver() -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nvml_library import Curve
 
-from effllm.profiling.record import Edge
+from effllm.profiling.record import LoadEdge
 
 NS = 1_000_000_000
 
@@ -31,7 +31,10 @@ class KnownLoad:
         edges = []
         for number in range(int(self._start_s / curve.period_s), int(self._end_s / curve.period_s) + 3):
             on_s = number * curve.period_s + curve._burst_start(number)
-            edges += [Edge(round(on_s * NS), True), Edge(round((on_s + curve.duty * curve.period_s) * NS), False)]
+            edges += [
+                LoadEdge(round(on_s * NS), True),
+                LoadEdge(round((on_s + curve.duty * curve.period_s) * NS), False),
+            ]
         return edges
 
     def close(self):

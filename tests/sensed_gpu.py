@@ -7,7 +7,7 @@ from dataclasses import replace as with_traits
 from msgspec.structs import replace
 from nvml_library import Gpu
 
-from effllm.profiling.record import Edge
+from effllm.profiling.record import LoadEdge
 from effllm.schema import COUNTER, Device, Sample
 
 NS = 1_000_000_000
@@ -122,9 +122,9 @@ class SensedGpu:
     def start(self, stretches_s):
         at_ns = self.clock.now_ns + NS // 1000
         for number, stretch_s in enumerate(stretches_s):
-            self._edges.append(Edge(at_ns, number % 2 == 0))
+            self._edges.append(LoadEdge(at_ns, number % 2 == 0))
             at_ns += round(stretch_s * NS)
-        self._edges.append(Edge(at_ns, len(stretches_s) % 2 == 0))
+        self._edges.append(LoadEdge(at_ns, len(stretches_s) % 2 == 0))
         self.power.switch(self._edges)
         self._end_ns = at_ns
 

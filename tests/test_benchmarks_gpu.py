@@ -13,7 +13,7 @@ from sensed_gpu import NS, SensedGpu
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import OURS, Window, judged, two_levels
 from effllm.profiling import profile
-from effllm.profiling.record import Edge
+from effllm.profiling.record import LoadEdge
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
@@ -141,7 +141,7 @@ def test_windows_that_are_all_alike_tell_nothing():
 
 
 def test_an_error_is_what_the_two_powers_leave_of_a_window():
-    edges = [Edge(second * NS, second % 2 == 1) for second in range(1, 12)]  # load in 1..2, 3..4, ...
+    edges = [LoadEdge(second * NS, second % 2 == 1) for second in range(1, 12)]  # load in 1..2, 3..4, ...
     exact = [Window(1.5, start * NS, start * NS + 3 * NS // 2, on_s * 500.0 + 150.0, 1.0) for start, on_s in
              [(1, 1.0), (2, 0.5), (3, 1.0), (4, 0.5), (5, 1.0), (6, 0.5)]]  # fmt: skip
     off = [Window(one.length_s, one.start_ns, one.end_ns, one.joules * (1 + 0.02 * (-1) ** (number // 2)), 1.0)

@@ -16,7 +16,7 @@ from effllm.energy.device_energy import EnergyLedger
 from effllm.profiling import profile, to_calibration
 from effllm.profiling.estimates import Load, ticks_of
 from effllm.profiling.load import LoadUnavailable, pattern
-from effllm.profiling.record import Edge
+from effllm.profiling.record import LoadEdge
 from effllm.schema import AVERAGE, INSTANT
 
 LAG_S, WINDOW_S, TICK, RATIO = 0.002, 0.002, 1e-3, 0.005
@@ -246,7 +246,7 @@ def jumps(gpu):
     """Switch the GPU 120 times, anew, and return when."""
     chance, at_ns, edges = random.Random(5), gpu.clock.now_ns + NS, []
     for number in range(120):
-        edges.append(Edge(at_ns, number % 2 == 0))
+        edges.append(LoadEdge(at_ns, number % 2 == 0))
         at_ns += round(chance.uniform(0.7, 1.3) * NS)
     gpu.power.switch(edges)
     return edges
@@ -256,7 +256,9 @@ def jumps(gpu):
 
 
 def test_the_load_of_a_window_is_the_share_of_it_between_edges():
-    load = Load([Edge(2 * NS, True), Edge(3 * NS, False), Edge(5 * NS, True), Edge(6 * NS, False)], origin_ns=NS)
+    load = Load(
+        [LoadEdge(2 * NS, True), LoadEdge(3 * NS, False), LoadEdge(5 * NS, True), LoadEdge(6 * NS, False)], origin_ns=NS
+    )
 
     # In seconds from the origin there is load in 1..2 and 4..5.
     assert [load.on_s(at_s) for at_s in (0.5, 1.0, 1.25, 3.0, 4.5, 9.0)] == [0.0, 0.0, 0.25, 1.0, 1.5, 2.0]

@@ -20,7 +20,7 @@ from effllm.energy import calibration
 from effllm.preflight import usable
 from effllm.profiling.load import TorchLoad
 from effllm.profiling.nvml_facts import Facts
-from effllm.profiling.record import Call, Profile, Response, Rhythm, State
+from effllm.profiling.record import DriverCall, Response, Rhythm, SensorProfile, State
 from effllm.switches import this_process
 
 _STAGES = {
@@ -84,7 +84,7 @@ def _open(config: Config, device: str) -> Reader:
     raise DeviceUnavailable(f"device {kind!r} is none; unset EFFICIENTLLM_DEVICE, or set it to nvml or amd")
 
 
-def _profile(reader: Reader, seconds: float) -> Profile:
+def _profile(reader: Reader, seconds: float) -> SensorProfile:
     columns = (SpinnerColumn(), TextColumn("{task.description:<20}"), BarColumn())
     is_nvidia = reader.device.kind == "nvml"
     facts = Facts(reader.device.key) if is_nvidia else None
@@ -96,7 +96,7 @@ def _profile(reader: Reader, seconds: float) -> Profile:
             def tell(stage: str, share: float) -> None:
                 progress.update(tasks[stage], completed=share)
 
-            return profiling.profile(reader, load.opened, seconds, facts=facts, tell=tell)
+            return profiling.profile(reader, load.opened, seconds, facts=facts, progress=tell)
     finally:
         load.close()
         if facts is not None:
@@ -106,13 +106,13 @@ def _profile(reader: Reader, seconds: float) -> Profile:
 # --- the report ----------------------------------------------------------------------------------
 
 
-def _json(found: Profile) -> str:
+def _json(found: SensorProfile) -> str:
     """Return the report for machines; what travels as an array elsewhere has its names here."""
     plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
     return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
 
 
-def _parts(found: Profile, save: str) -> Iterator[Table | str]:
+def _parts(found: SensorProfile, save: str) -> Iterator[Table | str]:
     board = found.board
     limit = "" if board.power_limit_w is None else f", limit {board.power_limit_w:.0f} W"
     yield f"[bold]{escape(board.name)}[/], driver {escape(board.driver)}{limit} [dim](GPU {board.uuid})[/]"
@@ -152,7 +152,7 @@ def _facts(rows: list[tuple[str, list[str]]]) -> Table:
     return table
 
 
-def _sensors(found: Profile) -> list[tuple[str, list[str]]]:
+def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
     sensor = found.sensor
     counter = [_moves(found.counter, "moves"), _lag(found), _measures(found)]
     power = [_moves(found.power, "changes"), _mean(found.power_response)]
@@ -180,14 +180,14 @@ def _moves(rhythm: Rhythm | None, verb: str) -> str:
     return f"{verb} every {1e3 * rhythm.period_s:.2f} ms{jitter}"
 
 
-def _lag(found: Profile) -> str:
+def _lag(found: SensorProfile) -> str:
     sensor = found.sensor
     if not found.measured_lag:
         return f"lag unknown: {1e3 * sensor.lag_s:.0f} ± {1e3 * sensor.lag_error_s:.0f} ms is assumed"
     return f"lag {1e3 * sensor.lag_s:.1f} ± {1e3 * sensor.lag_error_s:.1f} ms"
 
 
-def _measures(found: Profile) -> str:
+def _measures(found: SensorProfile) -> str:
     response, rhythm, duty = found.counter_response, found.counter, found.sensor.duty
     if rhythm is None or not rhythm.period_s:
         return ""
@@ -214,7 +214,7 @@ def _ends(response: Response) -> str:
     return f"{1e3 * response.ends_s:.1f} ms before"
 
 
-def _ratio(name: str, found: Profile) -> str:
+def _ratio(name: str, found: SensorProfile) -> str:
     ratio = found.ratios[name]
     return f"{ratio.value:.4f} ({ratio.low:.4f} to {ratio.high:.4f}) {name}, {ratio.seconds:.0f} s"
 
@@ -249,7 +249,7 @@ def _value(value: float | None, factor: float, form: str, unit: str) -> str:
     return "" if value is None else f"{value * factor:{form}} {unit}"
 
 
-def _calls(calls: list[Call]) -> Table:
+def _calls(calls: list[DriverCall]) -> Table:
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column()
     table.add_column(justify="right")
@@ -260,7 +260,7 @@ def _calls(calls: list[Call]) -> Table:
     return table
 
 
-def _fields(found: Profile) -> list[tuple[str, list[str]]]:
+def _fields(found: SensorProfile) -> list[tuple[str, list[str]]]:
     """Return by name the scopes that there are, and what was said of the others."""
     names = dict.fromkeys(field.name for field in found.fields)
     rows = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from effllm.commands.simulate_run import SPREAD, Findings, Run, Simulation, SimulationError
+from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulation, SimulationError
 from effllm.config import ConfigError, read_config, secret_path
 from effllm.network import secret
 from effllm.network.descriptors import needed, raise_limit
@@ -32,7 +32,7 @@ def main(asked: Simulation, as_json: bool) -> int:
         return _complain(f"--run-dir {asked.run_dir} holds a run already: name another folder", 2)
     if not asked.endpoint and (trouble := raise_limit(needed(asked.ranks))):
         return _complain(trouble, 1)
-    run = Run(asked, config)
+    run = SimulatedRun(asked, config)
     try:
         found = run.measure()
     except (SimulationError, secret.SecretError, OSError) as error:

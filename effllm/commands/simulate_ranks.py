@@ -64,7 +64,7 @@ class News(Struct, omit_defaults=True):
     unconfirmed: int = 0
 
 
-class _Peer:
+class _SimulatedPeer:
     """One rank with its connection and what nobody has confirmed."""
 
     def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
@@ -128,7 +128,7 @@ class Crowd:
         self._context = make_context()
         self._context.set(zmq.MAX_SOCKETS, part.count + 16)
         keys = AgentKeys.of(secret.read(Path(part.secret_file)), part.salt) if part.secret_file else None
-        self._peers = [_Peer(part, part.first + i, self._context, keys) for i in range(part.count)]
+        self._peers = [_SimulatedPeer(part, part.first + i, self._context, keys) for i in range(part.count)]
         self._unix_s = time.time() - time.monotonic()
         self._sent = 0
         self._seen = 0
@@ -148,7 +148,7 @@ class Crowd:
         os.write(self._part.output_descriptor, self._encoder.encode(news) + b"\n")
 
     def _join(self) -> None:
-        waiting: list[_Peer] = []
+        waiting: list[_SimulatedPeer] = []
         coming = list(reversed(self._peers))
         while waiting or coming:
             while coming and len(waiting) < AT_THE_DOOR:

@@ -128,7 +128,7 @@ class SimulationError(Exception):
     """The simulation cannot go on; the message is one line."""
 
 
-class Aggregator(Protocol):
+class MeasuredAggregator(Protocol):
     """What is measured: an aggregator, or what stands for one."""
 
     endpoint: str
@@ -216,10 +216,10 @@ class OwnAggregator:
             self.process.wait()
 
 
-class Run:
+class SimulatedRun:
     """One simulation, from the first connection to the summary."""
 
-    def __init__(self, simulation: Simulation, config: Config, aggregator: Aggregator | None = None) -> None:
+    def __init__(self, simulation: Simulation, config: Config, aggregator: MeasuredAggregator | None = None) -> None:
         self._asked = simulation
         self._config = replace(config, security=simulation.security)
         self.found = Findings(simulation.ranks, simulation.windows, simulation.interval_s, simulation.arrival)

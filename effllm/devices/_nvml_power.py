@@ -21,7 +21,7 @@ _OF_GPU, _OF_MODULE = pynvml.NVML_POWER_SCOPE_GPU, pynvml.NVML_POWER_SCOPE_MODUL
 _OF_MEMORY = pynvml.NVML_POWER_SCOPE_MEMORY
 
 
-class Field(NamedTuple):
+class NvmlField(NamedTuple):
     """A value of the batched call: millijoules, or milliwatts of a scope."""
 
     name: str
@@ -30,29 +30,29 @@ class Field(NamedTuple):
     bits: int = 32
 
 
-_ENERGY = Field("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
-_POWERS = (Field("power_w", _INSTANT_ID), Field("power_average_w", _AVERAGE_ID))
-_MODULE_POWERS = (Field("power_w", _INSTANT_ID, _OF_MODULE), Field("power_average_w", _AVERAGE_ID, _OF_MODULE))
-_MEMORY_POWER = Field("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no board was seen to know that of the moment
+_ENERGY = NvmlField("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
+_POWERS = (NvmlField("power_w", _INSTANT_ID), NvmlField("power_average_w", _AVERAGE_ID))
+_MODULE_POWERS = (NvmlField("power_w", _INSTANT_ID, _OF_MODULE), NvmlField("power_average_w", _AVERAGE_ID, _OF_MODULE))
+_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no board was seen to know that of the moment
 
 #: How long the counter is compared with the powers of GPU and module, to tell which of them it counts: a few of
 #: its ticks, timed to a few percent.
 PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
 
 
-class Batch:
+class FieldBatch:
     """Fields of a GPU that are asked in one call, and taken at once out of the memory that NVML writes.
 
     Args:
         handle: the GPU's.
         fields: what is asked.
-        told: the names of those whose failure matters.
+        required: names whose failure is reported.
         share: the part of all of it that is a slice's.
     """
 
-    def __init__(self, handle: Any, fields: Sequence[Field], told: frozenset[str], share: float = 1.0) -> None:
+    def __init__(self, handle: Any, fields: Sequence[NvmlField], required: frozenset[str], share: float = 1.0) -> None:
         self._fields = [(field.name, 2**field.bits - 1) for field in fields]  # all bits mark no value
-        self._told = told
+        self._required = required
         self._divisor = 1e3 / share  # mW and mJ
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, field in zip(answers, fields, strict=True):
@@ -64,12 +64,12 @@ class Batch:
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
 
     def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
-        """Return what is known, in base units, and when it was so; what fails is told."""
+        """Return what is known, in base units, and when it was so; what fails is reported."""
         before_ns = time.monotonic_ns()
         code = self._call()
         time_ns = (before_ns + time.monotonic_ns()) // 2
         if code:
-            failures.update(dict.fromkeys(self._told, str(pynvml.NVMLError(code))))
+            failures.update(dict.fromkeys(self._required, str(pynvml.NVMLError(code))))
             return {}, time_ns
         divisor, numbers = self._divisor, self._unpack()  # the return code of each field, and its value
         values = {
@@ -83,11 +83,11 @@ class Batch:
 
     def _tell(self, values: dict[str, float], failures: dict[str, str], numbers: Sequence[int]) -> None:
         for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
-            if name in self._told and name not in values:
+            if name in self._required and name not in values:
                 failures[name] = why(code, raw)
 
 
-class Power:
+class NvmlPower:
     """What a GPU says about its energy and power.
 
     Args:
@@ -102,18 +102,18 @@ class Power:
         offer = _choose(handle, wanted, filter(has, _POWERS), filter(has, _MODULE_POWERS), has_counter=has(_ENERGY))
         self.scope, self.note = offer.scope, offer.note
         essential = (*offer.counter, *offer.powers[:1])
-        told = frozenset(field.name for field in essential)
+        required = frozenset(field.name for field in essential)
         everything = (*offer.counter, *offer.powers, *offer.beside, *filter(has, (_MEMORY_POWER,)))
-        self._essential = Batch(handle, essential, told, share) if essential else None
-        self._everything = Batch(handle, everything, told, share) if essential else None
+        self._essential = FieldBatch(handle, essential, required, share) if essential else None
+        self._everything = FieldBatch(handle, everything, required, share) if essential else None
         singles = [] if offer.counter or offer.note else [_total_energy(handle, share)]
         singles += [] if offer.powers else [_power_usage(handle, name, share)]
         self._singles = [Readout([quantity]) for quantity in singles if quantity is not None]
-        self.names = told.union(*(single.names for single in self._singles))
+        self.names = required.union(*(single.names for single in self._singles))
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
     def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
-        """Return what is known now in base units, and when it was so; what fails is told."""
+        """Return what is known now in base units, and when it was so; what fails is reported."""
         batch = self._essential if energy_only else self._everything
         values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
         for single in self._singles:
@@ -131,13 +131,15 @@ class _Offer(NamedTuple):
     """Which fields make the energy and the power of the scope that is used."""
 
     scope: str
-    counter: tuple[Field, ...]
-    powers: tuple[Field, ...]
-    beside: tuple[Field, ...] = ()  # of the other scope
+    counter: tuple[NvmlField, ...]
+    powers: tuple[NvmlField, ...]
+    beside: tuple[NvmlField, ...] = ()  # of the other scope
     note: str = ""
 
 
-def _choose(handle: Any, wanted: str, own: Iterable[Field], of_module: Iterable[Field], *, has_counter: bool) -> _Offer:
+def _choose(
+    handle: Any, wanted: str, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, has_counter: bool
+) -> _Offer:
     """Choose the scope: the one that is wanted where it is there, else the counter's."""
     powers, module_powers = tuple(own), tuple(of_module)
     counted = GPU
@@ -152,7 +154,7 @@ def _choose(handle: Any, wanted: str, own: Iterable[Field], of_module: Iterable[
     return _Offer(GPU, counter, powers, beside, note)
 
 
-def _has(handle: Any, field: Field) -> bool:
+def _has(handle: Any, field: NvmlField) -> bool:
     """Whether a GPU and its driver have a field, even if it fails just now."""
     scopes = (field.scope,) if field.scope == _OF_GPU else (field.scope, _OF_GPU)
     try:
@@ -167,10 +169,10 @@ def _has(handle: Any, field: Field) -> bool:
     return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 
 
-def _counted_scope(handle: Any, own: Field, of_module: Field) -> str:
+def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
     """Find out whether the counter is the GPU's or its whole module's (Grace-Hopper), by comparing rates."""
     fields = (_ENERGY, own._replace(name="own"), of_module._replace(name="module"))
-    batch = Batch(handle, fields, frozenset())
+    batch = FieldBatch(handle, fields, frozenset())
     readings = []
     end_s = time.monotonic() + PROBE_S
     while time.monotonic() < end_s:

@@ -14,7 +14,7 @@ from effllm.devices._nvml_call import repoint
 from effllm.devices._nvml_chip import Chip, throttles
 from effllm.devices._nvml_gpm import Gpm, open_gpm
 from effllm.devices._nvml_identity import choose_uuid, find, module_of, text_of
-from effllm.devices._nvml_power import Power
+from effllm.devices._nvml_power import NvmlPower
 from effllm.devices._nvml_slices import gpu_of, slice_of
 from effllm.devices._nvml_watch import Watch
 from effllm.schema import GPU, MODULE, Device, Event, Sample
@@ -49,7 +49,7 @@ class NvmlReader:
         self._chip = Chip(handle, self._gpu)
         # The rest of a module is nothing of a slice's.
         wanted = GPU if self._slice else site.power_scope
-        self._power = Power(self._gpu, text_of(pynvml.nvmlDeviceGetName(self._gpu)), wanted, self._share)
+        self._power = NvmlPower(self._gpu, text_of(pynvml.nvmlDeviceGetName(self._gpu)), wanted, self._share)
         self._gpm = self._open_gpm()
         self._watch = Watch(self._gpu, clock())
         self.device = self._describe(site)

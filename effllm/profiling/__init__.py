@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from effllm.devices import Reader
 from effllm.energy.calibration import Calibration
-from effllm.profiling.finding import MEASURED, PROFILED, Found
+from effllm.profiling.finding import MEASURED, PROFILED, SensorEvidence
 from effllm.profiling.load import Loader, LoadUnavailable, pattern
 from effllm.profiling.nvml_facts import Facts
-from effllm.profiling.record import Edge, Profile
-from effllm.profiling.watching import Clock, call_costs, watch
+from effllm.profiling.record import LoadEdge, SensorProfile
+from effllm.profiling.watching import Timer, call_costs, watch
 
 IDLE_SHARE, LEAST_IDLE_S = 0.15, 2.5  # of the time
 
@@ -27,9 +27,9 @@ def profile(
     seconds: float,
     *,
     facts: Facts | None = None,
-    tell: Tell = lambda _stage, _share: None,
-    clock: Clock = time,
-) -> Profile:
+    progress: Tell = lambda _stage, _share: None,
+    clock: Timer = time,
+) -> SensorProfile:
     """Find out how the sensors of a GPU behave.
 
     Args:
@@ -38,37 +38,37 @@ def profile(
             context of CUDA raises.
         seconds: for all measuring together.
         facts: NVML's own view of it, where it is NVIDIA's.
-        tell: is told which stage is how far, 0..1.
+        progress: called with the stage and its progress, 0..1.
         clock: the time.
     """
     others = facts.processes() if facts else None
     beside = facts.powers() if facts else {}
     idle_s = max(IDLE_SHARE * seconds, LEAST_IDLE_S)
-    idle = watch(reader, clock, lambda share: tell("idle", share), idle_s, beside)
-    tell("calls", 0.0)
+    idle = watch(reader, clock, lambda share: progress("idle", share), idle_s, beside)
+    progress("calls", 0.0)
     calls = call_costs(reader, facts, clock)
-    found = Found(reader.device, idle, others)
+    found = SensorEvidence(reader.device, idle, others)
     loader: Loader | None = None
     try:
-        tell("load", 0.0)
+        progress("load", 0.0)
         loader = open_load()
         stretches = pattern((1 - IDLE_SHARE) * seconds, found.tick_s or 0.1)
         loader.start(stretches)
-        edges: list[Edge] = []
-        loaded = watch(reader, clock, lambda share: tell("load", share), sum(stretches), beside, loader, edges)
-        tell("estimates", 0.0)
+        edges: list[LoadEdge] = []
+        loaded = watch(reader, clock, lambda share: progress("load", share), sum(stretches), beside, loader, edges)
+        progress("estimates", 0.0)
         found.under_load(loaded, edges, loader.name)
     except LoadUnavailable as error:
         found.unmeasured.append(f"lag, windows and the loaded GPU: {error}")
     finally:
         if loader is not None:
             loader.close()
-    tell("estimates", 1.0)
+    progress("estimates", 1.0)
     traits = facts.traits() if facts else {}
-    return found.told(seconds, traits, calls, facts)
+    return found.profile(seconds, traits, calls, facts)
 
 
-def to_calibration(found: Profile) -> Calibration | None:
+def to_calibration(found: SensorProfile) -> Calibration | None:
     """Return what of a profile is kept for the runs on this model and driver; ``None`` where nothing was learnt."""
     if found.sensor.source not in (PROFILED, MEASURED):
         return None

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from effllm.energy.calibration import DENSE_S, LEAST_MOVES
-from effllm.profiling.record import Edge, Ratio, Response, Rhythm
+from effllm.profiling.record import LoadEdge, Ratio, Response, Rhythm
 
 NS = 1e-9
 
@@ -59,7 +59,7 @@ class Load:
         origin_ns: where seconds begin.
     """
 
-    def __init__(self, edges: Sequence[Edge], origin_ns: int) -> None:
+    def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
         self.times_s = [(edge.time_ns - origin_ns) * NS for edge in edges]
         self._on = [edge.is_on for edge in edges]
         steps = [

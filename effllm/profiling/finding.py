@@ -1,4 +1,4 @@
-"""What two records, one at rest and one under load, tell about the sensors of a GPU."""
+"""What two records, one at rest and one under load, show about the sensors of a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from effllm.profiling.estimates import (
     ticks_of,
 )
 from effllm.profiling.nvml_facts import Facts
-from effllm.profiling.record import Board, Call, Edge, Profile, Ratio, Response, Rhythm, State
+from effllm.profiling.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
 from effllm.profiling.watching import NS, READS_APART_S, Record
 from effllm.schema import AVERAGE, COUNTER, Device, Sensor
 
@@ -52,7 +52,7 @@ class _Reading(NamedTuple):
     values: list[tuple[float, float]]
 
 
-class Found:
+class SensorEvidence:
     """What has been found so far."""
 
     def __init__(self, device: Device, idle: Record, others: int | None) -> None:
@@ -89,8 +89,8 @@ class Found:
                 f"the GPU was {100 * busy:.0f} % busy before it was put under load: is somebody else on it?"
             )
 
-    def under_load(self, record: Record, edges: Sequence[Edge], name: str) -> None:
-        """Work out what the readings under load tell."""
+    def under_load(self, record: Record, edges: Sequence[LoadEdge], name: str) -> None:
+        """Work out what the readings under load show."""
         self._load, self._edges = name, len(edges)
         load = Load(edges, record.origin_ns)
         parts = {
@@ -147,18 +147,20 @@ class Found:
         if found is not None:
             self._ratios[name] = found
 
-    # --- telling ---
+    # --- the result ---
 
-    def told(self, seconds: float, traits: dict[str, str], calls: list[Call], facts: Facts | None) -> Profile:
+    def profile(
+        self, seconds: float, traits: dict[str, str], calls: list[DriverCall], facts: Facts | None
+    ) -> SensorProfile:
         """Return all of it."""
         self._find_ratio("idle", self._idle, self._idle_counter, 0.0, self._idle.end_s)
         self._warn()
         device, sensor = self._device, self._sensor()
-        return Profile(
+        return SensorProfile(
             effllm=__version__,
             date=time.strftime("%Y-%m-%d"),
             seconds=seconds,
-            board=Board(
+            board=BoardFacts(
                 name=device.name,
                 uuid=hashlib.sha256(device.key.encode()).hexdigest()[:8],
                 driver=device.driver,

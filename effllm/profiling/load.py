@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from effllm.profiling.record import Edge
+from effllm.profiling.record import LoadEdge
 from effllm.spawn import spawn
 from effllm.switches import this_process
 
@@ -36,7 +36,7 @@ class Loader(Protocol):
             LoadUnavailable: it cannot.
         """
 
-    def take(self) -> list[Edge] | None:
+    def take(self) -> list[LoadEdge] | None:
         """Return when load really began and ended, once all is over; until then ``None``.
 
         Raises:
@@ -117,10 +117,10 @@ class TorchLoad:
         except OSError as error:
             raise LoadUnavailable("the process that loads the GPU has ended") from error
 
-    def take(self) -> list[Edge] | None:
+    def take(self) -> list[LoadEdge] | None:
         """Return the edges once all is over; see `Loader`."""
         answer = self._answer()
-        return None if answer is None else [Edge(time_ns, bool(is_on)) for time_ns, is_on in answer["edges"]]
+        return None if answer is None else [LoadEdge(time_ns, bool(is_on)) for time_ns, is_on in answer["edges"]]
 
     def close(self) -> None:
         """End the process; may be called twice."""

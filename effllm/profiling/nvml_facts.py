@@ -10,7 +10,7 @@ from typing import Any
 
 import pynvml
 
-from effllm.profiling.record import Call, Field
+from effllm.profiling.record import DriverCall, FieldAnswer
 
 REPEATS = 50
 APART_S = 0.002
@@ -68,15 +68,15 @@ class Facts:
         found: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
         return found
 
-    def fields(self) -> list[Field]:
+    def fields(self) -> list[FieldAnswer]:
         """Return which energies and powers NVML has, each scope asked by itself."""
         found = [
-            Field(name, scope, self._answer_of(number, _SCOPES[scope]))
+            FieldAnswer(name, scope, self._answer_of(number, _SCOPES[scope]))
             for name, (number, scopes) in _FIELDS.items()
             for scope in scopes
         ]
         for name, ask in self._plain().items():
-            found.append(Field(name, "gpu", _answer(ask)))
+            found.append(FieldAnswer(name, "gpu", _answer(ask)))
         return found
 
     def powers(self) -> dict[str, Callable[[], float | None]]:
@@ -95,7 +95,7 @@ class Facts:
         }
         return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
 
-    def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[Call]:
+    def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
         """Return what each call takes, alone, at a pace that a sampler would keep."""
         return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
 
@@ -132,7 +132,7 @@ class Facts:
             pynvml.nvmlGpmSampleFree(sample)
 
 
-def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> Call | None:
+def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> DriverCall | None:
     """Return what a call takes; ``None`` where it fails."""
     spent_s = []
     try:
@@ -144,7 +144,7 @@ def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = ti
             sleep(APART_S)
     except pynvml.NVMLError:
         return None
-    return Call(name, statistics.median(spent_s), max(spent_s), REPEATS)
+    return DriverCall(name, statistics.median(spent_s), max(spent_s), REPEATS)
 
 
 def _answer(ask: Callable[[], Any]) -> str:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from effllm.schema import Sensor
 
 
-class Edge(NamedTuple):
+class LoadEdge(NamedTuple):
     """A moment at which load was switched on or off."""
 
     time_ns: int  # of the monotonic clock
@@ -50,7 +50,7 @@ class Ratio(Struct, frozen=True):
     seconds: float
 
 
-class Call(Struct, frozen=True):
+class DriverCall(Struct, frozen=True):
     """What one call of the driver takes."""
 
     name: str
@@ -59,7 +59,7 @@ class Call(Struct, frozen=True):
     calls: int
 
 
-class Field(Struct, frozen=True):
+class FieldAnswer(Struct, frozen=True):
     """A field or function of the driver, asked for one scope."""
 
     name: str
@@ -80,7 +80,7 @@ class State(Struct, frozen=True):
     throttled: dict[str, float] = {}  # share of the reads by reason
 
 
-class Board(Struct, frozen=True):
+class BoardFacts(Struct, frozen=True):
     """What the GPU is and how it is set."""
 
     name: str
@@ -90,13 +90,13 @@ class Board(Struct, frozen=True):
     power_limit_w: float | None = None
 
 
-class Profile(Struct, frozen=True):
+class SensorProfile(Struct, frozen=True):
     """Everything that was found."""
 
     effllm: str
     date: str
     seconds: float
-    board: Board
+    board: BoardFacts
     sensor: Sensor  # what runs on this model and driver will use
     measured_lag: bool
     load: str = ""  # what loaded it; empty where nothing did
@@ -112,8 +112,8 @@ class Profile(Struct, frozen=True):
     ratios: dict[str, Ratio] = {}  # counter over integrated power: idle, loaded, switched
     idle: State | None = None
     loaded: State | None = None
-    calls: list[Call] = []
-    fields: list[Field] = []
+    calls: list[DriverCall] = []
+    fields: list[FieldAnswer] = []
     read_every_s: float = 0.0
     edges: int = 0
     unmeasured: list[str] = []

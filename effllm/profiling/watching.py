@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from effllm.devices import Reader
 from effllm.profiling.load import Loader
 from effllm.profiling.nvml_facts import Facts, timed
-from effllm.profiling.record import Call, Edge
+from effllm.profiling.record import DriverCall, LoadEdge
 from effllm.schema import Sample
 
 NS = 1e-9
@@ -17,7 +17,7 @@ READS_APART_S = 0.002
 FULL_READS_APART_S = 0.5
 
 
-class Clock(Protocol):
+class Timer(Protocol):
     """As much of the module ``time`` as is used."""
 
     def monotonic_ns(self) -> int:
@@ -60,22 +60,22 @@ class Record(NamedTuple):
 
 def watch(
     reader: Reader,
-    clock: Clock,
+    clock: Timer,
     tell: Callable[[float], None],
     seconds: float,
     beside: Mapping[str, Callable[[], float | None]],
     until: Loader | None = None,
-    edges: list[Edge] | None = None,
+    edges: list[LoadEdge] | None = None,
 ) -> Record:
     """Read densely for so long, or until the load is over, whose edges are put into ``edges``."""
     read_energy = getattr(reader, "read_energy", reader.read)
-    began_ns = full_ns = told_ns = clock.monotonic_ns()
+    began_ns = full_ns = shown_ns = clock.monotonic_ns()
     record = Record([], [], [], {name: [] for name in beside})
     while True:
         now_ns = clock.monotonic_ns()
-        if now_ns >= told_ns:
+        if now_ns >= shown_ns:
             tell(min((now_ns - began_ns) * NS / seconds, 1.0))
-            told_ns = now_ns + round(0.1 / NS)
+            shown_ns = now_ns + round(0.1 / NS)
             if until is not None and edges is not None and (taken := until.take()) is not None:
                 edges.extend(taken)
                 return record
@@ -98,7 +98,7 @@ def watch(
         clock.sleep(READS_APART_S)
 
 
-def call_costs(reader: Reader, facts: Facts | None, clock: Clock) -> list[Call]:
+def call_costs(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
     """Return what reads of the agent take, and single calls of the driver."""
     asked = [("a sample of the agent", reader.read)]
     if hasattr(reader, "read_energy"):
