@@ -106,7 +106,7 @@ def test_an_edge_is_read_at_the_moments_that_tell_of_it(tracked, wake):
 
     assert track.is_settled(edge_ns)
     assert track.series.newest_ns >= edge_ns + 2 * 40_000_000
-    assert 10 < reader.reads <= 19
+    assert 2 < reader.reads <= 19  # of moments that pass while the machine is busy, only the last is read
 
 
 def test_edges_that_come_often_are_asked_for_with_less(tracked, wake):

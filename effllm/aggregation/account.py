@@ -156,13 +156,12 @@ class Account(Struct):
             sample_s: time between two samples of a device, where the error of means is to be known.
             known: fields of the totals that are not sums: parameters, number of GPUs, peak, prices.
         """
-        memory = means(self.devices.column("memory_byte_seconds"), self.devices.column("memory_covered_s"))
-        busy = means(self.devices.column("utilization_seconds"), self.devices.column("utilization_covered_s"))
+        memory = _mean_min_max(*self.devices.values[:, :2].T)
+        utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
         peaks = self.devices.column("memory_peak_bytes")
-        peaks = peaks[~np.isnan(peaks)]
+        energy = self.energy.total() if self.energy_windows else None
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
         longest = int(ranks["time_s"].argmax()) if len(self.ranks) else -1
-        energy = self.energy.total()
         slowest = _slowest(ranks["busy_s"], ranks["iterations"])
         slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
@@ -182,26 +181,26 @@ class Account(Struct):
             profile=self.profile,
             device_steps=int(_at(ranks["device_steps"], slowest_device)),
             device_step_s=_at(ranks["device_step_s"], slowest_device),
-            memory_mean_bytes=float(memory.mean()) if len(memory) else None,
-            memory_min_bytes=float(memory.min()) if len(memory) else None,
-            memory_max_bytes=float(memory.max()) if len(memory) else None,
-            memory_peak_bytes=float(peaks.max()) if len(peaks) else None,
+            memory_mean_bytes=memory[0],
+            memory_min_bytes=memory[1],
+            memory_max_bytes=memory[2],
+            memory_peak_bytes=None if np.isnan(peaks).all() else float(np.nanmax(peaks)),
             memory_error_bytes=self._sampling_error("memory", sample_s),
             utilization_error=self._sampling_error("utilization", sample_s) if known.get("gpus") else None,
-            utilization_mean=float(busy.mean()) if len(busy) else None,
-            utilization_min=float(busy.min()) if len(busy) else None,
-            utilization_max=float(busy.max()) if len(busy) else None,
-            energy_j=energy.joules if self.energy_windows else None,
-            energy_gpus_j=self.gpus_j if self.energy_windows and not self.gpus_holes else None,
-            energy_error_j=energy.error_j if self.energy_windows else None,
-            energy_gain_error_j=energy.gain_j if self.energy_windows else None,
-            energy_estimated_j=energy.estimated_j if self.energy_windows else None,
+            utilization_mean=utilization[0],
+            utilization_min=utilization[1],
+            utilization_max=utilization[2],
+            energy_j=energy.joules if energy else None,
+            energy_gpus_j=self.gpus_j if energy and not self.gpus_holes else None,
+            energy_error_j=energy.error_j if energy else None,
+            energy_gain_error_j=energy.gain_j if energy else None,
+            energy_estimated_j=energy.estimated_j if energy else None,
             energy_time_s=_largest(ranks["energy_time_s"]),
             energy_tokens=self.energy_tokens,
             energy_samples=self.energy_samples,
             energy_iterations=self.energy_iterations,
-            energy_complete=self.energy_windows > 0 and not self.partial,
-            energy_measured_j=self.measured_j if self.energy_windows or self.measured_j else None,
+            energy_complete=energy is not None and not self.partial,
+            energy_measured_j=self.measured_j if energy or self.measured_j else None,
             power_peak_w=self.power_peak_w,
             power_histogram_s=dict(self.power_histogram_s),
             throttled_s=self.throttled_s if self.throttle_covered_s > 0 else None,
@@ -226,9 +225,9 @@ class Account(Struct):
         there = covered_s > 0
         if sample_s is None or not there.any():
             return None
-        means = sums[there] / covered_s[there]
+        mean = means(sums, covered_s)
         peaks = self.devices.column("memory_peak_bytes")[there] if name == "memory" else 1.0
-        variances = np.maximum(means * (peaks - means), 0.0) / np.maximum(covered_s[there] / sample_s, 1.0)
+        variances = np.maximum(mean * (peaks - mean), 0.0) / np.maximum(covered_s[there] / sample_s, 1.0)
         error = NORMAL_95 * float(np.sqrt(variances).mean())
         return None if np.isnan(error) else error
 
@@ -245,6 +244,12 @@ class Account(Struct):
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
 
 
+def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:
+    """Return the mean, the least and the largest of means over time, over those that cover any."""
+    found = means(sums, covered_s)
+    return (float(found.mean()), float(found.min()), float(found.max())) if len(found) else (None, None, None)
+
+
 def _largest(column: Array) -> float:
     return float(column.max(initial=0.0))
 
@@ -253,9 +258,9 @@ def _slowest(seconds: Array, steps: Array) -> int:
     """Return the row with the largest mean step, or -1 where there are no steps."""
     if not (steps > 0).any():
         return -1
-    means = np.full(len(steps), -1.0)
-    np.divide(seconds, steps, out=means, where=steps > 0)
-    return int(means.argmax())
+    mean_s = np.full(len(steps), -1.0)
+    np.divide(seconds, steps, out=mean_s, where=steps > 0)
+    return int(mean_s.argmax())
 
 
 def _at(column: Array, row: int) -> float:

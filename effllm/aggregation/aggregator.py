@@ -516,7 +516,7 @@ class Aggregator:
         self._count_devices(window)
         ledger.advance(rows)
         self._judge_losses(rows, rows[-1].end_time_s)
-        self._recent[number] = window.forgetful() if is_large(len(window.rows)) else window
+        self._recent[number] = window.without_reports() if is_large(len(window.rows)) else window
         while len(self._recent) > RECENT:
             del self._recent[min(self._recent)]
         if rows.iterations > 0:
@@ -609,9 +609,9 @@ class Aggregator:
             replace(row, devices=tuple(one for one in row.devices if one.device not in known)) for row in rows.values()
         ]
         window = Window(recent.number, {}, None, None)
-        window.by_rank = recent.ordered.joined(Rows(news))
+        window.by_rank = recent.ordered.merge(Rows(news))
         devices = self._roster.expected(window.ranks)
-        window.merged = recent.merged.joined(merge_devices(news, devices, self._roster.sitting(window.ranks)))
+        window.merged = recent.merged.merge(merge_devices(news, devices, self._roster.sitting(window.ranks)))
         self._weigh_energy(window)
         return window
 

@@ -56,7 +56,7 @@ class GpuReadings(Struct):
         if peak_w is not None and (self.power_peak_w is None or peak_w > self.power_peak_w):
             self.power_peak_w = peak_w
 
-    def joined(self, more: GpuReadings) -> GpuReadings:
+    def merge(self, more: GpuReadings) -> GpuReadings:
         """Return these readings and more."""
         gauges = {name: GaugeSums(sums.value_seconds, sums.covered_s, sums.most) for name, sums in self.gauges.items()}
         for name, sums in more.gauges.items():

@@ -116,7 +116,7 @@ class DeviceColumns(NamedTuple):
         """Return integrals as columns."""
         return cls(fields_of([one.energy for one in integrals], AMOUNT), fields_of(integrals, LEVELS))
 
-    def joined(self, more: DeviceColumns) -> DeviceColumns:
+    def merge(self, more: DeviceColumns) -> DeviceColumns:
         """Return the rows of both."""
         return DeviceColumns(*map(np.concatenate, zip(self, more, strict=True)))
 
@@ -136,17 +136,17 @@ class Merged(Struct, dict=True, eq=False):
     def __len__(self) -> int:
         return len(self.names)
 
-    def joined(self, more: Merged) -> Merged:
+    def merge(self, more: Merged) -> Merged:
         """Return these devices and more, none of which is among these."""
         return Merged(
             names=self.names + more.names,
             devices=self.devices + more.devices,
             span_s=np.concatenate((self.span_s, more.span_s)),
-            wall=self.wall.joined(more.wall),
-            iterations=self.iterations.joined(more.iterations),
+            wall=self.wall.merge(more.wall),
+            iterations=self.iterations.merge(more.iterations),
             peaks=np.concatenate((self.peaks, more.peaks)),
             phases_j={**self.phases_j, **{at + len(self): parts for at, parts in more.phases_j.items()}},
-            gpus=self.gpus.joined(more.gpus),
+            gpus=self.gpus.merge(more.gpus),
         )
 
     @cached_property

@@ -48,10 +48,10 @@ class Window(Struct):
         """Who reported it."""
         return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
 
-    def forgetful(self) -> Window:
-        """Return what it came to, without its rows: a thousandth of the objects."""
+    def without_reports(self) -> Window:
+        """Return its sums alone: a thousandth of the objects."""
         sums = Window(self.number, {}, self.merged, self.energy, self.warming)
-        sums.by_rank = self.ordered.joined(Rows())
+        sums.by_rank = self.ordered.merge(Rows())
         return sums
 
     @property

@@ -77,22 +77,17 @@ class Rows(list[RankReport]):
         """Return what was added up of so many GPUs as their rows came; ``None`` if there are no such sums."""
         return self.gathered.of(num_devices, len(self)) if self.gathered is not None else None
 
-    def joined(self, more: Rows) -> Rows:
-        """Return what these rows and more come to, without the rows themselves."""
-        both = Rows()
-        both.__dict__.update(
-            ranks=self.ranks + more.ranks,
-            numbers={name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()},
-            counts={name: count + more.counts[name] for name, count in self.counts.items()},
-            iterations=max(self.iterations, more.iterations),
-            loss=more.loss if self.loss is None else self.loss,
-            profile=add_profiles(self.profile, more.profile),
-            phases_s={
-                name: self.phases_s.get(name, 0.0) + more.phases_s.get(name, 0.0)
-                for name in {**self.phases_s, **more.phases_s}
-            },
-            is_final=self.is_final or more.is_final,
-        )
+    def merge(self, more: Rows) -> Rows:
+        """Return the sums of these rows and more, without the rows themselves."""
+        both, phases = Rows(), {**self.phases_s, **more.phases_s}
+        both.ranks = self.ranks + more.ranks
+        both.numbers = {name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()}
+        both.counts = {name: count + more.counts[name] for name, count in self.counts.items()}
+        both.iterations = max(self.iterations, more.iterations)
+        both.loss = more.loss if self.loss is None else self.loss
+        both.profile = add_profiles(self.profile, more.profile)
+        both.phases_s = {name: self.phases_s.get(name, 0.0) + more.phases_s.get(name, 0.0) for name in phases}
+        both.is_final = self.is_final or more.is_final
         return both
 
     @classmethod
