@@ -6,17 +6,15 @@ import time
 import pytest
 
 from effllm.agents.events import AgentEvents
-from effllm.agents.log import LogFile
 from effllm.schema import Event
 
 
 def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):
-    log = LogFile(3)
-    events = AgentEvents(log)
+    events = AgentEvents(3)
     events.report("agent", "one")
-    log.attach(tmp_path / "logs")
+    events.attach(tmp_path / "logs")
     events.report("warning", "two")
-    log.close()
+    events.close()
 
     lines = (tmp_path / "logs" / "agent-3.log").read_text().splitlines()
     assert [line.partition("Z ")[2] for line in lines] == ["rank 3: one", "rank 3: two"]
@@ -24,19 +22,18 @@ def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order
 
 
 def test_an_agent_without_events_leaves_no_file(tmp_path):
-    log = LogFile(0)
-    log.attach(tmp_path / "logs")
-    log.close()
+    events = AgentEvents(0)
+    events.attach(tmp_path / "logs")
+    events.close()
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_no_run_folder_has_taken_is_left_in_the_users_state_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    log = LogFile(0)
-    events = AgentEvents(log)
+    events = AgentEvents(0)
     events.report("agent", "nobody answers")
-    log.close()
+    events.close()
 
     (file,) = tmp_path.rglob("agent-0.log")
     assert "nobody answers" in file.read_text()
@@ -45,13 +42,12 @@ def test_what_no_run_folder_has_taken_is_left_in_the_users_state_folder(tmp_path
 @pytest.mark.fault("slow-disk")
 def test_a_disk_that_stands_still_holds_up_no_line_and_no_end(tmp_path):
     os.mkfifo(tmp_path / "agent-0.log")  # to open it for writing waits for a reader
-    log = LogFile(0)
-    events = AgentEvents(log)
-    log.attach(tmp_path)
+    events = AgentEvents(0)
+    events.attach(tmp_path)
     began_s = time.monotonic()
     for number in range(1000):
         events.report("agent", str(number))
-    log.close()
+    events.close()
     assert time.monotonic() - began_s < 5.0
 
     said = (tmp_path / "agent-0.log").read_text()  # to its end, which is the log's
@@ -68,15 +64,14 @@ def taken(events):
 
 
 def test_a_storm_at_an_agent_is_a_hundred_events_and_a_count(tmp_path):
-    log = LogFile(0)
-    events = AgentEvents(log)
-    log.attach(tmp_path)
+    events = AgentEvents(0)
+    events.attach(tmp_path)
     for number in range(100_000):
         events.add(Event(1000.0, "ecc", f"{number} errors", count=10))
     events.add(Event(1000.0, "xid", "Xid 79"))
     events.end()
     sent = taken(events)
-    log.close()
+    events.close()
 
     assert len(sent) == 102
     assert sum(event.count for event in sent if event.kind == "ecc") == 1_000_000
@@ -86,8 +81,7 @@ def test_a_storm_at_an_agent_is_a_hundred_events_and_a_count(tmp_path):
 
 def test_events_of_a_long_outage_are_counted_where_they_do_not_fit(monkeypatch):
     monkeypatch.setattr("effllm.event_limit.MINUTE_S", 0.0)  # each event in a minute of its own
-    log = LogFile(0)
-    events = AgentEvents(log)
+    events = AgentEvents(0)
     for _ in range(1000):
         events.add(Event(1000.0, "ecc", "1 error"))
     events.end()

@@ -39,13 +39,13 @@ FLOORS = """
 1.0.3   health.slowdown  node_power.redfish_sources
 1.0.4   energy.lag_evidence  energy.power_spread  health.straggler_text  node_power.*
 1.0.5   energy.cross_check  energy.tick_energy
-1.1     agents.log  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
+1.1     agents.log  agents.trainer  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
 1.1     devices._amd_counter  devices._amd_library
 1.2     devices._amd_readings
 1.2     agents.events  agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
 1.2     energy.calibration  health.stall_text  runs.window_text
-1.2.0.5 runs.closing_text
+1.2.0.5 agents.notices  runs.closing_text
 1.2.1   devices._amd_identity  devices._nvml_slices
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered
@@ -53,7 +53,7 @@ FLOORS = """
 1.2.4   aggregation.merged
 1.2.5   aggregation.window_energy
 1.3     aggregation.account  aggregation.joining
-1.3.1   health.slowest  health.standing_out
+1.3.1   agents.connection  health.slowest  health.standing_out
 1.3.2   health.evidence
 1.3.3   health.stragglers
 1.4     aggregation.ledger
@@ -64,13 +64,15 @@ FLOORS = """
 2.0     sinks  training.device_time  training.recorder  training.torch_profile
 2.1     agents.track  preflight  sinks.*  store.*  training.watched_recorder
 2.1     server.acknowledgement
-2.2     agents.gpu_energy
-2.3     agents.inspection
-2.4     agents.inspection_child
+2.2     agents.gpu_energy  agents.rank_devices
+2.3     agents.inspection  agents.measuring
+2.4     agents.inspection_child  agents.messages
 2.5     aggregation.orders  server.writer
 3.0     aggregation.server
 3.1     agents.aggregator_child
-3.2     agents.agent
+3.2     agents.children
+3.3     agents.conversation
+3.4     agents.agent
 4.0     training.session
 4.1     collector
 4.1.1   inference

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from after_fault import assert_readable, assert_whole
 
-from effllm.agents.agent import REPORT_EVERY_S
+from effllm.agents.conversation import REPORT_EVERY_S
 from effllm.aggregation.ledger import restore
 from effllm.aggregation.server import TICK_S
 from effllm.runs.runfolder import read_ranks

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -20,11 +21,11 @@ class AgentEvents:
     """What happened at an agent and its devices; samplers' threads add events too.
 
     Args:
-        log: the file that each event becomes a line of.
+        rank: names the log file, in which each event becomes a line.
     """
 
-    def __init__(self, log: LogFile) -> None:
-        self._log = log
+    def __init__(self, rank: int) -> None:
+        self._log = LogFile(rank)
         self._limit = EventLimit()
         self._lock = threading.Lock()
         self._unsent: deque[Event] = deque()
@@ -56,6 +57,14 @@ class AgentEvents:
         """Let the events that were left out so far be sent now: the job ends."""
         with self._lock:
             self._roll(math.inf, 2 * MAX_UNSENT)
+
+    def attach(self, folder: Path) -> None:
+        """Write the log file in ``folder`` from now on; it is made with the first event."""
+        self._log.attach(folder)
+
+    def close(self) -> None:
+        """Close the log file; wait half a second for a disk at most."""
+        self._log.close()
 
     def _roll(self, now_s: float, max_unsent: int = MAX_UNSENT) -> None:
         for event in self._limit.roll(now_s):

@@ -132,7 +132,7 @@ class Outbox:
         return rows
 
     def sent(self, count: int) -> None:
-        """AgentEvent that so many more are under way."""
+        """Take that many more as under way."""
         self._sent = min(self._sent + count, len(self._rows))
         if self._sent:
             self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1].sequence)
