@@ -9,11 +9,13 @@ import msgspec
 from msgspec import Struct
 
 from effllm.metrics import METRICS
+from effllm.records.counters import FIELDS
 from effllm.schema import ClusterTotals, Overhead, Profile
 
+_COUNTS: dict[str, Any] = {**dict.fromkeys(FIELDS, 1), "tokens_processed": 2}
 _WHOLE = ClusterTotals(
     parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
-    tokens=1, tokens_processed=2, tokens_loss=1, samples=1, generated_tokens=1, generation_s=1.0,
+    generation_s=1.0,
     memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
     utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
     energy_j=1.0, energy_time_s=1.0, energy_tokens=1, energy_samples=1, energy_iterations=1,
@@ -26,7 +28,7 @@ _WHOLE = ClusterTotals(
     stalled_s=0.0, clock_error_s=1.0, straggling_s=1.0, straggling_j=1.0, elapsed_s=1.0, rank_seconds=1.0,
     class_s=dict.fromkeys(("kept", "redone", "restart_gap", "startup", "checkpoint", "unknown"), 1.0),
     class_j={"redone": 1.0, "straggling": 1.0, "hang": 1.0},
-    overhead=Overhead(1.0, 1.0, 1.0, 1, 1),
+    overhead=Overhead(1.0, 1.0, 1.0, 1, 1), **_COUNTS,
 )  # fmt: skip
 
 GAUGES: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Every record that flows, in the order it is made: reading this file is reading the architecture.
 
-    Iteration, Sample -> DeviceWindow -> RankReport -> ClusterReport -> sink
+    Slot, Sample -> DeviceWindow -> RankReport -> ClusterReport -> sink
 
 Times named ``_ns`` are readings of the monotonic clock of one host; ``time_s`` is unix time;
 ``None`` always means *not measured*.  Records that cross the wire are encoded as arrays, so fields
@@ -9,10 +9,11 @@ may only be appended, never moved.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
 
+from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import NOT_MEASURED, Amount, EnergyAmount
 
 #: Of the files in a run folder: one more when a field of theirs changes its meaning or goes away.
@@ -35,6 +36,13 @@ Fact = str | int | float | bool | list[str] | None
 MOST_ROWS = 256  # rows in one frame: about 110 kB of plain ones
 MOST_DEVICES = 64  # of one rank: its GPUs, and the sensors of its node
 
+if TYPE_CHECKING:
+    Counted = Counters
+    CountedOnWire = Counters
+else:  # bases of the records with counters, which come after a record's own fields; only those of one rank are bounded
+    Counted = defstruct("Counted", [(name, int, 0) for name in FIELDS], kw_only=True)
+    CountedOnWire = defstruct("CountedOnWire", [(name, Count, 0) for name in FIELDS], kw_only=True)
+
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
 OTHER = "other"
@@ -44,13 +52,6 @@ SHUTDOWN = "shutdown"
 
 #: The phases that a training loop can mark, in the order of their running totals in a ring slot.
 MARKED_PHASES = (EVALUATION, CHECKPOINT, OTHER, GENERATION)
-
-
-class Iteration(Struct, frozen=True, gc=False):
-    """One optimizer step that ended, as the training process stamped it."""
-
-    ordinal: int  # 1 for the first iteration that ended in this process
-    end_ns: int
 
 
 class Phase(Struct, frozen=True, gc=False):
@@ -227,7 +228,7 @@ class Profile(Struct, frozen=True):
     kinds: Annotated[dict[Word, tuple[Amount, Amount]], Meta(max_length=32)] = {}
 
 
-class RankReport(Struct, frozen=True, array_like=True, gc=False):
+class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     """One rank's window: from the end of its previous window to its own, wall time, with all energy.
 
     ``wall_s == busy_s + wait_s + sum(phases_s.values())``; iteration time is ``busy_s + wait_s``.
@@ -247,18 +248,12 @@ class RankReport(Struct, frozen=True, array_like=True, gc=False):
     busy_s: Amount  # the steps: start to end
     wait_s: Amount  # between the steps, less the phases
     phases_s: Amounts
-    tokens: Count
-    tokens_processed: Count
-    tokens_loss: Count
-    samples: Count
     loss: Finite | None = None  # the last of the window; None where it is not finite
     devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MOST_DEVICES)] = ()
     final: bool = False  # the rank's last row
     reset: bool = False  # the run-to-date values start anew after this window
     iterations_overrun: Count = 0  # iterations whose detail the ring lost; their totals are in here
-    generated_tokens: Count = 0
     generation_s: Amount = 0.0  # wherever it lay: in steps, in phases
-    prompt_tokens: Count = 0  # of what was generated
     profile: Profile | None = None  # of its profiled iterations
     device_steps: Count = 0  # iterations that were timed on the device ...
     device_step_s: Amount = 0.0  # ... and how long they took there
@@ -302,7 +297,16 @@ class JobConstants(Struct, frozen=True, omit_defaults=True):
     price_per_gpu_hour: float | None = None
 
 
-class ClusterTotals(JobConstants, frozen=True):
+if TYPE_CHECKING:
+
+    class CountedJob(Counters, JobConstants, frozen=True):
+        """Constants and counts of a job."""
+
+else:
+    CountedJob = defstruct("CountedJob", [(name, int, 0) for name in FIELDS], bases=(JobConstants,), kw_only=True)
+
+
+class ClusterTotals(CountedJob, Struct, frozen=True):
     """What the whole job did on one time base: the argument of every metric.
 
     ``time_s`` is T, the maximum over ranks of their summed iteration times (on the job base: of their
@@ -314,13 +318,7 @@ class ClusterTotals(JobConstants, frozen=True):
     slowest_step_s: float = 0.0  # of the rank with the largest mean step: its summed steps ...
     slowest_iterations: int = 0  # ... and how many they are
     wait_s: float = 0.0  # of the rank with the largest T
-    tokens: int = 0
-    tokens_processed: int = 0
-    tokens_loss: int = 0
-    samples: int = 0
-    generated_tokens: int = 0  # of all ranks
     generation_s: float = 0.0  # of the rank that generated for longest
-    prompt_tokens: int = 0
     profile: Profile | None = None  # of all ranks
     device_steps: int = 0  # of the rank with the largest mean step on its device ...
     device_step_s: float = 0.0  # ... and their time there

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from effllm.records.counters import FIELDS
 from effllm.records.energy import EnergyAmount
 from effllm.schema import Device, DeviceWindow, Hello, Integrals, Parameters, RankReport, Reports
 from effllm.training import recorder as recorder_module
@@ -60,6 +61,11 @@ class Loop:
 
     def iterations(self):
         return self.slots(ring.ITERATION)
+
+
+def counted(slot):
+    """Return the counters of a record by their names."""
+    return SimpleNamespace(**dict(zip(FIELDS, slot.counts, strict=True)))
 
 
 @contextmanager

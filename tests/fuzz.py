@@ -24,7 +24,7 @@ from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
 from effllm.runs.run_lock import holder_of, status_of
 from effllm.runs.runfolder import read_events, read_ranks, read_windows
-from effllm.schema import MARKED_PHASES, Beat, Bye, Hello, Note, Reports, Stack
+from effllm.schema import MARKED_PHASES, AgentEvent, Beat, Bye, Hello, Reports, Stack
 from effllm.store.run_folder import RunFolder
 from effllm.training import ring
 from effllm.training.ring import Board, RingError, RingReader
@@ -78,11 +78,11 @@ def _as_of(message: object, first: Hello) -> object:
         return msgspec.structs.replace(message, rows=tuple(msgspec.structs.replace(one, **own) for one in message.rows))
     if isinstance(message, Hello):
         return msgspec.structs.replace(message, **own, job=first.job, world_size=2, log_interval=10, offset=0)
-    return msgspec.structs.replace(message, **own) if isinstance(message, (Beat, Note, Bye, Stack)) else message
+    return msgspec.structs.replace(message, **own) if isinstance(message, (AgentEvent, Beat, Bye, Stack)) else message
 
 
 def _tell(aggregator: Aggregator, message: object) -> None:
-    takers = {Hello: "hello", Reports: "reports", Beat: "beat", Note: "note", Bye: "bye", Stack: "stack"}
+    takers = {Hello: "hello", Reports: "reports", Beat: "beat", AgentEvent: "agent_event", Bye: "bye", Stack: "stack"}
     if taker := takers.get(type(message)):
         getattr(aggregator, taker)(message, 1.0, 1001.0)
 
@@ -131,7 +131,7 @@ def _ring_of(data: bytes) -> bytes:
     return bytes(memory[: ring.ring_bytes(16)])
 
 
-_SLOT = struct.Struct("<Qhhqqqqd13q")  # the fields of ring.Slot
+_SLOT = struct.Struct("<Qhhqqqqd13q")  # what the corpus has of a record
 
 
 def _records_of(data: bytes) -> bytes:
@@ -145,7 +145,7 @@ def _records_of(data: bytes) -> bytes:
         )
         often = ring._OFTEN.pack(number, ordinal, start_ns, end_ns, *totals[:2], *totals[5:9])
         about = ring._ABOUT.pack(kind, what, about_number, value)
-        seldom = ring._SELDOM.pack(*totals[2:5], *totals[9:])
+        seldom = ring._SELDOM.pack(*totals[2:5], totals[9], totals[11], totals[10], totals[12])
         checksum = ring.zlib.crc32(often, ring.zlib.crc32(about, ring.zlib.crc32(seldom)))
         at = ring._SLOTS_AT + number * ring._SLOT_BYTES
         ring._SEALED.pack_into(memory, at, often, about, seldom, checksum)
@@ -158,7 +158,7 @@ def _read_ring(reader: RingReader) -> None:
     for _ in range(3):
         for slot in reader.read():
             assert slot.kind in ring._WHAT
-            assert min(slot.ordinal, slot.tokens, slot.samples, slot.step_ns, slot.prompt_tokens) >= 0
+            assert min(slot.ordinal, slot.step_ns, slot.generation_ns, *slot.phases_ns, *slot.counts) >= 0
             cutter.add(slot)
         reader.skip_torn()
     state, ordinal, _, what = reader.state()

@@ -20,7 +20,7 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  records  runs  server  store  training
-0.1     records.energy
+0.1     records.counters  records.energy
 0.2     schema
 0.5     event_limit  runs.own_files  timeline
 0.6     network.descriptors  network.intake  network.monitor  network.rejections  network.secret

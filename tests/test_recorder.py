@@ -7,7 +7,7 @@ import tracemalloc
 from itertools import pairwise
 
 import pytest
-from builders import MADE_NS, looping
+from builders import MADE_NS, counted, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ def loop():
 
 
 def phases_ns(slot):
-    return (slot.evaluation_ns, slot.checkpoint_ns, slot.other_ns)
+    return slot.phases_ns[:3]
 
 
 def test_an_iteration_runs_from_end_to_end_with_the_data_wait_apart(loop):
@@ -205,7 +205,7 @@ def test_counts_are_running_totals_and_tokens_default_to_the_processed_ones(loop
     loop.end(2300, 512, 4, 500, 480)
 
     slot = loop.iterations()[-1]
-    assert (slot.tokens_processed, slot.samples, slot.tokens, slot.tokens_loss) == (1024, 8, 1012, 480)
+    assert slot.counts[:4] == (1012, 1024, 480, 8)
     assert loop.warnings == []
 
 
@@ -222,7 +222,7 @@ def test_a_count_that_is_none_keeps_the_iteration_and_warns_once(loop, bad, plac
 
     slot = loop.iterations()[-1]
     # One bad count of four, and none of the four is believed.
-    assert (slot.ordinal, slot.tokens, slot.tokens_processed, slot.tokens_loss, slot.samples) == (3, 5, 5, 5, 5)
+    assert (slot.ordinal, slot.counts[:4]) == (3, (5, 5, 5, 5))
     assert len(loop.warnings) == 1
     assert "iteration 1 counts none" in loop.warnings[0]
 
@@ -232,7 +232,7 @@ def test_totals_stay_within_what_a_record_can_hold(loop):
         loop.end(MADE_NS + ordinal, 2**60)
 
     # The fourth would reach 2**62; the first three stay.
-    assert loop.iterations()[-1].tokens == 3 * 2**60
+    assert counted(loop.iterations()[-1]).tokens == 3 * 2**60
 
 
 def test_counts_of_other_number_types_are_taken(loop):
@@ -243,7 +243,7 @@ def test_counts_of_other_number_types_are_taken(loop):
     loop.end(2000, Scalar(), 3.0, tokens=True)
 
     slot = loop.iterations()[0]
-    assert (slot.tokens_processed, slot.samples, slot.tokens) == (7, 3, 1)
+    assert slot.counts[:4] == (1, 7, 0, 3)
 
 
 def test_a_count_on_a_gpu_is_not_read_for_that_would_be_a_synchronisation(loop):
@@ -264,7 +264,7 @@ def test_a_count_on_a_gpu_is_not_read_for_that_would_be_a_synchronisation(loop):
     loop.end(2100, OnGpu())
 
     assert reads == []
-    assert loop.iterations()[0].tokens == 0
+    assert counted(loop.iterations()[0]).tokens == 0
     assert len(loop.warnings) == 1
 
 
@@ -382,7 +382,7 @@ def test_finishing_closes_an_open_phase_and_ends_the_record(loop):
 
     slots = loop.slots()
     assert [slot.kind for slot in slots] == [ring.ITERATION, ring.PHASE, ring.END]
-    assert (slots[-1].what, slots[-1].evaluation_ns) == (1, 500)
+    assert (slots[-1].what, slots[-1].phases_ns[0]) == (1, 500)
 
 
 def test_an_end_of_a_phase_that_had_not_begun_is_told_once_and_ignored(loop):
@@ -410,9 +410,9 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 reader = RingReader(writer.descriptor)
-print([(slot.ordinal, slot.tokens) for slot in reader.read()], reader.state()[:2])
+print([(slot.ordinal, slot.counts[0]) for slot in reader.read()], reader.state()[:2])
 recorder.start(); recorder.end(5, 1)
-print([(slot.ordinal, slot.tokens) for slot in reader.read()], reader.state()[:2])
+print([(slot.ordinal, slot.counts[0]) for slot in reader.read()], reader.state()[:2])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
@@ -452,7 +452,7 @@ def test_recording_starts_no_thread(loop):
 
 
 def generated(slot):
-    return slot.generated_tokens, slot.generation_ns, slot.prompt_tokens
+    return counted(slot).generated_tokens, slot.generation_ns, counted(slot).prompt_tokens
 
 
 def generate(loop, from_ns, to_ns, *counts, is_phase=False):
@@ -474,7 +474,9 @@ def test_generated_tokens_and_their_time_are_running_totals_of_every_record(loop
 
     first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
     assert [generated(first), generated(second), generated(end)] == [(120, 300, 40), (200, 500, 40), (201, 501, 40)]
-    assert (first.step_ns, first.tokens) == (1000, 0), "its time is left where it lay, and it is no training token"
+    assert (first.step_ns, counted(first).tokens) == (1000, 0), (
+        "its time is left where it lay, and it is no training token"
+    )
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", 2**62, 10**400, [1], None, object()])
@@ -517,7 +519,7 @@ def test_a_generation_inside_of_a_step_is_a_phase_and_neither_step_nor_wait(loop
     assert [(s.kind, s.what, s.start_ns, s.end_ns) for s in slots] == [
         (ring.PHASE, 3, 2100, 2700), (ring.ITERATION, 0, 2000, 3000)
     ]  # fmt: skip
-    assert (slots[1].step_ns, slots[1].wait_ns, slots[1].generating_ns) == (400, 0, 600)
+    assert (slots[1].step_ns, slots[1].wait_ns, slots[1].phases_ns[3]) == (400, 0, 600)
     assert generated(slots[1]) == (60, 600, 5)
 
 
@@ -527,7 +529,7 @@ def test_a_generation_that_is_no_phase_leaves_its_time_in_the_step(loop):
     loop.end(3000)
 
     slot = loop.iterations()[0]
-    assert (slot.step_ns, slot.generating_ns, generated(slot)) == (1000, 0, (60, 600, 0))
+    assert (slot.step_ns, slot.phases_ns[3], generated(slot)) == (1000, 0, (60, 600, 0))
 
 
 def test_what_generates_inside_of_a_generation_is_counted_once(loop):
@@ -570,7 +572,7 @@ def test_a_generation_in_an_evaluation_is_evaluation_and_counts_all_the_same(loo
     loop.end(3100)
 
     slot = loop.iterations()[0]
-    assert (slot.evaluation_ns, slot.generating_ns, generated(slot)) == (500, 0, (10, 200, 0))
+    assert (slot.phases_ns[0], slot.phases_ns[3], generated(slot)) == (500, 0, (10, 200, 0))
 
 
 def test_what_lies_before_the_sync_point_is_the_ranks_own_without_data_waits_and_phases(loop):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effllm.records.counters import FIELDS, Counters
 from effllm.schema import MARKED_PHASES
 from effllm.timeline import KINDS
 from effllm.training import ring
@@ -32,8 +33,15 @@ def reader(writer):
     reader.close()
 
 
+def counters(*values):
+    made = Counters()
+    for name, value in zip(FIELDS, values, strict=False):
+        setattr(made, name, value)
+    return made
+
+
 def put(writer, ordinal, tokens=0):
-    writer.iteration(ordinal, ordinal * 10, ordinal * 10 + 5, 0, 0, tokens, tokens, 0, 0)
+    writer.iteration(ordinal, ordinal * 10, ordinal * 10 + 5, 0, 0, counters(tokens, tokens, 0, 0))
 
 
 def slot_at(sequence, slots=16):
@@ -52,10 +60,11 @@ def test_records_come_back_in_order_and_once(writer, reader):
 
 
 def test_every_field_of_a_record_comes_back(writer, reader):
-    writer.take((3, 4, 5, 9), (10, 11, 12))
-    writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, (1, 2, 6, 7, 8, 2**62))
+    counts = (6, 7, 8, 2**62, 10, 12)
+    writer.take((3, 4, 5, 9), 11, counters(*counts))
+    writer.put(ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, counters(*counts))
 
-    assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, *range(1, 9), 2**62, 9, 10, 11, 12)]
+    assert reader.read() == [(1, ring.PHASE, 2, 7, -9, 11, 12, 3.25, 1, 2, (3, 4, 5, 9), 11, counts)]
 
 
 LONGS = st.integers(0, 2**62)
@@ -64,14 +73,16 @@ LONGS = st.integers(0, 2**62)
 @settings(deadline=None, max_examples=50)
 @given(st.lists(LONGS, min_size=9, max_size=9), st.lists(LONGS, min_size=7, max_size=7), LONGS, st.integers(0, 2**53))
 def test_the_short_way_to_write_an_iteration_writes_what_the_long_one_does(often, seldom, own_ns, arrival_ns):
-    ordinal, start_ns, end_ns, *totals = sorted(often)
+    ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = sorted(often)
+    counted = counters(*frequent, *seldom[5:])
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
-    writer.take(seldom[:4], seldom[4:])
+    writer.take(seldom[:4], seldom[4], counted)
 
-    writer.iteration(ordinal, start_ns, end_ns, *totals, own_ns, arrival_ns)
+    writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counted, own_ns, arrival_ns)
     assert reader.state() == (ring.BETWEEN, ordinal, end_ns, 0)
-    writer.put(ring.ITERATION, 0, ordinal, own_ns, start_ns, end_ns, arrival_ns if own_ns else 0, totals)
+    value = arrival_ns if own_ns else 0
+    writer.put(ring.ITERATION, 0, ordinal, own_ns, start_ns, end_ns, value, step_ns, wait_ns, counted)
 
     short, long = reader.read()
     assert short[1:] == long[1:]
@@ -95,7 +106,7 @@ def test_an_overrun_loses_detail_and_never_a_token(bursts):
 
         # Whatever was overwritten is counted, and the newest record has the tokens of all before it.
         assert seen + reader.overrun == written
-        assert newest is None or newest.tokens == 100 * written
+        assert newest is None or newest.counts[0] == 100 * written
     reader.close()
     writer.close()
 
@@ -125,12 +136,12 @@ def test_a_torn_record_is_not_believed_until_it_is_whole(writer, reader):
 def test_no_mixture_of_two_records_is_believed_whichever_words_are_stored_first(totals, own_ns, is_stored):
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
-    start_ns, end_ns, *totals = sorted(totals)
+    start_ns, end_ns, step_ns, wait_ns, *counts = sorted(totals)
     put(writer, 1)
     before = os.pread(writer.descriptor, 176, slot_at(1))
     for ordinal in range(2, 17):
         put(writer, ordinal)
-    writer.iteration(17, start_ns, end_ns, *totals, own_ns, end_ns)  # in the place of the first
+    writer.iteration(17, start_ns, end_ns, step_ns, wait_ns, counters(*counts), own_ns, end_ns)  # replaces the first
     after = os.pread(writer.descriptor, 176, slot_at(1))
     words = [(after if is_stored[at // 8] & 1 else before)[at : at + 8] for at in range(0, 176, 8)]
     os.pwrite(writer.descriptor, b"".join(words), slot_at(1))
@@ -187,7 +198,7 @@ def test_a_reader_beside_a_busy_writer_sees_rising_totals_and_loses_none(writer,
         seen += reader.read()
     thread.join()
 
-    assert all(slot.tokens == slot.ordinal == slot.sequence for slot in seen)
+    assert all(slot.counts[0] == slot.ordinal == slot.sequence for slot in seen)
     assert sorted({slot.ordinal for slot in seen}) == [slot.ordinal for slot in seen]
     assert len(seen) + reader.overrun == last
 
@@ -357,7 +368,7 @@ def test_a_header_that_promises_what_the_memory_does_not_hold_is_refused(writer,
 def test_a_record_that_says_what_cannot_be_is_passed_over_and_counted(
     writer, reader, kind, what, ordinal, number, start_ns, end_ns, value, tokens
 ):
-    writer.put(kind, what, ordinal, number, start_ns, end_ns, value, (0, 0, tokens, 0, 0, 0))
+    writer.put(kind, what, ordinal, number, start_ns, end_ns, value, 0, 0, counters(tokens))
     put(writer, 2, 20)
 
     assert [slot.ordinal for slot in reader.read()] == [2]

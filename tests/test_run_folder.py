@@ -709,7 +709,7 @@ def test_a_line_nested_beyond_reason_is_counted_too(tmp_path):
 
 
 def test_rows_of_a_later_version_are_read_by_this_one(tmp_path):
-    (row,) = [RankRow(1, 0, 1, 1, 10, 0.0, 1.0, 1.0, 0.9, 0.1, 5, 1)]
+    (row,) = [RankRow(1, 0, 1, 1, 10, 0.0, 1.0, 1.0, 0.9, 0.1, tokens=5, samples=1)]
     plain = {**msgspec.to_builtins(row), "added_later": {"x": [1]}}
     (tmp_path / "ranks-0001.jsonl").write_text(json.dumps(plain) + "\n")
 

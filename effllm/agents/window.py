@@ -16,6 +16,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from effllm.energy.device_energy import NS, EnergyLedger, runs_between
+from effllm.records.counters import FIELDS
 from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
 from effllm.schema import (
     MARKED_PHASES,
@@ -28,7 +29,6 @@ from effllm.schema import (
     Event,
     Gauge,
     Integrals,
-    Iteration,
     Phase,
     Profile,
     RankReport,
@@ -37,7 +37,8 @@ from effllm.schema import (
 from effllm.timeline import KINDS
 from effllm.training import ring
 
-_NO_TOTALS = (0,) * 13
+#: The totals before the first record.
+_NO_TOTALS = ring.Slot(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, (0,) * len(MARKED_PHASES), 0, (0,) * len(FIELDS))
 _Level: TypeAlias = tuple[float | None, float]  # an integral over time, and the seconds that it covers
 
 
@@ -343,10 +344,10 @@ class WindowCutter:
         self._unix_minus_monotonic_s = unix_minus_monotonic_s
         self._row_start_ns = self._origin_ns = origin_ns
         self._row_first = 1  # ordinal of the row's first iteration
-        self._totals: tuple[int, ...] = _NO_TOTALS  # at the row's start
-        self._newest: Iteration | None = None
-        self._newest_totals: tuple[int, ...] = _NO_TOTALS
-        self._open: deque[tuple[Iteration, tuple[int, ...], int]] = deque()  # windows that ended, not yet cut
+        self._totals = _NO_TOTALS  # at the row's start
+        self._newest: ring.Slot | None = None  # the last iteration
+        self._newest_totals = _NO_TOTALS
+        self._open: deque[tuple[ring.Slot, int]] = deque()  # last iteration and overrun of windows that are not cut yet
         self._phases: list[Phase] = []
         self._first_start_ns = 0
         self._losses: deque[tuple[int, int, float]] = deque()  # ordinal, number, loss
@@ -380,14 +381,14 @@ class WindowCutter:
         return self._newest.ordinal if self._newest else 0
 
     @property
-    def ended(self) -> Iteration | None:
+    def ended(self) -> ring.Slot | None:
         """Last iteration of the oldest window that has ended and is not cut yet."""
         return self._open[0][0] if self._open else None
 
     @property
     def edges_ns(self) -> list[int]:
         """Ends of the windows that have ended and are not cut yet, oldest first."""
-        return [iteration.end_ns for iteration, _, _ in self._open]
+        return [iteration.end_ns for iteration, _ in self._open]
 
     @property
     def moments_ns(self) -> list[int]:
@@ -427,11 +428,9 @@ class WindowCutter:
         elif slot.kind == ring.OWN_TIME:
             self._device_own_times.append((slot.ordinal, slot.number, slot.value))
         if slot.kind in (ring.PHASE, ring.END):
-            self._newest_totals = slot[8:21]
+            self._newest_totals = slot
 
     def _add_iteration(self, slot: ring.Slot) -> None:
-        totals = slot[8:21]
-        iteration = Iteration(slot.ordinal, slot.end_ns)
         if not self._first_start_ns:
             self._first_start_ns = slot.start_ns
         if slot.number > 0:
@@ -439,18 +438,18 @@ class WindowCutter:
         self._durations_s.append((slot.end_ns - slot.start_ns + max(slot.wait_ns - self._last_wait_ns, 0)) * NS)
         self._last_wait_ns = slot.wait_ns
         self._seen += 1
-        self._overrun = iteration.ordinal - self._seen
-        # An overrun may have taken the record on a boundary: then the window is told by the next one on it.
-        self._newest, self._newest_totals = iteration, totals
-        if (iteration.ordinal + self._offset) % self._log_interval == 0:
-            self._open.append((iteration, totals, self._overrun))
+        self._overrun = slot.ordinal - self._seen
+        # An overrun may have taken the record of a boundary: then the next one at a boundary ends the window.
+        self._newest = self._newest_totals = slot
+        if (slot.ordinal + self._offset) % self._log_interval == 0:
+            self._open.append((slot, self._overrun))
 
     def cut(self, series: Sequence[Series]) -> RankReport | None:
         """Return the oldest window that has ended, or ``None``."""
         if not self._open:
             return None
-        iteration, totals, overrun = self._open.popleft()
-        return self._row(iteration.ordinal, iteration.end_ns, totals, overrun, series, final=False)
+        iteration, overrun = self._open.popleft()
+        return self._row(iteration.ordinal, iteration.end_ns, iteration, overrun, series, final=False)
 
     def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
         """Return the last row: what ran since the last boundary, and the shut-down until ``end_ns``."""
@@ -458,11 +457,13 @@ class WindowCutter:
         return self._row(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
 
     def _row(
-        self, last: int, end_ns: int, totals: tuple[int, ...], overrun: int, series: Sequence[Series], final: bool
+        self, last: int, end_ns: int, totals: ring.Slot, overrun: int, series: Sequence[Series], final: bool
     ) -> RankReport:
         start_ns = self._row_start_ns
-        change = [now - before for now, before in zip(totals, self._totals, strict=True)]
-        step_ns, wait_ns, phases_ns = change[0], change[1], [*change[2:5], change[9]]
+        before = self._totals
+        step_ns, wait_ns = totals.step_ns - before.step_ns, totals.wait_ns - before.wait_ns
+        phases_ns = [now_ns - then_ns for now_ns, then_ns in zip(totals.phases_ns, before.phases_ns, strict=True)]
+        counts = [now - then for now, then in zip(totals.counts, before.counts, strict=True)]
         phases_s = {name: ns * NS for name, ns in zip(MARKED_PHASES, phases_ns, strict=True) if ns}
         # What no total claims lies before the first iteration or after the last one.
         rest_ns = max(end_ns - start_ns - step_ns - wait_ns - sum(phases_ns), 0)
@@ -519,13 +520,7 @@ class WindowCutter:
             busy_s=step_ns * NS,
             wait_s=wait_ns * NS,
             phases_s=phases_s,
-            tokens=change[5],
-            tokens_processed=change[6],
-            tokens_loss=change[7],
-            samples=change[8],
-            generated_tokens=change[10],
-            generation_s=change[11] * NS,
-            prompt_tokens=change[12],
+            generation_s=(totals.generation_ns - before.generation_ns) * NS,
             devices=devices,
             loss=losses[-1][1] if losses and math.isfinite(losses[-1][1]) else None,
             final=final,
@@ -543,6 +538,7 @@ class WindowCutter:
             aliasing_error=max(aliasing, default=None),
             losses_not_finite=len(not_finite),
             first_not_finite=not_finite[0] if not_finite else None,
+            **dict(zip(FIELDS, counts, strict=True)),
         )
         if report.reset:
             self._reset_at = 0

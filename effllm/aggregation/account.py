@@ -16,8 +16,9 @@ from effllm.aggregation.merged import Merged
 from effllm.aggregation.rows import SUMMED, Rows
 from effllm.aggregation.window_energy import is_covered
 from effllm.energy.energy_account import AMOUNT, EnergyTotals, WindowEnergy
+from effllm.records.counters import by_name
 from effllm.records.energy import NORMAL_95
-from effllm.schema import ClusterTotals, Profile, RankReport
+from effllm.schema import ClusterTotals, Counted, Profile, RankReport
 
 _JOB = "job"  # whose energy that of all devices is
 
@@ -50,7 +51,7 @@ class DeviceSums(Table):
     EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
 
 
-class Account(Struct):
+class Account(Counted, Struct):
     """The running sums of a job on one time base.
 
     ``wall`` chooses the base: the whole wall time of the rows, or their iterations alone.
@@ -59,12 +60,6 @@ class Account(Struct):
     wall: bool = False
     ranks: RankSums = msgspec.field(default_factory=RankSums)
     devices: DeviceSums = msgspec.field(default_factory=DeviceSums)
-    tokens: int = 0
-    tokens_processed: int = 0
-    tokens_loss: int = 0
-    samples: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
     losses_not_finite: int = 0
     profile: Profile | None = None
     energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # of the covered windows
@@ -170,13 +165,7 @@ class Account(Struct):
             slowest_step_s=_at(ranks["busy_s"], slowest),
             slowest_iterations=int(_at(ranks["iterations"], slowest)),
             wait_s=_at(ranks["wait_s"], longest),
-            tokens=self.tokens,
-            tokens_processed=self.tokens_processed,
-            tokens_loss=self.tokens_loss,
-            samples=self.samples,
-            generated_tokens=self.generated_tokens,
             generation_s=_largest(ranks["generation_s"]),
-            prompt_tokens=self.prompt_tokens,
             losses_not_finite=self.losses_not_finite,
             profile=self.profile,
             device_steps=int(_at(ranks["device_steps"], slowest_device)),
@@ -210,6 +199,7 @@ class Account(Struct):
             sm_activity=self._gauge("sm_activity_ratio").mean,
             tensor_activity=self._gauge("tensor_activity_ratio").mean,
             dram_activity=self._gauge("dram_activity_ratio").mean,
+            **by_name(self),
             **known,
         )
 

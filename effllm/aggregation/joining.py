@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from effllm.agents.window import add, add_profiles
+from effllm.records.counters import FIELDS
 from effllm.schema import METHODS, DeviceWindow, Gauge, Integrals, RankReport
 
 MAX_WAIT_S = 2.5  # windows that came wait for so long for more of them, and twice as long for most of the ranks
@@ -195,9 +196,8 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
 
 
 _SUMS = (
-    "wall_s", "busy_s", "wait_s", "tokens", "tokens_processed", "tokens_loss", "samples", "iterations_overrun",
-    "generated_tokens", "generation_s", "prompt_tokens", "device_steps", "device_step_s", "own_steps", "own_step_s",
-    "device_own_steps", "device_own_step_s", "losses_not_finite",
+    *FIELDS, "wall_s", "busy_s", "wait_s", "iterations_overrun", "generation_s", "device_steps", "device_step_s",
+    "own_steps", "own_step_s", "device_own_steps", "device_own_step_s", "losses_not_finite",
 )  # fmt: skip
 
 

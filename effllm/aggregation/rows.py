@@ -11,6 +11,7 @@ import numpy as np
 from effllm.agents.window import add_profiles
 from effllm.aggregation.columns import Array, fields_of
 from effllm.aggregation.gathered import Gathered, GpuReadings
+from effllm.records.counters import FIELDS
 from effllm.schema import Profile, RankReport
 
 
@@ -114,12 +115,4 @@ _PLACED = (
     "end_time_s",
 )
 SUMMED = ("generation_s", "device_steps", "device_step_s")
-_COUNTED = (
-    "tokens",
-    "tokens_processed",
-    "tokens_loss",
-    "samples",
-    "generated_tokens",
-    "prompt_tokens",
-    "losses_not_finite",
-)
+_COUNTED = (*FIELDS, "losses_not_finite")

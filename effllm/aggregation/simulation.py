@@ -5,6 +5,8 @@ The truth is known beforehand: what a rank counts here must be found again, to t
 
 from __future__ import annotations
 
+from typing import Any
+
 from effllm import __version__
 from effllm.devices import Site
 from effllm.devices.simulated import open_device
@@ -82,6 +84,7 @@ class SimulatedRank:
             },
             power_histogram_s={int(power_w / 10): span_s},
         )
+        counts: dict[str, Any] = {"tokens": tokens, "tokens_processed": tokens, "samples": self._log_interval}
         return RankReport(
             agent=self.agent,
             sequence=self._window,
@@ -96,11 +99,8 @@ class SimulatedRank:
             busy_s=BUSY * span_s,
             wait_s=span_s - BUSY * span_s,
             phases_s={},
-            tokens=tokens,
-            tokens_processed=tokens,
-            tokens_loss=0,
-            samples=self._log_interval,
             devices=(device,),
+            **counts,
         )
 
     def bye(self, lost: int) -> Bye:

@@ -12,9 +12,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
+from effllm.records.counters import by_name
 from effllm.schema import (
     ClusterReport,
     ClusterTotals,
+    Counted,
     DeviceWindow,
     Event,
     Gauge,
@@ -95,7 +97,7 @@ class GaugeRow(Struct, frozen=True):
     most: float
 
 
-class RankRow(Struct, frozen=True, omit_defaults=True):
+class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     """A line of ``ranks-*.jsonl``: one rank's window, of its first device."""
 
     attempt: int
@@ -108,13 +110,9 @@ class RankRow(Struct, frozen=True, omit_defaults=True):
     wall_s: float
     busy_s: float
     wait_s: float
-    tokens: int
-    samples: int
     host: str | None = None
     device: str | None = None
     iteration_shown: int = 0
-    tokens_processed: int = 0
-    tokens_loss: int = 0
     loss: float | None = None
     losses_not_finite: int = 0
     phases_s: dict[str, float] = {}
@@ -138,9 +136,7 @@ class RankRow(Struct, frozen=True, omit_defaults=True):
     energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of the counter from power
     throttled_s: dict[str, float] = {}  # by reason
     gauges: dict[str, GaugeRow] = {}  # by the names in effllm.schema.GAUGES
-    generated_tokens: int = 0
     generation_s: float = 0.0
-    prompt_tokens: int = 0
     profile: Profile | None = None  # of its profiled iterations
     device_steps: int = 0
     device_step_s: float = 0.0
@@ -163,13 +159,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         wall_s=row.wall_s,
         busy_s=row.busy_s,
         wait_s=row.wait_s,
-        tokens=row.tokens,
-        tokens_processed=row.tokens_processed,
-        tokens_loss=row.tokens_loss,
-        samples=row.samples,
-        generated_tokens=row.generated_tokens,
         generation_s=row.generation_s,
-        prompt_tokens=row.prompt_tokens,
         profile=row.profile,
         device_steps=row.device_steps,
         device_step_s=row.device_step_s,
@@ -198,6 +188,7 @@ def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool
         simulated=simulated,
         throttled_s=device.throttled_s,
         gauges={name: _gauge_row(gauge) for name, gauge in device.gauges.items() if gauge.covered_s > 0},
+        **by_name(row),
     )
     return _short(whole)
 

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from effllm.records.counters import Counters
 from effllm.training import ring
 
 _PHASES = ("evaluation", "checkpoint", "other", "generation")
 _STATUSES = ("completed", "failed", "killed", "interrupted")
-_MOST = 2**62  # what a running total can hold
+_MAX_TOTAL = 2**62  # what a running total can hold
 _FEW_BITS = 30  # of counts that no total overflows by
 _NO_TOKENS = 0
 
@@ -42,8 +43,8 @@ class Recorder:
         "_arrival_ns",
         "_boundary",
         "_boundary_ordinal",
+        "_counters",
         "_end_ns",
-        "_generated",
         "_generation_is_phase",
         "_generation_ns",
         "_generation_start_ns",
@@ -61,13 +62,8 @@ class Recorder:
         "_phase_depth",
         "_phase_ns",
         "_phase_start_ns",
-        "_prompt",
-        "_samples",
         "_start_ns",
         "_step_ns",
-        "_tokens",
-        "_tokens_loss",
-        "_tokens_processed",
         "_wait_ns",
         "_wake",
         "_warn",
@@ -108,8 +104,8 @@ class Recorder:
         self._paused_inside_ns = 0
         self._step_ns = self._wait_ns = 0
         self._phase_ns = [0, 0, 0, 0]
-        self._tokens = self._tokens_processed = self._tokens_loss = self._samples = 0
-        self._generated = self._generation_ns = self._prompt = 0
+        self._counters = Counters()
+        self._generation_ns = 0
         self._generations: list[tuple[int, int]] = []  # of each open one: tokens and prompts counted inside of it
         self._generation_start_ns = 0
         self._generation_is_phase = False
@@ -168,28 +164,25 @@ class Recorder:
         self._start_ns = 0
         self._end_ns = end_ns
         self.ordinal = ordinal = self.ordinal + 1
+        counters = self._counters
         if (
             tokens is None
             and tokens_loss is _NO_TOKENS
             and type(tokens_processed) is type(samples) is int
             and not (tokens_processed | samples) >> _FEW_BITS  # nor negative
         ):
-            self._tokens += tokens_processed
-            self._tokens_processed += tokens_processed
-            self._samples += samples
+            counters.tokens += tokens_processed
+            counters.tokens_processed += tokens_processed
+            counters.samples += samples
         else:
             self._count(tokens_processed, samples, tokens_processed if tokens is None else tokens, tokens_loss)
         if self._own_ns:
             self._writer.iteration(
-                ordinal, start_ns, end_ns, step_ns, wait_ns, self._tokens, self._tokens_processed, self._tokens_loss,
-                self._samples, self._own_ns, self._arrival_ns,
-            )  # fmt: skip
+                ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns, self._arrival_ns
+            )
             self._own_ns = 0
         else:
-            self._writer.iteration(
-                ordinal, start_ns, end_ns, step_ns, wait_ns, self._tokens, self._tokens_processed, self._tokens_loss,
-                self._samples,
-            )  # fmt: skip
+            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
         if ordinal == self._boundary_ordinal:
             self._boundary_ordinal += self._log_interval
             self._boundary = self._is_special = True
@@ -210,6 +203,7 @@ class Recorder:
         return start_ns
 
     def _count(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> None:
+        counters = self._counters
         try:
             if not (type(tokens) is type(tokens_processed) is type(tokens_loss) is type(samples) is int):
                 tokens, tokens_processed = whole_number(tokens), whole_number(tokens_processed)
@@ -218,15 +212,15 @@ class Recorder:
                 if min(tokens, tokens_processed, tokens_loss, samples) < 0:
                     raise ValueError  # noqa: TRY301 - handled as the wrong types are
                 most = max(
-                    self._tokens + tokens, self._tokens_processed + tokens_processed,
-                    self._tokens_loss + tokens_loss, self._samples + samples,
+                    counters.tokens + tokens, counters.tokens_processed + tokens_processed,
+                    counters.tokens_loss + tokens_loss, counters.samples + samples,
                 )  # fmt: skip
-                if most >= _MOST:
+                if most >= _MAX_TOTAL:
                     raise OverflowError  # noqa: TRY301
-            self._tokens += tokens
-            self._tokens_processed += tokens_processed
-            self._tokens_loss += tokens_loss
-            self._samples += samples
+            counters.tokens += tokens
+            counters.tokens_processed += tokens_processed
+            counters.tokens_loss += tokens_loss
+            counters.samples += samples
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal} counts none")
 
@@ -250,10 +244,10 @@ class Recorder:
         if not self._on:
             return
         counts = (samples, tokens, tokens_loss)
-        if all(type(one) is int and 0 <= one < _MOST // 2 for one in counts):
-            self._samples += samples
-            self._tokens += tokens
-            self._tokens_loss += tokens_loss
+        if all(type(one) is int and 0 <= one < _MAX_TOTAL // 2 for one in counts):
+            self._counters.samples += samples
+            self._counters.tokens += tokens
+            self._counters.tokens_loss += tokens_loss
         else:
             self._once("counts that come late must be whole numbers of at least 0; they are not counted")
 
@@ -291,7 +285,7 @@ class Recorder:
         # belongs to exactly one class.
         spent_ns = at_ns - self._phase_start_ns
         self._phase_ns[self._phase] += spent_ns
-        self._tell_totals()
+        self._write_totals()
         if self._start_ns:
             self._paused_inside_ns += spent_ns
         else:
@@ -321,13 +315,14 @@ class Recorder:
                 )
             if min(tokens, time_ns, prompt_tokens) < 0:
                 raise ValueError  # noqa: TRY301 - handled as the wrong types are
-            tokens += self._generated
+            counters = self._counters
+            tokens += counters.generated_tokens
             time_ns += self._generation_ns
-            prompt_tokens += self._prompt
-            if max(tokens, time_ns, prompt_tokens) >= _MOST:
+            prompt_tokens += counters.prompt_tokens
+            if max(tokens, time_ns, prompt_tokens) >= _MAX_TOTAL:
                 raise OverflowError  # noqa: TRY301
-            self._generated, self._generation_ns, self._prompt = tokens, time_ns, prompt_tokens
-            self._tell_totals()
+            counters.generated_tokens, self._generation_ns, counters.prompt_tokens = tokens, time_ns, prompt_tokens
+            self._write_totals()
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
 
@@ -358,11 +353,11 @@ class Recorder:
             self._is_special = True
             self._phase_ns[0] += end_ns - start_ns
             self._paused_inside_ns += end_ns - start_ns
-            self._tell_totals()
+            self._write_totals()
             self._put(ring.PHASE, 0, self.ordinal, 0, start_ns, end_ns, 0.0)
 
-    def _tell_totals(self) -> None:
-        self._writer.take(self._phase_ns, (self._generated, self._generation_ns, self._prompt))
+    def _write_totals(self) -> None:
+        self._writer.take(self._phase_ns, self._generation_ns, self._counters)
 
     def generation_start(self, is_phase: bool = False) -> None:
         """Begin a generation; one inside another belongs to the outer.
@@ -416,7 +411,7 @@ class Recorder:
         except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
             self._once("log_metrics takes an iteration number and a loss that is a number; ignored")
             return
-        if not -_MOST < number < _MOST:
+        if not -_MAX_TOTAL < number < _MAX_TOTAL:
             self._once("log_metrics was given an iteration number out of range; ignored")
             return
         if number < self._number:
@@ -450,9 +445,8 @@ class Recorder:
 
     def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
         self._writer.put(
-            kind, what, ordinal, number, start_ns, end_ns, value,
-            (self._step_ns, self._wait_ns, self._tokens, self._tokens_processed, self._tokens_loss, self._samples),
-        )  # fmt: skip
+            kind, what, ordinal, number, start_ns, end_ns, value, self._step_ns, self._wait_ns, self._counters
+        )
 
     def _without_start(self) -> int:
         self._once("an iteration ended that had not started; it counts from the end of the one before")

@@ -16,7 +16,10 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
+
+from effllm.records.counters import FIELDS, NUM_FREQUENT, Counters
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
@@ -60,7 +63,7 @@ _BOARD_BYTES = 32 * 1024
 
 
 class Slot(NamedTuple):
-    """One record of the ring, times in monotonic nanoseconds, counts as running totals."""
+    """One record of the ring: times of the monotonic clock, and running totals."""
 
     sequence: int
     kind: int
@@ -78,25 +81,17 @@ class Slot(NamedTuple):
     value: float
     step_ns: int
     wait_ns: int
-    evaluation_ns: int
-    checkpoint_ns: int
-    other_ns: int
-    tokens: int
-    tokens_processed: int
-    tokens_loss: int
-    samples: int
-    generating_ns: int  # in the phase of that name; not all that generates is one
-    generated_tokens: int
-    generation_ns: int
-    prompt_tokens: int
+    phases_ns: tuple[int, ...]  # in the order of schema.MARKED_PHASES
+    generation_ns: int  # wherever it lay; the phase of that name is only a part of it
+    counts: tuple[int, ...]  # in the order of the fields of `Counters`
 
 
-# A slot has what changes in every iteration, what its record tells of, and the totals that seldom change.  The last two
-# are written as the bytes that they last were, whose checksum is where that of the first begins, so that it holds all
-# of them together and is computed over the first alone.
-_OFTEN = struct.Struct("@Llllllllll")  # sequence, ordinal, start and end, step and wait, three of tokens, samples
+# A record consists of what changes in every iteration, what it is about, and the totals that seldom change.  The last
+# two are packed only when they change.  Their checksum is the start of the checksum of the first, so that one checksum
+# covers all three and is computed over the first alone.
+_OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and end, step and wait, counters
 _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
-_SELDOM = struct.Struct("@lllllll")  # four of phases, three of generation
+_SELDOM = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
 _SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_SELDOM.size}sI")
 if _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8:  # pragma: no cover - a mistake in this file, or no 64-bit machine
     raise AssertionError(_SEALED.size)
@@ -137,6 +132,7 @@ def ring_bytes(slots: int) -> int:
 _pack_often, _pack_about, _pack_status = _OFTEN.pack, _ABOUT.pack, _STATUS.pack_into
 _seal, _publish, _crc32 = _SEALED.pack_into, _STATUS_AND_NEWEST.pack_into, zlib.crc32
 
+_seldom_counts = attrgetter(*FIELDS[NUM_FREQUENT:])
 _PLAIN = _ABOUT.pack(ITERATION, 0, 0, 0.0)  # an iteration without a sync point
 
 
@@ -151,16 +147,17 @@ class RingWriter:
         self._slots = slots
         self._sequence = 0
         _HEADER.pack_into(self._map, 0, MAGIC, slots, _SLOT_BYTES, _FACTS_BYTES)
-        self.take((0, 0, 0, 0), (0, 0, 0))
+        self.take((0,) * _PHASES, 0, Counters())
 
-    def take(self, phases_ns: Sequence[int], generation: Sequence[int]) -> None:
-        """Learn the totals that seldom change; every later record has them.
+    def take(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
+        """Replace the totals that seldom change; every later record has them.
 
         Args:
             phases_ns: of each marked phase.
-            generation: tokens, ns and tokens of prompts.
+            generation_ns: of all generation.
+            counters: all; those that change often are left out.
         """
-        self._seldom = _SELDOM.pack(*phases_ns, *generation)
+        self._seldom = _SELDOM.pack(*phases_ns, generation_ns, *_seldom_counts(counters))
         self._seldom_checksum = zlib.crc32(self._seldom)
         self._plain_checksum = zlib.crc32(_PLAIN, self._seldom_checksum)
 
@@ -171,18 +168,16 @@ class RingWriter:
         end_ns: int,
         step_ns: int,
         wait_ns: int,
-        tokens: int,
-        tokens_processed: int,
-        tokens_loss: int,
-        samples: int,
+        counters: Counters,
         own_ns: int = 0,
         arrival_ns: int = 0,
     ) -> None:
-        """Write the record of an iteration, as `put` would, and that the loop stands behind it."""
+        """Write the record of an iteration, as `put` would, and the state after it."""
         self._sequence = sequence = self._sequence + 1
         often = _pack_often(
-            sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, tokens, tokens_processed, tokens_loss, samples
-        )
+            sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
+            counters.tokens, counters.tokens_processed, counters.tokens_loss, counters.samples,
+        )  # fmt: skip
         if own_ns:
             about = _pack_about(ITERATION, 0, own_ns, arrival_ns)
             checksum = _crc32(often, _crc32(about, self._seldom_checksum))
@@ -200,18 +195,23 @@ class RingWriter:
         start_ns: int,
         end_ns: int,
         value: float,
-        totals: Sequence[int],
+        step_ns: int,
+        wait_ns: int,
+        counters: Counters,
     ) -> None:
-        """Write one record with the six totals that often change: step and wait, three of tokens, samples."""
+        """Write one record of any kind."""
         self._sequence = sequence = self._sequence + 1
-        often = _pack_often(sequence, ordinal, start_ns, end_ns, *totals)
+        often = _pack_often(
+            sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
+            counters.tokens, counters.tokens_processed, counters.tokens_loss, counters.samples,
+        )  # fmt: skip
         about = _pack_about(kind, what, number, value)
         checksum = _crc32(often, _crc32(about, self._seldom_checksum))
         _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._seldom, checksum)
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
     def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
-        """Say where the training loop stands, for whoever asks while it does not move."""
+        """Publish the training loop's position, which the agent reads while the loop does not move."""
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
     def write_facts(self, facts: dict[str, Any]) -> bool:
@@ -281,12 +281,12 @@ class RingReader:
         often, about, seldom, checksum = _SEALED.unpack_from(self._map, at)
         if zlib.crc32(often, zlib.crc32(about, zlib.crc32(seldom))) != checksum:
             return None
-        sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *counts = _OFTEN.unpack(often)
+        sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = _OFTEN.unpack(often)
         kind, what, number, value = _ABOUT.unpack(about)
-        evaluation_ns, checkpoint_ns, other_ns, *generation = _SELDOM.unpack(seldom)
+        totals = _SELDOM.unpack(seldom)
         return Slot(
-            sequence, kind, what, ordinal, number, start_ns, end_ns, value,
-            step_ns, wait_ns, evaluation_ns, checkpoint_ns, other_ns, *counts, *generation,
+            sequence, kind, what, ordinal, number, start_ns, end_ns, value, step_ns, wait_ns,
+            totals[:_PHASES], totals[_PHASES], (*frequent, *totals[_PHASES + 1 :]),
         )  # fmt: skip
 
     def state(self) -> tuple[int, int, int, int]:
@@ -380,7 +380,7 @@ def _is_possible(slot: Slot) -> bool:
         slot.number >= 0 and 0 <= slot.value < math.inf
     ):
         return False
-    return min(slot[3], *slot[8:]) >= 0
+    return min(slot.ordinal, slot.step_ns, slot.wait_ns, *slot.phases_ns, slot.generation_ns, *slot.counts) >= 0
 
 
 def _read_document(memory: mmap.mmap, at: int, room: int, seen: int) -> tuple[int, dict[str, Any] | None]:
