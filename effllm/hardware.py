@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from effllm.known_sensors import SENSORS, KnownSensor
+
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
 # What was seen of a source: the document itself, a text that copies its numbers, or neither.
@@ -25,26 +27,6 @@ class Source:
     title: str
     url: str
     evidence: Evidence
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownSensor:
-    """What is known of a generation's power sensor, before a device's own was measured; ``None`` is unknown."""
-
-    update_s: float | None  # a new value this often
-    window_s: float | None  # of which so much is measured
-    power_usage: Literal["instant", "1-s mean"] | None  # what nvmlDeviceGetPowerUsage returns
-    counter: bool  # whether the driver counts energy
-    rise_s: tuple[float, float] | None = None  # until a step of power shows in the instantaneous reading
-    lag_s: float | None = None  # constant delay of the energy counter
-    gain_error: float = 0.05  # at 95 %, common to all readings of a board: it does not average out
-    source: str = ""
-    note: str = ""
-
-    @property
-    def duty(self) -> float | None:
-        """Return the share of time in which power is measured."""
-        return None if self.update_s is None or self.window_s is None else self.window_s / self.update_s
 
 
 @dataclass(frozen=True)
@@ -113,67 +95,6 @@ def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
 
 
 # fmt: off
-# --- power sensors, by architecture --------------------------------------------------------------
-
-_PAPER = "Yang, Adamek and Armour, arXiv 2312.02741 (SC24)"
-_PAPER_NVML = f"{_PAPER}; NVML's page of nvmlDeviceGetPowerUsage"
-_OLD = KnownSensor(
-    update_s=None, window_s=None, power_usage="instant", counter=False, source=_PAPER,
-    note="15 to 100 ms with a slow, logarithmic response: drop the first second after a step; reads up to 9 % low, "
-    "small cards worse",
-)
-_RADEON = KnownSensor(
-    update_s=None, window_s=None, power_usage=None, counter=True, source="ROCm/amdsmi issues 38 and 115",
-    note="the counter ran at a wrong rate, stood still or went backwards under some ROCm: check it against "
-    "integrated power; of a module with two dies, one shows the power of both",
-)
-
-SENSORS: Mapping[str, KnownSensor] = MappingProxyType({
-    "Kepler": _OLD,
-    "Maxwell": _OLD,
-    "Pascal": KnownSensor(
-        update_s=0.020, window_s=0.010, power_usage="instant", counter=False, source=_PAPER,
-        note="no counter: integrate power polled at 50 Hz or more, or NVML's ring of samples",
-    ),
-    "Volta": KnownSensor(
-        update_s=0.020, window_s=0.010, power_usage="instant", counter=True, rise_s=(0.060, 0.085),
-        source=f"{_PAPER}; gpuopenanalytics/pynvml pull 18", note="the counter ticks every 10 to 20 ms",
-    ),
-    "Turing": KnownSensor(
-        update_s=0.100, window_s=0.100, power_usage="instant", counter=True, source=_PAPER,
-        note="averaged power is not supported",
-    ),
-    "Ampere GA100": KnownSensor(
-        update_s=0.100, window_s=0.025, power_usage="instant", counter=True, rise_s=(0.015, 0.110), source=_PAPER_NVML,
-        note="averaged power is not supported; whether the counter sees more than the 25 ms is not documented",
-    ),
-    "Ampere GA10x": KnownSensor(
-        update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="driver 530 alone returned the value of the last 100 ms as power usage",
-    ),
-    "Ada Lovelace": KnownSensor(
-        update_s=0.100, window_s=0.100, power_usage="1-s mean", counter=True, source=_PAPER_NVML,
-        note="driver 530 as on GA10x",
-    ),
-    "Hopper": KnownSensor(
-        update_s=0.100, window_s=0.025, power_usage="1-s mean", counter=True, rise_s=(0.075, 0.120),
-        source=f"{_PAPER_NVML}; ml-energy/zeus pull 172",
-        note="measured on the H100 PCIe; whether the counter sees more than the 25 ms is not documented; on GH200 the "
-        "counter is the whole module's, CPU and memory included",
-    ),
-    "Blackwell": KnownSensor(
-        update_s=None, window_s=None, power_usage="1-s mean", counter=True,
-        source="NVML's page of nvmlDeviceGetPowerUsage; NVIDIA/k8s-test-infra issue 676; no published measurement",
-        note="probe the scopes GPU, module and memory; the energy call may take milliseconds; on GB200 and GB300 a "
-        "module's reading belongs to the module once, not to each GPU",
-    ),
-    "CDNA": _RADEON,
-    "CDNA 2": _RADEON,
-    "CDNA 3": _RADEON,
-    "CDNA 4": _RADEON,
-})
-
-
 # --- sources -------------------------------------------------------------------------------------
 
 _NV = "https://www.nvidia.com/content/dam/en-zz/Solutions"

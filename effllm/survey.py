@@ -19,7 +19,8 @@ from msgspec import Struct
 from effllm import __version__, node_power
 from effllm.aggregation.roster import peak_of
 from effllm.config import VARIABLES, Config, cache_folder, read_config, secret_path
-from effllm.devices import DeviceUnavailable, Site, open_device
+from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.devices._nvml_identity import text_of
 from effllm.energy.power_scope import Scope, choose
 from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, InputSource, Measurable, measurable
 from effllm.metrics import METRICS
@@ -27,7 +28,7 @@ from effllm.network import interface, secret
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 from effllm.preflight import problems, unwritable, usable
 from effllm.profiling.known import Known, known
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device
+from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device, Sample
 from effllm.spawn import pidfd
 from effllm.switches import PREFIX, is_enabled
 from effllm.training.recorder import Recorder
@@ -85,15 +86,8 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     sources["peak"] = _peak(config, opened)
     stamps_us, memory = _shared_memory(config)
     findings += [about, *_driver(), *node_findings, *_scope(scope)]
-    findings += [
-        *_sinks(config),
-        _run_folder(config),
-        _loopback(),
-        *_endpoint(config),
-        _security(config),
-        memory,
-        _pidfd(),
-    ]
+    findings += [*_sinks(config), _run_folder(config), _loopback(), *_endpoint(config), _security(config)]
+    findings += [memory, _pidfd()]
     return Survey(
         measured=not any(finding.state == BROKEN for finding in findings),
         device=opened,
@@ -107,9 +101,6 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
         ),
         sensor=sensor,
     )
-
-
-# --- the device ----------------------------------------------------------------------------------
 
 
 def _device(
@@ -129,6 +120,17 @@ def _device(
         advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
         sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
         return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
+    samples, failures, wall_s, cpu_s = _read(reader)
+    sensor = known(reader, cache_folder() / "calibration")
+    reader.close()
+    device = reader.device
+    simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
+    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
+    return device, _sources(device, samples, failures), 1e3 * statistics.median(wall_s), cpu_s, sensor, about
+
+
+def _read(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
+    """Return samples, the reasons of what failed, and the elapsed times and mean CPU time of a read, in seconds."""
     wall_s, samples = [], []
     failures: dict[str, str] = {}
     cpu_s = time.thread_time()
@@ -139,10 +141,10 @@ def _device(
         samples.append(sample)
         failures |= failed
         time.sleep(READS_APART_S)
-    cpu_s = (time.thread_time() - cpu_s) / READS
-    sensor = known(reader, cache_folder() / "calibration")
-    reader.close()
-    device = reader.device
+    return samples, failures, wall_s, (time.thread_time() - cpu_s) / READS
+
+
+def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str]) -> dict[str, InputSource]:
     missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
 
     def source(quantity: str, by: str, *fields: str) -> InputSource:
@@ -156,28 +158,24 @@ def _device(
             return InputSource(by=f"{device.kind}: {by}")
         return InputSource(why_not=f"{quantity}: {failures.get('gauges', why_not)}")
 
+    def either(is_given: bool, by: str, why_not: str) -> InputSource:
+        return InputSource(by=f"{device.kind}: {by}") if is_given else InputSource(why_not=why_not)
+
     limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
     none = f"device {device.kind} does not give it"
     gpm = f"{none}; NVIDIA's GPUs have GPM for it from Hopper on"
-    sources = {
+    return {
         "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is none"),
         "memory": source("memory", "memory in use", "memory_bytes"),
         "utilization": source("utilization", "busy share of time", "utilization"),
         "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
         "power": source("power", "power readings", "power_w"),
-        "power limit": InputSource(by=f"{device.kind}: limit of {limit:g} W")
-        if limit
-        else InputSource(why_not=f"limit: {none}"),
-        "throttling": InputSource(by=f"{device.kind}: why clocks are slowed down")
-        if throttles
-        else InputSource(why_not=f"throttling: {none}"),
+        "power limit": either(bool(limit), f"limit of {limit or 0:g} W", f"limit: {none}"),
+        "throttling": either(throttles, "why clocks are slowed down", f"throttling: {none}"),
         "temperature": gauge("temperature", "temperature", none, "temperature_c"),
         "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
         "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
     }
-    simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
-    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
-    return device, sources, 1e3 * statistics.median(wall_s), cpu_s, sensor, about
 
 
 def _method(device: Device) -> str:
@@ -252,7 +250,9 @@ def _driver() -> Iterator[Finding]:
         yield Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
         return
     try:
-        driver, library = (_text(ask()) for ask in (pynvml.nvmlSystemGetDriverVersion, pynvml.nvmlSystemGetNVMLVersion))
+        driver, library = (
+            text_of(ask()) for ask in (pynvml.nvmlSystemGetDriverVersion, pynvml.nvmlSystemGetNVMLVersion)
+        )
         yield Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
         for index in range(pynvml.nvmlDeviceGetCount()):
             yield _gpu(pynvml, index)
@@ -265,17 +265,10 @@ def _driver() -> Iterator[Finding]:
 def _gpu(pynvml: Any, index: int) -> Finding:
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        name, uuid = (_text(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
+        name, uuid = (text_of(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
     except pynvml.NVMLError as error:
         return Finding(f"GPU {index}", MISSING, f"cannot be read: {error}", "nvidia-smi should say more")
     return Finding(f"GPU {index}", OK, f"{name}, {uuid}")
-
-
-def _text(answer: str | bytes) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes
-
-
-# --- what surrounds it ---------------------------------------------------------------------------
 
 
 def _python() -> Iterator[Finding]:

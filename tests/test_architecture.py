@@ -23,7 +23,7 @@ FLOORS = """
 0.1     records.counters  records.energy
 0.2     schema
 0.5     event_limit  runs.own_files  timeline
-0.6     network.descriptors  network.intake  network.monitor  network.rejections  network.secret
+0.6     known_sensors  network.descriptors  network.intake  network.monitor  network.rejections  network.secret
 0.7     network.connections  network.curve
 0.8     network.door
 1.0     devices  energy.tick_clock  hardware  health.clock  metrics

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import hardware
-from effllm.hardware import PRECISIONS, ROWS, SENSORS, find, peak_flops_per_s
+from effllm.hardware import PRECISIONS, ROWS, find, peak_flops_per_s
+from effllm.known_sensors import SENSORS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
 

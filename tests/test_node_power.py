@@ -26,7 +26,6 @@ def bare(monkeypatch, tmp_path):
 
 def test_none_is_nothing():
     assert node_power.openers("none", "node1") == []
-    assert node_power.open_sensors("none", "node1") == ([], [])
 
 
 @pytest.mark.parametrize("choice", ["auto", "ipmi", "https://bmc.example/redfish/v1"])
@@ -51,9 +50,10 @@ def test_nothing_is_touched_before_it_is_opened():
 
 
 def test_what_cannot_be_read_is_told_in_a_sentence_each(bare):
-    sensors, why_not = node_power.open_sensors("auto", "node1")
-
-    assert (sensors, why_not) == ([], [rapl.NO_RAPL, ipmi.NO_DEVICE])
+    for opener, why_not in zip(node_power.openers("auto", "node1"), (rapl.NO_RAPL, ipmi.NO_DEVICE), strict=True):
+        with pytest.raises(DeviceUnavailable) as caught:
+            opener.open()
+        assert str(caught.value) == why_not
 
 
 def test_where_hwmon_has_a_sensor_that_fails_its_reason_is_told_and_not_rapls(bare):
@@ -77,7 +77,9 @@ def test_hwmon_is_read_where_there_is_no_rapl(bare):
 def test_auto_never_uses_the_network():
     """A fresh interpreter that opens everything that auto does has not even loaded what could connect."""
     program = (
-        "import sys; from effllm import node_power; node_power.open_sensors('auto', 'node1')\n"
+        "import contextlib, sys; from effllm import devices, node_power\n"
+        "for opener in node_power.openers('auto', 'node1'):\n"
+        "    with contextlib.suppress(devices.DeviceUnavailable): opener.open()\n"
         "print(*(name for name in ('ssl', 'http.client', 'urllib.request') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

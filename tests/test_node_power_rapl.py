@@ -10,8 +10,9 @@ from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
 from effllm.devices import DeviceUnavailable
 from effllm.energy.device_energy import EnergyLedger
 from effllm.node_power.perf_event import PerfEvent
-from effllm.node_power.rapl import INTERVAL_S, NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
+from effllm.node_power.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
 from effllm.node_power.rapl_counters import perf_events, powercap_zones
+from effllm.node_power.reader import CPU_INTERVAL_S
 from effllm.schema import Sample
 
 NOWHERE = Path("/nowhere")
@@ -84,7 +85,7 @@ def test_amds_65_kj_that_last_234_s_at_280_w_are_right_over_ten_minutes(tmp_path
     powercap = Powercap(tmp_path / "amd", AMD)
     rapl = opened(powercap, clock)
     for _ in range(600):
-        clock.now_s += INTERVAL_S
+        clock.now_s += CPU_INTERVAL_S
         powercap.add_j("intel-rapl:0", 280.0)
         energy_j = flowed_j(rapl)
 

@@ -351,7 +351,7 @@ def test_a_controller_at_a_loopback_address_is_each_nodes_own(serve, opened):
 
 
 def test_nodes_that_ask_one_controller_share_the_key_of_its_energy(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.node_power.redfish._is_own", lambda _: False)  # as of an address on a network
+    monkeypatch.setattr("effllm.node_power.redfish.is_own", lambda _: False)  # as of an address on a network
     service = serve(TWO_SUPPLIES)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 
@@ -585,9 +585,10 @@ def test_a_slow_body_without_announced_length_is_no_answer(serve, credentials):
 
 def test_without_urllib3_the_pip_line_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "urllib3", None)
-    _, why_missing = node_power.open_sensors("https://bmc.example/redfish/v1", "node1")
+    (node,) = [one for one in node_power.openers("https://bmc.example/redfish/v1", "node1") if one.name == "psu"]
 
-    assert "node power: Redfish needs urllib3, which is not installed: pip install 'effllm[redfish]'" in why_missing
+    with pytest.raises(DeviceUnavailable, match=r"Redfish needs urllib3.* pip install 'effllm\[redfish\]'"):
+        node.open()
 
 
 def test_nobody_at_the_address_is_told(serve, credentials):

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from effllm import hardware
 from effllm.energy.lag_evidence import SAME_S
+from effllm.known_sensors import KnownSensor
 from effllm.runs import own_files
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
@@ -152,7 +153,7 @@ def assumed(device: Device) -> Sensor:
     return replace(sensor, tick_s=tick_s, tick_error_s=sensor.tick_error_s or tick_s)
 
 
-def _of_table(row: hardware.KnownSensor, sensor: Sensor) -> Sensor:
+def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
     tick_s = row.update_s or sensor.tick_s
     return replace(
         sensor,

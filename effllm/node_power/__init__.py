@@ -14,13 +14,10 @@ from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
 from effllm.node_power import hwmon, rapl
-from effllm.node_power.reader import NodeReader
+from effllm.node_power.reader import CPU_INTERVAL_S, PSU_INTERVAL_S, NodeReader
 
 AUTO, NONE, IPMI = "auto", "none", "ipmi"
 ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} in it is the node's name)"
-
-#: Seconds between readings of the CPUs, and of the power supplies.
-CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
 
 
 class Opener(NamedTuple):
@@ -70,17 +67,6 @@ def missing(choice: str) -> str:
         except ImportError:
             return "Redfish needs urllib3, which is not installed: pip install 'effllm[redfish]'"
     return ""
-
-
-def open_sensors(choice: str, host: str, credentials: Path | None = None) -> tuple[list[NodeReader], list[str]]:
-    """Open all that can be read, and say of what cannot why, and what to do about it, in a sentence each."""
-    sensors, why_not = [], []
-    for opener in openers(choice, host, credentials):
-        try:
-            sensors.append(opener.open())
-        except DeviceUnavailable as error:
-            why_not.append(str(error))
-    return sensors, why_not
 
 
 def open_cpu(host: str) -> NodeReader:

@@ -64,21 +64,20 @@ class Address(NamedTuple):
             raise ValueError("the URL of the Redfish service holds a user: that belongs into the credentials file")
         if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is no URL of a Redfish service, such as https://bmc.example/redfish/v1")
-        if parts.scheme == "http" and not is_loopback(host):
+        if parts.scheme == "http" and not is_own(host, link_local=False):
             raise ValueError(
                 f"{url!r} would send the password in the clear: plain http is for loopback addresses alone"
             )
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else 80), parts.path)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host is this one, by its name or address."""
-    if host == "localhost":
-        return True
+def is_own(host: str, link_local: bool = True) -> bool:
+    """Whether a name or address means another machine on every node: a loopback or, where asked for, link-local one."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host == "localhost"
+    return address.is_loopback or (link_local and address.is_link_local)
 
 
 class _Answer(NamedTuple):

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.reader import Measured, NodeReader
+from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader
 from effllm.schema import AVERAGE, CPU, INSTANT, Device, Sensor
 
 HWMON = Path("/sys/class/hwmon")
 
-INTERVAL_S = 1.0
 
 NO_HWMON = "energy: no hwmon sensor shows the power of the CPUs (Grace's, or amd_hsmp on EPYC)"
 
@@ -148,7 +147,7 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
     )
     return NodeReader(
         device,
-        max(INTERVAL_S, average_s),
+        max(CPU_INTERVAL_S, average_s),
         lambda: Measured(power_average_w=sum(meter.watts() for meter in meters)),
         _nothing,
     )
@@ -169,7 +168,9 @@ def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
         driver="amd_hsmp",
         only_power=True,
     )
-    return NodeReader(device, INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)), _nothing)
+    return NodeReader(
+        device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)), _nothing
+    )
 
 
 def _nothing() -> None:

@@ -22,13 +22,11 @@ from typing import NamedTuple
 import msgspec
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.reader import Measured, NodeReader
+from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader
 from effllm.schema import INSTANT, NODE_PSU, Device, Sensor
 
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 
-#: Over the usual slow interface a question takes tens of milliseconds and keeps the kernel polling.
-INTERVAL_S = 10.0
 LIMIT_S = 5.0
 MOST_BYTES = 64 * 1024
 _ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not on the path of ordinary users
@@ -212,4 +210,4 @@ def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReade
         driver=tool.name,
         only_power=True,
     )
-    return NodeReader(device, INTERVAL_S, lambda: Measured(power_w=watts(tool, command.run())), lambda: None)
+    return NodeReader(device, PSU_INTERVAL_S, lambda: Measured(power_w=watts(tool, command.run())), lambda: None)

@@ -14,11 +14,8 @@ from typing import NamedTuple
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.perf_event import PerfEvent
 from effllm.node_power.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, perf_events, powercap_zones
-from effllm.node_power.reader import Measured, NodeReader
+from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader
 from effllm.schema import COUNTER, CPU, Device, Sensor
-
-#: Far more often than the counters wrap: AMD's 65.5 kJ last 234 s at 280 W, Intel's DRAM wraps there too.
-INTERVAL_S = 1.0
 
 # No CPU package draws more, so a counter that moved faster was reset, and one that was not read for
 # longer than its range lasts at this power may have wrapped twice.
@@ -215,4 +212,4 @@ def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
         sensor=SENSOR,
         only_power=True,
     )
-    return NodeReader(device, INTERVAL_S, lambda: Measured(energy_j=rapl.energy_j()), rapl.close)
+    return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(energy_j=rapl.energy_j()), rapl.close)

@@ -10,6 +10,9 @@ from msgspec.structs import replace
 
 from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Sample
 
+#: Seconds between readings of the CPUs, and of the power supplies, whose controller is a slow computer with other work.
+CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
+
 _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
 
 

@@ -8,17 +8,16 @@ that is there and gives no reading fails the whole reading.  Not run on real har
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.credentials import Credentials
-from effllm.node_power.https import LIMIT_S, Address, Service
-from effllm.node_power.reader import Measured, NodeReader
+from effllm.node_power.https import LIMIT_S, Address, Service, is_own
+from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader
 from effllm.node_power.redfish_records import (
     Chassis,
     Collection,
@@ -42,8 +41,6 @@ from effllm.node_power.redfish_sources import (
 )
 from effllm.schema import COUNTER, INSTANT, NODE_PSU, Device, Sensor
 
-#: A controller is a slow computer that has other work.
-INTERVAL_S = 10.0
 #: All questions of one reading together.
 READ_LIMIT_S = 10.0
 #: Looking through all chassis, once.
@@ -237,7 +234,7 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
     call_s = time.monotonic() - began_s
     tick_s, gain_error, where_from = describe(search, source, power.sensors)
     # A counter whose step takes longer than the time between two readings tells less than power does.
-    is_counted = power.joules is not None and 0 < power.step_j / power.watts <= INTERVAL_S
+    is_counted = power.joules is not None and 0 < power.step_j / power.watts <= PSU_INTERVAL_S
     method = COUNTER if is_counted else INSTANT
     note = f"{source.note}; {'its energy counter' if is_counted else 'integrated power'}"
     device = Device(
@@ -247,7 +244,7 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
         is_gpu=False,
         energy_method=method,
         power_scope=NODE_PSU,
-        energy_key="" if _is_own(address.host) else f"psu:{address.host}:{address.port}{address.path}",
+        energy_key="" if is_own(address.host) else f"psu:{address.host}:{address.port}{address.path}",
         energy_note=note,
         sensor=Sensor(
             tick_s=max(tick_s, power.step_j / power.watts) if is_counted else tick_s,
@@ -265,13 +262,4 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
         now = source.read(Get(service, READ_LIMIT_S))
         return Measured(power_w=now.watts, energy_j=now.joules if is_counted else None)
 
-    return NodeReader(device, INTERVAL_S, measure, service.close)
-
-
-def _is_own(host: str) -> bool:
-    """Whether an address means another controller on every node: a loopback or link-local one."""
-    try:
-        address: Any = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return bool(address.is_loopback or address.is_link_local)
+    return NodeReader(device, PSU_INTERVAL_S, measure, service.close)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pynvml
 
+from effllm.devices._nvml_identity import text_of
 from effllm.profiling.record import DriverCall, FieldAnswer
 
 REPEATS = 50
@@ -53,8 +54,8 @@ class Facts:
         asked = {
             "architecture": lambda: _architecture(pynvml.nvmlDeviceGetArchitecture(self._handle)),
             "CUDA of the driver": lambda: _cuda(pynvml.nvmlSystemGetCudaDriverVersion()),
-            "NVML": lambda: _text(pynvml.nvmlSystemGetNVMLVersion()),
-            "VBIOS": lambda: _text(pynvml.nvmlDeviceGetVbiosVersion(self._handle)),
+            "NVML": lambda: text_of(pynvml.nvmlSystemGetNVMLVersion()),
+            "VBIOS": lambda: text_of(pynvml.nvmlDeviceGetVbiosVersion(self._handle)),
             "default power limit": lambda: _watts(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)),
             "largest SM clock": lambda: f"{pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)} MHz",
             "ECC": lambda: _switch(pynvml.nvmlDeviceGetEccMode(self._handle)[0]),
@@ -176,7 +177,3 @@ def _watts(milliwatts: int) -> str:
 
 def _switch(is_on: int) -> str:
     return "on" if is_on else "off"
-
-
-def _text(answer: str | bytes) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes

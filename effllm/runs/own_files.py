@@ -32,15 +32,6 @@ def make_folder(folder: Path) -> None:
     _check_own(folder, open_folder(folder, make=True))
 
 
-def check_folder(folder: Path) -> None:
-    """Look whether a folder is the user's own, and on a way that nobody else can turn.
-
-    Raises:
-        OSError: it is not.
-    """
-    _check_own(folder, open_folder(folder))
-
-
 def _check_own(folder: Path, descriptor: int) -> None:
     try:
         about = os.fstat(descriptor)
