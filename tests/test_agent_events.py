@@ -6,7 +6,8 @@ import time
 import pytest
 
 from effllm.agents.events import AgentEvents
-from effllm.schema import Event
+from effllm.network.transport import decode_from_agent, encode
+from effllm.schema import AgentEvent, Event
 
 
 def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):
@@ -89,3 +90,11 @@ def test_events_of_a_long_outage_are_counted_where_they_do_not_fit(monkeypatch):
     sent = taken(events)
     assert len(sent) <= 202
     assert sum(event.count for event in sent) == 1000
+
+
+def test_a_long_text_is_cut_to_what_a_frame_takes():
+    events = AgentEvents(0)
+    events.report("warning", "x" * 20_000)
+
+    (event,) = taken(events)
+    assert decode_from_agent(encode(AgentEvent("agent", 0, event))).event.text == "x" * 8000

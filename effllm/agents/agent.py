@@ -22,7 +22,7 @@ from effllm.agents.connection import Connection
 from effllm.agents.conversation import Conversation
 from effllm.agents.events import AgentEvents
 from effllm.agents.measuring import LOSS_WAIT_S, Measuring
-from effllm.agents.notices import Notices, say
+from effllm.agents.notices import Notices, write_notice
 from effllm.agents.rank_devices import RankDevices
 from effllm.agents.trainer import Trainer
 from effllm.network import discovery
@@ -31,7 +31,7 @@ from effllm.training.ring import Board, RingReader
 
 LAST_WORDS_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
-LEAST_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
+MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
 
 
 class Agent:
@@ -81,7 +81,7 @@ class Agent:
             self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
         if self._wake in events:
             # A trainer that iterates faster than this is read in batches.
-            rest_s = LEAST_LOOP_S - (time.monotonic() - began_s)
+            rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
             if self._is_trainer_busy and rest_s > 0:
                 time.sleep(rest_s)
             self._is_trainer_busy = True
@@ -168,7 +168,8 @@ def main(arguments: list[str]) -> int:
         events = AgentEvents(trainer.rank)
         Agent(trainer, events, given.wake).run(given.ready)
     except Exception as error:  # noqa: BLE001 - the edge of the process: nothing above it may learn of this but by a line
-        say(f"an agent stopped, its rank has no metrics from now on: {type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"
+        write_notice(f"an agent stopped, its rank has no metrics from now on: {why}")
         if events:
             events.report("agent", "".join(traceback.format_exception(error)).rstrip())
             events.close()

@@ -12,7 +12,7 @@ from effllm.agents.connection import Connection
 from effllm.agents.events import AgentEvents
 from effllm.agents.measuring import Measuring
 from effllm.agents.messages import heartbeat, hello
-from effllm.agents.notices import Notices, say, silence_stderr
+from effllm.agents.notices import Notices, silence_stderr, write_notice
 from effllm.agents.trainer import Trainer
 from effllm.health.clock import Exchanges
 from effllm.health.hang import BEATS
@@ -251,9 +251,9 @@ class Conversation:
         self.refused = message.reason
         self._events.report("agent", f"refused: {message.reason}")
         if not message.whole_job:
-            say(f"rank {self._trainer.rank} is left out of the metrics: {message.reason}")
+            write_notice(f"rank {self._trainer.rank} is left out of the metrics: {message.reason}")
         elif self._trainer.rank == 0:
-            say(f"no metrics, training goes on: {message.reason}")
+            write_notice(f"no metrics, training goes on: {message.reason}")
 
     def _forget_link(self) -> None:
         self._welcome = None

@@ -1,4 +1,4 @@
-"""The energy of all GPUs that are visible here, for whoever watches a process that is not ours."""
+"""The energy of all GPUs that are visible here, for callers that watch a process without an agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effllm.agents.sampler import Sampler
 from effllm.agents.track import EDGE_WAIT_S, Track
 from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 
-_MOST_GPUS = 64
+_MAX_GPUS = 64
 _OPENED_WITHIN_S = 3.0
 
 
@@ -50,7 +50,7 @@ class GpuEnergy:
             time.sleep(0.01)
             self._take()
         if readers and not self.count:
-            self.why_not = "these GPUs tell neither energy nor power"
+            self.why_not = "these GPUs report neither energy nor power"
 
     def joules(self, start_s: float, end_s: float) -> float | None:
         """Return what the GPUs drew between two moments of the monotonic clock; ``None`` where a part is not known."""
@@ -89,7 +89,7 @@ class GpuEnergy:
         if self._device == "host":
             self.why_not = "EFFICIENTLLM_DEVICE=host is no GPU"
             return []
-        for rank in range(_MOST_GPUS):
+        for rank in range(_MAX_GPUS):
             site = Site(
                 local_rank=rank,
                 trainer_pid=os.getpid(),

@@ -68,7 +68,7 @@ class InspectionChild:
             return Finding(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
 
     def stop(self) -> None:
-        """End it: nobody wants to know any more."""
+        """End it: its result is not needed any more."""
         if self._process is not None:
             self._kill()
 

@@ -12,7 +12,7 @@ from effllm.agents.trainer import Trainer
 NO_AGGREGATOR_AFTER_S = 10.0
 
 
-def say(text: str) -> None:
+def write_notice(text: str) -> None:
     """Write one line to stderr, as long as that is the job's."""
     with contextlib.suppress(OSError):
         os.write(2, f"[EfficientLLM] {text}\n".encode())
@@ -43,7 +43,7 @@ class Notices:
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
             self._is_explained = True
-            say(text)
+            write_notice(text)
 
     def refused_at_rank_0(self, reason: str) -> None:
         """Record why rank 0 has no aggregator, which its own process has written to the terminal."""
@@ -59,11 +59,11 @@ class Notices:
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
-            say(f"{text}: no metrics are shown until one does; training goes on")
+            write_notice(f"{text}: no metrics are shown until one does; training goes on")
 
     def undelivered(self, num_reports: int) -> None:
         """Report at the end that reports could not be delivered."""
         text = f"{num_reports} reports could not be delivered to {self._trainer.endpoint or 'no address'}"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
-            say(f"rank {self._trainer.rank}: {text}")
+            write_notice(f"rank {self._trainer.rank}: {text}")

@@ -19,18 +19,18 @@ from effllm.schema import INSTANT, Device, Event, Sample, Sensor
 NS = 1e-9
 
 #: Of a core: what the extra reads around the edges of windows may cost, a wake-up of Python included.
-MOST_OF_A_CORE = 0.005
+MAX_EDGE_SHARE = 0.005
 WAKE_S = 110e-6  # measured at 10 Hz: 0.11 % of a core
 #: Of a core: what plain sampling may cost; slower devices are read more seldom.
-MOST_PLAINLY = 0.001
+MAX_SAMPLING_SHARE = 0.001
 #: A GPU that has no energy counter is asked for its power so often, within so much of a core.
 POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003
 #: A call that took so long may be holding the driver's lock, on which kernel launches wait too.
 SLOW_CALL_S = 0.020
-LONGEST_INTERVAL_S = 30.0
+MAX_INTERVAL_S = 30.0
 NEVER_NS = 2**63 - 1
 #: How quickly what calls take is believed to have grown, or shrunk: nearer to the slow ones than to the mean.
-CALL_RISE, CALL_FALL, LONGEST_COUNTED_S = 0.2, 0.05, 0.2
+CALL_RISE, CALL_FALL, MAX_COUNTED_S = 0.2, 0.05, 0.2
 #: A read that has not come back after so long makes the device stale.
 STALE_AFTER_S = 5.0
 #: Requests that wait for a read that hangs: the oldest beyond them are dropped, and their edges are not measured.
@@ -49,7 +49,7 @@ class Sampler:
         report: takes an event whenever a quantity stops being measured, and one when it is again.
         wake_descriptor: an eventfd that is written after the first sample and after the last of each request.
         calibrate: learns how the device's sensor behaves, after the first sample.
-        is_node_sensor: slow by nature, and nobody is told where there is none.
+        is_node_sensor: slow by nature; where there is none, that is no event.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Sampler:
             with contextlib.suppress(queue.Empty):  # the thread may take it first
                 self._requests.get_nowait()
         times = times_ns or (time.monotonic_ns(),)
-        affordable = int(MOST_OF_A_CORE * within_s / (self._call_s + WAKE_S))
+        affordable = int(MAX_EDGE_SHARE * within_s / (self._call_s + WAKE_S))
         if self._call_s > SLOW_CALL_S or affordable < 2:
             times = times[:1]
         elif affordable < len(times):
@@ -115,9 +115,9 @@ class Sampler:
         self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
-        """Return the samples since the last call, oldest first; a device among them tells what was learnt of it."""
+        """Return the samples since the last call, oldest first; a device among them has what was learnt of it."""
         taken = []
-        while not self._samples.empty():  # nobody else takes any
+        while not self._samples.empty():  # no other thread takes any
             taken.append(self._samples.get_nowait())
         return taken
 
@@ -139,7 +139,7 @@ class Sampler:
         """Seconds between samples where that is more than the interval, for calls are slow; else ``None``."""
         if self._call_s <= SLOW_CALL_S or self._is_node_sensor:
             return None
-        return min(max(self._interval_s, self._call_s / MOST_PLAINLY / 10), LONGEST_INTERVAL_S)
+        return min(max(self._interval_s, self._call_s / MAX_SAMPLING_SHARE / 10), MAX_INTERVAL_S)
 
     def stop(self, timeout_s: float) -> bool:
         """Stop sampling; ``False`` where the device did not answer in time and its thread is left behind."""
@@ -157,7 +157,7 @@ class Sampler:
         except DeviceUnavailable as error:
             self._set_unavailable(str(error))
             return
-        except Exception as error:  # noqa: BLE001 - a device file may be anybody's, and nobody above would learn of it
+        except Exception as error:  # noqa: BLE001 - a device file may be a plug-in, and no caller above would see it
             self._set_unavailable(f"its file has an error: {type(error).__name__}: {error}")
             return
         self.device = opened = reader.device
@@ -232,8 +232,8 @@ class Sampler:
         sample, failures = getattr(reader, "read_energy", reader.read)() if energy_only else reader.read()
         self._reading_since_s = None
         took_s = time.monotonic() - began_s
-        # Slow to believe, for one reading in a hundred is held up by whoever else wants the core.
-        took_s = min(took_s, LONGEST_COUNTED_S)  # a call that hung once is no reason to be slow for an hour
+        # Slow to change: one reading in a hundred is delayed by other processes on the core.
+        took_s = min(took_s, MAX_COUNTED_S)  # a call that hung once is no reason to be slow for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
         if (failures or self._failing) and not energy_only:  # of what was not asked nothing is known

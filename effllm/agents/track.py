@@ -11,10 +11,10 @@ from effllm.agents.window import Series
 from effllm.energy.calibration import keep_lag, kept_lag_s
 from effllm.schema import Device, Event, Sample
 
-LONGEST_GAP_INTERVALS = 5
-LEAST_INTERVAL_S = 0.2
-#: Devices that are read more seldom than this are not asked at edges: their value stands that long.
-LONGEST_PROMPT_S = 2.0
+MAX_GAP_INTERVALS = 5
+MIN_INTERVAL_S = 0.2
+#: Devices that are read more seldom than this are not asked at edges: their value is as old anyway.
+MAX_PROMPT_S = 2.0
 #: A device whose sample at an edge has not come by then is not waited for.
 EDGE_WAIT_S = 1.0
 
@@ -33,18 +33,18 @@ class Track:
         self._calibrations = calibrations
         self._has_kept_lag = False
         self._contradicted = ""  # what was kept and is not so, until it is reported
-        self._is_prompt = interval_s <= LONGEST_PROMPT_S
+        self._is_prompt = interval_s <= MAX_PROMPT_S
         self.series: Series | None = None  # None until the device is open
-        self._longest_gap_s = LONGEST_GAP_INTERVALS * max(interval_s, LEAST_INTERVAL_S)
+        self._longest_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
         self._asked_ns = 0  # the last edge that was asked for
         self._is_stale = False
         self._has_learnt_again = False
 
     def take(self) -> bool:
-        """Take the samples that have come; say whether something about the device is new."""
+        """Take the samples that have come; return whether something about the device is new."""
         is_new = False
         if self.series is not None and self.sampler.slowed_s is not None:
-            self.series.allow_gap(LONGEST_GAP_INTERVALS * self.sampler.slowed_s)
+            self.series.allow_gap(MAX_GAP_INTERVALS * self.sampler.slowed_s)
         for item in self.sampler.take():
             if self.series is None and self.sampler.device is not None:
                 self.series = Series(self.sampler.device, self._longest_gap_s)
@@ -70,7 +70,7 @@ class Track:
             self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
 
     def ask(self, edge_ns: int) -> None:
-        """Have the samples taken that tell what happened until an edge, once for each; edges come in their order."""
+        """Have the samples taken that show what happened until an edge, once for each; edges come in their order."""
         if edge_ns <= self._asked_ns or not self._is_prompt:
             return
         since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
@@ -79,15 +79,15 @@ class Track:
         self.sampler.ask(times, within_s=max(since_s, 0.0))
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Whether nothing to come could tell an edge better, or nothing will come."""
+        """Whether no sample to come would show an edge better, or none will come."""
         if self.series is None:
             return True
         if self.sampler.is_calibrating and self.sampler.stale_s() is None:
-            return False  # what is told before would not fit to what is told after
+            return False  # what is measured before would not fit to what is measured after
         return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
 
     def note_baseline(self, start_ns: int, end_ns: int) -> bool:
-        """Learn the device's idle power from a stretch before the first iteration; say whether that could be done."""
+        """Learn the device's idle power from a stretch before the first iteration; return whether that was possible."""
         if self.series is None or not self.is_settled(end_ns):
             return False
         idle = self.series.integrals(start_ns, end_ns).energy

@@ -15,7 +15,7 @@ class Trainer:
 
     Args:
         ring: what it records; its facts must be there.
-        board: what it is told of the whole job.
+        board: shows it the values of the whole job.
         descriptor: a pidfd of it, or -1 where the kernel has none.
     """
 
@@ -54,7 +54,7 @@ class Trainer:
         return self.descriptor < 0 and os.getppid() != self.pid
 
     def take_address(self) -> dict[str, str]:
-        """Return what rank 0 has published since the last call; `failed` and `refused` say why there is no address."""
+        """Return what rank 0 has published since the last call; `failed` or `refused` is why there is no address."""
         address: dict[str, str] = self.ring.address() or {}
         if address and not address.keys() & {"failed", "refused"}:
             self._address = address

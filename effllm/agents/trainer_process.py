@@ -1,4 +1,4 @@
-"""What the kernel says about the process of a trainer, and by which door: /proc."""
+"""What /proc shows about the process of a trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = {
     "t": "traced",
     "Z": "dead",
 }
-MOST_THREADS = 2000
+MAX_THREADS = 2000
 
 
 def state(pid: int) -> str:
@@ -39,7 +39,7 @@ def description(pid: int) -> str:
         lines += ["kernel stack:", *(f"  {line.partition('] ')[2] or line}" for line in kernel.splitlines()[:20])]
     threads: Counter[str] = Counter()
     with suppress(OSError):
-        for thread in sorted((task / "task").iterdir())[:MOST_THREADS]:
+        for thread in sorted((task / "task").iterdir())[:MAX_THREADS]:
             number = int(thread.name)
             threads[f"{_read(thread / 'comm')}: {state(number)}{_waits(thread)}"] += 1
     lines += ["threads:", *(f"  {count} x {text}" for text, count in threads.most_common())]

@@ -1,4 +1,4 @@
-"""What happens to a GPU, told once: critical errors (Xid), memory errors (ECC), another power limit."""
+"""What happens to a GPU, reported once: critical errors (Xid), memory errors (ECC), another power limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from effllm.schema import Event
 
 #: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
 XID_EVERY_S, SELDOM_S = 1.0, 10.0
-_MOST_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 
 
 class Watch:
@@ -42,7 +42,7 @@ class Watch:
         self.open()
 
     def open(self) -> None:
-        """Listen to critical errors from now on, where NVML tells them."""
+        """Listen to critical errors from now on, where NVML reports them."""
         with suppress(pynvml.NVMLError):
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
@@ -57,11 +57,11 @@ class Watch:
         if now_s < self._xid_at_s and is_there:
             return ()
         self._xid_at_s = now_s + XID_EVERY_S
-        told = self._critical()
+        events = self._critical()
         if now_s >= self._seldom_at_s and is_there:
             self._seldom_at_s = now_s + SELDOM_S
-            told += self._limit_changed() + self._memory_errors()
-        return tuple(told)
+            events += self._limit_changed() + self._memory_errors()
+        return tuple(events)
 
     def close(self) -> None:
         """Listen no longer."""
@@ -73,7 +73,7 @@ class Watch:
     def _critical(self) -> list[Event]:
         numbers: Counter[int] = Counter()
         with suppress(pynvml.NVMLError):  # a time-out: nothing more has happened
-            while self._events is not None and numbers.total() < _MOST_AT_ONCE:
+            while self._events is not None and numbers.total() < _MAX_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
         return [
             Event(time.time(), "xid", _critical_text(number, times), count=times) for number, times in numbers.items()
