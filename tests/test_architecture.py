@@ -68,6 +68,7 @@ FLOORS = """
 2.3     agents.inspection  agents.measuring
 2.4     agents.inspection_child  agents.messages
 2.5     aggregation.orders  server.writer
+2.6     server.*
 3.0     aggregation.server
 3.1     agents.aggregator_child
 3.2     agents.children

@@ -16,10 +16,10 @@ import msgspec
 import psutil
 import pytest
 
-from effllm.aggregation.server import MAX_FACTS_BYTES
 from effllm.network.curve import ServerKeys
 from effllm.network.secret import create
 from effllm.runs.runfolder import WindowRow
+from effllm.server.run_facts import MAX_FACTS_BYTES
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("strangers")]
 

@@ -1,0 +1,86 @@
+"""Admission of ranks: which introductions are accepted, and what is reported of those that are rejected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from effllm.aggregation.aggregator import Aggregator
+from effllm.network.descriptors import needed, raise_limit
+from effllm.network.door import Door
+from effllm.network.peers import Peers
+from effllm.schema import Event, Hello, Refused
+
+
+class Admission:
+    """Admits ranks, as long as there are descriptors for all of their job.
+
+    Args:
+        aggregator: knows the ranks of the job.
+        peers: the connections.
+        door: who may connect at all.
+        warn: makes an event of a text and a kind.
+    """
+
+    def __init__(self, aggregator: Aggregator, peers: Peers, door: Door, warn: Callable[[str, str], None]) -> None:
+        self._aggregator = aggregator
+        self._peers = peers
+        self._door = door
+        self._warn = warn
+        self._has_room_for = 0  # ranks, by the limit of open files
+        self.has_shortage = False  # of descriptors: the job was refused
+        self.has_refused_all = False  # of a job of one rank, which has no other agents
+
+    def hello(
+        self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now_s: float, time_s: float
+    ) -> Refused | None:
+        """Take an introduction; return what to answer where it is refused.
+
+        Args:
+            peer: its connection.
+            message: the introduction.
+            objection: why `Peers` refuses it, or empty.
+            is_trainer_gone: rank 0's trainer has ended.
+            now_s: the time.
+            time_s: unix time.
+        """
+        reason = objection
+        if not reason and is_trainer_gone and self._aggregator.is_too_late(message):
+            reason = "this attempt is over"
+        if not reason and (shortage := self._shortage(message, now_s)):
+            self._peers.turn_away()
+            # Agents of a larger job would go on to search for an aggregator.
+            self.has_refused_all = self.has_refused_all or message.world_size == 1
+            return Refused(shortage, whole_job=True)
+        reason = reason or self._aggregator.hello(message, now_s, time_s)
+        if reason:
+            self._peers.turn_away()
+            return Refused(reason, again=is_trainer_gone)
+        self._peers.introduce(peer, message, now_s)
+        return None
+
+    def report(self) -> None:
+        """Record what was rejected since the last call."""
+        for event in self._peers.take_events():
+            self._aggregator.record(event)
+        if repeated := self._peers.take_repeated() + self._door.take_repeated():
+            text = "peers that were rejected before were rejected again"
+            self._aggregator.record(Event(time.time(), "refused", text, count=repeated))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many messages and connections were rejected, by kind."""
+        return {**self._peers.refused, **self._door.refused}
+
+    def _shortage(self, hello: Hello, now_s: float) -> str:
+        """Raise the limit of open files for the world of a rank that may join; return why that fails, or empty."""
+        world_size = hello.world_size
+        if world_size <= self._has_room_for or not self._aggregator.may_join(hello, now_s):
+            return ""
+        shortage = raise_limit(needed(world_size))
+        if not shortage:
+            self._has_room_for = world_size
+        elif not self.has_shortage:
+            self.has_shortage = True
+            self._warn(f"a job of {world_size} ranks is refused: {shortage}", "descriptors")
+        return shortage

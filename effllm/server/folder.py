@@ -1,0 +1,126 @@
+"""The run folder at the start: locked against other aggregators, and the state that an earlier one left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from effllm.aggregation.ledger import Ledger, restore
+from effllm.aggregation.orders import Orders
+from effllm.network import secret
+from effllm.network.curve import AgentKeys
+from effllm.network.interface import is_loopback
+from effllm.network.transport import Link
+from effllm.runs import own_files, run_lock
+from effllm.schema import Supersede
+
+STATE = "state.json"
+
+
+@contextlib.contextmanager
+def lock_folder(
+    orders: Orders,
+    address: str,
+    context: zmq.Context[zmq.Socket[bytes]],
+    read_secret: Callable[[], bytes],
+    warn: Callable[[str], None],
+) -> Iterator[Path | None]:
+    """Hold the lock of the run folder; yield ``None`` where there is no folder to write to.
+
+    Args:
+        orders: name the folder and the job.
+        address: where this aggregator listens, for the next attempt's.
+        context: of the connection to the aggregator that holds the lock.
+        read_secret: returns the user's secret, or raises `SecretError`.
+        warn: takes one line.
+    """
+    if not orders.folder:
+        yield None
+        return
+    own = run_lock.Holder(orders.run, orders.job, address, platform.node(), os.getpid(), orders.secured, orders.salt)
+    predecessor = _Predecessor(orders, context, read_secret)
+    try:
+        lock = run_lock.take(Path(orders.folder), own, predecessor.ask_to_end)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        warn(f"no run folder: {orders.folder} cannot be written ({reason}); set EFFICIENTLLM_RUN_DIR")
+        yield None
+        return
+    finally:
+        predecessor.close()
+    if lock.instead_of is not None:
+        warn(
+            f"another run is writing to {lock.instead_of}: this one goes to {lock.folder}; "
+            "set EFFICIENTLLM_RUN_NAME to choose"
+        )
+    is_over = False
+    try:
+        yield lock.folder
+        is_over = True
+    finally:
+        lock.release(is_over)
+
+
+class _Predecessor:
+    """The aggregator of an earlier attempt, which still holds the lock because it waits for ranks that are gone."""
+
+    def __init__(
+        self, orders: Orders, context: zmq.Context[zmq.Socket[bytes]], read_secret: Callable[[], bytes]
+    ) -> None:
+        self._orders, self._context, self._read_secret = orders, context, read_secret
+        self._link: Link | None = None
+
+    def ask_to_end(self, holder: run_lock.Holder) -> None:
+        """Ask it to release the folder."""
+        address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
+        if holder.host != platform.node() and is_loopback(address):
+            return  # that address of this host is not the holder's
+        if self._link is None:
+            keys = None
+            if holder.secured:
+                try:
+                    keys = AgentKeys.of(self._read_secret(), holder.salt)
+                except secret.SecretError:
+                    return
+            self._link = Link(self._context, holder.endpoint, keys)
+            self._link.connect()
+        self._link.send(Supersede(self._orders.run, self._orders.job))
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        if self._link is not None:
+            self._link.close()
+
+
+def restore_state(folder: Path, job: str, warn: Callable[[str, str], None]) -> Ledger | None:
+    """Return the state that an earlier aggregator left, for the next attempt where it is another job's.
+
+    Args:
+        folder: the run folder.
+        job: id of the job; empty is any.
+        warn: makes an event of a text and a kind.
+    """
+    try:
+        state = restore(own_files.read_file(folder / STATE))
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        warn(f"{folder / STATE} cannot be read, the totals start anew: {error}", "sink")
+        return None
+    if state.job == job or not job:
+        return state
+    before = f"attempt {state.attempt}, which was {state.status()} at iteration {state.iteration_shown}"
+    warn(f"attempt {state.attempt + 1} goes on in {folder} after {before}", "restarted")
+    return state.next_attempt(job)
+
+
+def remove_state(folder: Path) -> None:
+    """Remove the state of a run that has completed, which is not continued."""
+    with contextlib.suppress(OSError):
+        own_files.remove_file(folder / STATE)

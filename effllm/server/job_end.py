@@ -1,0 +1,66 @@
+"""When a job is over though not every rank has said so."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.orders import Orders
+from effllm.aggregation.pacing import quiet_s
+from effllm.aggregation.roster import SILENT_AFTER_S
+from effllm.health.lost_agents import LostAgents
+from effllm.schema import Supersede
+
+
+class JobEnd:
+    """Watches rank 0's trainer, and the agents that are waited for at the end.
+
+    Args:
+        aggregator: knows which ranks have come and left.
+        orders: name the trainer.
+        reaches: whether the connection of a rank takes a message.
+    """
+
+    def __init__(self, aggregator: Aggregator, orders: Orders, reaches: Callable[[int], bool]) -> None:
+        self._aggregator = aggregator
+        self._orders = orders
+        self._reaches = reaches
+        self._lost = LostAgents()
+        self._trainer_ended_s: float | None = None
+        self._agent = os.getppid() if orders.by_agent else -1
+
+    def has_trainer_ended(self) -> bool:
+        """Whether rank 0's trainer has ended; ``False`` where there is none."""
+        pidfd = self._orders.trainer_descriptor
+        return pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
+
+    def makes_room(self, message: Supersede) -> bool:
+        """Whether to end for the next attempt of our job: only if our own trainer is gone."""
+        orders = self._orders
+        is_ours = bool(orders.run) and message.run == orders.run and message.job != orders.job
+        return is_ours and (orders.trainer_descriptor < 0 or self.has_trainer_ended())
+
+    def give_up_lost(self, now_s: float) -> None:
+        """When the job ends, stop waiting for agents that were killed."""
+        if self._aggregator.is_ending or self._trainer_ended_s is not None:
+            awaited = self._aggregator.awaited(before_s=now_s - quiet_s(self._aggregator.world_size))
+            for rank in self._lost.look(now_s, awaited, self._reaches):
+                self._aggregator.give_up(rank, time.time())
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether rank 0's trainer is long gone and no rank was heard for long, so that no farewell will come.
+
+        On a busy machine a trainer may have been killed before its agent, which has all it did and has started us, is
+        heard at all: as long as that agent lives it is waited for.
+        """
+        if self._trainer_ended_s is None:
+            if self.has_trainer_ended():
+                self._trainer_ended_s = now_s
+            return False
+        if self._aggregator.nobody_is_there and not self._aggregator.is_ending:
+            return True  # all were seen to have gone
+        is_long = now_s - self._trainer_ended_s > SILENT_AFTER_S or os.getppid() != self._agent
+        return is_long and self._aggregator.all_silent(now_s)

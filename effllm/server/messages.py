@@ -1,0 +1,143 @@
+"""Messages of agents: received in bounds, handed to the aggregator, and answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.pacing import report_every_s
+from effllm.network.peers import Peers
+from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
+from effllm.schema import (
+    Ack,
+    AgentEvent,
+    Beat,
+    Bye,
+    ByeSeen,
+    Clock,
+    FromAgent,
+    Hello,
+    Inspect,
+    Refused,
+    Reports,
+    Stack,
+    Supersede,
+    Welcome,
+)
+from effllm.server.acknowledgement import Sequences
+
+MAX_FRAMES = 1000  # received before everything else has its turn ...
+MAX_RECEIVE_S = 0.1  # ... nor for longer: on a busy machine frames may come as fast as they are taken
+MAX_REJECTED = 32  # frames one after the other, more than there are peers: then no other frame waits
+
+
+class Messages:
+    """Receives what agents send, and answers it.
+
+    Args:
+        socket: the aggregator's.
+        peers: whose rate and rank each message is checked against.
+        aggregator: takes what is accepted.
+        folder: the run folder, as agents are sent it.
+        admit: takes an introduction, with what `Peers` objects to; returns the answer where it is refused.
+        supersede: takes the request of the next attempt's aggregator.
+    """
+
+    def __init__(
+        self,
+        socket: ServerSocket,
+        peers: Peers,
+        aggregator: Aggregator,
+        folder: str,
+        admit: Callable[[bytes, Hello, str, float, float], Refused | None],
+        supersede: Callable[[Supersede], None],
+    ) -> None:
+        self._socket = socket
+        self._peers = peers
+        self._aggregator = aggregator
+        self._folder = folder
+        self._admit = admit
+        self._supersede = supersede
+        self.is_flooded = False  # frames were rejected when the socket was last emptied
+
+    def receive(self) -> bool:
+        """Take what has arrived, in bounds; return whether that was all but frames of peers that send too much."""
+        receive, admits, max_rejected = self._socket.receive, self._peers.admits, MAX_REJECTED + len(self._peers)
+        in_a_row, until_s, now_s = 0, time.monotonic() + MAX_RECEIVE_S, 0.0
+        for _ in range(MAX_FRAMES):
+            # Peers are received from in turn: after so many rejected frames in a row, no other peer has one waiting.
+            if in_a_row > max_rejected or (received := receive()) is None:
+                self.is_flooded = in_a_row > 0
+                return True
+            peer, frame = received
+            now_s = time.monotonic()
+            if not admits(peer, len(frame), now_s, is_hello(frame)):  # not even decoded
+                in_a_row += 1
+                self._ask_again(peer, now_s)
+                continue
+            in_a_row = 0
+            try:
+                self._take(peer, decode_from_agent(frame), now_s, len(frame))
+            except FrameError as error:
+                self._aggregator.reject(time.time(), self._peers.garbage(peer, str(error)))
+            if now_s > until_s:
+                break
+        return False
+
+    def acknowledge(self, sequences: Sequences) -> None:
+        """Send ranks the sequence up to which their reports are safe, and the newest values."""
+        report = self._aggregator.last_report
+        values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
+        iteration, count = report.iteration if report else 0, self._aggregator.report_count
+        frames: dict[int, bytes] = {}  # ten thousand ranks are at few sequences
+        for rank, sequence in sequences.items():
+            peer = self._peers.of_rank(rank)
+            if peer is not None:
+                frame = frames.get(sequence)
+                if frame is None:
+                    frame = frames[sequence] = encode(Ack(sequence, iteration, values, count))
+                self._socket.send_frame(peer, frame)
+
+    def request_stacks(self) -> None:
+        """Ask agents what their trainers are doing, where the aggregator wants it."""
+        for rank in self._aggregator.take_asked():
+            if (peer := self._peers.of_rank(rank)) is not None:
+                self._socket.send(peer, Inspect("the job has stalled"))
+
+    def reaches(self, rank: int) -> bool:
+        """Whether the connection of a rank takes a message: an acknowledgement of nothing."""
+        peer = self._peers.of_rank(rank)
+        return peer is not None and self._socket.send(peer, Ack(0))
+
+    def _ask_again(self, peer: bytes, now_s: float) -> None:
+        """Have a peer whose frames were dropped begin anew with a HELLO, once it has room again."""
+        if self._peers.is_to_send_again(peer, now_s):
+            self._socket.send(peer, Welcome(self._aggregator.attempt, self._folder, again=True))
+
+    def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
+        time_s, aggregator = time.time(), self._aggregator
+        objection = self._peers.objection(peer, message)
+        if isinstance(message, Reports) and not objection:  # ten thousand a second, before all else
+            if not aggregator.reports(message, now_s, time_s, num_bytes):
+                self._peers.hold(peer)  # it sends again what was not taken
+            return
+        if isinstance(message, Supersede):
+            self._supersede(message)
+        elif isinstance(message, Hello):
+            every_s = report_every_s(message.world_size)
+            refused = self._admit(peer, message, objection, now_s, time_s)
+            self._socket.send(peer, refused or Welcome(aggregator.attempt, self._folder, report_every_s=every_s))
+        elif objection:
+            self._ask_again(peer, now_s)
+        elif isinstance(message, Beat):
+            if message.sent_ns:
+                now_ns = time.monotonic_ns()  # it is answered as it is received
+                self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
+            aggregator.beat(message, now_s, time_s)
+        elif isinstance(message, AgentEvent):
+            aggregator.agent_event(message, now_s, time_s)
+        elif isinstance(message, Stack):
+            aggregator.stack(message, now_s, time_s)
+        elif isinstance(message, Bye) and aggregator.bye(message, now_s, time_s):
+            self._socket.send(peer, ByeSeen(message.rank))

@@ -1,0 +1,157 @@
+"""Where everything goes that the aggregator writes: the store, and the sinks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from effllm.aggregation.aggregator import Closed
+from effllm.health.stalls import StackFile
+from effllm.schema import Event, Summary
+from effllm.server.writer import Writer
+from effllm.sinks import Run, Sink, open_sink
+from effllm.store import run_folder
+from effllm.store.run_folder import RunFolder, open_run_folder
+
+STORE_OPENS_S = 2.0
+
+
+class Outputs:
+    """The store, where there is a run folder, and the sinks, each in a thread of its own.
+
+    Args:
+        run: the run; its ``log`` takes warnings.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._last_summary: Summary | None = None  # once the job has ended
+        run = dataclasses.replace(run, summary=lambda: self._last_summary)
+        self._sinks = {
+            name: Writer(f"sink {name}", partial(open_sink, name, run), run.log) for name in run.config.sinks
+        }
+        self._store: Writer[RunFolder] | None = None
+        if run.folder is not None:
+            open_store = partial(
+                open_run_folder,
+                run.folder,
+                run.facts,
+                warn=run.log,
+                tensorboard_dir=run.tensorboard_dir,
+                limit_mb=run.config.run_folder_mb,
+                log_interval=run.config.log_interval,
+            )
+            self._store = Writer("run folder", open_store, run.log)
+
+    def start(self) -> None:
+        """Open the sinks and the store; wait for the store, in bounds."""
+        for writer in self._writers():
+            writer.start()
+        if self._store is not None:
+            self._store.opened.wait(STORE_OPENS_S)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a run folder."""
+        return self._store is not None
+
+    def write(self, closed: Sequence[Closed]) -> None:
+        """Write windows, in one piece: an agent that comes back brings a thousand, which would fill a queue."""
+
+        def store_all(store: RunFolder) -> None:
+            for report, rows in closed:
+                store.write(report, rows)
+
+        def write_all(sink: Sink) -> None:
+            for report, _ in closed:
+                sink.write(report)
+
+        self._to_store(store_all, len(closed))
+        self._to_sinks(write_all, len(closed))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write events, in one piece: ten thousand ranks that join at once would fill a queue."""
+        self._to_store(lambda store: store.write_events(events))
+        self._to_sinks(lambda sink: _send_events(sink, events))
+
+    def update_facts(self, facts: dict[str, Any]) -> None:
+        """Add facts to run.json."""
+        self._to_store(lambda store: store.update_facts(facts))
+
+    def write_summary(self, summary: Summary) -> None:
+        """Replace the summary of the run so far."""
+        self._to_store(lambda store: store.write_summary(summary))
+
+    def write_stacks(self, files: Sequence[StackFile]) -> None:
+        """Write the stacks of trainers in a stall."""
+
+        def write(store: RunFolder) -> None:
+            for file in files:
+                store.write_file(f"stacks/{file.name}", file.text)
+
+        self._to_store(write)
+
+    def save_state(self, state: bytes, on_saved: Callable[[], None]) -> None:
+        """Write a state after all that was handed over before, then call `on_saved` in the store's thread."""
+
+        def save(store: RunFolder) -> None:
+            if store.save_state(state):  # else the agents keep their copies
+                on_saved()
+
+        self._to_store(save)
+
+    def left_out(self, is_over: bool) -> dict[str, int]:
+        """Return how many windows were not written, by sink; those of the store are before the summary in its queue."""
+        counts = {name: sink.left_out + (sink.unfinished if is_over else 0) for name, sink in self._sinks.items()}
+        counts[run_folder.NAME] = self._store.left_out if self._store is not None else 0
+        return {name: count for name, count in counts.items() if count}
+
+    def stop_sinks(self, summary: Summary, timeout_s: float) -> None:
+        """Let the sinks end, all at once: one that stalls takes no time from another."""
+        self._last_summary = summary
+        _stop(list(self._sinks.values()), timeout_s)
+
+    def stop_store(self, state: bytes, summary: Summary) -> None:
+        """Let the store write the last state and summary, and end; `join_store` waits for it."""
+
+        def last(store: RunFolder) -> None:
+            store.save_state(state)
+            store.write_summary(summary)
+
+        if self._store is not None:
+            self._store.stop(last)
+
+    def join_store(self, timeout_s: float) -> bool:
+        """Wait for the end of the store; return whether it came."""
+        return self._store is None or self._store.join(timeout_s)
+
+    def discard(self, timeout_s: float) -> None:
+        """End without a summary: no rank has come."""
+        _stop(self._writers(), timeout_s)
+
+    def _writers(self) -> list[Writer[Any]]:
+        return [*self._sinks.values(), *([self._store] if self._store is not None else [])]
+
+    def _to_sinks(self, work: Callable[[Sink], None], windows: int = 0) -> None:
+        for sink in self._sinks.values():
+            sink.put(work, windows)
+
+    def _to_store(self, work: Callable[[RunFolder], None], windows: int = 0) -> None:
+        if self._store is not None:
+            self._store.put(work, windows)
+
+
+def _stop(writers: Sequence[Writer[Any]], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for writer in writers:
+        writer.stop()
+    for writer in writers:
+        writer.join(deadline_s - time.monotonic())
+
+
+def _send_events(sink: Sink, events: Sequence[Event]) -> None:
+    if (write := getattr(sink, "event", None)) is not None:
+        for event in events:
+            write(event)
