@@ -11,13 +11,12 @@ from effllm.agents.trainer import Trainer
 from effllm.agents.window import WindowCutter
 from effllm.network.transport import Outbox
 from effllm.training.ring import END as END_RECORD
-from effllm.training.ring import ITERATION, STEP, Slot
+from effllm.training.ring import ITERATION, STATUSES, STEP, Slot
 
 CALIBRATION_S = 3.0  # windows are cut when it is known how the sensor behaves
 LOSS_WAIT_S = 0.5  # a window's loss comes after its end
 AGAIN_S = 0.05  # between two looks at a sensor that is being learnt
 FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples of a device that are kept as they are, and how often that is checked
-STATUSES = ("completed", "failed", "killed", "interrupted")
 
 
 class Measuring:

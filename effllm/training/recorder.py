@@ -17,7 +17,6 @@ from effllm.records.counters import Counters
 from effllm.training import ring
 
 _PHASES = ("evaluation", "checkpoint", "other", "generation")
-_STATUSES = ("completed", "failed", "killed", "interrupted")
 _MAX_TOTAL = 2**62  # what a running total can hold
 _FEW_BITS = 30  # of counts that no total overflows by
 _NO_TOKENS = 0
@@ -433,8 +432,8 @@ class Recorder:
         while self._phase_depth:  # an exception may have left one open
             self.phase_end()
         now_ns = time.monotonic_ns()
-        known = isinstance(status, str) and status in _STATUSES
-        self._put(ring.END, _STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
+        known = isinstance(status, str) and status in ring.STATUSES
+        self._put(ring.END, ring.STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
         self._writer.state(ring.FINISHED, self.ordinal, now_ns)
         self.disable()
         self._wake()

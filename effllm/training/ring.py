@@ -23,6 +23,8 @@ from effllm.records.counters import FIELDS, NUM_FREQUENT, Counters
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
+#: How a loop may end: the record END has an index into these.
+STATUSES = ("completed", "failed", "killed", "interrupted")
 
 #: What a PROFILE tells of, where it is not an index into timeline.KINDS.
 WHOLE, COMPUTING = -1, -2
@@ -67,7 +69,7 @@ class Slot(NamedTuple):
 
     sequence: int
     kind: int
-    # PHASE: index into schema.MARKED_PHASES; END: of the status; PROFILE: into timeline.KINDS, or see above; LOSS: 1
+    # PHASE: index into schema.MARKED_PHASES; END: into STATUSES; PROFILE: into timeline.KINDS, or see above; LOSS: 1
     # where none was given.
     what: int
     ordinal: int
