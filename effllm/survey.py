@@ -17,7 +17,7 @@ import zmq
 from msgspec import Struct
 
 from effllm import __version__, node_power
-from effllm.aggregation.roster import peak_of
+from effllm.aggregation.job_facts import peak_of
 from effllm.config import VARIABLES, Config, cache_folder, read_config, secret_path
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices._nvml_identity import text_of

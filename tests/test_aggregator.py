@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from effllm import metrics
 from effllm.aggregation.aggregator import MAX_LATE, MAX_PENDING_BYTES, RECENT, Aggregator
 from effllm.aggregation.ledger import restore
-from effllm.aggregation.roster import ABSENT_AFTER_S, SILENT_AFTER_S
+from effllm.aggregation.presence import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
 from effllm.records.energy import NORMAL_95, NOT_MEASURED

@@ -57,6 +57,7 @@ FLOORS = """
 1.3.2   health.evidence
 1.3.3   health.stragglers
 1.4     aggregation.ledger
+1.4.5   aggregation.job_facts  aggregation.presence
 1.5     aggregation.roster  aggregation.spread  health.losses
 1.6     aggregation.reporting  health.stalls
 1.7     health.straggler_watch  health.energy_watch

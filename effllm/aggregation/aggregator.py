@@ -23,8 +23,9 @@ from effllm.aggregation.joining import Joined, WindowJoiner, put
 from effllm.aggregation.ledger import Ledger, RankState
 from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.pacing import is_large, late_every_s
+from effllm.aggregation.presence import ABSENT_AFTER_S
 from effllm.aggregation.reporting import Window, doubts, report_of, summary_of
-from effllm.aggregation.roster import ABSENT_AFTER_S, Roster
+from effllm.aggregation.roster import Roster
 from effllm.aggregation.rows import Rows
 from effllm.aggregation.window_energy import window_energy
 from effllm.config import Config
@@ -115,6 +116,7 @@ class Aggregator:
         self._config = config
         self._ledger = ledger or Ledger(attempt=attempt, job=job, started_time_s=time_s)
         self._roster = Roster(config, self._ledger)
+        self._presence = self._roster.presence
         known, min_s = self._ledger, config.min_window_s
         self._joiner = WindowJoiner(min_s, known.closed, max(known.joined_until, known.closed)) if min_s else None
         self._pending: dict[int, _Pending] = {}
@@ -216,7 +218,7 @@ class Aggregator:
                 self._enter(row, now_s)
             else:
                 is_full = 2 * held.num_rows >= most_rows or 2 * held.num_bytes >= MAX_PENDING_BYTES
-                num_ranks = self._ledger.world_size - self._roster.num_away
+                num_ranks = self._ledger.world_size - self._presence.num_away
                 self._enter_joined(joiner.add(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
         if self._late_rows and now_s >= self._late_s and not is_large(self._ledger.world_size):
             self._take_late(now_s, time_s)
@@ -292,7 +294,7 @@ class Aggregator:
         self._spend(rank, message)
         self._pass_time(now_s, time_s)
         self._ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
-        if self._roster.leave(rank, message.status, now_s):
+        if self._presence.leave(rank, message.status, now_s):
             self.record(Event(time_s, "left", f"rank {message.rank} left: {rank.bye}", message.rank))
             self._stalls.bye(message.rank, rank.bye, now_s)
         if self._may_close():
@@ -338,7 +340,7 @@ class Aggregator:
             heard_until_s: all that had arrived by then has been taken; nobody is late for what waits with us.
         """
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MOST_BACKLOG_S)
-        for rank, seconds in self._roster.fall_silent(until_s).items():
+        for rank, seconds in self._presence.fall_silent(until_s).items():
             self.record(Event(time_s, "silent", f"rank {rank} has said nothing for {seconds:.0f} s", rank))
         self._pass_time(now_s, time_s)
         if self._late_rows and now_s - self._late_s >= late_every_s(self._ledger.world_size):
@@ -346,7 +348,10 @@ class Aggregator:
         self._stalls.tick(now_s, time_s)
         self._ledger.note_hang(self._stalls.take_s(now_s))
         if self._joiner is not None:
-            num_ranks, is_over = self._ledger.world_size - self._roster.num_away, self._roster.everyone_left(now_s)
+            num_ranks, is_over = (
+                self._ledger.world_size - self._presence.num_away,
+                self._presence.everyone_left(now_s),
+            )
             self._enter_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
         self._close_ready(now_s, until_s)
         self._events += self._limit.roll(now_s)
@@ -398,7 +403,7 @@ class Aggregator:
     @property
     def is_ending(self) -> bool:
         """Whether ranks have left."""
-        return self._roster.num_left > 0
+        return self._presence.num_left > 0
 
     @property
     def attempt(self) -> int:
@@ -426,30 +431,30 @@ class Aggregator:
 
     def parameters(self) -> int | None:
         """Return P: the whole model's, or the sum of all ranks' shares once all have come."""
-        return self._roster.parameters()
+        return self._roster.job.parameters
 
     def finished(self, now_s: float) -> bool:
         """Whether every rank has left, or will not come any more, and nothing is pending."""
         is_waiting = self._joiner is not None and self._joiner.is_waiting
-        return not self._pending and not self._late_rows and not is_waiting and self._roster.everyone_left(now_s)
+        return not self._pending and not self._late_rows and not is_waiting and self._presence.everyone_left(now_s)
 
     def awaited(self, before_s: float) -> list[int]:
         """Return the ranks that have come and not left, and of whom nothing was heard since then."""
-        return self._roster.awaited(before_s)
+        return self._presence.awaited(before_s)
 
     def give_up(self, rank: int, time_s: float) -> None:
         """Wait no more for a rank whose agent is known to be gone."""
-        self._roster.give_up(rank)
+        self._presence.give_up(rank)
         self.record(Event(time_s, "silent", f"rank {rank}: its agent has gone without a farewell", rank))
 
     @property
     def nobody_is_there(self) -> bool:
         """Whether ranks have come, and all of them have left or are silent."""
-        return self._roster.nobody_is_there
+        return self._presence.nobody_is_there
 
     def all_silent(self, now_s: float) -> bool:
         """Whether nobody that has not left has been heard for long."""
-        return self._roster.all_silent(now_s)
+        return self._presence.all_silent(now_s)
 
     def close_all(self) -> None:
         """Close whatever is pending: the end has come."""
@@ -475,7 +480,7 @@ class Aggregator:
         # A count, because this is asked for every report of up to 10,000 ranks; what it misses, a tick finds.
         if not self._pending:
             return False
-        return len(self._pending[self._order[0]].rows) + self._roster.num_away >= self._ledger.world_size
+        return len(self._pending[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size
 
     def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
         self._is_closing, room = True, MAX_CLOSING_ROWS
@@ -483,11 +488,11 @@ class Aggregator:
             window = self._order[0]
             pending = self._pending[window]
             # Windows far ahead that few ranks report are closed one by one, not all before the others come to them.
-            is_shared = 2 * len(pending.rows) > self._ledger.world_size - self._roster.num_away
+            is_shared = 2 * len(pending.rows) > self._ledger.world_size - self._presence.num_away
             since_s = pending.first_s if is_shared else max(pending.first_s, self._closed_s)
             overdue = heard_until_s - since_s > self._deadline_s()
             is_whole = len(pending.rows) == self._ledger.world_size
-            if not overdue and not is_whole and self._roster.is_behind(window, now_s):
+            if not overdue and not is_whole and self._presence.is_behind(window, now_s):
                 self._is_closing = False
                 return
             self._pass_time(now_s)
@@ -546,11 +551,15 @@ class Aggregator:
         devices = roster.expected(ranks)
         unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
         # Their energy is unknown while others train; what ranks do after the last iteration differs by little.
-        left = roster.devices.keys() - devices.keys() if roster.num_left and window.ordered.iterations > 0 else set()
+        left = (
+            roster.devices.keys() - devices.keys()
+            if self._presence.num_left and window.ordered.iterations > 0
+            else set()
+        )
         # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
         weighed = [
             (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope, left))
-            for scope in roster.scopes
+            for scope in roster.job.scopes
         ]
         scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MOST))
         roster.settle(scope)
@@ -665,7 +674,7 @@ class Aggregator:
     def _hear(self, rank: int, now_s: float, time_s: float) -> None:
         if not self._ledger.ranks[rank].bye:  # an agent stays on a while, for the summary
             self._heard_s = now_s
-        if self._roster.hear(rank, now_s):
+        if self._presence.hear(rank, now_s):
             self.record(Event(time_s, "back", f"rank {rank} is back", rank))
 
     def _lose(self, number: int, rank: RankState, lost: int, time_s: float) -> None:

@@ -66,14 +66,14 @@ def totals(account: Account, ledger: Ledger, roster: Roster, lacks: bool = False
     """Return the totals of an account, with what the job is known to be; ``lacks`` where reports are missing in it."""
     sums = account.totals(
         sample_s=roster.config.collection_interval_s,
-        parameters=roster.parameters(),
-        gpus=roster.num_gpus,
+        parameters=roster.job.parameters,
+        gpus=roster.job.num_gpus,
         world_size=ledger.world_size,
-        peak_flops_per_s=roster.peak_flops_per_s,
-        flops_per_token=roster.flops_per_token,
-        hardware_flops_per_token=roster.hardware_flops_per_token,
-        power_limit_w=roster.power_limit_w,
-        baseline_w=roster.baseline_w,
+        peak_flops_per_s=roster.job.peak_flops_per_s,
+        flops_per_token=roster.job.flops_per_token,
+        hardware_flops_per_token=roster.job.hardware_flops_per_token,
+        power_limit_w=roster.job.power_limit_w,
+        baseline_w=roster.job.baseline_w,
         carbon_g_per_kwh=roster.config.carbon_intensity,
         pue=roster.config.pue,
         price_per_kwh=roster.config.price_per_kwh,
@@ -150,7 +150,7 @@ def report_of(
     lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
     run, whole = (totals(one, ledger, roster, lacks) for one in (ledger.run, ledger.whole))
     own = totals(account, ledger, roster)
-    whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.measures_energy))
+    whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.job.measures_energy))
     waited = ledger.waited
     own = msgspec.structs.replace(
         own, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
@@ -175,15 +175,15 @@ def report_of(
         values=metrics.evaluate(run, shown_of_window, whole),
         coverage=coverage,
         straggler=None if correction else waited.slowest,
-        total_iterations=roster.total_iterations,
-        remaining_s=_remaining_s(whole, roster.total_iterations, shown),
-        style=roster.style,
-        simulated=roster.is_simulated,
-        power_scope=roster.scope.label if window.energy and window.energy.coverage is not None else None,
+        total_iterations=roster.job.total_iterations,
+        remaining_s=_remaining_s(whole, roster.job.total_iterations, shown),
+        style=roster.job.style,
+        simulated=roster.job.is_simulated,
+        power_scope=roster.job.scope.label if window.energy and window.energy.coverage is not None else None,
         warming_up=window.warming,
         final=rows.is_final,
         correction=correction,
-        energy_by_class=ledger.energy_by_class() if roster.measures_energy else {},
+        energy_by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
@@ -226,22 +226,22 @@ def summary_of(
     lacking = _lacking(ledger, ended)
     run, whole = (totals(one, ledger, roster, bool(lacking)) for one in (ledger.run, ledger.whole))
     status = ledger.status() if ended else "running"
-    goodput = ledger.goodput.summary(ended, roster.measures_energy, status)
+    goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
     of_time, of_iterations = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
-    not_measured = list(roster.not_measured)
-    if lacking and whole.energy_measured_j is not None and roster.measures_energy:
+    not_measured = list(roster.job.not_measured)
+    if lacking and whole.energy_measured_j is not None and roster.job.measures_energy:
         parts = f"{_percent(of_time)} of the time and {_percent(of_iterations)} of the iterations were measured"
         not_measured.append(f"total energy: {parts}; {'; '.join(lacking)}")
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         not_measured.append(
             f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
         )
-    if roster.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
+    if roster.job.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
         not_measured.append(
             "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
             "`with effllm.phase('evaluation'):` around it takes it out"
         )
-    if roster.begins_with_a_step and whole.iterations:
+    if roster.job.begins_with_a_step and whole.iterations:
         not_measured.append("first iteration: the metrics began with its optimizer step; nothing of it is in them")
     whole = with_goodput(whole, ledger, goodput)
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
@@ -259,17 +259,17 @@ def summary_of(
         },
         energy=EnergySummary(
             total_joules=whole.energy_j if whole.energy_complete else None,
-            measured_joules=whole.energy_measured_j if roster.measures_energy else None,
-            scope=roster.scope.label,
-            method=roster.energy_method,
+            measured_joules=whole.energy_measured_j if roster.job.measures_energy else None,
+            scope=roster.job.scope.label,
+            method=roster.job.energy_method,
             joules_per_token=values.get("run_energy/joules_per_token"),
             by_device=ledger.devices.joules(),
             error_by_device=ledger.devices.errors_j(),
-            error_joules=whole.energy_error_j if roster.measures_energy else None,
+            error_joules=whole.energy_error_j if roster.job.measures_energy else None,
             gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
-            warmup_joules=ledger.warmup_j if roster.measures_energy else None,
-            estimated_joules=whole.energy_estimated_j if roster.measures_energy else None,
-            by_class=ledger.energy_by_class() if roster.measures_energy else {},
+            warmup_joules=ledger.warmup_j if roster.job.measures_energy else None,
+            estimated_joules=whole.energy_estimated_j if roster.job.measures_energy else None,
+            by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
             time_coverage=of_time if whole.energy_measured_j is not None else None,
             iterations_coverage=of_iterations if whole.energy_measured_j is not None else None,
         ),
@@ -279,15 +279,15 @@ def summary_of(
         updated_time_s=time_s,
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
-        simulated=roster.is_simulated,
-        not_measured=(*not_measured, *not_counted(whole), *roster.open_shares),
+        simulated=roster.job.is_simulated,
+        not_measured=(*not_measured, *not_counted(whole), *roster.job.open_shares),
         tokens=whole.tokens or None,
         samples=whole.samples or None,
         loss=ledger.loss if ledger.is_loss_finite else None,
         losses_not_finite=whole.losses_not_finite,
         first_not_finite=ledger.first_not_finite,
         events=dict(ledger.events),
-        peak=roster.peak_source if run.flops_per_token else "",
+        peak=roster.job.peak_source if run.flops_per_token else "",
         profile=run.profile,
         stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
         slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
@@ -314,7 +314,7 @@ def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
             yield (
                 "mfu",
                 f"{name} would be {share:.3g}, which cannot be, and is not shown: wrong are the {flops:.3g} FLOPs per "
-                f"token, the tokens, or the peak ({roster.peak_source})",
+                f"token, the tokens, or the peak ({roster.job.peak_source})",
             )
 
 

@@ -86,7 +86,7 @@ class Stalls:
 
     def tick(self, now_s: float, time_s: float) -> None:
         """Let time pass."""
-        for verdict in self._hang.check(now_s, self._roster.silent):
+        for verdict in self._hang.check(now_s, self._roster.presence.silent):
             if isinstance(verdict, Stall):
                 self._report_stall(verdict, now_s, time_s)
             else:
@@ -133,7 +133,9 @@ class Stalls:
 
     def _report_stall(self, stall: Stall, now_s: float, time_s: float) -> None:
         roster, world_size = self._roster, self._ledger.world_size
-        silent_s = {rank: now_s - roster.heard_s[rank] for rank in roster.silent if rank not in self._left}
+        silent_s = {
+            rank: now_s - roster.presence.heard_s[rank] for rank in roster.presence.silent if rank not in self._left
+        }
         left = {rank: status for rank, status in self._left.items() if rank < world_size}
         missing = max(world_size - len(roster.hellos), 0)
         names = Names(self._where, self._offset)

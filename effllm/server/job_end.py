@@ -10,7 +10,7 @@ from collections.abc import Callable
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.pacing import quiet_s
-from effllm.aggregation.roster import SILENT_AFTER_S
+from effllm.aggregation.presence import SILENT_AFTER_S
 from effllm.health.lost_agents import LostAgents
 from effllm.schema import Supersede
 
