@@ -38,7 +38,10 @@ FLOORS = """
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  node_power.redfish_sources
 1.0.4   energy.lag_evidence  energy.power_spread  health.straggler_text  node_power.*
-1.0.5   energy.cross_check  energy.tick_energy
+1.0.4   energy.readings  energy.tick_period
+1.0.5   energy.cross_check  energy.sensor_timing  energy.tick_energy
+1.0.6   energy.aliasing  energy.edge_levels
+1.0.7   energy.counter_steps
 1.1     agents.log  agents.trainer  devices._nvml_call  devices._nvml_identity  energy.device_energy  health.hang
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
 1.1     devices._amd_counter  devices._amd_library

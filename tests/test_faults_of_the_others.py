@@ -414,7 +414,7 @@ def test_zeus_3_readings_are_kept_for_the_window_that_is_open_and_no_longer():
         one.add(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
         if second % 10 == 9:
             one.forget_before(second * NS + 1)
-            kept.append(len(one._samples) + len(one._energy._points))
+            kept.append(len(one._samples) + len(one._energy._readings))
 
     assert max(kept[10:]) < 20
 

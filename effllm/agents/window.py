@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from effllm.energy.device_energy import NS, EnergyLedger, runs_between
+from effllm.energy.device_energy import EnergyLedger
+from effllm.energy.readings import NS, runs_between
 from effllm.records.counters import FIELDS
 from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
 from effllm.schema import (

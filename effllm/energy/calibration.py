@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 
 from effllm import hardware
 from effllm.energy.lag_evidence import SAME_S
+from effllm.energy.tick_period import MAX_POWER_TICK_S, is_held, tick_of, tick_of_means
 from effllm.known_sensors import KnownSensor
 from effllm.runs import own_files
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
@@ -31,15 +31,8 @@ LONGEST_S = 2.0
 USUAL_TICK_S = 0.1
 #: A power reading that is held is at most so many ticks older than it looks: half of its own, and one that it is held.
 OLDEST_TICKS = 1.5
-#: No power reading of a GPU is known that is held for longer; what changes more seldom is the load.
-MAX_POWER_TICK_S = 0.12
 #: Reads of one calibration are at least so far apart; and each call may take so much of the time.
 LEAST_APART_S, MOST_BUSY = 0.002, 0.25
-LEAST_MOVES = 4
-#: A counter that moved between almost all reads moves all the time, if the reads were at most so far apart.
-DENSE_S = 0.006
-#: So many changes of the power reading tell whether it is held, against what the table says.
-LEAST_CHANGES = 8
 #: Firmware changes, and the driver's version does not tell: what is older is measured anew.
 KEPT_DAYS = 90
 #: A tick that is found anew may differ by so much from the one that is kept.
@@ -206,34 +199,11 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
     if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
         # Of that moment or the mean of the tick before, and held for a tick.
         lag_s = error_s = OLDEST_TICKS / 2 * tick[0]
-    elif (tick_s := _tick_of_means(readings)) is not None:
+    elif (tick_s := tick_of_means(readings)) is not None:
         lag_s, error_s = tick_s, tick_s / 2
     else:
         return sensor
     return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, LEAST_APART_S), source="measured here")
-
-
-def _tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
-    """Return for how long readings are held that change seldom, and are means: seconds, or ``None``.
-
-    A load that switches between two levels shows as three readings or more, each held for a tick, because the tick in
-    which it switched is a mean of both.
-    """
-    moves = [(first[0] + second[0]) / 2e9 for first, second in pairwise(readings) if first[1] != second[1]]
-    if len(moves) < LEAST_MOVES or len({power_w for _, power_w in readings}) < 3:
-        return None
-    open_s = 2 * statistics.median((second[0] - first[0]) / 1e9 for first, second in pairwise(readings))
-    gaps_s = sorted(later - earlier for earlier, later in pairwise(moves))
-    total_s = ticks = 0.0
-    for gap_s in gaps_s:
-        tick_s = total_s / ticks if ticks else gap_s
-        count = round(gap_s / tick_s)
-        if abs(gap_s - count * tick_s) > open_s:
-            return None
-        total_s, ticks = total_s + gap_s, ticks + count
-    tick_s = total_s / ticks
-    is_seen = sum(abs(gap_s - tick_s) <= open_s for gap_s in gaps_s) >= 2
-    return tick_s if is_seen and 2 * open_s < tick_s <= MAX_POWER_TICK_S else None
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
@@ -250,67 +220,6 @@ def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> 
 
 def _every(tick_s: float) -> str:
     return f"every {1e3 * tick_s:.3g} ms" if tick_s else "all the time"
-
-
-def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return the period of a counter and the half-width of what is open about it, from dense readings.
-
-    Every move lies between two reads; the period is what explains all of them.  A counter that moved
-    from almost every read to the next moves all the time: its tick is 0.  ``None``: the reads do not tell.
-
-    Args:
-        readings: monotonic time in ns and joules.
-    """
-    reads = [(first[0], second[0], first[1] != second[1]) for first, second in pairwise(readings)]
-    moves = [(after, until) for after, until, has_moved in reads if has_moved]
-    if len(moves) < LEAST_MOVES:
-        return None
-    apart_ns = statistics.median(until - after for after, until, _ in reads)
-    if len(moves) > 0.6 * len(reads):
-        return (0.0, 0.0) if apart_ns <= DENSE_S * 1e9 else None
-    roughly_ns = statistics.median(later - earlier for (earlier, _), (later, _) in pairwise(moves))
-    runs = _runs(reads, max(1.5 * apart_ns, 0.5 * roughly_ns))
-    steps = [(after + until - since - before) / 2 for run in runs for (since, before), (after, until) in pairwise(run)]
-    if not steps:
-        return None
-    period = statistics.fmean(steps)
-    shortest, longest = 0.5 * period, 1.5 * period
-    for run in runs:
-        for i, (since, before) in enumerate(run):
-            for ticks, (after, until) in enumerate(run[i + 1 :], 1):
-                shortest = max(shortest, (after - before) / ticks)
-                longest = min(longest, (until - since) / ticks)
-    if shortest > longest:  # it jitters by more than reads are apart
-        return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
-    return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
-
-
-def _runs(reads: Sequence[tuple[int, int, bool]], most_ns: float) -> list[list[tuple[int, int]]]:
-    """Return the moves of each stretch in which no read was held up, so that each is a tick after the one before."""
-    runs: list[list[tuple[int, int]]] = [[]]
-    for after, until, has_moved in reads:
-        if until - after > most_ns:  # it may have moved more than once
-            runs.append([])
-        elif has_moved:
-            runs[-1].append((after, until))
-    return runs
-
-
-def is_held(samples: Sequence[Sample]) -> bool | None:
-    """Whether the power reading changes only when the counter does, as a sensor's that measures once per tick.
-
-    ``None``: it changed too seldom to tell.
-    """
-    pairs = [
-        (first, second)
-        for first, second in pairwise(samples)
-        if first.power_w is not None and second.power_w is not None
-    ]
-    changes = [(first, second) for first, second in pairs if first.power_w != second.power_w]
-    if len(changes) < LEAST_CHANGES:
-        return None
-    together = sum(first.energy_j != second.energy_j for first, second in changes)
-    return together >= 0.8 * len(changes)
 
 
 def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[list[Sample], float]:

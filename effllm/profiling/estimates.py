@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from effllm.energy.calibration import DENSE_S, LEAST_MOVES
+from effllm.energy.tick_period import DENSE_S, MIN_MOVES
 from effllm.profiling.record import LoadEdge, Ratio, Response, Rhythm
 
 NS = 1e-9
@@ -94,7 +94,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     Each change lies between two reads: on a regular grid where that allows it, else as near to it as it does.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
-    if len(moves) < LEAST_MOVES:
+    if len(moves) < MIN_MOVES:
         return None
     apart_s = statistics.median(after[0] - before[0] for before, after in pairwise(readings))
     if len(moves) > ALL_THE_TIME * (len(readings) - 1):

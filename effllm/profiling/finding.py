@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from effllm import __version__
 from effllm.energy import calibration
 from effllm.energy.calibration import Seen
+from effllm.energy.tick_period import is_held
 from effllm.profiling.estimates import (
     LONGEST_DELAY_S,
     LONGEST_WINDOW_S,
@@ -191,7 +192,7 @@ class SensorEvidence:
         )
 
     def _held(self) -> bool | None:
-        return calibration.is_held(self._idle.samples) if self._is_held is None else self._is_held
+        return is_held(self._idle.samples) if self._is_held is None else self._is_held
 
     def _sensor(self) -> Sensor:
         """Return what runs on this model and driver may rely on; what was not measured is as it was assumed."""

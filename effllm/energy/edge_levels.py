@@ -1,0 +1,154 @@
+"""The cumulative energy of one device at the edges of windows, interpolated between readings and ticks; pure.
+
+Windows end at iterations and counters move at ticks: between two ticks the energy is interpolated with the power on
+either side.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from effllm.energy.power_spread import PowerSpread
+from effllm.energy.readings import NS, Readings
+from effllm.energy.sensor_timing import SensorTiming
+from effllm.energy.tick_energy import in_tick
+from effllm.schema import COUNTER
+
+
+class Level(NamedTuple):
+    """The cumulative energy at one moment, interpolated."""
+
+    joules: float
+    variance_j2: float
+    power_w: float
+    estimated_j: float = 0.0  # of it
+    shift_s2: float = 0.0  # variance of when the readings around it are from
+
+
+class EdgeLevels:
+    """The energy at each edge, computed once, so that windows that meet there share it.
+
+    Args:
+        readings: of the device.
+        timing: of them.
+        powers: how much power varies.
+    """
+
+    def __init__(self, readings: Readings, timing: SensorTiming, powers: PowerSpread) -> None:
+        self._readings, self._timing, self._powers = readings, timing, powers
+        self._levels: dict[int, Level] = {}
+
+    @property
+    def edges_ns(self) -> list[int]:
+        """The edges whose levels are kept."""
+        return list(self._levels)
+
+    def forget_before(self, time_ns: int) -> None:
+        """Drop the levels at edges before a moment."""
+        for edge_ns in [edge for edge in self._levels if edge < time_ns]:
+            del self._levels[edge_ns]
+
+    def at(self, time_ns: int) -> Level:
+        """Return the level at a moment; the same again for the same moment, though more is known then."""
+        if time_ns not in self._levels:
+            self._timing.learn_lag(time_ns)
+            anchors = self._anchors(time_ns)
+            level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
+            # What has been learnt since may contradict what was reported, but no window is negative.
+            least_j = max((edge.joules for at_ns, edge in self._levels.items() if at_ns < time_ns), default=-math.inf)
+            most_j = min((edge.joules for at_ns, edge in self._levels.items() if at_ns > time_ns), default=math.inf)
+            joules = min(max(level.joules, least_j), most_j)
+            self._levels[time_ns] = level._replace(
+                joules=joules,
+                estimated_j=self._readings.estimated_j(joules),
+                shift_s2=self._timing.shift_s2(time_ns),
+            )
+        return self._levels[time_ns]
+
+    def _anchors(self, time_ns: int) -> dict[int, float] | None:
+        """Return the counter's level at the ticks around a moment, by their distance from the tick at or before it.
+
+        ``None`` where there is no clock, or it or the counter does not show them.
+        """
+        clock, sensor = self._timing.clock, self._timing.sensor
+        last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None
+        if clock is None or last is None:
+            return None
+        tick_ns, anchors = clock.tick_ns, {}
+        implied: dict[int, float] = {}
+        low = self._readings.index_from(round(last[0] - 2 * tick_ns))
+        for index, point in enumerate(self._readings.from_index(low), low):
+            if point.time_ns > last[0] + 4 * tick_ns:
+                break
+            at = clock.tells(point.time_ns)
+            if at is None or (point.method != COUNTER and index > 0):
+                continue
+            tick = round((at[0] - last[0]) / tick_ns)
+            anchors[tick] = point.total_j
+            # It is that of the tick before, until the next, which a counter that lags shows later than power does.
+            is_of_tick = sensor.is_held and point.time_ns - at[0] < tick_ns - sensor.lag_s / NS
+            if is_of_tick and point.power_w is not None:
+                implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
+        anchors = {**implied, **anchors}
+        return anchors if 0 in anchors or 1 in anchors else None
+
+    def _between_ticks(self, time_ns: int, anchors: dict[int, float]) -> Level:
+        clock, lag_s = self._timing.clock, self._timing.sensor.lag_s
+        assert clock is not None
+        tick_s = clock.tick_ns * NS
+        last = clock.before(time_ns + lag_s / NS)
+        assert last is not None
+        since_s = (time_ns + lag_s / NS - last[0]) * NS
+        before_w = _mean_w(anchors, -1, 0, tick_s)
+        after_w = _mean_w(anchors, 1, 2, tick_s)
+        if 0 in anchors and 1 in anchors:
+            joules, variance_j2, power_w = in_tick(
+                since_s, tick_s, anchors[1] - anchors[0], before_w, after_w, self._powers
+            )
+            return Level(anchors[0] + joules, variance_j2, power_w)
+        local_w = self._readings.power_w(time_ns)
+        # One side of the tick was read: power leads there.
+        if 0 in anchors:
+            power_w = local_w or before_w or 0.0
+            return Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w)
+        power_w = local_w or after_w or 0.0
+        rest_s = tick_s - since_s
+        return Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w)
+
+    def _between_readings(self, time_ns: int) -> Level:
+        """Return the level between two readings, for counters that move all the time, unknown ticks, and power."""
+        readings, tick_s = self._readings, self._timing.sensor.tick_s
+        shown_ns = time_ns + self._timing.shift_ns()
+        index = min(max(readings.index_after(shown_ns), 1), len(readings) - 1)
+        first, second = readings[index - 1], readings[index]
+        span_s = (second.time_ns - first.time_ns) * NS
+        since_s = (shown_ns - first.time_ns) * NS
+        joules = second.total_j - first.total_j
+        mean_w = readings.mean_w(index, tick_s) if second.method else 0.0
+        first_w = first.power_w if first.power_w is not None else mean_w
+        second_w = second.power_w if second.power_w is not None else mean_w
+        tick_j2 = (mean_w * tick_s) ** 2 / 12 if self._timing.method == COUNTER else 0.0
+        if not 0.0 <= since_s <= span_s:  # before the first or after the last reading: the shift asks for more
+            return Level(
+                (first.total_j if since_s < 0 else second.total_j)
+                + (first_w * since_s if since_s < 0 else second_w * (since_s - span_s)),
+                tick_j2 + self._powers.jump_j2(min(abs(since_s), abs(since_s - span_s))),
+                first_w if since_s < 0 else second_w,
+            )
+        if second.method is None:
+            return Level(first.total_j, 0.0, 0.0)
+        rest_s = span_s - since_s
+        local_w = first_w + (second_w - first_w) * since_s / span_s
+        share_j = (first_w + local_w) / 2 * since_s
+        total_j = (first_w + second_w) / 2 * span_s
+        # The counter's step is exact; what power says differently is spread in proportion to time.
+        share_j += (joules - total_j) * since_s / span_s
+        variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
+        return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)
+
+
+def _mean_w(anchors: dict[int, float], first: int, second: int, tick_s: float) -> float | None:
+    if first in anchors and second in anchors:
+        return (anchors[second] - anchors[first]) / ((second - first) * tick_s)
+    return None

@@ -1,0 +1,198 @@
+"""The readings of one device as cumulative energy, with the method and the error of each step between two; pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice, pairwise
+from typing import NamedTuple
+
+from effllm.schema import METHODS
+
+NS = 1e-9
+
+
+class Step(NamedTuple):
+    """What a reading adds."""
+
+    method: str | None  # None: a hole
+    joules: float
+    variance_j2: float
+    is_estimated: bool
+
+
+HOLE = Step(None, 0.0, 0.0, False)
+
+
+class Point(NamedTuple):
+    """A reading: the cumulative energy, and how the step before it was measured."""
+
+    time_ns: int
+    total_j: float
+    power_w: float | None
+    method: str | None  # of the step from the point before; None: a hole
+    estimated: bool
+    variance_j2: float  # of that step
+    holes_ns: int  # running total of time in holes
+    estimated_j: float  # running total
+    variances_j2: float  # running total
+
+
+class Readings:
+    """The readings of one device, oldest first."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque()
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Point:
+        return self._points[index]
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._points)
+
+    def from_index(self, index: int) -> Iterator[Point]:
+        """Yield the readings from an index on."""
+        return islice(self._points, index, None)
+
+    def index_from(self, time_ns: int) -> int:
+        """Return the index of the first reading at or after a moment."""
+        return bisect.bisect_left(self._points, time_ns, key=_time_ns)
+
+    def index_after(self, time_ns: int) -> int:
+        """Return the index of the first reading after a moment."""
+        return bisect.bisect_right(self._points, time_ns, key=_time_ns)
+
+    def add(self, time_ns: int, power_w: float | None, step: Step) -> None:
+        """Append a reading and the step to it."""
+        total_j = estimated_j = variances_j2 = 0.0
+        holes_ns = 0
+        if self._points:
+            last = self._points[-1]
+            total_j, estimated_j, variances_j2 = last.total_j, last.estimated_j, last.variances_j2
+            holes_ns = last.holes_ns + (time_ns - last.time_ns if step.method is None else 0)
+        self._points.append(
+            Point(
+                time_ns=time_ns,
+                total_j=total_j + step.joules,
+                power_w=power_w,
+                method=step.method,
+                estimated=step.is_estimated,
+                variance_j2=step.variance_j2,
+                holes_ns=holes_ns,
+                estimated_j=estimated_j + (step.joules if step.is_estimated else 0.0),
+                variances_j2=variances_j2 + step.variance_j2,
+            )
+        )
+
+    def remove_steps_after(self, time_ns: int) -> Point:
+        """Remove the readings after a moment, so that one step can replace theirs; return the last that is left."""
+        while len(self._points) > 1 and self._points[-2].time_ns >= time_ns:
+            self._points.pop()
+        return self._points[-1]
+
+    def forget_before(self, time_ns: int) -> None:
+        """Remove the readings that no stretch from a moment on needs."""
+        while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
+            self._points.popleft()
+
+    def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
+        """Make one step of all steps in which no stretch that is to come begins or ends; running totals stay exact.
+
+        Args:
+            edges_ns: moments at which a stretch may begin or end.
+            until_ns: ... as at every one from here on.
+            margin_ns: how far around them readings are kept.
+        """
+        times = [point.time_ns for point in self._points]
+        for run in runs_between(times, edges_ns, until_ns, margin_ns):
+            points = list(self._points)
+            first, last = points[run.start], points[run.stop - 1]
+            methods = {point.method for point in points[run.start + 1 : run.stop] if point.method}
+            step = last._replace(
+                method=max(methods, key=METHODS.index) if methods else None,
+                estimated=last.estimated_j - first.estimated_j > (last.total_j - first.total_j) / 2,
+                variance_j2=last.variances_j2 - first.variances_j2,
+            )
+            self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
+
+    def power_w(self, time_ns: int) -> float | None:
+        """Return the power that was read nearest to a moment, of the readings on both sides."""
+        index = self.index_from(time_ns)
+        near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
+        known = [point for point in near if point.power_w is not None]
+        return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
+
+    def mean_w(self, index: int, tick_s: float) -> float:
+        """Return the mean power around a step, over two ticks at least: within one a counter jumps or does not move."""
+        first = second = index
+        tick_ns = tick_s / NS
+        while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
+            first -= 1
+        while second < len(self._points) - 1 and self._points[second].time_ns - self._points[index].time_ns < tick_ns:
+            second += 1
+        span_ns = self._points[second].time_ns - self._points[first].time_ns
+        return (self._points[second].total_j - self._points[first].total_j) / (span_ns * NS)
+
+    def holes_ns(self, time_ns: int) -> int:
+        """Return the running total of time in holes at a moment."""
+        index = self.index_from(time_ns)
+        if index >= len(self._points):
+            return self._points[-1].holes_ns
+        point = self._points[index]
+        return point.holes_ns if point.method else point.holes_ns - (point.time_ns - time_ns)
+
+    def estimated_j(self, total_j: float) -> float:
+        """Return how much of a cumulative energy was estimated."""
+        index = bisect.bisect_left(self._points, total_j, key=lambda point: point.total_j)
+        if index >= len(self._points):
+            return self._points[-1].estimated_j
+        point = self._points[index]
+        return point.estimated_j - (point.total_j - total_j if point.estimated else 0.0)
+
+    def variances_j2(self, time_ns: int) -> float:
+        """Return the running total of variances at a moment."""
+        index = self.index_from(time_ns)
+        if index >= len(self._points):
+            return self._points[-1].variances_j2
+        point = self._points[index]
+        if index == 0:
+            return point.variances_j2
+        before = self._points[index - 1]
+        rest = (point.time_ns - time_ns) / (point.time_ns - before.time_ns)
+        return point.variances_j2 - rest * point.variance_j2
+
+    def method(self, from_ns: int, to_ns: int) -> str | None:
+        """Return the worst method that was used in a stretch."""
+        used = {
+            point.method
+            for before, point in pairwise(self._points)
+            if point.method and point.time_ns > from_ns and before.time_ns < to_ns
+        }
+        return max(used, key=METHODS.index) if used else None
+
+
+def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
+    """Yield the runs of at least three moments that lie further than a margin from every edge, as their indices.
+
+    The last run comes first, so that what is taken out of one does not move those that follow.
+
+    Args:
+        times_ns: moments, in order.
+        edges_ns: moments to stay away from.
+        until_ns: where the runs end, less the margin.
+        margin_ns: how far to stay away.
+    """
+    bounds = sorted({min(edge_ns, until_ns) for edge_ns in edges_ns} | {until_ns})
+    for before_ns, after_ns in reversed(list(pairwise([-margin_ns, *bounds]))):
+        start = bisect.bisect_right(times_ns, before_ns + margin_ns)
+        stop = bisect.bisect_left(times_ns, after_ns - margin_ns)
+        if stop - start >= 3:
+            yield range(start, stop)
+
+
+def _time_ns(point: Point) -> int:
+    return point.time_ns
