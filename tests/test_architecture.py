@@ -58,6 +58,7 @@ FLOORS = """
 1.3     aggregation.account  aggregation.joining
 1.3.1   agents.connection  health.slowest  health.standing_out
 1.3.2   health.evidence
+1.3.2.5 health.straggler_reasons
 1.3.3   health.stragglers
 1.4     aggregation.ledger
 1.4.5   aggregation.job_facts  aggregation.presence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -227,22 +227,8 @@ def summary_of(
     run, whole = (totals(one, ledger, roster, bool(lacking)) for one in (ledger.run, ledger.whole))
     status = ledger.status() if ended else "running"
     goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
-    of_time, of_iterations = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
-    not_measured = list(roster.job.not_measured)
-    if lacking and whole.energy_measured_j is not None and roster.job.measures_energy:
-        parts = f"{_percent(of_time)} of the time and {_percent(of_iterations)} of the iterations were measured"
-        not_measured.append(f"total energy: {parts}; {'; '.join(lacking)}")
-    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
-        not_measured.append(
-            f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
-        )
-    if roster.job.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
-        not_measured.append(
-            "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
-            "`with effllm.phase('evaluation'):` around it takes it out"
-        )
-    if roster.job.begins_with_a_step and whole.iterations:
-        not_measured.append("first iteration: the metrics began with its optimizer step; nothing of it is in them")
+    shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
+    gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))
     whole = with_goodput(whole, ledger, goodput)
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
     return Summary(
@@ -257,22 +243,7 @@ def summary_of(
             for tag, value in values.items()
             if (entry := metrics.describe(tag))
         },
-        energy=EnergySummary(
-            total_joules=whole.energy_j if whole.energy_complete else None,
-            measured_joules=whole.energy_measured_j if roster.job.measures_energy else None,
-            scope=roster.job.scope.label,
-            method=roster.job.energy_method,
-            joules_per_token=values.get("run_energy/joules_per_token"),
-            by_device=ledger.devices.joules(),
-            error_by_device=ledger.devices.errors_j(),
-            error_joules=whole.energy_error_j if roster.job.measures_energy else None,
-            gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
-            warmup_joules=ledger.warmup_j if roster.job.measures_energy else None,
-            estimated_joules=whole.energy_estimated_j if roster.job.measures_energy else None,
-            by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
-            time_coverage=of_time if whole.energy_measured_j is not None else None,
-            iterations_coverage=of_iterations if whole.energy_measured_j is not None else None,
-        ),
+        energy=_energy_summary(whole, ledger, roster, values, shares),
         coverage=last.coverage if last else coverage_of(None, ledger, roster),
         overhead=ledger.overhead(),
         started_time_s=next((one.start_time_s for one in goodput.attempts if one.elapsed_s > 0), ledger.started_time_s),
@@ -280,7 +251,7 @@ def summary_of(
         elapsed_s=goodput.elapsed_s,
         time_by_class=ledger.time_by_class(),
         simulated=roster.job.is_simulated,
-        not_measured=(*not_measured, *not_counted(whole), *roster.job.open_shares),
+        not_measured=(*roster.job.not_measured, *gaps, *not_counted(whole), *roster.job.open_shares),
         tokens=whole.tokens or None,
         samples=whole.samples or None,
         loss=ledger.loss if ledger.is_loss_finite else None,
@@ -293,6 +264,55 @@ def summary_of(
         slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
         windows_compared=ledger.windows_compared,
         goodput=goodput,
+    )
+
+
+def _gaps(
+    whole: ClusterTotals,
+    ledger: Ledger,
+    roster: Roster,
+    lacking: Sequence[str],
+    shares: tuple[float | None, float | None],
+    ended: bool,
+) -> Iterator[str]:
+    """Yield what was measured in part, or not at all, though devices could give it."""
+    if lacking and whole.energy_measured_j is not None and roster.job.measures_energy:
+        parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
+        yield f"total energy: {parts}; {'; '.join(lacking)}"
+    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
+        yield f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
+    if roster.job.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
+        yield (
+            "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
+            "`with effllm.phase('evaluation'):` around it takes it out"
+        )
+    if roster.job.begins_with_a_step and whole.iterations:
+        yield "first iteration: the metrics began with its optimizer step; nothing of it is in them"
+
+
+def _energy_summary(
+    whole: ClusterTotals,
+    ledger: Ledger,
+    roster: Roster,
+    values: Mapping[str, float],
+    shares: tuple[float | None, float | None],
+) -> EnergySummary:
+    is_measured = roster.job.measures_energy
+    return EnergySummary(
+        total_joules=whole.energy_j if whole.energy_complete else None,
+        measured_joules=whole.energy_measured_j if is_measured else None,
+        scope=roster.job.scope.label,
+        method=roster.job.energy_method,
+        joules_per_token=values.get("run_energy/joules_per_token"),
+        by_device=ledger.devices.joules(),
+        error_by_device=ledger.devices.errors_j(),
+        error_joules=whole.energy_error_j if is_measured else None,
+        gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
+        warmup_joules=ledger.warmup_j if is_measured else None,
+        estimated_joules=whole.energy_estimated_j if is_measured else None,
+        by_class=ledger.energy_by_class() if is_measured else {},
+        time_coverage=shares[0] if whole.energy_measured_j is not None else None,
+        iterations_coverage=shares[1] if whole.energy_measured_j is not None else None,
     )
 
 

@@ -16,16 +16,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from effllm.health.clock import Offset
-from effllm.health.diagnosis import MOST_PEERS, UNKNOWN, explain, power_w
+from effllm.health.diagnosis import UNKNOWN
 from effllm.health.evidence import Key, Peer, Peers, gather, iteration_s
 from effllm.health.slowdown import Slowdown
 from effllm.health.slowest import Slowest
 from effllm.health.standing_out import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, Track
+from effllm.health.straggler_reasons import reason, waiting_w
 from effllm.health.straggler_text import events_of
-from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, DeviceWindow, Event, RankReport, Straggler, Verdict
+from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Event, RankReport, Straggler, Verdict
 
-#: Verdicts in a report, ranks that totals are kept of, and ranks whose power is asked for.
-MOST_VERDICTS, MOST_KEPT, MOST_ASKED = 16, 64, 1024
+#: Verdicts in a report, and ranks that totals are kept of.
+MOST_VERDICTS, MOST_KEPT = 16, 64
 
 
 class Straggling(NamedTuple):
@@ -237,7 +238,7 @@ class Stragglers:
         for window, late_s in by_window.items():
             self._told_s[window] = self._told_s.get(window, 0.0) + late_s
         self._told_s = {window: late_s for window, late_s in self._told_s.items() if window > rows[0].window - WINDOWS}
-        power = self._waiting_w(rows)
+        power = waiting_w(self._peers, rows, {rank for unit in self._named for rank in unit})
         for unit, share in shares.items():
             self._enter(unit, share, None if power is None else share * power, looks, rows)
         rank_seconds = sum(by_window.values())
@@ -273,9 +274,10 @@ class Stragglers:
         named, key = self._named[unit], ",".join(map(str, unit))
         verdict = named.verdict
         is_first = not verdict.gpu_seconds
-        if verdict.why == UNKNOWN:
-            verdict = replace(verdict, why=self._why(verdict, looks, rows))
         look = self._look_of(unit[0], verdict.evidence, looks)
+        if verdict.why == UNKNOWN:
+            known = {rank for unit in self._named for rank in unit}
+            verdict = replace(verdict, why=reason(self._peers, verdict, look, rows, known))
         if len(unit) == 1 and look is not None and unit[0] in look.flags:
             track = self._track_of(unit[0], verdict.evidence)
             verdict = replace(verdict, slowdown=track.slowdown(unit[0]), z=track.z(unit[0]))
@@ -296,43 +298,6 @@ class Stragglers:
             cheapest = min(self._totals, key=lambda one: self._totals[one].gpu_seconds)
             del self._totals[cheapest]
 
-    def _waiting_w(self, rows: Sequence[RankReport]) -> float | None:
-        """Return the mean power of a rank that waits, each device once; ``None`` where one of them is not measured."""
-        named = {rank for unit in self._named for rank in unit}
-        powers: dict[str, float | None] = {}
-        waiting = [row for row in rows if row.rank not in named]
-        waiting = waiting[:: max(len(waiting) // MOST_ASKED, 1)]
-        for row in waiting:
-            device = self._peers.known[row.rank].device
-            if device not in powers:
-                one = _device_of(row, device)
-                powers[device] = power_w(one) if one is not None else None
-        known = [power for power in powers.values() if power is not None]
-        return sum(known) / len(waiting) if known and len(known) == len(powers) else None
-
-    def _why(self, verdict: Verdict, looks: Mapping[Key, Look], rows: Sequence[RankReport]) -> str:
-        by_rank = {row.rank: row for row in rows}
-        if verdict.evidence == DATA_WAIT:
-            look = self._look_of(verdict.ranks[0], DATA_WAIT, looks)
-            row = by_rank.get(verdict.ranks[0])
-            if look is None or row is None:
-                return UNKNOWN
-            own_s = row.wait_s / row.iterations
-            return f"it waits {1e3 * own_s:,.1f} ms of an iteration for data, they {1e3 * look.median_s:,.1f}"
-        if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
-            return UNKNOWN
-        rank = verdict.ranks[0]
-        peer, named = self._peers.known[rank], {one for unit in self._named for one in unit}
-
-        def windows(ranks: Iterable[int]) -> list[DeviceWindow]:
-            chosen = [by_rank[one] for one in sorted(ranks) if one in by_rank and one not in named]
-            chosen = chosen[:: max(len(chosen) // MOST_PEERS, 1)]
-            found = (_device_of(row, self._peers.known[row.rank].device) for row in chosen)
-            return [one for one in found if one is not None and one.device != peer.device]
-
-        own = _device_of(by_rank[rank], peer.device)
-        return explain(own, windows(self._peers.groups[peer.group]), windows(self._peers.hosts[peer.host]), peer.is_gpu)
-
 
 def _costliest(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda one: -one.gpu_seconds)
@@ -343,7 +308,3 @@ def _sum(before: float | None, more: float | None, is_first: bool) -> float | No
     if is_first:
         return more
     return None if before is None or more is None else before + more
-
-
-def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
-    return next((one for one in row.devices if one.device == key), None)
