@@ -17,7 +17,7 @@ from effllm.aggregation.presence import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
-from effllm.schema import AgentEvent, Beat, Bye, Event, Parameters, Sensor, Straggler
+from effllm.schema import AgentEvent, Beat, Bye, Event, Parameters, RankReport, Sensor, Straggler
 from effllm.server.acknowledgement import Acknowledgement
 
 
@@ -1429,7 +1429,7 @@ def test_reports_that_arrive_are_not_lost_whatever_the_agent_dropped():
     arriving = []
     for window in range(1, 6):  # nothing is acknowledged, and each is sent at once
         outbox.add(row(0, window, final=window == 5))
-        arriving += outbox.unsent()
+        arriving += [msgspec.msgpack.decode(encoded, type=RankReport) for encoded in outbox.unsent()]
         outbox.sent(1)
     job.send(*arriving, lost=outbox.lost)
     summary = job.summary(ended=True)

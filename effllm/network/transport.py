@@ -9,7 +9,8 @@ import errno
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -92,10 +93,10 @@ def _is_plain(message: Hello) -> bool:
 
 
 class Outbox:
-    """The reports of one agent that nobody has confirmed yet, oldest first, bounded."""
+    """The reports of one agent that are not acknowledged yet, oldest first, bounded, each encoded once."""
 
     def __init__(self, most: int) -> None:
-        self._rows: deque[RankReport] = deque()
+        self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # sequence, and the encoded report
         self._most = most
         self._sent = 0  # how many of them, from the oldest, are under way
         self._newest_sent = 0  # sequence
@@ -110,10 +111,10 @@ class Outbox:
         One that was sent may have arrived: if it has not, the aggregator finds the gap.
         """
         if len(self._rows) >= self._most:
-            oldest = self._rows.popleft()
+            oldest, _ = self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
-            self.lost += oldest.sequence > self._newest_sent
-        self._rows.append(row)
+            self.lost += oldest > self._newest_sent
+        self._rows.append((row.sequence, msgspec.Raw(_encoder.encode(row))))
 
     @property
     def num_unsent(self) -> int:
@@ -121,25 +122,25 @@ class Outbox:
         return len(self._rows) - self._sent
 
     def unsent(self) -> Sequence[RankReport]:
-        """Return the next reports that are not under way, as many as one frame takes."""
-        rows: list[RankReport] = []
+        """Return the next reports that are not under way, encoded, as many as one frame takes."""
+        rows: list[Any] = []  # which msgspec puts into a frame as they are
         room = MOST_ROWS_BYTES
-        for i in range(self._sent, min(len(self._rows), self._sent + MOST_ROWS)):
-            room -= len(_encoder.encode(self._rows[i]))
+        for _, encoded in islice(self._rows, self._sent, self._sent + MOST_ROWS):
+            room -= len(memoryview(encoded))
             if rows and room < 0:
                 break
-            rows.append(self._rows[i])
+            rows.append(encoded)
         return rows
 
     def sent(self, count: int) -> None:
         """Take that many more as under way."""
         self._sent = min(self._sent + count, len(self._rows))
         if self._sent:
-            self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1].sequence)
+            self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1][0])
 
     def acknowledged(self, sequence: int) -> None:
         """Forget the reports up to ``sequence``: they are safe."""
-        while self._rows and self._rows[0].sequence <= sequence:
+        while self._rows and self._rows[0][0] <= sequence:
             self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
 
