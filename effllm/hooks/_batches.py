@@ -56,14 +56,24 @@ class Batches:
             # An accelerator that cannot be read without waiting: positions count as tokens.
             self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
 
-    def end(self) -> None:
-        """End the iteration with what was seen; counts that the loop gave to `effllm.count` come first."""
+    def end(self, at_ns: int | None = None) -> None:
+        """End the iteration with what was seen; counts that the loop gave to `effllm.count` come first.
+
+        ``at_ns`` is as of `Steps.end`.
+        """
         samples, tokens, tokens_loss = self._late.take()
         processed, self._processed = self._processed, 0
         if self._source and not get_metrics_collector().has_counted:
-            self._steps.end(processed, samples, tokens, tokens_loss)
+            self._steps.end(processed, samples, tokens, tokens_loss, at_ns=at_ns)
         else:
             self._steps.end_counted(samples)
+
+    def finish(self) -> None:
+        """Add all that was not counted when training is over, and waiting for a GPU costs nothing."""
+        atexit.unregister(self._at_exit)
+        samples, tokens, tokens_loss = self._late.take_rest()
+        if self._source:
+            self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
     def _count_rest(self) -> None:
         """Add what a GPU had not computed at the end of the last iteration; nothing is waited for here either."""

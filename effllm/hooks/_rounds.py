@@ -20,12 +20,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from effllm.collector import get_metrics_collector
-from effllm.config import read_place
 from effllm.hooks._modes import EvalMode
 from effllm.hooks._parameters import size_of
-from effllm.hooks._steps import Steps, place
+from effllm.hooks._steps import Steps, hear_waits, rank
 from effllm.hooks._wrap import no_metrics
-from effllm.switches import this_process
 from effllm.training import ownership
 
 MIN_STEPS = 3  # fewer steps of plain tensors are no training
@@ -53,13 +51,13 @@ class Rounds:
         self._share = {"total": 0, "trainable": 0}
         self._watches_cells = False
         self._between_cells: Any = None  # the recorder to which a cell's end was told
-        _all.append(self)
+        hear_waits(self)
 
     def claim(self, optimizer: Any) -> bool:
         """Be the one who counts, if nobody nearer is; the first time this begins the metrics."""
         if self._steps.is_owner:
             return True
-        if not ownership.claim(self._level, self._name):
+        if not self._steps.claim():
             return False
         if not _trains_a_model(optimizer):
             ownership.release(self._level, self._name)
@@ -138,11 +136,11 @@ class Rounds:
     def _join(self, optimizer: Any) -> None:
         """Add an optimizer's parameters to those of the model."""
         self._joined.add(optimizer)
-        rank = _rank()
+        is_first = rank() == 0
         for parameter in _parameters(optimizer):
             if id(parameter) not in self._seen:
                 self._seen.add(id(parameter))
-                self._share["total"] += _size(parameter) if rank == 0 or _is_shard(parameter) else 0
+                self._share["total"] += _size(parameter) if is_first or _is_shard(parameter) else 0
         self._share["trainable"] = self._share["total"]
         self._steps.say_parameters(self._share)
 
@@ -172,21 +170,3 @@ def _size(parameter: Any) -> int:
 def _is_shard(parameter: Any) -> bool:
     """Whether a rank holds a piece of its own: what FSDP1 left of an original; others know the whole or have it."""
     return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))
-
-
-def _rank() -> int:
-    return (place() or read_place(this_process())).rank
-
-
-_all: list[Rounds | Steps] = []
-
-
-def hear_waits(steps: Steps) -> None:
-    """Have a framework's steps hear what torch's DataLoader takes, for a hook that does not see it itself."""
-    _all.append(steps)
-
-
-def waited(spent_ns: int) -> None:
-    """Take a stretch in which a loop waited for data out of its iteration; that of whoever counts."""
-    for rounds in _all:
-        rounds.waited(spent_ns)

@@ -1,4 +1,4 @@
-"""What a hook tells of its framework's loop; only the one that owns the count of this process is heard.
+"""What hooks report of the loop of their framework; only the framework that owns the count of this process counts.
 
 Standard library alone: this lives in the training process.
 """
@@ -6,13 +6,15 @@ Standard library alone: this lives in the training process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
 from effllm.config import Place, read_place
+from effllm.hooks._wrap import Call, Guard, around
 from effllm.switches import this_process
 from effllm.training import ownership
+from effllm.training.recorder import Recorder
 
 
 class Steps:
@@ -28,11 +30,21 @@ class Steps:
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
+        self.open_phases = 0  # of functions that `mark_phase` has wrapped
 
     @property
     def is_owner(self) -> bool:
         """Whether it is this framework's steps that count."""
         return ownership.holds(self.level, self.name)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder, while these steps count and metrics are on."""
+        return get_metrics_collector().recorder if self.is_owner else None
+
+    def claim(self) -> bool:
+        """Take the count, unless a framework nearer to the user has it; return whether these steps count."""
+        return ownership.claim(self.level, self.name)
 
     @property
     def may_say_parameters(self) -> bool:
@@ -63,7 +75,7 @@ class Steps:
 
         The arguments are those of `initialize_efficientllm_metrics`; what its caller said before stays.
         """
-        if not ownership.claim(self.level, self.name):
+        if not self.claim():
             return False
         collector = get_metrics_collector()
         if not self.may_say_parameters:
@@ -91,8 +103,7 @@ class Steps:
 
     def start(self) -> None:
         """Stamp the start of a step."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.start()
 
     def end(
@@ -108,8 +119,8 @@ class Steps:
 
         ``at_ns`` is when it was, by the monotonic clock, where the counts come later than the end.
         """
-        recorder = get_metrics_collector().recorder
-        if recorder is None or not self.is_owner:
+        recorder = self.recorder
+        if recorder is None:
             return
         if at_ns is None:
             recorder.end(tokens_processed, samples, tokens, tokens_loss)
@@ -126,14 +137,12 @@ class Steps:
 
     def waited(self, spent_ns: int) -> None:
         """Count a stretch of the running step as waiting for data."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.waited(spent_ns)
 
     def add(self, *, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known when their step had ended."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.add(samples, tokens, tokens_loss)
 
     def learn(
@@ -151,48 +160,52 @@ class Steps:
 
     def phase_start(self, name: str) -> None:
         """Begin a stretch that is not iteration: ``evaluation``, ``checkpoint`` or ``other``."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.phase_start(name)
 
     def phase_end(self) -> None:
         """End the stretch that began last."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.phase_end()
+
+    def mark_phase(
+        self, holder: Any, name: str, phase: str, guard: Guard, begins: Callable[[Call], Any] = lambda _call: True
+    ) -> bool:
+        """Wrap a function so that each call is a phase; ``False`` where ``holder`` has none by this name.
+
+        Args:
+            holder: a module or class, as of `around`.
+            name: of the function.
+            phase: as of `phase_start`.
+            guard: as of `around`.
+            begins: takes the `Call` before the phase begins; what is false means that this call is none.
+        """
+
+        def start(call: Call) -> tuple[Recorder | None] | None:
+            if not begins(call):
+                return None
+            self.open_phases += 1
+            if (recorder := self.recorder) is not None:
+                recorder.phase_start(phase)
+            return (recorder,)
+
+        def end(begun: tuple[Recorder | None] | None, *_: Any) -> None:
+            if begun is not None:
+                self.open_phases -= 1
+                if begun[0] is not None:
+                    begun[0].phase_end()  # whose metrics may be over by now: then it does nothing
+
+        return around(holder, name, guard, before=start, after=end, failed=end)
 
     def may_evaluate(self) -> None:
         """Report an evaluation as what this rank does; whether it is one, `evaluated` decides."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.may_evaluate()
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
         """Take a stretch out of the running iteration as evaluation, by the monotonic clock, when it is over."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None and self.is_owner:
+        if (recorder := self.recorder) is not None:
             recorder.evaluated(start_ns, end_ns)
-
-    def generated(self, tokens: int, time_ns: int, prompt_tokens: int = 0) -> None:
-        """Add what this rank generated, and the time of it, to IT; its time stays in AL. Whoever owns the count."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None:
-            recorder.generated(tokens, time_ns, prompt_tokens)
-
-    def generation_start(self) -> None:
-        """Begin a generation inside of training: it makes IT, and neither AL nor T has its time.
-
-        What other hooks (of `generate`, of vLLM) see inside is not counted again.
-        """
-        recorder = get_metrics_collector().recorder
-        if recorder is not None:
-            recorder.generation_start(is_phase=self.is_owner)
-
-    def generation_end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
-        """End it, with this rank's share of its tokens; those that hooks saw inside where they are not given."""
-        recorder = get_metrics_collector().recorder
-        if recorder is not None:
-            recorder.generation_end(tokens, prompt_tokens)
 
     def loss(self, iteration: int, loss: float | None) -> dict[str, float]:
         """Record the loss of the step that ended last, a number, and return the newest values of the job."""
@@ -205,34 +218,62 @@ class Steps:
             ownership.release(self.level, self.name)
 
 
+_hear_waits: list[Any] = []
+
+
+def hear_waits(listener: Any) -> None:
+    """Pass what torch's DataLoader takes to ``listener.waited``, for a hook that does not see it itself."""
+    if listener not in _hear_waits:
+        _hear_waits.append(listener)
+
+
+def waited(spent_ns: int) -> bool:
+    """Take a stretch in which a loop waited for data out of its iteration; return whether any hook has seen steps."""
+    for listener in _hear_waits:
+        listener.waited(spent_ns)  # only the one that owns the count takes it
+    return bool(_hear_waits)
+
+
+def version(package: str) -> str:
+    """Return the version of the package of this name, or of a module in it."""
+    return getattr(sys.modules.get(package.split(".")[0]), "__version__", None) or "unknown"
+
+
+def rank() -> int:
+    """Return the rank of this process that the metrics go by."""
+    return (place() or read_place(this_process())).rank
+
+
 def place() -> Place | None:
-    """Return where this rank stands where torch knows that better than the environment; else ``None``.
+    """Return the place of this rank where torch knows it better than the environment; else ``None``.
 
     Processes that were spawned know their rank alone; and a container may have set WORLD_SIZE for a single one.
     """
     environ = this_process()
     distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    told = read_place(environ)
+    known = read_place(environ)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         is_launched = (
-            told.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in environ or "TORCHELASTIC_USE_AGENT_STORE" in environ
+            known.launcher != "torchrun"
+            or "TORCHELASTIC_RUN_ID" in environ
+            or "TORCHELASTIC_USE_AGENT_STORE" in environ
         )
-        return None if told.world_size == 1 or is_launched else Place(run_id=told.run_id)
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    if (rank, world_size) == (told.rank, told.world_size) and (told.master_addr or world_size == 1):
+        return None if known.world_size == 1 or is_launched else Place(run_id=known.run_id)
+    own_rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if (own_rank, world_size) == (known.rank, known.world_size) and (known.master_addr or world_size == 1):
         return None
     address, port = _store_address(distributed)
     address = address or environ.get("MASTER_ADDR", "")
     is_one_host = world_size == 1 or address in ("127.0.0.1", "localhost", "::1")
     return Place(
-        rank=rank,
-        local_rank=int(environ.get("LOCAL_RANK", "") or rank),
+        rank=own_rank,
+        local_rank=int(environ.get("LOCAL_RANK", "") or own_rank),
         world_size=world_size,
         local_world_size=world_size if is_one_host else 0,
         master_addr=address,
         master_port=port or int(environ.get("MASTER_PORT", "") or 0),
         launcher="torch.distributed",
-        run_id=told.run_id,
+        run_id=known.run_id,
     )
 
 

@@ -18,13 +18,11 @@ from types import ModuleType
 from typing import Any
 
 from effllm.collector import get_metrics_collector
-from effllm.config import read_place
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
 from effllm.hooks._parameters import parameters_of
-from effllm.hooks._steps import Steps, place
+from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.switches import this_process
 from effllm.training import ownership
 
 _GUARD = Guard("DeepSpeed")
@@ -45,14 +43,7 @@ def attach(module: ModuleType) -> None:
     ):
         raise Unknown("deepspeed.runtime.engine has no DeepSpeedEngine with forward and step")
     around(engine, "backward", _SYNC_GUARD, before=_LOOP.backward_begins)
-    around(
-        engine,
-        "save_checkpoint",
-        _GUARD,
-        before=_LOOP.checkpoint_begins,
-        after=_LOOP.checkpoint_ended,
-        failed=_LOOP.checkpoint_ended,
-    )
+    _LOOP.mark_checkpoint(engine)
 
 
 def attach_pipeline(module: ModuleType) -> None:
@@ -118,18 +109,15 @@ class _Loop:
         self._idle_since_ns, self._is_running = 0, False
         self._batches.end()
 
-    def checkpoint_begins(self, call: Call) -> bool:
-        """Begin a checkpoint."""
-        if not self._is_leader(call.args[0]):
-            return False
-        self._end_evaluation()
-        self._steps.phase_start("checkpoint")
-        return True
+    def mark_checkpoint(self, engine: Any) -> None:
+        """Hook the checkpoints of a class of engines."""
+        self._steps.mark_phase(engine, "save_checkpoint", "checkpoint", _GUARD, self._saves)
 
-    def checkpoint_ended(self, is_ours: bool | None, *_: Any) -> None:
-        """End it."""
+    def _saves(self, call: Call) -> bool:
+        is_ours = self._is_leader(call.args[0])
         if is_ours:
-            self._steps.phase_end()
+            self._end_evaluation()
+        return is_ours
 
     # --- the pipeline's engine ---
 
@@ -164,7 +152,7 @@ class _Loop:
         leader = self._leader() if self._leader is not None else None
         if leader is not None or not hasattr(engine.optimizer, "step"):
             return False
-        if not ownership.claim(ownership.CORE, self._steps.name):
+        if not self._steps.claim():
             return False
         self._leader = weakref.ref(engine)
         self._begin(engine)
@@ -174,19 +162,19 @@ class _Loop:
         model_parallel = _size(engine, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
         self._counts_data = model_parallel == 1 or _rank_in(engine) == 0
         split = getattr(engine, "sequence_parallel_size", 1) or 1
-        rank = (place() or read_place(this_process())).rank
-        self._counts_samples = rank % split == 0
+        own_rank = rank()
+        self._counts_samples = own_rank % split == 0
         is_partly_here = model_parallel > 1 or getattr(engine, "has_moe_layers", False)
         is_partly_here = is_partly_here or bool(getattr(engine.module, "tied_comms", None))  # on several stages
         found = None if is_partly_here else _COUNTING(parameters_of, engine.module)
         is_pipeline = getattr(engine, "pipeline_parallelism", False)
-        counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else rank == 0
+        counts_them = engine.grid.get_data_parallel_rank() == 0 if is_pipeline else own_rank == 0
         is_new = not get_metrics_collector().is_collecting
         self._steps.begin(
             parameter_share=found.share(counts_them) if found else None,
             first_iteration=engine.global_steps if is_new else None,
             facts={
-                "framework_version": getattr(sys.modules.get("deepspeed"), "__version__", None) or "unknown",
+                "framework_version": version("deepspeed"),
                 "zero_stage": engine.zero_optimization_stage(),
                 "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
                 "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

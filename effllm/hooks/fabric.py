@@ -22,13 +22,11 @@ from types import ModuleType
 from typing import Any
 
 from effllm.collector import get_metrics_collector
-from effllm.config import read_place
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
 from effllm.hooks._parameters import Parameters, parameters_of
-from effllm.hooks._steps import Steps, place
+from effllm.hooks._steps import Steps, hear_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.switches import this_process
 from effllm.training import ownership
 
 _GUARD = Guard("Lightning Fabric")
@@ -60,15 +58,7 @@ def attach_fabric(module: ModuleType) -> None:
         Unknown: there is no ``Fabric.save``.
     """
     fabric = getattr(module, "Fabric", None)
-    saves = around(
-        fabric,
-        "save",
-        _GUARD,
-        before=_LOOP.checkpoint_begins,
-        after=_LOOP.checkpoint_ended,
-        failed=_LOOP.checkpoint_ended,
-    )
-    if not saves:
+    if not _LOOP.mark_checkpoint(fabric):
         raise Unknown(f"{module.__name__} has no Fabric.save: checkpoints are counted as data wait")
     around(fabric, "backward", _SYNC_GUARD, before=_LOOP.backward_begins)
 
@@ -92,7 +82,7 @@ class _Loop:
     def __init__(self) -> None:
         self._steps = Steps(ownership.CORE, "fabric", "Step")
         self._batches = Batches(self._steps)
-        self._has_optimizer = self._hears_waits = self._is_running = self._is_evaluating = False
+        self._has_optimizer = self._is_running = self._is_evaluating = False
         self._found: weakref.WeakKeyDictionary[Any, Parameters | None] = weakref.WeakKeyDictionary()  # of each model
         self._in_train_mode: weakref.WeakSet[Any] = weakref.WeakSet()  # models that train in it
         self._counted: Any = None  # weak references from here: the model whose batches are counted
@@ -150,32 +140,23 @@ class _Loop:
                 self._is_running = False
                 self._batches.end()
 
-    def checkpoint_begins(self, _call: Call) -> bool:
-        """Begin a checkpoint."""
-        if not self._steps.is_owner:
-            return False
-        self._end_evaluation()
-        self._steps.phase_start("checkpoint")
-        return True
+    def mark_checkpoint(self, fabric: Any) -> bool:
+        """Hook the checkpoints of the class of Fabrics; ``False`` where it has no ``save``."""
+        return self._steps.mark_phase(fabric, "save", "checkpoint", _GUARD, self._saves)
 
-    def checkpoint_ended(self, is_ours: bool | None, *_: Any) -> None:
-        """End it."""
-        if is_ours:
-            self._steps.phase_end()
+    def _saves(self, _call: Call) -> bool:
+        self._end_evaluation()
+        return True
 
     def _claim(self) -> bool:
         """Return whether these steps count; an owner nearer to the user has precedence."""
         if self._steps.is_owner:
             return True
-        if not self._has_optimizer or not ownership.claim(ownership.CORE, self._steps.name):
+        if not self._has_optimizer or not self._steps.claim():
             return False
         self._found.clear()
         self._counted, self._is_running, self._is_evaluating = None, False, False
-        if not self._hears_waits:
-            from effllm.hooks._rounds import hear_waits  # late: that it is loaded means that something has stepped
-
-            hear_waits(self._steps)
-            self._hears_waits = True
+        hear_waits(self._steps)
         return True
 
     def _join(self, model: Any) -> None:
@@ -189,13 +170,12 @@ class _Loop:
             return
         self._counted = weakref.ref(model)
         strategy = model._strategy
-        package = sys.modules.get(type(model).__module__.split(".")[0])
         self._steps.begin(
             parameter_share=self._share(),
             first_iteration=None if get_metrics_collector().is_collecting else 0,
             is_numbered=False,
             facts={
-                "framework_version": getattr(package, "__version__", None) or "unknown",
+                "framework_version": version(type(model).__module__),
                 "strategy": type(strategy).__name__,
                 "precision": str(getattr(strategy.precision, "precision", "unknown")),
             },
@@ -208,8 +188,7 @@ class _Loop:
         known = [one for one in training if one is not None]
         if not known or len(known) < len(training):
             return None
-        counts_them = (place() or read_place(this_process())).rank == 0
-        shares = [one.share(counts_them) for one in known]
+        shares = [one.share(rank() == 0) for one in known]
         return (
             shares[0] if len(shares) == 1 else {key: sum(one[key] for one in shares) for key in ("total", "trainable")}
         )

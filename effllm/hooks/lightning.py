@@ -18,11 +18,10 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from effllm.hooks._batches import batch_of
-from effllm.hooks._late import LateSums
+from effllm.hooks._batches import Batches
 from effllm.hooks._parameters import parameters_of
-from effllm.hooks._steps import Steps
-from effllm.hooks._wrap import Guard, around
+from effllm.hooks._steps import Steps, version
+from effllm.hooks._wrap import Guard
 from effllm.switches import is_attached, this_process
 from effllm.training import ownership
 
@@ -55,14 +54,7 @@ def callback_of(package: str) -> Any:
     if package not in _classes:
         base = import_module(package).Callback
         _classes[package] = type("EfficientLLM", (_Callback, base), {"package": package, "__module__": __name__})
-        around(
-            import_module(package).Trainer,
-            "save_checkpoint",
-            _GUARD,
-            before=lambda _call: _STEPS.phase_start("checkpoint"),
-            after=lambda *_: _STEPS.phase_end(),
-            failed=lambda _: _STEPS.phase_end(),
-        )
+        _STEPS.mark_phase(import_module(package).Trainer, "save_checkpoint", "checkpoint", _GUARD)
     return _classes[package]()
 
 
@@ -144,9 +136,7 @@ class Training:
         self._step = 0
         self._ended = False  # the batch before ended an iteration
         self._loss: float | None = None
-        self._processed = 0
-        self._late = LateSums(3)  # samples, tokens, tokens with a label
-        self._source = ""
+        self._batches = Batches(_STEPS)
         self._speaks = True
 
     def begin(self) -> bool:
@@ -155,19 +145,19 @@ class Training:
         self._step = trainer.global_step
         self._speaks = _speaks_for_its_batch(trainer)
         parameters = _COUNTING(parameters_of, getattr(trainer, "model", None) or self._module)
-        return _STEPS.begin(
+        has_begun = _STEPS.begin(
             parameter_share=parameters.share(trainer.global_rank == 0) if parameters else None,
             first_iteration=self._step,
             total_iterations=_total(trainer, self._module),
             facts={
-                "framework_version": getattr(
-                    sys.modules.get(type(trainer).__module__.split(".")[0]), "__version__", ""
-                ),
+                "framework_version": version(type(trainer).__module__),
                 "strategy": type(trainer.strategy).__name__,
                 "precision": str(trainer.precision),
                 "gradient_accumulation_steps": trainer.accumulate_grad_batches,
             },
         )
+        self._batches.of_model(self._module, None)
+        return has_begun
 
     def batch_start(self) -> None:
         """Begin an iteration, or take the wait before its next micro-batch out of it."""
@@ -187,17 +177,13 @@ class Training:
         step = self._trainer.global_step
         self._ended = step != self._step
         end_ns = time.monotonic_ns()
-        self._see(batch)
+        if self._speaks:
+            self._batches.see(batch)
         if not self._ended:
             self._idle_since_ns = end_ns
             return
         self._step, self._idle_since_ns = step, 0
-        samples, tokens, tokens_loss = self._late.take()
-        processed, self._processed = self._processed, 0
-        if self._source:
-            _STEPS.end(processed, samples, tokens, tokens_loss, at_ns=end_ns)
-        else:  # nothing here says tokens; the module may
-            _STEPS.end_counted(samples)
+        self._batches.end(at_ns=end_ns)
         self._loss = _number(outputs)
 
     def log(self) -> None:
@@ -216,22 +202,9 @@ class Training:
 
     def finish(self, status: str) -> None:
         """End the metrics."""
-        if status == "completed" and self._source:
-            samples, tokens, tokens_loss = self._late.take_rest()
-            _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
+        if status == "completed":
+            self._batches.finish()
         _STEPS.finish(status)
-
-    def _see(self, batch: Any) -> None:
-        if not self._speaks:
-            return
-        seen = batch_of(batch)
-        if seen.source and seen.source != self._source:
-            self._source = seen.source
-            _STEPS.learn(facts={"token_source": seen.source})
-        self._processed += seen.tokens_processed
-        if not self._late.add((seen.samples, seen.tokens, seen.tokens_loss)):
-            # An accelerator that cannot be read without waiting: its positions stand for its tokens.
-            self._late.add((seen.samples if isinstance(seen.samples, int) else 1, seen.tokens_processed, 0))
 
 
 def _number(outputs: Any) -> float | None:

@@ -129,7 +129,7 @@ class _Iterations:
         if self._steps.is_owner:
             return True
         # With another optimizer than Megatron's nothing would end an iteration.
-        if OPTIMIZER not in sys.modules or not ownership.claim(self._steps.level, self._steps.name):
+        if OPTIMIZER not in sys.modules or not self._steps.claim():
             return False
         chunks = call.get("model")
         chunks = chunks if isinstance(chunks, list | tuple) else [chunks]

@@ -79,14 +79,7 @@ def attach(module: ModuleType) -> None:
         ),
     }
     for name, phase in PHASES.items():
-        found[name] = around(
-            module,
-            name,
-            guard,
-            before=lambda _call, phase=phase: training.phase_starts(phase),
-            after=lambda *_: training.phase_ended(),
-            failed=lambda _: training.phase_ended(),
-        )
+        found[name] = training.mark_phase(name, phase, guard)
     for name in ("train", "pretrain"):
         around(module, name, guard, before=training.enters, after=training.leaves, failed=training.fails)
     absent = [name for name, is_there in found.items() if not is_there]
@@ -265,15 +258,14 @@ class _Training:
 
     # --- what is no step ---
 
-    def phase_starts(self, name: str) -> None:
-        """Begin an evaluation or a checkpoint."""
+    def mark_phase(self, name: str, phase: str, guard: Guard) -> bool:
+        """Hook an evaluation or a checkpoint; ``False`` where the module has no function by this name."""
+        return self._steps.mark_phase(self._module, name, phase, guard, self._phase_begins)
+
+    def _phase_begins(self, _call: Call) -> bool:
         if self._steps.is_owner:
             self._tell_end()
-        self._steps.phase_start(name)
-
-    def phase_ended(self) -> None:
-        """End it."""
-        self._steps.phase_end()
+        return True
 
 
 def _chunks(model: Any) -> Iterable[Any]:

@@ -77,10 +77,10 @@ class _Fetch:
     def end(self, is_outer: bool | None, *_: Any) -> None:
         if is_outer:
             spent_ns, self._start_ns = time.monotonic_ns() - self._start_ns, 0
-            rounds = sys.modules.get("effllm.hooks._rounds")
-            if rounds is not None:  # else nothing has stepped yet
-                rounds.waited(spent_ns)
-            elif self._batches < MIN_BATCHES:
+            steps = sys.modules.get("effllm.hooks._steps")
+            if steps is not None and steps.waited(spent_ns):
+                return
+            if self._batches < MIN_BATCHES:
                 self._batches += 1
                 if self._batches == MIN_BATCHES:
                     no_metrics("it read batches of a DataLoader, but no step of a torch optimizer was seen")

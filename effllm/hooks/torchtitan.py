@@ -14,7 +14,7 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._parameters import parameters_of
-from effllm.hooks._steps import Steps
+from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.training import ownership
 
@@ -128,14 +128,14 @@ class Training:
             total_iterations=getattr(self._settings, "steps", None),
             flops_per_token=flops if flops > 0 else None,
             facts={
-                "framework_version": getattr(sys.modules.get("torchtitan"), "__version__", None) or "unknown",
+                "framework_version": version("torchtitan"),
                 "sequence_length": self._length,
                 "token_source": "all positions, padding not known",
                 "flops_convention": "torchtitan's num_flops_per_token",
             },
         )
         for name, method, phase in (("checkpointer", "save", "checkpoint"), ("validator", "validate", "evaluation")):
-            _mark_phase(type(getattr(trainer, name, None)), method, phase)
+            _STEPS.mark_phase(type(getattr(trainer, name, None)), method, phase, _GUARD)
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def start(self) -> None:
@@ -184,17 +184,6 @@ class Training:
             share["total"] += found.total
             share["trainable"] += found.trainable
         return share
-
-
-def _mark_phase(kind: type, method: str, phase: str) -> None:
-    around(
-        kind,
-        method,
-        _GUARD,
-        before=lambda _call: _STEPS.phase_start(phase),
-        after=lambda *_: _STEPS.phase_end(),
-        failed=lambda _: _STEPS.phase_end(),
-    )
 
 
 def _speaks_for_its_batch(dims: Any) -> bool:

@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from effllm.config import read_place
 from effllm.hooks import Unknown
 from effllm.hooks._batch import UNKNOWN, Batch
 from effllm.hooks._batches import Batches
 from effllm.hooks._parameters import parameters_of
-from effllm.hooks._steps import Steps, place
+from effllm.hooks._steps import Steps, hear_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.switches import this_process
 from effllm.training import ownership
+
+PHASES = {"validate": "evaluation", "save_checkpoint": "checkpoint"}
 
 _GUARD = Guard("torchtune")
 _COUNTING = Guard("the parameter count of torchtune's model")
@@ -62,21 +62,9 @@ def _attach_recipe(recipe: Any) -> None:
     own = vars(recipe)
     if "train" in own:
         around(recipe, "train", _GUARD, before=_LOOP.begins, after=_LOOP.ended, failed=_LOOP.failed)
-    if "validate" in own:
-        _mark_phase(recipe, "validate", "evaluation")
-    if "save_checkpoint" in own:
-        _mark_phase(recipe, "save_checkpoint", "checkpoint")
-
-
-def _mark_phase(holder: Any, name: str, phase: str) -> None:
-    around(
-        holder,
-        name,
-        _GUARD,
-        before=lambda _call: _LOOP.phase_begins(phase),
-        after=lambda *_: _LOOP.phase_ended(),
-        failed=lambda _: _LOOP.phase_ended(),
-    )
+    for name, phase in PHASES.items():
+        if name in own:
+            _LOOP.mark_phase(recipe, name, phase)
 
 
 class _Loop:
@@ -87,24 +75,23 @@ class _Loop:
         self._batches = Batches(self._steps)
         self._recipe: Any = None
         self._step = 0
-        self._phases = 0
-        self._hears_waits = self._is_running = False
+        self._is_running = False
         self._counts_data = True
 
     def begins(self, call: Call) -> None:
         """Take note of a recipe that begins to train; its first batch begins the metrics."""
         recipe = self._recipe = call.args[0]
-        self._phases, self._is_running = 0, False
+        self._is_running = False
         profiler = getattr(recipe, "_profiler", None)  # without one an iteration ends with the next batch
         around(type(profiler), "step", _GUARD, after=self.profiler_stepped)
         client = getattr(recipe, "_checkpoint_client", None)
         if client is not None:
-            _mark_phase(type(client), "save_checkpoint", "checkpoint")
+            self.mark_phase(type(client), "save_checkpoint", "checkpoint")
 
     def batch_begins(self, call: Call) -> None:
         """Begin an iteration or go on with it, and count the batch while it is on the CPU."""
         batch, recipe = call.get("batch"), self._recipe
-        if recipe is None or self._phases or not isinstance(batch, Mapping):
+        if recipe is None or self._steps.open_phases or not isinstance(batch, Mapping):
             return
         ids, labels = batch.get("tokens"), batch.get("labels")
         if not (hasattr(ids, "numel") and hasattr(labels, "numel")) or not (self._steps.is_owner or self._begin()):
@@ -121,18 +108,14 @@ class _Loop:
         if self._recipe is not None and call.args[0] is getattr(self._recipe, "_profiler", None):
             self._end_if_stepped()
 
-    def phase_begins(self, phase: str) -> None:
-        """Begin an evaluation or a checkpoint."""
+    def mark_phase(self, holder: Any, name: str, phase: str) -> None:
+        """Hook what is an evaluation or a checkpoint while a recipe trains."""
+        self._steps.mark_phase(holder, name, phase, _GUARD, self._phase_begins)
+
+    def _phase_begins(self, _call: Call) -> bool:
         if self._recipe is not None:
             self._end_if_stepped()
-            self._phases += 1
-            self._steps.phase_start(phase)
-
-    def phase_ended(self) -> None:
-        """End it."""
-        if self._phases:
-            self._phases -= 1
-            self._steps.phase_end()
+        return self._recipe is not None
 
     def ended(self, *_: Any) -> None:
         """End the metrics of a recipe."""
@@ -153,32 +136,28 @@ class _Loop:
 
     def _begin(self) -> bool:
         """Begin the metrics; return whether these steps count."""
-        if not ownership.claim(ownership.FRAMEWORK, self._steps.name):
+        if not self._steps.claim():
             return False
         recipe, self._step = self._recipe, self._recipe.global_step
-        rank = (place() or read_place(this_process())).rank
+        own_rank = rank()
         # Ranks in tensor parallelism read the same batch; the dimension of data is the outer one.
         data_size = getattr(recipe, "dp_size", None) or getattr(recipe, "dp_degree", None)
-        self._counts_data = not data_size or rank % max(recipe.world_size // data_size, 1) == 0
+        self._counts_data = not data_size or own_rank % max(recipe.world_size // data_size, 1) == 0
         found = _COUNTING(parameters_of, recipe._model)
         epochs, steps = getattr(recipe, "total_epochs", None), getattr(recipe, "_steps_per_epoch", None)
         self._steps.begin(
-            parameter_share=found.share(rank == 0) if found else None,
+            parameter_share=found.share(own_rank == 0) if found else None,
             first_iteration=self._step,
             total_iterations=epochs * steps if epochs and steps else None,
             facts={
-                "framework_version": getattr(sys.modules.get("torchtune"), "__version__", None) or "unknown",
+                "framework_version": version("torchtune"),
                 "recipe": type(recipe).__name__,
                 "precision": str(getattr(recipe, "_dtype", "unknown")).removeprefix("torch."),
                 "gradient_accumulation_steps": getattr(recipe, "_gradient_accumulation_steps", 1),
             },
         )
         self._batches.of_model(recipe._model, None)
-        if not self._hears_waits:
-            from effllm.hooks._rounds import hear_waits  # late: that it is loaded means that something has stepped
-
-            hear_waits(self._steps)
-            self._hears_waits = True
+        hear_waits(self._steps)
         return True
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
-from effllm.config import read_place
 from effllm.hooks import Unknown
 from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
@@ -26,9 +25,8 @@ from effllm.hooks._parameters import (
     parameters_of,
     unwrapped,
 )
-from effllm.hooks._steps import Steps, place
+from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.switches import this_process
 from effllm.training import ownership
 
 #: The mean width of the batches may differ by this share from the one that FLOPs were last reported with.
@@ -83,7 +81,7 @@ def _wrap_inside(trainer: Any) -> None:
     """Wrap the methods that a Trainer calls while it trains; of a subclass those that it has of its own."""
     around(trainer, "training_step", _GUARD, before=_micro_batch, after=_micro_batch_ended, failed=_micro_batch_failed)
     for name, phase in PHASES.items():
-        around(trainer, name, _GUARD, before=_begins(phase), after=_phase_ended, failed=_phase_failed)
+        _STEPS.mark_phase(trainer, name, phase, _GUARD, _training_of)
 
 
 class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformers is not installed where types are checked
@@ -176,9 +174,8 @@ class Training:
         self._model = model
         self._parameters = _COUNTING(parameters_of, model) if model is not None else None
         # By the rank that the metrics go by: transformers may take each rank of a job for a job of its own.
-        is_first = (place() or read_place(this_process())).rank == 0
         self.is_begun = _STEPS.begin(
-            parameter_share=self._parameters.share(is_first) if self._parameters else None,
+            parameter_share=self._parameters.share(rank() == 0) if self._parameters else None,
             first_iteration=state.global_step,
             total_iterations=state.max_steps,
             facts=self._facts(args),
@@ -271,7 +268,7 @@ class Training:
         sizes = getattr(accelerator, "parallelism_config", None)
         kind = getattr(getattr(accelerator, "distributed_type", None), "name", None)
         found = {
-            "framework_version": getattr(sys.modules.get("transformers"), "__version__", None),
+            "framework_version": version("transformers"),
             "trainer": type(self.trainer).__name__ if self.trainer is not None else None,
             "model_type": getattr(config_of(self._model), "model_type", None),
             "per_device_batch_size": args.per_device_train_batch_size,
@@ -377,17 +374,13 @@ def _train_begins(call: Call) -> Any:
     return before, _trainer
 
 
-def _train_ended(token: Any, call: Call, result: Any) -> None:
-    _train_is_over(token, "completed")
-
-
 def _train_failed(token: Any) -> None:
     error = sys.exc_info()[1]
     status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    _train_is_over(token, "killed" if isinstance(error, SystemExit) else status)
+    _train_ended(token, status="killed" if isinstance(error, SystemExit) else status)
 
 
-def _train_is_over(token: Any, status: str) -> None:
+def _train_ended(token: Any, *_: Any, status: str = "completed") -> None:
     global _trainer
     if token is None:
         return
@@ -397,8 +390,8 @@ def _train_is_over(token: Any, status: str) -> None:
 
 
 def _micro_batch(call: Call) -> Any:
-    training = _training
-    if training is None or training.trainer is not call.args[0]:
+    training = _training_of(call)
+    if training is None:
         return None
     training.depth += 1
     if training.depth == 1:
@@ -418,21 +411,6 @@ def _micro_batch_failed(training: Training | None) -> None:
         training.depth -= 1
 
 
-def _begins(phase: str) -> Any:
-    def begin(call: Call) -> Any:
-        training = _training
-        if training is None or training.trainer is not call.args[0]:
-            return None
-        _STEPS.phase_start(phase)
-        return training
-
-    return begin
-
-
-def _phase_ended(training: Training | None, call: Call, result: Any) -> None:
-    _phase_failed(training)
-
-
-def _phase_failed(training: Training | None) -> None:
-    if training is not None and training is _training:
-        _STEPS.phase_end()
+def _training_of(call: Call) -> Training | None:
+    """Return the training that is measured, where this call is of its Trainer."""
+    return _training if _training is not None and _training.trainer is call.args[0] else None
