@@ -13,22 +13,22 @@ __version__ = "0.1.0"
 _HOMES = {
     "EfficientLLMCallback": "effllm.hooks.transformers",
     "EfficientLLMCollector": "effllm.collector",
-    "EfficientLLMMetrics": "effllm.collector",
+    "EfficientLLMMetrics": "effllm.training.values",
     "MetricsCollector": "effllm.collector",
     "PerformanceMonitor": "effllm.performance_monitor",
     "PerformanceMonitorContext": "effllm.performance_monitor",
-    "count": "effllm.collector",
+    "count": "effllm.loop",
     "finalize_efficientllm_metrics": "effllm.collector",
     "get_efficientllm_collector": "effllm.collector",
     "get_metrics_collector": "effllm.collector",
     "initialize_efficientllm_metrics": "effllm.collector",
-    "monitor": "effllm.collector",
-    "phase": "effllm.collector",
+    "monitor": "effllm.loop",
+    "phase": "effllm.loop",
     "record_request": "effllm.inference",
     "request": "effllm.inference",
-    "set_peer_group": "effllm.collector",
+    "set_peer_group": "effllm.loop",
     "should_log_metrics": "effllm.collector",
-    "sync_point": "effllm.collector",
+    "sync_point": "effllm.loop",
 }
 
 #: Needs transformers: there by name, and not in star imports, help and dir.

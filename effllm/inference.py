@@ -57,7 +57,7 @@ class Requests:
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
                 ownership.claim(self.level, self.name)  # a hook leaves it to whoever started the metrics to train
-                collector.serve_requests()
+                collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
             is_alone = read_place(this_process()).world_size == 1
@@ -66,9 +66,11 @@ class Requests:
         if not (is_alone or self.level == ownership.EXPLICIT) or not ownership.claim(self.level, self.name):
             return None
         process = describe() if describe is not None else Process()
-        if process.parameters is not None and not collector.has_parameters:
+        if process.parameters is not None and not collector.declared.has_parameters:
             collector.set_model_parameters(process.parameters)
-        collector.start_for_requests({"framework": self.name, **process.facts}, process.gpus if is_alone else ())
+        collector.lifecycle.start_for_requests(
+            {"framework": self.name, **process.facts}, process.gpus if is_alone else ()
+        )
         return collector.recorder
 
     def begin(self, describe: Callable[[], Process] | None = None) -> _Open | None:

@@ -79,8 +79,10 @@ FLOORS = """
 3.2     agents.children
 3.3     agents.conversation
 3.4     agents.agent
-4.0     training.session
+4.0     training.session  training.counted  training.values
+4.0.1   training.lifecycle
 4.1     collector
+4.1.1   loop
 4.1.1   inference
 4.1.2   performance_monitor
 4.2     hooks._batch  hooks._imports  hooks._late  hooks._parameters  hooks._wrap  hooks.megatron  profiling.record
@@ -106,6 +108,7 @@ ROOMS = [(line.split()[0], pattern) for line in FLOORS.strip().splitlines() for 
 IN_TRAINING = [
     "effllm",
     "effllm.collector",
+    "effllm.loop",
     "effllm.inference",
     "effllm.training.recorder",
     "effllm.training.watched_recorder",

@@ -18,7 +18,7 @@ from builders import hello
 import effllm
 from effllm import collector as module
 from effllm import efficientllm_metrics as original
-from effllm.collector import EfficientLLMMetrics, MetricsCollector
+from effllm.collector import MetricsCollector
 from effllm.network.transport import decode_from_agent, encode
 
 TAGS = {
@@ -132,7 +132,7 @@ def test_llama_factorys_names_are_other_names_of_the_same():
 
 
 def test_the_values_have_the_originals_fields():
-    values = EfficientLLMMetrics()
+    values = effllm.EfficientLLMMetrics()
 
     assert list(vars(values)) == ["amu", "pcu", "al", "tt", "st", "it", "aec"]
     assert all(math.isnan(value) for value in vars(values).values())
@@ -231,23 +231,23 @@ def off(monkeypatch):
 
 def test_both_originals_positions_of_initialize_are_served(off):
     megatron = effllm.initialize_efficientllm_metrics(1000, 0.25)
-    assert megatron._overrides["collection_interval_s"] == 0.25
-    assert megatron._facts["parameters"] == {"total": 1000, "is_share": False}
+    assert megatron.lifecycle.overrides["collection_interval_s"] == 0.25
+    assert megatron.declared.parameters == {"total": 1000, "is_share": False}
 
     llama_factory = effllm.initialize_efficientllm_metrics(2000, 4096, 8, 0.5)
     assert llama_factory is megatron
-    assert llama_factory._overrides["collection_interval_s"] == 0.5
-    assert llama_factory._facts["run"] == {"sequence_length": 4096, "batch_size": 8}
+    assert llama_factory.lifecycle.overrides["collection_interval_s"] == 0.5
+    assert llama_factory.declared.values["run"] == {"sequence_length": 4096, "batch_size": 8}
     assert llama_factory._batch == (4096 * 8, 8)
 
     effllm.initialize_efficientllm_metrics(model_parameters=1, sequence_length=2, batch_size=3, collection_interval=4.0)
-    assert (llama_factory._batch, llama_factory._overrides["collection_interval_s"]) == ((6, 3), 4.0)
+    assert (llama_factory._batch, llama_factory.lifecycle.overrides["collection_interval_s"]) == ((6, 3), 4.0)
 
 
 def test_a_share_of_the_parameters_is_marked_as_one(off):
     collector = effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
 
-    assert collector._facts["parameters"] == {"total": 5, "trainable": 0, "active": None, "is_share": True}
+    assert collector.declared.parameters == {"total": 5, "trainable": 0, "active": None, "is_share": True}
 
 
 class Hostile:
@@ -268,7 +268,7 @@ def test_a_fact_of_any_kind_can_be_carried_to_the_run_folder(off, value):
     collector.record_facts(b=value)
     collector.set_model_parameters(value)
 
-    facts = json.loads(json.dumps(collector._facts))
+    facts = json.loads(json.dumps(collector.declared.values))
     frame = hello(facts=facts["run"], flops_per_token=facts.get("flops_per_token"))
     assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
 

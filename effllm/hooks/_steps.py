@@ -50,14 +50,14 @@ class Steps:
     def may_say_parameters(self) -> bool:
         """Whether the training script has not said how many parameters the model has."""
         collector = get_metrics_collector()
-        return not collector.has_parameters or collector._facts["parameters"] is Steps._parameters
+        return not collector.declared.has_parameters or collector.declared.parameters is Steps._parameters
 
     def say_parameters(self, share: Mapping[str, int]) -> None:
         """Say them, where they became known when training had begun."""
         collector = get_metrics_collector()
         if self.is_owner and collector.is_collecting and self.may_say_parameters:
             initialize_efficientllm_metrics(parameter_share=share)
-            Steps._parameters = collector._facts["parameters"]
+            Steps._parameters = collector.declared.parameters
 
     def begin(
         self,
@@ -81,11 +81,7 @@ class Steps:
         if not self.may_say_parameters:
             parameters = parameter_share = None
         if not collector.is_collecting:  # an earlier training in this process may have left its own
-            collector._facts.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
-            collector._facts["first_iteration"] = 0
-            collector._facts["is_numbered"] = False
-            for fact in ("evaluation_in_iterations", "iterations_not_measured"):
-                collector._facts["run"].pop(fact, None)
+            collector.declared.forget_training()
         initialize_efficientllm_metrics(
             parameters,
             parameter_share=parameter_share,
@@ -98,7 +94,7 @@ class Steps:
             place=place(),
         )
         if parameters is not None or parameter_share is not None:
-            Steps._parameters = collector._facts["parameters"]
+            Steps._parameters = collector.declared.parameters
         return collector.is_collecting
 
     def start(self) -> None:
