@@ -79,7 +79,8 @@ FLOORS = """
 3.2     agents.children
 3.3     agents.conversation
 3.4     agents.agent
-4.0     training.session  training.counted  training.values
+3.9     training.address  training.counted  training.values
+4.0     training.session
 4.0.1   training.lifecycle
 4.1     collector
 4.1.1   loop

@@ -15,20 +15,18 @@ import re
 import secrets
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from effllm.config import Config, Place, secret_path
-from effllm.network import descriptors, discovery, interface, secret
+from effllm.config import Config, Place
 from effllm.runs.redaction import redacted
 from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process
 from effllm.training import ptracer
+from effllm.training.address import Address, print_line
 from effllm.training.facts import text
 from effllm.training.recorder import Recorder, pair_s
 from effllm.training.ring import Board, RingError, RingWriter
@@ -47,14 +45,11 @@ class AgentError(OSError):
 class Session:
     """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
 
-    _generation = 0
-
     def __init__(self, config: Config, place: Place, facts: dict[str, Any]) -> None:
         self._config, self._place = config, place
         self._facts = facts
         self._pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
-        self._listener: socket.socket | None = None
         self._trainer = self._wake = self._ready = -1
         self._closed = False
         self._ring = RingWriter(config.history_size)
@@ -64,6 +59,7 @@ class Session:
             self._ring.close()
             raise
         self.recorder = self._open_recorder()
+        self._address = Address(config, place, facts, self._write_address, self.board)
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
@@ -83,24 +79,24 @@ class Session:
         self._trainer = pidfd(os.getpid())
         self._facts.update(self._own_facts())
         self._facts["recorder_pair_s"] = pair_s()
-        stdout = -1
-        find = self._discover()
-        if self._listener is not None:
+        if self._place.rank == 0 and not self._config.endpoint:
+            self._choose_run_folder()
+        find = self._address.find()
+        listener, stdout = self._address.listener, -1
+        if listener is not None:
             stdout = os.dup(1)
-            self._facts |= {"listen_descriptor": self._listener.fileno(), "stdout_descriptor": stdout}
+            self._facts |= {"listen_descriptor": listener.fileno(), "stdout_descriptor": stdout}
         self.tell(self._facts)
         arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
         arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
         inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
         try:
-            self._process = spawn(
-                "effllm.agents.agent", arguments, [*inherited, self._listener.fileno() if self._listener else -1]
-            )
+            self._process = spawn("effllm.agents.agent", arguments, [*inherited, listener.fileno() if listener else -1])
         finally:
             if stdout >= 0:
                 os.close(stdout)
-            if self._listener is not None:
-                self._listener.close()  # a forked worker must not keep the port
+            if listener is not None:
+                listener.close()  # a forked worker must not keep the port
         ptracer.allow(self._process.pid)
         find()
         self._wait_for_agent()
@@ -145,93 +141,17 @@ class Session:
             **_cuda_identity(),
         }
 
-    def _discover(self) -> Callable[[], None]:
-        """Know the endpoint now, or return what will find it once the agent runs."""
+    def _choose_run_folder(self) -> None:
         facts, place = self._facts, self._place
-        facts["secured"] = is_secured = discovery.is_secured(self._config) and self._has_secret()
-        config = self._config
-        if config.endpoint:
-            if is_secured:
-                secret.read(secret_path(config))
-            facts["endpoint"] = config.endpoint
-            self._warn_of_openness()
-            return lambda: None
-        Session._generation += 1
-        source = discovery.source(place, config, Session._generation)
-        if place.rank != 0:
-            assert source is not None
-            search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
-            return search.start
-        try:
-            address = self._own_address()
-            self._listener = discovery.listen_within(address, config.ports)
-            if is_secured:
-                secret.create(secret_path(config))
-        except (discovery.DiscoveryError, OSError) as error:
-            if source is not None:
-                discovery.publish(source, {"refused": str(error), "job": ""}, self._not_found)
-                if path := getattr(source, "path", None):
-                    atexit.register(discovery.remove, path, "")
-            raise
-        facts["job"] = secrets.token_hex(8)
-        facts["endpoint"] = interface.endpoint(address, self._listener.getsockname()[1])
-        self._warn_of_openness()
-        facts["run_folder"] = folder = _run_folder(config, place)
-        if not folder:
-            _print("no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another")
+        facts["run_folder"] = _run_folder(self._config, place)
+        if not facts["run_folder"]:
+            print_line(
+                "no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another"
+            )
         facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
-        if source is not None:
-            record = {"endpoint": facts["endpoint"], "job": facts["job"]}
-            facts["address_file"] = str(getattr(source, "path", ""))
-            if is_secured:
-                record = secret.sign(secret.read(secret_path(config)), record, source.key)
-            discovery.publish(source, record, self._not_found)
-        return lambda: None
-
-    def _has_secret(self) -> bool:
-        """Whether there is a secret, where a job on one host chooses to have one; in other jobs it must be there."""
-        config, place = self._config, self._place
-        if config.security != "auto" or config.endpoint or not place.one_host:
-            return True
-        try:
-            self._config = discovery.find_secret(config)
-        except secret.SecretError as error:
-            if place.rank == 0:
-                _print(f"reports have no keys, other users of this host can forge them: {error}")
-            return False
-        self._facts["config"] = self._config.to_dict()
-        return True
-
-    def _own_address(self) -> str:
-        """Return where rank 0 listens.
-
-        Raises:
-            DiscoveryError: there is no such address, or the aggregator could not serve so many.
-        """
-        if self._place.world_size > 1 and (trouble := descriptors.shortage(self._place.world_size)):
-            raise discovery.DiscoveryError(trouble)
-        return discovery.own_address(self._place, self._config)
-
-    def _warn_of_openness(self) -> None:
-        endpoint = self._facts["endpoint"]
-        if self._place.rank == 0 and not self._facts["secured"] and (line := discovery.openness(endpoint)):
-            _print(line)
-
-    # These may run in the discovery thread, so they touch nothing that the loop's thread writes.
-
-    def _found(self, record: Mapping[str, str]) -> None:
-        self._write_address(dict(record))
-
-    def _not_found(self, line: str) -> None:
-        self._write_address({"failed": line})
-
-    def _is_welcome(self, endpoint: str) -> bool:
-        try:
-            return self.board.welcome() == endpoint
-        except ValueError:  # closed in the meantime: the loop is over
-            return True
 
     def _write_address(self, record: dict[str, str]) -> None:
+        # Perhaps in the thread that searches: it touches nothing that the loop's thread writes.
         with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over
             self._ring.write_address(record)
             self._wake_agent()
@@ -311,12 +231,6 @@ class Session:
             return  # a forked child that ran to its end
         self.finish(_how_it_ended())
         self.close()
-
-
-def _print(line: str) -> None:
-    """Print a line on stderr, before the first iteration."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"[EfficientLLM] {line}\n".encode())
 
 
 def _how_it_died(code: int) -> str:
