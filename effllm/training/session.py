@@ -26,7 +26,7 @@ from effllm.runs.redaction import redacted
 from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process
 from effllm.training import ptracer
-from effllm.training.address import Address, print_line
+from effllm.training.address import AggregatorAddress, print_line
 from effllm.training.facts import text
 from effllm.training.recorder import Recorder, pair_s
 from effllm.training.ring import Board, RingError, RingWriter
@@ -59,7 +59,7 @@ class Session:
             self._ring.close()
             raise
         self.recorder = self._open_recorder()
-        self._address = Address(config, place, facts, self._write_address, self.board)
+        self._address = AggregatorAddress(config, place, facts, self._write_address, self.board)
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
