@@ -122,7 +122,7 @@ class Run:
         self.values = {name: value["value"] for name, value in self.summary["metrics"].items()}
 
     def sum(self, name):
-        return sum(row[name] for row in self.rows)
+        return sum(row.get(name, 0) for row in self.rows)
 
 
 @pytest.mark.alone
