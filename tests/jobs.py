@@ -67,6 +67,11 @@ FORMATS = {
 }
 
 
+def in_lines(value: float) -> float:
+    """Return a value as lines of windows-*.jsonl have it: with 12 digits."""
+    return float(f"{value:.12g}")
+
+
 def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
     """Return the first true value of ``condition``; fail when there is none in time."""
     deadline_s = time.monotonic() + within_s

@@ -265,7 +265,7 @@ json.dump(writer.got, open("truth.json", "w"))
     assert len({(tag, step) for tag, _, step in got}) == len(got) > 0
     assert {tag for tag, _, _ in got} == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
     for tag, shown, step in got:
-        assert shown == windows[step][tag.removeprefix("efficientllm/")]
+        assert jobs.in_lines(shown) == windows[step][tag.removeprefix("efficientllm/")]
 
 
 # 10. A second initialisation leaked a thread; evaluation was in AMU, PCU and AEC, but not in AL and TT.

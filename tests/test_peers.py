@@ -235,13 +235,13 @@ def test_a_rank_that_talks_without_end_is_cut_short_and_silences_nobody():
     assert told[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
 
 
-def test_a_rank_that_tells_of_ever_more_devices_is_refused():
+def test_a_rank_with_ever_more_devices_is_rejected():
     aggregator = aggregator_of(hello(0))
     told = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MOST_DEVICES)]
 
     assert told[: MOST_DEVICES - 1] == [""] * (MOST_DEVICES - 1)
-    assert told[-1] == f"it has told of more than {MOST_DEVICES} devices"
-    assert aggregator.hello(hello(0), 0.0, 1000.0) == "", "what it told before is told again and again"
+    assert told[-1] == f"it has introduced more than {MOST_DEVICES} devices"
+    assert aggregator.hello(hello(0), 0.0, 1000.0) == "", "devices that are known may be introduced again"
 
 
 # --- a real aggregator ---
