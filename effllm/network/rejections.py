@@ -8,6 +8,7 @@ NO_KEY = "no key"
 NO_PROTOCOL = "it does not speak as agents do"
 
 MAX_ADDRESSES = 1000
+MAX_UNSEEN = 10  # connections from unseen addresses that end in their handshake and may be those of killed agents
 MAX_ADMITTED = 2**20
 
 
@@ -16,6 +17,7 @@ class Rejections:
 
     def __init__(self) -> None:
         self.count = 0
+        self._unseen = 0
         self._repeated = 0  # of them, without a line of their own, since `take_repeated`
         self._reported: set[tuple[str, str]] = set()
         self._admitted: set[str] = set()
@@ -32,10 +34,14 @@ class Rejections:
         Args:
             address: where it is; empty where that was not seen.
             why: one of this module's reasons.  From the host of an admitted agent a connection that ends in its
-                handshake is no rejection: an agent was killed.
+                handshake is no rejection: an agent was killed.  Neither are the first few from unseen addresses.
         """
         if why == NO_PROTOCOL and address in self._admitted:
             return
+        if why == NO_PROTOCOL and not address:
+            self._unseen += 1
+            if self._unseen <= MAX_UNSEEN:
+                return
         self.count += 1
         if (address, why) in self._reported or len(self._reported) > MAX_ADDRESSES:
             self._repeated += 1
