@@ -27,6 +27,7 @@ import msgspec
 import psutil
 import pytest
 
+import effllm
 from effllm.aggregation.orders import Orders
 from effllm.config import Config
 from effllm.runs.runfolder import RankRow, WindowRow, read_events, read_ranks, read_windows
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 SESSION, JOB = "TESTS_OF_SESSION", "TESTS_OF_JOB"
 SCRIPTS = Path(__file__).parent / "scripts"
+PACKAGE = Path(effllm.__file__).parent
 #: Within which the processes of a job end: a busy machine takes long for what takes half a second on an idle one.
 GONE_WITHIN_S = 40.0
 
@@ -270,7 +272,9 @@ class Job:
     @property
     def our_errors(self) -> list[str]:
         """Our lines on stderr."""
-        return [line for line in self.stderr.splitlines() if "EfficientLLM" in line or "effllm" in line]
+        # The folder of a clone, which warnings of other packages name, may have our name too.
+        ours = re.compile(rf"EfficientLLM|(?<![/\w])effllm|{re.escape(str(PACKAGE))}")
+        return [line for line in self.stderr.splitlines() if ours.search(line)]
 
     @property
     def blocks(self) -> list[dict[str, str | None]]:

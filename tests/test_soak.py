@@ -112,7 +112,7 @@ def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys)
             memory.append((number, psutil.Process().memory_info().rss))
             items[number] = items_in(week.aggregator)
             states[number] = (tmp_path / "run" / "state.json").stat().st_size
-    week.sink.close()
+    week.store.close()
 
     second_half = memory[len(memory) // 2 :]
     slope = statistics.linear_regression(*zip(*second_half, strict=True)).slope
