@@ -13,7 +13,7 @@ from effllm.profiling.record import LoadEdge, SensorProfile
 from effllm.profiling.watching import Record, Timer, watch
 
 PERIODS_S = (0.2, 2.0, 10.0)
-LEAST_S, MOST_S = 12.0, 120.0
+MIN_S, MAX_S = 12.0, 120.0
 POLLED_EVERY_S = (0.1, 1.0)
 #: Sensors that average over a second have forgotten what was before by then.
 SETTLE_S = 2.0
@@ -23,7 +23,7 @@ def waves(reader: Reader, loader: Loader, found: SensorProfile, cycles: int, clo
     """Return for each period the energy by power, read densely and polled, over that of the counter."""
     figures = []
     for period_s in PERIODS_S:
-        seconds = SETTLE_S + min(max(cycles * period_s, LEAST_S if cycles > 3 else 0.0), MOST_S)
+        seconds = SETTLE_S + min(max(cycles * period_s, MIN_S if cycles > 3 else 0.0), MAX_S)
         stretches = [period_s / 2] * round(2 * seconds / period_s)
         edges: list[LoadEdge] = []
         loader.start(stretches)

@@ -29,7 +29,7 @@ from effllm.network.descriptors import needed, raise_limit
 RESULTS = Path(__file__).parent / "results"
 RANKS, QUICK_RANKS = (100, 1_000, 4_000, 10_000), (100, 1_000)
 SECONDS, QUICK_SECONDS = 20, 6
-MOST_OF_A_CORE, MOST_BYTES, MOST_DELAY_S, LEAST_SHARE = 0.20, 400 * 2**20, 1.0, 0.5
+MAX_CORE_SHARE, MAX_BYTES, MAX_DELAY_S, MIN_SHARE = 0.20, 400 * 2**20, 1.0, 0.5
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
     figures = []
     for ours, bare in found:
         name = f"{ours.ranks:,} ranks"
-        goals = (MOST_OF_A_CORE, MOST_BYTES / 2**20, MOST_DELAY_S) if ours.ranks >= 10_000 else (None, None, None)
+        goals = (MAX_CORE_SHARE, MAX_BYTES / 2**20, MAX_DELAY_S) if ours.ranks >= 10_000 else (None, None, None)
         delays = sorted(ours.delays_s)
         share = (bare.cpu_us_per_report or 0.0) / (ours.cpu_us_per_report or 1.0)
         figures += [
@@ -96,7 +96,7 @@ def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
             Figure(f"{name}: processor time of a report", ours.cpu_us_per_report or 0.0, "us"),
             Figure(f"{name}: the same of the bare loop", bare.cpu_us_per_report or 0.0, "us"),
             # Both are one thread that does one thing after the other: reports a second of a whole core.
-            Figure(f"{name}: throughput over that of the bare loop", share, "ratio", detail={"least": LEAST_SHARE}),
+            Figure(f"{name}: throughput over that of the bare loop", share, "ratio", detail={"least": MIN_SHARE}),
             Figure(f"{name}: memory", (ours.rss_bytes or 0) / 2**20, "MiB", goals[1]),
             Figure(f"{name}: memory of the bare loop", (bare.rss_bytes or 0) / 2**20, "MiB"),
             Figure(

@@ -28,13 +28,13 @@ Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people c
 Number = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]  # what is never summed
 Word = Annotated[str, Meta(max_length=255)]  # a name, of a host, a device, a phase
-MOST_TEXT = 8000
-Sentence = Annotated[str, Meta(max_length=MOST_TEXT)]
+MAX_TEXT = 8000
+Sentence = Annotated[str, Meta(max_length=MAX_TEXT)]
 Sentences = Annotated[tuple[Sentence, ...], Meta(max_length=64)]
 Amounts = Annotated[dict[Word, Amount], Meta(max_length=64)]
 Fact = str | int | float | bool | list[str] | None
-MOST_ROWS = 256  # rows in one frame: about 110 kB of plain ones
-MOST_DEVICES = 64  # of one rank: its GPUs, and the sensors of its node
+MAX_ROWS = 256  # rows in one frame: about 110 kB of plain ones
+MAX_DEVICES = 64  # of one rank: its GPUs, and the sensors of its node
 
 if TYPE_CHECKING:
     Counted = Counters
@@ -249,7 +249,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     wait_s: Amount  # between the steps, less the phases
     phases_s: Amounts
     loss: Finite | None = None  # the last of the window; None where it is not finite
-    devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MOST_DEVICES)] = ()
+    devices: Annotated[tuple[DeviceWindow, ...], Meta(max_length=MAX_DEVICES)] = ()
     final: bool = False  # the rank's last row
     reset: bool = False  # the run-to-date values start anew after this window
     iterations_overrun: Count = 0  # iterations whose detail the ring lost; their totals are in here
@@ -594,7 +594,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     world_size: Count
     host: Word
     role: Word
-    devices: Annotated[tuple[Device, ...], Meta(max_length=MOST_DEVICES)]
+    devices: Annotated[tuple[Device, ...], Meta(max_length=MAX_DEVICES)]
     parameters: Parameters
     log_interval: Count
     trainer_pid: Count = 0
@@ -614,7 +614,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """Windows of one rank, oldest first."""
 
-    rows: Annotated[tuple[RankReport, ...], Meta(max_length=MOST_ROWS)]
+    rows: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_ROWS)]
     lost: Count = 0  # reports that the agent's full buffer dropped so far
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0  # so far, as are these
@@ -715,7 +715,7 @@ class Inspect(Struct, frozen=True, array_like=True, tag=11):
 
 
 #: Of the text of a `Stack`, in letters: with what MessagePack adds it fits into a frame.
-MOST_STACK = 64 * 1024
+MAX_STACK = 64 * 1024
 
 
 class Stack(Struct, frozen=True, array_like=True, tag=13):
@@ -724,7 +724,7 @@ class Stack(Struct, frozen=True, array_like=True, tag=13):
     agent: Word
     rank: Count
     ordinal: Count
-    text: Annotated[str, Meta(max_length=MOST_STACK)]
+    text: Annotated[str, Meta(max_length=MAX_STACK)]
     top: Sentence = ""  # where its main thread stands, in a few words
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-MOST_BYTES = 8 * 1024 * 1024
+MAX_BYTES = 8 * 1024 * 1024
 LIMIT_S = 5.0
 _GENERATED = ("vllm:generation_tokens_total", "vllm:generation_tokens")  # the second before prometheus_client 0.4
 _PROMPT = ("vllm:prompt_tokens_total", "vllm:prompt_tokens")
@@ -102,8 +102,8 @@ def _read(connection: http.client.HTTPConnection, path: str) -> bytes:
     text = b""
     while part := answer.read1(65536):
         text += part
-        if len(text) > MOST_BYTES:
-            raise Unreachable(f"its page is longer than {MOST_BYTES // 2**20} MiB")
+        if len(text) > MAX_BYTES:
+            raise Unreachable(f"its page is longer than {MAX_BYTES // 2**20} MiB")
         if time.monotonic() > until_s:  # the connection's own limit is one per packet
             raise Unreachable(f"its page did not come within {LIMIT_S:.0f} s")
     return text

@@ -11,7 +11,7 @@ import time
 from collections import deque
 
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
-MOST_BYTES = 70_000  # frames are as large as segmentation offload leaves them: 64 kB
+MAX_BYTES = 70_000  # frames are as large as segmentation offload leaves them: 64 kB
 
 near, far, delay_s, loss = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
 
@@ -36,7 +36,7 @@ while True:
     for end in select.select(ends, [], [], timeout_s)[0]:
         while True:
             try:
-                frame = end.recv(MOST_BYTES)
+                frame = end.recv(MAX_BYTES)
             except BlockingIOError:
                 break
             if random.random() >= loss:

@@ -24,7 +24,7 @@ INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
 #: An edge that lies in a tick with a step of power: it hides 440 W for 0.05 s on average.  A window has two.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
-MOST_WRONG = 0.05  # of a window's energy, whatever is said of it
+MAX_WRONG = 0.05  # of a window's energy, whatever is said of it
 #: What calibration on this model has found before: the jobs need not spend two seconds on it.
 SENSOR = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
 
@@ -121,8 +121,8 @@ def test_the_energy_of_a_window_is_that_of_its_own_stretch_within_the_error_that
     assert {row.energy_method for row in rows} == {"counter"}
     assert sum(is_within) >= 0.85 * len(rows)  # it is the half-width of 95 %
     # An edge whose readings come ticks late, because others hold the cores, is told from power.
-    assert all(wrong <= 3 * MOST_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True))
-    assert sum(wrong > MOST_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True)) <= len(rows) // 10
+    assert all(wrong <= 3 * MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True))
+    assert sum(wrong > MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True)) <= len(rows) // 10
     assert sum(row.energy_error_j for row in rows) / len(rows) <= EDGES_J
 
 
@@ -202,7 +202,7 @@ def test_a_counter_that_is_reset_makes_no_spike_and_no_hole(disturbed):
     # Power that nobody saw, for as long as two samples lie apart, is what filling a gap can miss.
     unseen_j = 2 * INTERVAL_S * (HIGH_W - LOW_W)
     assert all(
-        wrong <= (unseen_j if row.energy_estimated_j else 3 * max(row.energy_error_j, MOST_WRONG * row.energy_j))
+        wrong <= (unseen_j if row.energy_estimated_j else 3 * max(row.energy_error_j, MAX_WRONG * row.energy_j))
         for wrong, row in zip(wrong_j, rows, strict=True)
     )
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
@@ -245,8 +245,8 @@ def test_windows_after_the_return_are_as_good_as_those_before(disturbed, rank, g
     assert (len(before) >= 2, len(after) >= 3) == (True, True)
     wrong = sorted(abs(row.energy_j / disturbed.truth_j(gpu, row) - 1) for row in before[1:] + after)
     # Where others hold the cores, the readings of an edge come ticks late, and that edge is told from power.
-    assert wrong[len(wrong) // 2] < MOST_WRONG / 5
-    assert wrong[-1] < 3 * MOST_WRONG
+    assert wrong[len(wrong) // 2] < MAX_WRONG / 5
+    assert wrong[-1] < 3 * MAX_WRONG
     assert {row.energy_method for row in before[1:] + after} == {"counter"}
     lost, found = ([text for text in disturbed.told("agent", rank) if word in text] for word in ("not ", "again"))
     assert any(f"{gpu.uuid}: energy_j is not measured: GPU is lost" in text for text in lost)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.network.transport import FrameError, decode_from_agent, encode
-from effllm.schema import MOST_ROWS, Reports
+from effllm.schema import MAX_ROWS, Reports
 
 CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(target)]
 
@@ -67,5 +67,5 @@ def test_of_the_frames_of_the_corpus_all_but_these_are_refused():
 
 
 def test_a_frame_of_more_rows_than_one_may_have_is_refused():
-    with pytest.raises(FrameError, match=f"length <= {MOST_ROWS}"):
-        decode_from_agent(encode(Reports((row(devices=()),) * (MOST_ROWS + 1))))
+    with pytest.raises(FrameError, match=f"length <= {MAX_ROWS}"):
+        decode_from_agent(encode(Reports((row(devices=()),) * (MAX_ROWS + 1))))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.goodput import CLASSES, MOST_SPANS, PRODUCTIVE, Axis, Goodput, Tiles
+from effllm.aggregation.goodput import CLASSES, MAX_SPANS, PRODUCTIVE, Axis, Goodput, Tiles
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.runs.summary_text import summary_text
@@ -373,9 +373,9 @@ def test_what_is_remembered_for_a_restart_is_bounded_and_finest_at_the_end():
         goodput.count_energy(number, 1000.0, {})
     spans = goodput.attempt.spans
 
-    assert MOST_SPANS <= len(spans) <= 2 * MOST_SPANS
+    assert MAX_SPANS <= len(spans) <= 2 * MAX_SPANS
     assert sum(span.last - span.first + 1 for span in spans) == 50_000
-    assert all(span.window_first == span.window_last for span in spans[-MOST_SPANS // 2 :])
+    assert all(span.window_first == span.window_last for span in spans[-MAX_SPANS // 2 :])
     goodput.end_attempt("killed")
     goodput.join(0, 1, 49_000, True, True)
     goodput.hear()

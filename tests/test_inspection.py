@@ -18,7 +18,7 @@ import pytest
 from effllm.agents import flight_recorder, inspection, trainer_process
 from effllm.agents.inspection import Orders, bounded, inspect, top_of
 from effllm.agents.inspection_child import InspectionChild
-from effllm.schema import MOST_STACK
+from effllm.schema import MAX_STACK
 from effllm.training import ptracer
 
 PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
@@ -148,9 +148,9 @@ def test_the_top_is_the_innermost_frame_of_the_main_thread():
 
 
 def test_what_is_sent_is_bounded():
-    assert bounded("x" * MOST_STACK) == "x" * MOST_STACK
-    assert len(bounded("x" * (MOST_STACK + 1))) <= MOST_STACK
-    assert bounded("x" * (MOST_STACK + 1)).endswith("(cut off)\n")
+    assert bounded("x" * MAX_STACK) == "x" * MAX_STACK
+    assert len(bounded("x" * (MAX_STACK + 1))) <= MAX_STACK
+    assert bounded("x" * (MAX_STACK + 1)).endswith("(cut off)\n")
 
 
 # --- as the agent keeps it ---

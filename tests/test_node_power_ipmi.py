@@ -7,7 +7,7 @@ import jobs
 import pytest
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.ipmi import MOST_BYTES, NO_DEVICE, NO_TOOL, Command, open_reader
+from effllm.node_power.ipmi import MAX_BYTES, NO_DEVICE, NO_TOOL, Command, open_reader
 
 IPMI_DCMI = """
 Current Power                        : 332 Watts
@@ -179,7 +179,7 @@ def test_a_tool_that_never_stops_talking_is_ended(tools):
     tools.put("ipmi-dcmi", "exec yes")
 
     assert tools.why_not() == "node power: ipmi-dcmi says more than a power reading"
-    assert MOST_BYTES < 10**6
+    assert MAX_BYTES < 10**6
 
 
 def test_one_that_hangs_in_the_kernel_is_not_started_again(tools, monkeypatch):

@@ -18,7 +18,7 @@ from effllm.network.peers import (
     BURST_FRAMES,
     FRAMES_PER_S,
     IMPOSTOR,
-    MOST_STRANGERS,
+    MAX_UNSEEN_PEERS,
     ROW_BYTES,
     STRANGER,
     STRANGER_FRAMES,
@@ -28,8 +28,8 @@ from effllm.network.peers import (
 )
 from effllm.network.transport import (
     MAGIC,
-    MOST_BYTES,
-    MOST_ROWS,
+    MAX_BYTES,
+    MAX_ROWS,
     ServerSocket,
     decode_from_agent,
     decode_from_aggregator,
@@ -37,7 +37,7 @@ from effllm.network.transport import (
     is_hello,
     make_context,
 )
-from effllm.schema import MOST_DEVICES, Ack, AgentEvent, Beat, Bye, Event, Hello, Reports, Supersede, Welcome
+from effllm.schema import MAX_DEVICES, Ack, AgentEvent, Beat, Bye, Event, Hello, Reports, Supersede, Welcome
 
 HISTORY = 1000
 BURST = BURST_FRAMES + HISTORY
@@ -125,7 +125,7 @@ def test_connections_that_never_introduce_themselves_are_forgotten(peers):
     for number in range(30_000):
         assert peers.admits(b"x%d" % number, 10, 1.0)
 
-    assert len(peers) <= MOST_STRANGERS + 2
+    assert len(peers) <= MAX_UNSEEN_PEERS + 2
     assert peers.objection(b"a", of_rank(0)[0]) == "", "ranks are not forgotten for strangers"
 
 
@@ -133,7 +133,7 @@ def test_connections_that_never_introduce_themselves_are_forgotten(peers):
 
 
 def test_what_an_agent_has_kept_through_an_outage_passes_at_once(peers):
-    frames, in_a_frame = -(-HISTORY // MOST_ROWS), 250 * MOST_ROWS
+    frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
     assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
     # ... and so do rows of 16 kB each, of which a frame takes few.
@@ -155,14 +155,14 @@ def test_more_frames_than_that_are_dropped_counted_and_told_once(peers):
 
 def test_more_bytes_than_that_are_dropped(peers):
     room = BURST_BYTES + HISTORY * ROW_BYTES
-    passed = sum(peers.admits(b"a", MOST_BYTES, 0.0) for _ in range(300))
+    passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(300))
 
-    assert passed == room // MOST_BYTES
+    assert passed == room // MAX_BYTES
 
 
 def test_a_stranger_may_say_little(peers):
     assert sum(peers.admits(b"stranger", 10, 0.0) for _ in range(1000)) == STRANGER_FRAMES
-    assert not peers.admits(b"loud", MOST_BYTES * 8, 0.0)
+    assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
 
 
 def test_one_peer_that_sends_too_much_takes_nothing_from_another(peers):
@@ -237,10 +237,10 @@ def test_a_rank_that_talks_without_end_is_cut_short_and_silences_nobody():
 
 def test_a_rank_with_ever_more_devices_is_rejected():
     aggregator = aggregator_of(hello(0))
-    told = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MOST_DEVICES)]
+    told = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MAX_DEVICES)]
 
-    assert told[: MOST_DEVICES - 1] == [""] * (MOST_DEVICES - 1)
-    assert told[-1] == f"it has introduced more than {MOST_DEVICES} devices"
+    assert told[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
+    assert told[-1] == f"it has introduced more than {MAX_DEVICES} devices"
     assert aggregator.hello(hello(0), 0.0, 1000.0) == "", "devices that are known may be introduced again"
 
 

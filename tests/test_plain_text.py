@@ -2,7 +2,7 @@
 
 import pytest
 
-from effllm.runs.plain_text import MOST_SHOWN, one_line
+from effllm.runs.plain_text import MAX_SHOWN, one_line
 
 HOSTILE = [
     "node\x1b[2J\x1b[1;1H7",
@@ -28,5 +28,5 @@ def test_plain_text_stays_as_it_is(text):
 
 
 def test_long_text_is_cut():
-    assert len(one_line("x" * 10**6)) == MOST_SHOWN
+    assert len(one_line("x" * 10**6)) == MAX_SHOWN
     assert one_line("x" * 10**6).endswith("x…")

@@ -165,7 +165,7 @@ def test_no_label_is_a_rank_and_kinds_of_events_are_bounded(sink):
     text = sink.page()
 
     assert not re.search(r"\brank=", text)
-    assert text.count("efficientllm_events_total{") == prometheus.MOST_KINDS + 1
+    assert text.count("efficientllm_events_total{") == prometheus.MAX_KINDS + 1
     assert 'kind="other"' in text
     assert len(text.splitlines()) < 400
 
@@ -244,7 +244,7 @@ def test_connections_that_say_nothing_take_few_threads_and_are_ended(tmp_path, m
     sink = open_sink("prometheus", make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}))
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(100)]
     try:
-        jobs.until(lambda: threads() == prometheus.MOST_AT_ONCE)
+        jobs.until(lambda: threads() == prometheus.MAX_AT_ONCE)
         jobs.until(lambda: threads() == 0)
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
             assert b"efficientllm_fresh" in answer.read()

@@ -132,7 +132,7 @@ def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys)
     assert more_blocks < 1.0
     assert slope < 400.0
     filled = list(items.values())[5:]  # what is bounded by a number of windows has reached it
-    assert max(filled) <= filled[0] + MOST_TOLD_ITEMS
+    assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
     segments = sorted((tmp_path / "run").glob("windows-*.jsonl"))
@@ -142,7 +142,7 @@ def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys)
 
 
 #: Lines that were told stay known, so that they are told once: a thousand of a kind, and here one in a hundred windows.
-MOST_TOLD_ITEMS = 3 * WEEK // 100
+MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 
 @pytest.mark.parametrize(

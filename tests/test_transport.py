@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from effllm.network import transport
 from effllm.network.transport import (
     MAGIC,
-    MOST_BYTES,
-    MOST_ROWS,
+    MAX_BYTES,
+    MAX_ROWS,
     AgentLink,
     FrameError,
     Outbox,
@@ -262,16 +262,16 @@ def test_a_full_frame_is_well_below_the_limit():
         outbox.sent(len(rows))
 
     assert len(sizes) > 2
-    assert max(sizes) < 0.6 * MOST_BYTES
+    assert max(sizes) < 0.6 * MAX_BYTES
 
 
 def test_plain_rows_go_by_as_many_as_a_frame_takes_and_one_that_is_too_large_goes_alone(monkeypatch):
     outbox = Outbox(1000)
     for sequence in range(1, 401):
         outbox.add(row(sequence=sequence))
-    assert len(outbox.unsent()) == MOST_ROWS
+    assert len(outbox.unsent()) == MAX_ROWS
 
-    monkeypatch.setattr(transport, "MOST_ROWS_BYTES", 10)
+    monkeypatch.setattr(transport, "MAX_ROWS_BYTES", 10)
     assert sequences(outbox) == [1]
 
 
@@ -355,7 +355,7 @@ class OutboxMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_lists(self):
-        assert sequences(self.outbox) == self.waiting[:MOST_ROWS]
+        assert sequences(self.outbox) == self.waiting[:MAX_ROWS]
         assert len(self.outbox) == len(self.under_way) + len(self.waiting) <= self.MOST
         assert self.outbox.lost == self.lost
 
@@ -446,7 +446,7 @@ def test_a_message_of_other_parts_is_an_empty_frame(context, server):
 def test_a_message_beyond_the_limit_never_arrives(context, server):
     stranger, link = context.socket(zmq.DEALER), AgentLink(context, server.address)
     stranger.connect(server.address)
-    stranger.send(b"x" * (MOST_BYTES + 1))
+    stranger.send(b"x" * (MAX_BYTES + 1))
     connected(link)
     link.send(FROM_AGENT[2])
 

@@ -15,7 +15,7 @@ from effllm.schema import Profile
 from effllm.timeline import KINDS, Split
 from effllm.training import ring
 from effllm.training import watched_recorder as watched
-from effllm.training.device_time import MOST_PENDING, DeviceTime
+from effllm.training.device_time import MAX_PENDING, DeviceTime
 from effllm.training.ring import RingReader, RingWriter
 from effllm.training.torch_profile import Profiled
 from effllm.training.watched_recorder import WatchedRecorder
@@ -91,7 +91,7 @@ def test_a_device_that_is_behind_is_not_waited_for_and_no_event_is_made_for_it()
     cuda.done_ms = -1
     for number in range(20):
         step(device, cuda, 10 * number, 10 * number + 5)
-    assert (device.iterations, cuda.made) == (0, 2 * MOST_PENDING)
+    assert (device.iterations, cuda.made) == (0, 2 * MAX_PENDING)
 
     cuda.done_ms = float("inf")
     step(device, cuda, 200, 207)
@@ -99,8 +99,8 @@ def test_a_device_that_is_behind_is_not_waited_for_and_no_event_is_made_for_it()
     step(device, cuda, 220, 227)
 
     # The first four, 5 ms each, were still in the queue; of the others there is no event.  Then one of 7 ms.
-    assert (device.iterations, device.total_ns) == (MOST_PENDING + 1, 27 * MS)
-    assert cuda.made == 2 * MOST_PENDING
+    assert (device.iterations, device.total_ns) == (MAX_PENDING + 1, 27 * MS)
+    assert cuda.made == 2 * MAX_PENDING
 
 
 @pytest.mark.parametrize("why", ["no CUDA yet", "a graph is captured"])
@@ -332,7 +332,7 @@ def test_own_time_on_the_device_is_what_lies_before_the_sync_point_there():
     assert [row.device_own_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_own_step_s for row in (first, second, rest)] == [approx(0.061), approx(0.125), approx(0.064)]
     assert first.own_median_s == approx(0.005)  # on the host
-    assert cuda.made <= 3 * MOST_PENDING
+    assert cuda.made <= 3 * MAX_PENDING
 
 
 def test_a_sync_point_that_a_device_refuses_costs_the_device_times_alone():

@@ -18,7 +18,7 @@ from effllm.health.clock import Exchanges
 from effllm.health.hang import BEATS
 from effllm.network.transport import AgentLink
 from effllm.schema import (
-    MOST_TEXT,
+    MAX_TEXT,
     Ack,
     AgentEvent,
     Bye,
@@ -192,7 +192,7 @@ class Conversation:
             self._events.sent()
         if (finding := self._children.finding) is not None:
             ordinal = self._trainer.ring.state()[1]
-            if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MOST_TEXT])):
+            if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
                 self._children.finding = None
 
     def _send_heartbeat(self, link: AgentLink, now_s: float) -> None:

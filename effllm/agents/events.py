@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from effllm.agents.log import LogFile
 from effllm.event_limit import EventLimit
-from effllm.schema import MAX_EVENT_COUNT, MOST_TEXT, Event
+from effllm.schema import MAX_EVENT_COUNT, MAX_TEXT, Event
 
 MAX_UNSENT = 200
 
@@ -36,7 +36,7 @@ class AgentEvents:
 
     def add(self, event: Event) -> None:
         """Add an event; in a storm most are only counted."""
-        event = replace(event, text=event.text[:MOST_TEXT], count=min(event.count, MAX_EVENT_COUNT))
+        event = replace(event, text=event.text[:MAX_TEXT], count=min(event.count, MAX_EVENT_COUNT))
         with self._lock:
             self._roll(time.monotonic())
             if self._limit.admits(event):

@@ -19,7 +19,7 @@ PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # a pipe for each rank, <this><rank>.p
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # a file for each rank, <this><rank>
 WAIT_S = 10.0  # torch looks at its pipe once a second
 SETTLED_S = 1.0  # a dump that has not grown for so long is whole
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 
 def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
@@ -78,7 +78,7 @@ def copy(dump: Path, to: Path) -> bool:
     source = os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         size = os.fstat(source).st_size
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             return False
         own_files.make_folder(to.parent)
         own_files.remove_file(to)

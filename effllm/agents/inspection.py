@@ -18,12 +18,12 @@ import msgspec
 from msgspec import Struct
 
 from effllm.agents import flight_recorder, trainer_process
-from effllm.schema import MOST_STACK
+from effllm.schema import MAX_STACK
 from effllm.switches import this_process
 
 PY_SPY_S = 10.0
 INSTALL = "pip install 'effllm[forensics]'"
-MOST_TOP = 200
+MAX_TOP = 200
 
 
 class Orders(Struct, frozen=True):
@@ -61,7 +61,7 @@ def inspect(orders: Orders) -> Finding:
 
 def bounded(text: str) -> str:
     """Return as much of a text as a message takes: its beginning, for stacks of the first threads come first."""
-    return text if len(text) <= MOST_STACK else text[: MOST_STACK - 20] + "\n... (cut off)\n"
+    return text if len(text) <= MAX_STACK else text[: MAX_STACK - 20] + "\n... (cut off)\n"
 
 
 def top_of(stacks: str, pid: int) -> str:
@@ -72,7 +72,7 @@ def top_of(stacks: str, pid: int) -> str:
     main = next(
         (frames for number, name, frames in threads if number == str(pid) or "MainThread" in name), threads[0][2]
     )
-    return str(main.splitlines()[0].strip()[:MOST_TOP])
+    return str(main.splitlines()[0].strip()[:MAX_TOP])
 
 
 def has_ended(trainer: int) -> bool:

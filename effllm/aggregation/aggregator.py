@@ -51,19 +51,19 @@ from effllm.schema import (
     Summary,
 )
 
-LEAST_DEADLINE_S = 5.0
+MIN_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
 MAX_STATED = 1000  # sentences of a kind that are remembered as stated
 MAX_KINDS = 100  # of events; further ones are counted as OTHER
 OTHER = "other"
 MOST = 0.5
-MOST_NAMED = 8  # ranks in a line
+MAX_NAMED = 8  # ranks in a line
 MAX_PENDING_BYTES = 2 * 2**20  # of one rank's reports, as they came: in memory they take eight times as much
 MAX_LATE = 32  # late windows at a time: each is a report, which takes about a millisecond ...
 LATE_WINDOW_S = 0.005  # ... and then the next ones wait for so long for each of them
 MAX_CLOSING_ROWS = 1000  # in windows that close at a time without all ranks: nothing is handed out meanwhile
 CLOSING_ROWS = 30  # a window costs as much as so many of its rows
-MOST_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
+MAX_BACKLOG_S = 15.0  # for so long at most nobody is late because we are
 
 
 class Closed(NamedTuple):
@@ -95,7 +95,7 @@ class _Held:
 
 def named(ranks: Sequence[int]) -> str:
     """Return ranks by their numbers, a few of them."""
-    return ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
+    return ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")
 
 
 class Aggregator:
@@ -339,7 +339,7 @@ class Aggregator:
             time_s: unix time.
             heard_until_s: all that had arrived by then has been taken; nobody is late for what waits with us.
         """
-        until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MOST_BACKLOG_S)
+        until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
         for rank, seconds in self._presence.fall_silent(until_s).items():
             self.record(Event(time_s, "silent", f"rank {rank} has said nothing for {seconds:.0f} s", rank))
         self._pass_time(now_s, time_s)
@@ -502,7 +502,7 @@ class Aggregator:
         self._is_closing = bool(self._pending)
 
     def _deadline_s(self) -> float:
-        return max(3 * statistics.median(self._spans_s), LEAST_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
+        return max(3 * statistics.median(self._spans_s), MIN_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
 
     def _close(self, number: int) -> None:
         ledger = self._ledger
@@ -584,9 +584,9 @@ class Aggregator:
     def _complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
         self._ledger.late += len(rows)
         ranks = sorted(rows)
-        for rank in ranks if len(ranks) <= MOST_NAMED else ():
+        for rank in ranks if len(ranks) <= MAX_NAMED else ():
             self.record(Event(time_s, "late", f"rank {rank} reported window {number} after it had closed", rank))
-        if len(ranks) > MOST_NAMED:
+        if len(ranks) > MAX_NAMED:
             text = f"{len(ranks)} ranks reported window {number} after it had closed: {named(ranks)}"
             self.record(Event(time_s, "late", text))
         window = late = Window(number, rows, None, None)

@@ -43,10 +43,10 @@ MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
 #: In these nothing is measured, because nothing reports.
 UNTOLD = (RESTART_GAP, IDLE, UNKNOWN)
 
-MOST_SPANS = 512  # of the newest attempts; when there are twice as many, the older half is merged by twos
-MOST_OLD_SPANS = 4096  # of all earlier ones
-MOST_ATTEMPTS = 1000  # that are told apart
-MOST_HANGS = 1000  # that no row has told of
+MAX_SPANS = 512  # of the newest attempts; when there are twice as many, the older half is merged by twos
+MAX_OLD_SPANS = 4096  # of all earlier ones
+MAX_ATTEMPTS = 1000  # that are told apart
+MAX_HANGS = 1000  # that no row has told of
 #: A wall clock that disagrees with the monotonic one by more than this was set.
 SET_BY_S = 2.0
 
@@ -405,8 +405,8 @@ class Goodput(Struct):
         span.absorb(added)
         span.window_last = window_last
         self._tally(span, 1)
-        if len(attempt.spans) > 2 * MOST_SPANS:
-            self._merge(attempt, MOST_SPANS)
+        if len(attempt.spans) > 2 * MAX_SPANS:
+            self._merge(attempt, MAX_SPANS)
         return span
 
     def _tally(self, span: Span, sign: int) -> None:
@@ -462,7 +462,7 @@ class Goodput(Struct):
             taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
             self._take(span, hang_s=taken_s)
             rank_seconds -= from_shutdown_s + taken_s
-        if rank_seconds > 0 and (len(attempt.hangs) < MOST_HANGS or window in attempt.hangs):
+        if rank_seconds > 0 and (len(attempt.hangs) < MAX_HANGS or window in attempt.hangs):
             attempt.hangs[window] = attempt.hangs.get(window, 0.0) + rank_seconds
 
     def _find(self, window: int) -> Span | None:
@@ -487,10 +487,10 @@ class Goodput(Struct):
         attempt = self.attempt
         self._settle(attempt, status)
         self.attempts.append(Attempt(attempt.number + 1))
-        if len(self.attempts) > MOST_ATTEMPTS:
+        if len(self.attempts) > MAX_ATTEMPTS:
             self._fold()
         for old in self.attempts[:-2]:
-            self._merge(old, max(MOST_OLD_SPANS // len(self.attempts), 1))
+            self._merge(old, max(MAX_OLD_SPANS // len(self.attempts), 1))
         self.clock.is_resumed = True
 
     @staticmethod

@@ -17,7 +17,7 @@ from effllm.aggregation.roster import Roster
 from effllm.aggregation.rows import Rows
 from effllm.aggregation.spread import window_spread
 from effllm.aggregation.window_energy import ROUNDING
-from effllm.energy.energy_account import MOST_RANDOM_ERROR, WindowEnergy
+from effllm.energy.energy_account import MAX_RANDOM_ERROR, WindowEnergy
 from effllm.schema import (
     ClusterReport,
     ClusterTotals,
@@ -30,7 +30,7 @@ from effllm.schema import (
 )
 
 #: Clocks of nodes agree to much less; this is what lies between two looks at ours.
-MOST_AHEAD_S = 5.0
+MAX_AHEAD_S = 5.0
 
 
 class Window(Struct):
@@ -187,7 +187,7 @@ def report_of(
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
-        energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MOST_RANDOM_ERROR,
+        energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
     )
 
 
@@ -355,4 +355,4 @@ def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float |
 def _end_time_s(told_s: float, ledger: Ledger) -> float:
     """Return when a window ended: as its last rank tells, or now, where the clock of that rank's node is ahead."""
     now_s = ledger.goodput.clock.time_s
-    return now_s if ledger.goodput.clock.at_s is not None and told_s > now_s + MOST_AHEAD_S else told_s
+    return now_s if ledger.goodput.clock.at_s is not None and told_s > now_s + MAX_AHEAD_S else told_s

@@ -10,7 +10,7 @@ from effllm.aggregation.merged import Expected
 from effllm.aggregation.presence import SILENT_AFTER_S, Presence
 from effllm.config import Config
 from effllm.energy.power_scope import Scope
-from effllm.schema import MOST_DEVICES, Device, Hello
+from effllm.schema import MAX_DEVICES, Device, Hello
 
 MAX_RANKS = 2**20
 
@@ -67,8 +67,8 @@ class Roster:
         if message.offset % message.log_interval != first.offset % first.log_interval:
             return f"its first iteration is {message.offset}, rank {first.rank}'s is {first.offset}"
         devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
-        if self._num_devices.get(message.rank, 0) + len(devices) > MOST_DEVICES:
-            return f"it has introduced more than {MOST_DEVICES} devices"
+        if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
+            return f"it has introduced more than {MAX_DEVICES} devices"
         known = state.ranks.get(message.rank)
         heard_s = self.presence.heard_s.get(message.rank)
         if known and known.agent != message.agent and not known.bye and heard_s is not None:

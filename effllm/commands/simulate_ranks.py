@@ -27,7 +27,7 @@ CONFIRMED_S = 1.5  # what is said last may be lost when both ends are ending; ag
 LOOK_EVERY = 64  # peers, between two looks at what rank 0 is told
 IDLE_S = 0.005
 AT_THE_DOOR = 250  # of a process; more handshakes at once on one machine only take each other's time
-MOST_ROWS = 100_000
+MAX_ROWS = 100_000
 
 
 class Part(Struct, frozen=True):
@@ -70,7 +70,7 @@ class _SimulatedPeer:
     def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
         self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
         self.link = Link(context, part.endpoint, keys)
-        self.outbox = Outbox(MOST_ROWS)
+        self.outbox = Outbox(MAX_ROWS)
         self.hello_s = 0.0
         self.beat_s = 0.0
         self.welcome = self.bye_sent = self.bye_seen = False

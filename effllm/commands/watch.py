@@ -16,7 +16,7 @@ from effllm.serving import Interval, NotVllm, Page, Unreachable, address, betwee
 from effllm.switches import this_process
 
 _HEADER_EVERY = 20
-_LONGEST_WAIT_S = 60.0
+_MAX_WAIT_S = 60.0
 _COLUMNS = (
     ("time", 8), ("tokens/s", 10), ("prompt/s", 10), ("W", 9), ("J/token", 9), ("J/10k tok", 11), ("reqs", 5),
     ("TTFT s", 8),
@@ -89,9 +89,7 @@ class _Watch:
             if count and looks > count:
                 return
             # A server that is away is asked ever more seldom, for it may be gone for hours.
-            self._wait_s = (
-                self._interval_s if is_there else min(2 * self._wait_s, max(_LONGEST_WAIT_S, self._interval_s))
-            )
+            self._wait_s = self._interval_s if is_there else min(2 * self._wait_s, max(_MAX_WAIT_S, self._interval_s))
             next_s = max(next_s + self._wait_s, time.monotonic())
             time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
 

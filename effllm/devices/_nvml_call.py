@@ -23,7 +23,7 @@ LACKING_CODES = frozenset({
 LACKING = (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission)
 
 #: The largest numbers that are not NVML's mark for a value that is not available.
-MOST_32, MOST_64 = 2**32 - 2, 2**64 - 2
+MAX_VALUE_32, MAX_VALUE_64 = 2**32 - 2, 2**64 - 2
 
 
 def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
@@ -47,7 +47,7 @@ def why(code: int, number: int) -> str:
     """Return what is to be said of an answer that is no value: of its code, else of its number."""
     if code:
         return str(pynvml.NVMLError(code))
-    if number in (MOST_32 + 1, MOST_64 + 1):
+    if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):
         return f"NVML gave {number:#x}, its mark for a value that is not available"
     return f"NVML gave {number}, more than can be"
 
@@ -78,7 +78,7 @@ class Quantity:
         room: Any,
         part: str = "",
         beside: tuple[str, str] | None = None,
-        most: int = MOST_32,
+        most: int = MAX_VALUE_32,
         divisor: float = 1.0,
     ) -> None:
         self.name, self.part, self.beside = name, part, beside

@@ -9,7 +9,7 @@ from typing import Any
 
 import pynvml
 
-from effllm.devices._nvml_call import MOST_64, Quantity, Readout, offered
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 
 #: Clocks event reasons that slow a GPU down; being idle, or told to run at a clock, does not.
 _THROTTLES = {
@@ -44,7 +44,7 @@ class Chip:
         self.has_memory = memory is not None
         self.has_utilization = utilization is not None
         total_bytes = memory.room.total if memory is not None else 0
-        self.memory_total_bytes = total_bytes if 0 < total_bytes <= MOST_64 else None
+        self.memory_total_bytes = total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
 
     def read(self, failures: dict[str, str]) -> dict[str, float]:
         """Return memory and utilization by their names in `Sample`; what fails is told.
@@ -67,7 +67,7 @@ def throttles(reasons: float) -> tuple[str, ...]:
 
 def _memory(handle: Any) -> Quantity | None:
     """Return the memory in use, and beside it what the driver keeps of it for itself."""
-    memory = partial(Quantity, "memory_bytes", part="used", most=MOST_64)
+    memory = partial(Quantity, "memory_bytes", part="used", most=MAX_VALUE_64)
     apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
     beside = ("memory_reserved_bytes", "reserved")
     return offered(

@@ -13,7 +13,7 @@ import pynvml
 NS = 1e-9
 
 #: Samples nearer than this tell nothing (NVML documentation of nvmlGpmMetricsGet).
-LEAST_APART_S = 0.1
+MIN_APART_S = 0.1
 
 _METRICS = {
     pynvml.NVML_GPM_METRIC_SM_UTIL: "sm_activity_ratio",
@@ -50,7 +50,7 @@ class Gpm:
     def enter(self, gauges: dict[str, float], failures: dict[str, str], time_ns: int) -> None:
         """Enter the activities since the read before; nothing at the first read or too soon after one."""
         now_s = time_ns * NS
-        if not self._samples or (self._last_s is not None and now_s - self._last_s < LEAST_APART_S):
+        if not self._samples or (self._last_s is not None and now_s - self._last_s < MIN_APART_S):
             return
         before, now = self._samples
         try:

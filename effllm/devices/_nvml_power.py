@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pynvml
 
 from effllm import hardware
-from effllm.devices._nvml_call import LACKING, LACKING_CODES, MOST_64, Quantity, Readout, offered, prepare, why
+from effllm.devices._nvml_call import LACKING, LACKING_CODES, MAX_VALUE_64, Quantity, Readout, offered, prepare, why
 from effllm.schema import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
 _INSTANT_ID, _AVERAGE_ID = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE
@@ -191,7 +191,7 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
 
 def _total_energy(handle: Any, share: float) -> Quantity | None:
     """Return the counter as drivers without field values have it."""
-    millijoules = partial(Quantity, room=c_ulonglong(), most=MOST_64, divisor=1e3 / share)
+    millijoules = partial(Quantity, room=c_ulonglong(), most=MAX_VALUE_64, divisor=1e3 / share)
     return offered(partial(millijoules, "energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pynvml
 
-from effllm.devices._nvml_call import MOST_64, Quantity, Readout, offered
+from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 from effllm.schema import Event
 
 #: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
@@ -33,7 +33,7 @@ class Watch:
         self._events: Any = None
         limit = partial(Quantity, "power_limit_w", room=c_uint(), divisor=1e3)
         self._limit = _readout(partial(limit, "nvmlDeviceGetEnforcedPowerLimit", handle))
-        errors = partial(Quantity, "ecc", room=c_ulonglong(), most=MOST_64)
+        errors = partial(Quantity, "ecc", room=c_ulonglong(), most=MAX_VALUE_64)
         kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
         self._errors = _readout(partial(errors, "nvmlDeviceGetTotalEccErrors", handle, kind, since))
         self.limit_w = _read(self._limit)

@@ -26,13 +26,13 @@ from effllm.known_sensors import KnownSensor
 from effllm.runs import own_files
 from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
 
-LONGEST_S = 2.0
+MAX_S = 2.0
 #: Between two moves of a counter that nobody has watched: 100 ms on all GPUs from Turing on (docs/hardware.md).
 USUAL_TICK_S = 0.1
 #: A power reading that is held is at most so many ticks older than it looks: half of its own, and one that it is held.
 OLDEST_TICKS = 1.5
 #: Reads of one calibration are at least so far apart; and each call may take so much of the time.
-LEAST_APART_S, MOST_BUSY = 0.002, 0.25
+MIN_APART_S, MAX_BUSY = 0.002, 0.25
 #: Firmware changes, and the driver's version does not tell: what is older is measured anew.
 KEPT_DAYS = 90
 #: A tick that is found anew may differ by so much from the one that is kept.
@@ -103,7 +103,7 @@ def calibrate(
     if device.energy_method != COUNTER and kept is not None and kept.measured_lag:
         return kept.told()
     if device.energy_method == INSTANT and not device.only_power:
-        samples, call_s = _watch(read, LONGEST_S, LEAST_APART_S)
+        samples, call_s = _watch(read, MAX_S, MIN_APART_S)
         return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
@@ -169,8 +169,8 @@ def measure(sensor: Sensor, read: Callable[[], Sample]) -> Sensor:
     return with_seen(sensor, _look(read))
 
 
-def _look(read: Callable[[], Sample], span_s: float = LONGEST_S) -> Seen:
-    samples, call_s = _watch(read, span_s, LEAST_APART_S)
+def _look(read: Callable[[], Sample], span_s: float = MAX_S) -> Seen:
+    samples, call_s = _watch(read, span_s, MIN_APART_S)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
     return Seen(call_s, tick, is_held(samples))
 
@@ -203,7 +203,7 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
         lag_s, error_s = tick_s, tick_s / 2
     else:
         return sensor
-    return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, LEAST_APART_S), source="measured here")
+    return replace(sensor, lag_s=lag_s, lag_error_s=max(error_s, MIN_APART_S), source="measured here")
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
@@ -226,14 +226,14 @@ def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[l
     """Read densely; return the samples and what one read takes."""
     samples: list[Sample] = []
     calls_s: list[float] = []
-    end_s = time.monotonic() + min(span_s, LONGEST_S)
+    end_s = time.monotonic() + min(span_s, MAX_S)
     while True:
         began_s = time.monotonic()
         if began_s >= end_s:
             return samples, statistics.median(calls_s) if calls_s else 0.0
         samples.append(read())
         calls_s.append(time.monotonic() - began_s)
-        pause_s = max(apart_s - calls_s[-1], calls_s[-1] / MOST_BUSY)
+        pause_s = max(apart_s - calls_s[-1], calls_s[-1] / MAX_BUSY)
         time.sleep(max(min(pause_s, end_s - time.monotonic()), 0.0))
 
 

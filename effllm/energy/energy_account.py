@@ -18,7 +18,7 @@ from effllm.records.energy import NORMAL_95, EnergyAmount, edge_j2
 #: Windows that a late report can still change; the edges of older ones are final.
 OPEN_WINDOWS = 10
 #: A window whose random error is a larger share of its energy than this is too short to tell its energy.
-MOST_RANDOM_ERROR = 0.05
+MAX_RANDOM_ERROR = 0.05
 #: The columns of amounts of energy side by side; joules are nan where nothing was measured.
 AMOUNT = EnergyAmount.__struct_fields__
 JOULES, COVERED_S, _START_J2, _END_J2 = map(AMOUNT.index, ("joules", "covered_s", "start_j2", "end_j2"))

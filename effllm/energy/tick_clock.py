@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 #: By so much ticks are taken to jitter once reads have contradicted each other.
-LEAST_JITTER_NS = 100_000.0
+MIN_JITTER_NS = 100_000.0
 #: The period is taken over at most so long: clocks drift with temperature.
 LEVER_NS = 300e9
 #: Reads that contradict each other by so large a share of the tick say that it is another tick.
@@ -29,7 +29,7 @@ class TickClock:
         self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)
         self._shortest_ns, self._longest_ns = self._nominal
         self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first
-        self._jitter_ns = LEAST_JITTER_NS
+        self._jitter_ns = MIN_JITTER_NS
         self._old: list[tuple[float, float, int]] = []  # earlier references, and how many ticks ago: a long lever
         self.conflicts = 0
         self._contradicted_ns = 0  # when the last of them was
@@ -100,7 +100,7 @@ class TickClock:
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
         if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that stood still for a while does not jitter
-            self._jitter_ns = max(self._jitter_ns / 2, LEAST_JITTER_NS)
+            self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
             self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
         if math.isnan(self._low_ns):

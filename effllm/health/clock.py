@@ -29,7 +29,7 @@ FIRST_PACE_S, FIRST_RANKS_PER_S = 0.25, 500
 PACE_S, RANKS_PER_S = 5.0, 200
 
 #: A message that is answered later than this was lost, or waited; its estimate would be worth nothing.
-LONGEST_S = 10.0
+MAX_S = 10.0
 
 
 class Offset(NamedTuple):
@@ -92,7 +92,7 @@ class Exchanges:
             return False
         self._asked_ns.remove(sent_ns)
         round_trip_ns = heard_ns - sent_ns - (answered_ns - received_ns)
-        if answered_ns < received_ns or not 0 <= round_trip_ns <= LONGEST_S / NS:
+        if answered_ns < received_ns or not 0 <= round_trip_ns <= MAX_S / NS:
             return False
         new = _Exchange(heard_ns, (received_ns - sent_ns + answered_ns - heard_ns) / 2, round_trip_ns / 2)
         error_ns = new.error_at(heard_ns)

@@ -15,7 +15,7 @@ from effllm.schema import DeviceWindow
 UNKNOWN = "unknown"
 
 #: Peers that are looked at, at most: medians of so many are as good.
-MOST_PEERS = 64
+MAX_PEERS = 64
 
 #: From which differences on a reading explains: a share of the clock or limit, of time, and degrees.
 SLOWER_CLOCK, LOWER_LIMIT, OFTENER_THROTTLED, IDLER, HOTTER_C = 0.02, 0.02, 0.1, 0.05, 8.0
@@ -76,7 +76,7 @@ def _throttled(window: DeviceWindow, reason: str) -> float | None:
 
 
 def _median(windows: Sequence[DeviceWindow], reading: Callable[[DeviceWindow], float | None]) -> float | None:
-    values = [value for window in windows[:MOST_PEERS] if (value := reading(window)) is not None]
+    values = [value for window in windows[:MAX_PEERS] if (value := reading(window)) is not None]
     return statistics.median(values) if values else None
 
 

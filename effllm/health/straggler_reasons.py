@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from effllm.health.diagnosis import MOST_PEERS, UNKNOWN, explain, power_w
+from effllm.health.diagnosis import MAX_PEERS, UNKNOWN, explain, power_w
 from effllm.health.evidence import Peers
 from effllm.health.standing_out import Look
 from effllm.schema import DATA_WAIT, DeviceWindow, RankReport, Verdict
@@ -52,7 +52,7 @@ def reason(
 
     def windows(ranks: Iterable[int]) -> list[DeviceWindow]:
         chosen = [by_rank[one] for one in sorted(ranks) if one in by_rank and one not in named]
-        chosen = chosen[:: max(len(chosen) // MOST_PEERS, 1)]
+        chosen = chosen[:: max(len(chosen) // MAX_PEERS, 1)]
         found = (_device_of(row, peers.known[row.rank].device) for row in chosen)
         return [one for one in found if one is not None and one.device != peer.device]
 

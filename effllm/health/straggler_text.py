@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from effllm.health.diagnosis import UNKNOWN
 from effllm.schema import ARRIVAL, DATA_WAIT, Event, Verdict
 
-MOST_LINES = 8  # of a kind and window, further ranks are counted
+MAX_LINES = 8  # of a kind and window, further ranks are counted
 
 
 def events_of(
@@ -30,11 +30,11 @@ def events_of(
             who = f"node {host} (all of its ranks: {ranks_text(mates)})"
             events.append(Event(time_s, kind, _line(kind, who, of_node, has_gpus)))
             left = {ranks: verdict for ranks, verdict in left.items() if verdict.host != host}
-    for ranks, verdict in list(left.items())[:MOST_LINES]:
+    for ranks, verdict in list(left.items())[:MAX_LINES]:
         text = _line(kind, _names(verdict), [verdict], has_gpus)
         events.append(Event(time_s, kind, text, ranks[0] if len(ranks) == 1 else None))
-    if len(left) > MOST_LINES:
-        text = f"{kind}: {len(left) - MOST_LINES} more, the costliest of them are in summary.json"
+    if len(left) > MAX_LINES:
+        text = f"{kind}: {len(left) - MAX_LINES} more, the costliest of them are in summary.json"
         events.append(Event(time_s, kind, text))
     return events
 

@@ -26,7 +26,7 @@ from effllm.health.straggler_text import events_of
 from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Event, RankReport, Straggler, Verdict
 
 #: Verdicts in a report, and ranks that totals are kept of.
-MOST_VERDICTS, MOST_KEPT = 16, 64
+MAX_VERDICTS, MAX_KEPT = 16, 64
 
 
 class Straggling(NamedTuple):
@@ -74,8 +74,8 @@ class Stragglers:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Who is named now, the costliest first, at most `MOST_VERDICTS`."""
-        return tuple(_costliest(one.verdict for one in self._named.values())[:MOST_VERDICTS])
+        """Who is named now, the costliest first, at most `MAX_VERDICTS`."""
+        return tuple(_costliest(one.verdict for one in self._named.values())[:MAX_VERDICTS])
 
     @property
     def num_named(self) -> int:
@@ -294,7 +294,7 @@ class Stragglers:
             gpu_seconds=(total.gpu_seconds if total else 0.0) + rank_seconds,
             joules=_sum(total.joules if total else None, joules, total is None),
         )
-        if len(self._totals) > MOST_KEPT:
+        if len(self._totals) > MAX_KEPT:
             cheapest = min(self._totals, key=lambda one: self._totals[one].gpu_seconds)
             del self._totals[cheapest]
 

@@ -16,7 +16,7 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MOST_REQUESTS = 100  # between two looks at everything else: a few ms
+_MAX_REQUESTS = 100  # between two looks at everything else: a few ms
 _FRAMES = 9  # of a request: two of the router's, then version, id, domain, address, identity, mechanism, key
 
 
@@ -88,7 +88,7 @@ class Gate:
     def answer(self) -> list[tuple[str, bool]]:
         """Answer all who wait; return their addresses, and whether they were let in."""
         answered = []
-        for _ in range(_MOST_REQUESTS):
+        for _ in range(_MAX_REQUESTS):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -32,7 +32,7 @@ STORE_S = 5.0
 GIVE_UP_S = 300.0
 LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.5, 10.0  # whether an address that was found is still rank 0's
 BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
-MOST_RECORD_BYTES = 4096
+MAX_RECORD_BYTES = 4096
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - for a folder in them that is checked
 
 is_loopback = interface.is_loopback
@@ -392,7 +392,7 @@ class Search:
 
 def _record(content: bytes | str) -> dict[str, str] | None:
     """Return a record: a flat object of text; whatever else somebody wrote there is none."""
-    if len(content) > MOST_RECORD_BYTES:
+    if len(content) > MAX_RECORD_BYTES:
         return None
     try:
         record = json.loads(content)
@@ -412,7 +412,7 @@ def _read(path: Path) -> dict[str, str] | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             return None
-        return _record(os.read(descriptor, MOST_RECORD_BYTES + 1))
+        return _record(os.read(descriptor, MAX_RECORD_BYTES + 1))
     except OSError:
         return None
     finally:

@@ -19,7 +19,7 @@ BURST_BYTES = 16 * 2**20
 ROW_BYTES = 16 * 1024  # a row with all gauges, phases and a wide histogram has 10 kB
 STRANGER_FRAMES = 32  # before a connection has introduced itself, which takes one
 STRANGER_BYTES = 2**20
-MOST_STRANGERS = 4096  # connections that are remembered though they never introduced themselves
+MAX_UNSEEN_PEERS = 4096  # connections that are remembered though they never introduced themselves
 AGAIN_EVERY_S = 1.0
 AGAIN_FRAMES = 64  # are free again before a peer that sent too much is told to begin anew
 TOLD_FROM = 3  # a reconnecting agent may say something before its HELLO, and says it again after it
@@ -163,10 +163,10 @@ class Peers:
         return repeated
 
     def _meet(self, peer: bytes, now_s: float) -> _Peer:
-        if len(self._peers) - len(self._of_rank) >= MOST_STRANGERS:
+        if len(self._peers) - len(self._of_rank) >= MAX_UNSEEN_PEERS:
             # From the oldest on; half of them, so that a flood does not pay for this with every connection.
             strangers = [known for known, one in self._peers.items() if not one.agent]
-            for known in strangers[: MOST_STRANGERS // 2]:
+            for known in strangers[: MAX_UNSEEN_PEERS // 2]:
                 del self._peers[known]
         one = self._peers[peer] = _Peer(now_s)
         return one

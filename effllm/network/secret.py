@@ -19,7 +19,7 @@ from pathlib import Path
 from effllm.runs import own_files
 
 _BYTES = 32
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 _SIGNATURE = "signature"
 
 
@@ -34,7 +34,7 @@ def read(path: Path) -> bytes:
         SecretError: there is none, others can read it, or it is none.
     """
     try:
-        secret = own_files.read_private(path, _MOST_BYTES, os.O_NOFOLLOW).strip()
+        secret = own_files.read_private(path, _MAX_BYTES, os.O_NOFOLLOW).strip()
     except own_files.NotPrivateError as error:
         raise SecretError(f"the secret {error}") from None
     except FileNotFoundError:

@@ -17,12 +17,12 @@ import zmq
 
 from effllm.network.curve import AgentKeys, ServerKeys
 from effllm.network.monitor import receive_event
-from effllm.schema import MOST_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
+from effllm.schema import MAX_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
 from effllm.timeline import KINDS
 
 MAGIC = b"EFL1"
-MOST_BYTES = 256 * 1024
-MOST_ROWS_BYTES = MOST_BYTES // 2  # a row with all gauges, phases and a wide histogram has 10 kB
+MAX_BYTES = 256 * 1024
+MAX_ROWS_BYTES = MAX_BYTES // 2  # a row with all gauges, phases and a wide histogram has 10 kB
 KINDS_KNOWN = frozenset(KINDS)
 
 # Plain numbers, for the same reason as in ServerSocket.receive.
@@ -124,8 +124,8 @@ class Outbox:
     def unsent(self) -> Sequence[RankReport]:
         """Return the next reports that are not under way, encoded, as many as one frame takes."""
         rows: list[Any] = []  # which msgspec puts into a frame as they are
-        room = MOST_ROWS_BYTES
-        for _, encoded in islice(self._rows, self._sent, self._sent + MOST_ROWS):
+        room = MAX_ROWS_BYTES
+        for _, encoded in islice(self._rows, self._sent, self._sent + MAX_ROWS):
             room -= len(memoryview(encoded))
             if rows and room < 0:
                 break
@@ -159,7 +159,7 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 def _set_common(socket: zmq.Socket[bytes]) -> None:
     options = {
         zmq.IPV6: 1,  # a v6 address without it fails silently
-        zmq.MAXMSGSIZE: MOST_BYTES,  # the default lets one peer take all memory
+        zmq.MAXMSGSIZE: MAX_BYTES,  # the default lets one peer take all memory
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 10,

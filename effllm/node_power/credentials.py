@@ -9,7 +9,7 @@ from pathlib import Path
 from effllm.runs import own_files
 
 BASIC, SESSION = "basic", "session"
-_MOST_BYTES = 16 * 1024
+_MAX_BYTES = 16 * 1024
 
 
 class CredentialsError(ValueError):
@@ -58,7 +58,7 @@ _KEYS = ("user", "password", "authentication", "ca_file", "fingerprint")
 
 def _private_text(path: Path) -> str:
     try:
-        return own_files.read_private(path, _MOST_BYTES).decode()
+        return own_files.read_private(path, _MAX_BYTES).decode()
     except own_files.NotPrivateError as error:
         raise CredentialsError(str(error)) from None
     except UnicodeDecodeError:

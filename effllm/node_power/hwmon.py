@@ -37,7 +37,7 @@ HWMON = Path("/sys/class/hwmon")
 NO_HWMON = "energy: no hwmon sensor shows the power of the CPUs (Grace's, or amd_hsmp on EPYC)"
 
 # The kernel hands an unknown ACPI reading (0xFFFFFFFF mW) through as 4.3 MW.
-_MOST_W = 10_000.0
+_MAX_W = 10_000.0
 
 # Grace's successor calls its rails "Total Power Socket 0" and so on.
 _RAIL = re.compile(
@@ -63,7 +63,7 @@ class Meter(NamedTuple):
             OSError, ValueError: it cannot be read, or cannot be the power of a CPU that runs this.
         """
         watts = int(self.path.read_text()) / 1e6
-        if not 0.0 < watts < _MOST_W:
+        if not 0.0 < watts < _MAX_W:
             raise ValueError(f"{self.label} shows {watts:g} W")
         return watts
 

@@ -28,7 +28,7 @@ from effllm.schema import INSTANT, NODE_PSU, Device, Sensor
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 
 LIMIT_S = 5.0
-MOST_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024
 _ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not on the path of ordinary users
 
 SENSOR = Sensor(
@@ -132,7 +132,7 @@ class Command:
         said, until_s = bytearray(), time.monotonic() + self._limit_s
         while piece := self._wait(process.stdout.fileno(), until_s) and os.read(process.stdout.fileno(), 8192):
             said += piece
-            if len(said) > MOST_BYTES:
+            if len(said) > MAX_BYTES:
                 raise OSError(f"{self._name} says more than a power reading")
         ended = os.pidfd_open(process.pid)
         try:

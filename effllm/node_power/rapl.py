@@ -26,7 +26,7 @@ _PACKAGE_MAX_W = 1000.0
 _START_J, _BACK_J = 1e9, 1e6
 
 # Dies that mirror one counter agree in every one of so many pauses; counters of two sockets differ in the first.
-_LOOKS, _PAUSE_S, _LEAST_MOVES = 8, 0.01, 3
+_LOOKS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
 
 SENSOR = Sensor(
     tick_s=0.001,
@@ -131,7 +131,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
             else:
                 del pairs[one, other]
         last = now
-    return {other for (_, other), moves in pairs.items() if moves >= _LEAST_MOVES}
+    return {other for (_, other), moves in pairs.items() if moves >= _MIN_MOVES}
 
 
 def _look(counters: Sequence[Counter]) -> _Look:

@@ -45,8 +45,8 @@ from effllm.schema import COUNTER, INSTANT, NODE_PSU, Device, Sensor
 READ_LIMIT_S = 10.0
 #: Looking through all chassis, once.
 SEARCH_LIMIT_S = 120.0
-MOST_CHASSIS = 128
-MOST_SUPPLIES = 64
+MAX_CHASSIS = 128
+MAX_SUPPLIES = 64
 
 ROOT = "/redfish/v1/"
 _TICK_S = 5.0  # where the service does not say how often it looks
@@ -101,7 +101,7 @@ def _chassis_paths(get: Get, path: str) -> list[str]:
     root = get(ROOT, Root)
     if root.chassis is None:
         raise ValueError("the service has no chassis")
-    return [link.path for link in get(root.chassis.path, Collection).members[:MOST_CHASSIS]]
+    return [link.path for link in get(root.chassis.path, Collection).members[:MAX_CHASSIS]]
 
 
 def _supplies(get: Get, found: Iterable[Found]) -> Source | None:
@@ -128,7 +128,7 @@ def _supply_paths(get: Get, chassis: Chassis) -> list[str]:
     subsystem = optional(get, chassis.subsystem.path, Subsystem) if chassis.subsystem is not None else None
     if subsystem is None or subsystem.supplies is None:
         return []
-    return [link.path for link in get(subsystem.supplies.path, Collection).members[:MOST_SUPPLIES]]
+    return [link.path for link in get(subsystem.supplies.path, Collection).members[:MAX_SUPPLIES]]
 
 
 def _old_supplies(get: Get, found: Iterable[Found]) -> Source | None:

@@ -20,8 +20,8 @@ _SUPPLY_SOURCE = "5 % is what makers of server supplies demand of their meters (
 CHASSIS_ERROR = 0.10
 _CHASSIS_SOURCE = "10 % assumed: the service does not say what its figure is taken from"
 
-_MOST_W = 1e6
-_MOST_COUNT = 1e15
+_MAX_W = 1e6
+_MAX_COUNT = 1e15
 _KWH_J = 3.6e6
 
 Resource = TypeVar("Resource", bound=Struct)
@@ -190,7 +190,7 @@ class ControlPower:
 
 
 def _watts(value: Decimal | float) -> float:
-    if not math.isfinite(value) or not 0 <= value < _MOST_W:
+    if not math.isfinite(value) or not 0 <= value < _MAX_W:
         raise ValueError(f"{value} W is no power")
     return float(value)
 
@@ -204,7 +204,7 @@ def _drawn(watts: float) -> float:
 def _energy(value: Decimal, unit_j: float) -> tuple[float, float]:
     """Return a counter's joules, and the smallest step that its digits can show."""
     exponent = value.as_tuple().exponent
-    if not isinstance(exponent, int) or not 0 <= value < _MOST_COUNT:
+    if not isinstance(exponent, int) or not 0 <= value < _MAX_COUNT:
         raise ValueError(f"{value} is no energy")
     return float(value) * unit_j, 10.0**exponent * unit_j
 

@@ -16,7 +16,7 @@ from effllm.profiling.nvml_facts import Facts
 from effllm.profiling.record import LoadEdge, SensorProfile
 from effllm.profiling.watching import Timer, call_costs, watch
 
-IDLE_SHARE, LEAST_IDLE_S = 0.15, 2.5  # of the time
+IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # of the time
 
 Tell = Callable[[str, float], None]
 
@@ -43,7 +43,7 @@ def profile(
     """
     others = facts.processes() if facts else None
     beside = facts.powers() if facts else {}
-    idle_s = max(IDLE_SHARE * seconds, LEAST_IDLE_S)
+    idle_s = max(IDLE_SHARE * seconds, MIN_IDLE_S)
     idle = watch(reader, clock, lambda share: progress("idle", share), idle_s, beside)
     progress("calls", 0.0)
     calls = call_costs(reader, facts, clock)

@@ -23,19 +23,19 @@ NS = 1e-9
 #: A reading that changed at more than this share of the reads changes all the time.
 ALL_THE_TIME = 0.6
 #: Changes that are off a regular grid by more than this share of its period have no rhythm.
-MOST_JITTER = 0.15
+MAX_JITTER = 0.15
 #: Ticks that jitter by more than this last as long as they were seen to, not a period.
 REGULAR_S = 0.001
 #: Neither stamps nor moments of ticks are known better.
-LEAST_ERROR_S = 0.0005
+MIN_ERROR_S = 0.0005
 #: Windows and delays that are sought.
-SHORTEST_WINDOW_S, LONGEST_WINDOW_S = 0.004, 2.5
-LONGEST_DELAY_S = 0.6
+SHORTEST_WINDOW_S, MAX_WINDOW_S = 0.004, 2.5
+MAX_DELAY_S = 0.6
 #: More readings than this make a fit slow, not better.
-MOST_READINGS = 1200
-LEAST_READINGS = 24
+MAX_READINGS = 1200
+MIN_READINGS = 24
 #: So much of a reading's variance must be the load's, before anything is said of lag and window.
-LEAST_FIT = 0.9
+MIN_FIT = 0.9
 #: Parts of which each is left out once, to learn how far an estimate can be trusted.
 PARTS = 8
 _STUDENT_95 = {7: 2.365}
@@ -107,7 +107,7 @@ def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
     first_s, period_s = _line(numbers, middles)
     residuals = [middle - first_s - number * period_s for number, middle in zip(numbers, middles, strict=True)]
     variance_s2 = sum(residual**2 for residual in residuals) / max(len(residuals) - 2, 1)
-    if variance_s2 > (MOST_JITTER * period_s) ** 2:
+    if variance_s2 > (MAX_JITTER * period_s) ** 2:
         return None
     reads_s2 = sum((after[0] - before[0]) ** 2 for before, after in moves) / len(moves) / 12
     lever2 = sum((number - statistics.fmean(numbers)) ** 2 for number in numbers)
@@ -171,15 +171,15 @@ def response(load: Load, readings: Readings, shortest_s: float = SHORTEST_WINDOW
         readings: moments at which values were first shown, and the values.
         shortest_s: window that is sought.
     """
-    readings = _thinned(readings, MOST_READINGS)
-    if len(readings) < LEAST_READINGS:
+    readings = _thinned(readings, MAX_READINGS)
+    if len(readings) < MIN_READINGS:
         return None
     middle_s, window_s = _best(load, readings, shortest_s)
     middle_s, window_s, fit = _refined(load, readings, middle_s, window_s, shortest_s)
-    if fit < LEAST_FIT:
+    if fit < MIN_FIT:
         return None
     spread = [_refined(load, part, middle_s, window_s, shortest_s, 0.1)[:2] for part in _without_each_part(readings)]
-    middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), LEAST_ERROR_S) for i in (0, 1))
+    middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), MIN_ERROR_S) for i in (0, 1))
     idle_w, rise_w = _line([load.share(at_s - middle_s, window_s) for at_s, _ in readings], [w for _, w in readings])
     return Response(
         window_s=window_s,
@@ -209,12 +209,12 @@ def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> fl
 
 def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, float]:
     """Return middle and window of the best fit on a coarse grid."""
-    few = _thinned(readings, MOST_READINGS // 3)
+    few = _thinned(readings, MAX_READINGS // 3)
     candidates, window_s = [], shortest_s
-    while window_s <= LONGEST_WINDOW_S:
+    while window_s <= MAX_WINDOW_S:
         step_s = max(window_s, 0.04) / 3
         middle_s = -window_s / 2
-        while middle_s <= LONGEST_DELAY_S + window_s / 2:
+        while middle_s <= MAX_DELAY_S + window_s / 2:
             candidates.append((_fit(load, few, middle_s, window_s), middle_s, window_s))
             middle_s += step_s
         window_s *= 1.4
@@ -232,7 +232,7 @@ def _refined(
         around = [
             (middle_s + along_s, window_s),
             (middle_s - along_s, window_s),
-            (middle_s, min(window_s * wider, LONGEST_WINDOW_S)),
+            (middle_s, min(window_s * wider, MAX_WINDOW_S)),
             (middle_s, max(window_s / wider, shortest_s)),
         ]
         fits = [_fit(load, readings, *place) for place in around]

@@ -16,8 +16,8 @@ from effllm.energy import calibration
 from effllm.energy.calibration import Seen
 from effllm.energy.tick_period import is_held
 from effllm.profiling.estimates import (
-    LONGEST_DELAY_S,
-    LONGEST_WINDOW_S,
+    MAX_DELAY_S,
+    MAX_WINDOW_S,
     Load,
     Tick,
     is_together,
@@ -32,9 +32,9 @@ from effllm.profiling.watching import NS, READS_APART_S, Record
 from effllm.schema import AVERAGE, COUNTER, Device, Sensor
 
 #: What is open about a lag at the least: power itself takes some time to follow a kernel.
-LEAST_LAG_ERROR_S = 0.005
+MIN_LAG_ERROR_S = 0.005
 #: Boards of one model, to all of which a profile applies, have clocks of their own.
-LEAST_TICK_ERROR = 5e-4
+MIN_TICK_ERROR = 5e-4
 #: A window of nearly the whole tick is the whole tick.
 WHOLE_TICK = 0.97
 SETTLE_S = 1.0
@@ -104,7 +104,7 @@ class SensorEvidence:
         self._power = _richer(parts["power"], self._power)
         self._average = _richer(parts["average"], self._average)
         self._usage = _richer(parts["usage"], self._usage)
-        from_s = load.times_s[0] + LONGEST_DELAY_S + LONGEST_WINDOW_S if edges else 0.0
+        from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if edges else 0.0
         for part, reading in parts.items():
             followed = response(load, [value for value in reading.values if value[0] >= from_s])
             if followed is not None:
@@ -199,7 +199,7 @@ class SensorEvidence:
         rhythm = self._rhythm()
         tick = None
         if rhythm is not None:
-            tick = (rhythm.period_s, max(rhythm.error_s, LEAST_TICK_ERROR * rhythm.period_s))
+            tick = (rhythm.period_s, max(rhythm.error_s, MIN_TICK_ERROR * rhythm.period_s))
         sensor = calibration.with_seen(calibration.assumed(self._device), Seen(self._call_s, tick, self._held()))
         average = self._responses.get("average")
         if average is not None:
@@ -216,7 +216,7 @@ class SensorEvidence:
         return replace(
             sensor,
             lag_s=lag_s,
-            lag_error_s=max(open_s, LEAST_LAG_ERROR_S),
+            lag_error_s=max(open_s, MIN_LAG_ERROR_S),
             duty=_duty(followed, rhythm),
             gain_error=max(sensor.gain_error, worst),
             source=PROFILED,

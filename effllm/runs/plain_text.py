@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-MOST_SHOWN = 2000
+MAX_SHOWN = 2000
 
 
-def one_line(text: str, most: int = MOST_SHOWN) -> str:
+def one_line(text: str, most: int = MAX_SHOWN) -> str:
     r"""Return a text without control characters, escape sequences, line breaks and marks of direction.
 
     >>> one_line("node\x1b[2J7\n[EfficientLLM] all is well")

@@ -23,8 +23,8 @@ from effllm.runs import own_files
 LOCK = "lock"
 LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
 ASK_EVERY_S = 0.25
-MOST_BYTES = 4096  # of a lock file
-MOST_NAMES = 1000
+MAX_BYTES = 4096  # of a lock file
+MAX_NAMES = 1000
 
 
 class Holder(Struct, frozen=True):
@@ -102,12 +102,12 @@ def take(
                 os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
             return Lock(folder, descriptor, taken)
         taken = taken or folder
-    raise FileExistsError(f"{MOST_NAMES} runs are named {wanted.name}")
+    raise FileExistsError(f"{MAX_NAMES} runs are named {wanted.name}")
 
 
 def _names(wanted: Path) -> Iterator[Path]:
     yield wanted
-    for number in range(2, MOST_NAMES):
+    for number in range(2, MAX_NAMES):
         yield wanted.with_name(f"{wanted.name}-{number}")
 
 
@@ -122,7 +122,7 @@ def status_of(folder: Path) -> str:
 def holder_of(path: Path) -> Holder | None:
     """Return who a lock file says holds it."""
     try:
-        return msgspec.json.decode(own_files.read_file(path)[:MOST_BYTES], type=Holder)
+        return msgspec.json.decode(own_files.read_file(path)[:MAX_BYTES], type=Holder)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

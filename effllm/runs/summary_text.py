@@ -15,9 +15,9 @@ WIDTH = 78
 
 J_PER_KWH = 3.6e6
 #: Less than this is told in joules, not in kilowatt-hours.
-LEAST_KWH = 0.01
+MIN_KWH = 0.01
 #: A smaller share would be told as 0.0 %.
-LEAST_SHARE = 0.0005
+MIN_SHARE = 0.0005
 
 
 def readable(value: float) -> str:
@@ -228,7 +228,7 @@ def shares(parts: Mapping[str, float]) -> str:
     """Return parts of a sum as percentages, largest first; those below 0.05 % are left out."""
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= LEAST_SHARE * total)
+    return ", ".join(f"{name} {100 * part / total:.1f} %" for name, part in ordered if part >= MIN_SHARE * total)
 
 
 def energy_text(energy: EnergySummary) -> str:
@@ -242,7 +242,7 @@ def energy_text(energy: EnergySummary) -> str:
 
 
 def _energy(joules: float, error_joules: float | None, gain_error: float | None) -> str:
-    is_large = joules >= LEAST_KWH * J_PER_KWH
+    is_large = joules >= MIN_KWH * J_PER_KWH
     unit_j, unit = (J_PER_KWH, "kWh") if is_large else (1.0, "J")
     parts = ((error_joules or 0.0, "timing"), ((gain_error or 0.0) * joules, "sensor"))
     errors = "".join(f" ±{rounded_up(error_j / unit_j)} {word}" for error_j, word in parts if error_j)

@@ -29,12 +29,12 @@ BASE = "over"  # the label that says which totals a value is of: run, window or 
 #: A report is shown for so many of its window's lengths, and for so long at least.
 FRESH_WINDOWS = 3.0
 FRESH_S = 60.0
-MOST_AT_ONCE = 16  # requests
+MAX_AT_ONCE = 16  # requests
 TIMEOUT_S = 5.0  # for each
 POLL_S = 0.1
 #: What is shown of how values lie over ranks and GPUs.
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
-MOST_KINDS = len(KINDS) + 10  # of events; what a name is made of comes from ranks
+MAX_KINDS = len(KINDS) + 10  # of events; what a name is made of comes from ranks
 
 #: Prometheus wants base units: what a name says -> what it says instead, and by what the value is multiplied.
 UNITS: dict[str, tuple[str, str, float]] = {
@@ -88,7 +88,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
     def __init__(self, *arguments: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._free = threading.BoundedSemaphore(MAX_AT_ONCE)
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -149,7 +149,7 @@ class _Values(Collector):
 
     def count(self, kind: str, count: int) -> None:
         with self._lock:
-            kind = kind if kind in self._events or len(self._events) < MOST_KINDS else "other"
+            kind = kind if kind in self._events or len(self._events) < MAX_KINDS else "other"
             self._events[kind] = self._events.get(kind, 0) + count
 
     def collect(self) -> Iterator[Metric]:

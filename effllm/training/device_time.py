@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 #: Iterations that the device may be behind before one of them is not measured.
-MOST_PENDING = 4
+MAX_PENDING = 4
 
 
 class _Events:
@@ -84,7 +84,7 @@ class DeviceTime:
     def _events(self) -> _Events | None:
         if self._free:
             return self._free.pop()
-        if self._made >= MOST_PENDING:
+        if self._made >= MAX_PENDING:
             return None
         self._made += 1
         return _Events(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True))

@@ -25,9 +25,9 @@ from effllm.timeline import Interval, Split, device_kind, group_kind, host_kind,
 HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 
 #: Records of one iteration that are looked through at most: about two seconds of work.
-MOST_RECORDS = 1_000_000
+MAX_RECORDS = 1_000_000
 #: Iterations in a row of which nothing came before it is given up.
-MOST_FAILURES = 2
+MAX_FAILURES = 2
 
 #: Kineto says two lines of each start and stop from PyTorch 2.13 on, unless it is told not to before the first.
 QUIET = ("KINETO_LOG_LEVEL", "6")
@@ -102,7 +102,7 @@ class TorchProfile:
                 self._failures = 0
                 return Profiled(found, self._on_device, self._cost_ns + time.monotonic_ns() - began_ns)
             self._failures += 1
-            if self._failures >= MOST_FAILURES:
+            if self._failures >= MAX_FAILURES:
                 what = "no kernel" if self._on_device else "no operator"
                 self._give_up(f"it saw {what}; another profiler may hold CUPTI")
         except Exception as error:  # noqa: BLE001 - as above
@@ -193,7 +193,7 @@ class TorchProfile:
         if results is None:
             raise RuntimeError("this version keeps its records elsewhere")
         events = results.events()
-        if len(events) > MOST_RECORDS:
+        if len(events) > MAX_RECORDS:
             raise RuntimeError(f"an iteration has {len(events):,} records, which would take too long to read")
         return device_split(events) if self._on_device else host_split(events, self._start_ns, end_ns)
 
