@@ -288,6 +288,15 @@ def test_a_phase_lets_the_loops_exception_through(off):
         raise KeyError
 
 
+@pytest.mark.parametrize("name", [name for name in effllm.__all__ if name != "__version__"])
+def test_the_public_api_has_docstrings(name):
+    found = getattr(effllm, name)
+    methods = inspect.getmembers(found, lambda one: inspect.isroutine(one) or isinstance(one, property))
+    documented = {name: found} | ({of: one for of, one in methods if of[0] != "_"} if inspect.isclass(found) else {})
+
+    assert [of for of, one in documented.items() if not inspect.getdoc(one)] == []
+
+
 @pytest.mark.parametrize("code", ["from effllm import *", "help(effllm)", "inspect.getmembers(effllm)"])
 def test_looking_at_the_package_needs_no_transformers(code):
     without = "sys.modules['transformers'] = None"  # as if it were not installed
