@@ -29,7 +29,7 @@ from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.energy.calibration import calibrate
 from effllm.records.energy import EnergyAmount
-from effllm.schema import Device, Event, Sample, Sensor
+from effllm.records.rank import Device, Event, Sample, Sensor
 
 NICENESS = 5  # as in effllm.agents.agent.main
 #: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.

@@ -22,7 +22,7 @@ from effllm.devices import Reader, Site, open_device
 from effllm.profiling.estimates import Load
 from effllm.profiling.load import Loader
 from effllm.profiling.record import LoadEdge
-from effllm.schema import Device, Sample, Sensor
+from effllm.records.rank import Device, Sample, Sensor
 
 #: How many windows of which length, in s.
 WINDOWS, QUICK_WINDOWS = {5.0: 8, 1.0: 30, 0.2: 80}, {5.0: 3, 1.0: 5, 0.2: 10}

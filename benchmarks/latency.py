@@ -14,7 +14,8 @@ from effllm.aggregation.orders import Orders
 from effllm.aggregation.server import Server
 from effllm.config import Config
 from effllm.network.transport import AgentLink, make_context
-from effllm.schema import Bye, Hello, Parameters, RankReport, Reports
+from effllm.records.rank import ParameterCount, RankReport
+from effllm.records.wire import Bye, Hello, Reports
 
 RANKS, WINDOWS = 64, 50
 
@@ -69,7 +70,7 @@ def _window(link: AgentLink, console: int, window: int) -> float:
 
 
 def _hello(rank: int) -> Hello:
-    return Hello("bench", f"agent-{rank}", rank, rank, RANKS, "node", "trainer", (), Parameters(total=1000), 10)
+    return Hello("bench", f"agent-{rank}", rank, rank, RANKS, "node", "trainer", (), ParameterCount(total=1000), 10)
 
 
 def _row(rank: int, window: int) -> RankReport:

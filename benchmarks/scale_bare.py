@@ -15,7 +15,7 @@ from effllm.network import discovery, secret
 from effllm.network.curve import Gate, ServerKeys
 from effllm.network.descriptors import raise_limit
 from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
-from effllm.schema import Ack, Bye, ByeSeen, Hello, Welcome
+from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Welcome
 from effllm.spawn import spawn
 
 EVERYTHING = 2**61  # a sequence that confirms all

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from effllm.schema import Event
+from effllm.records.rank import Event
 
 #: Lines of one kind and rank in a minute.
 MAX_PER_MINUTE = 100

@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from effllm.metrics import METRICS
 from effllm.records.counters import FIELDS
-from effllm.schema import ClusterTotals, Overhead, Profile
+from effllm.records.job import ClusterTotals, Overhead
+from effllm.records.rank import Profile
 
 _COUNTS: dict[str, Any] = {**dict.fromkeys(FIELDS, 1), "tokens_processed": 2}
 _WHOLE = ClusterTotals(

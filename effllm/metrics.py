@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from effllm.schema import POWER_STEP_W, ClusterTotals
+from effllm.records.job import ClusterTotals
+from effllm.records.rank import POWER_STEP_W
 
 Formula = Callable[[ClusterTotals], float | None]
 

@@ -28,7 +28,8 @@ from effllm.network import interface, secret
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
 from effllm.preflight import problems, unwritable, usable
 from effllm.profiling.known import Known, known
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Beat, Device, Sample
+from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
+from effllm.records.wire import Heartbeat
 from effllm.spawn import pidfd
 from effllm.switches import PREFIX, is_enabled
 from effllm.training.recorder import Recorder
@@ -319,7 +320,7 @@ def _loopback() -> Finding:
     try:
         link = AgentLink(context, server.listen(interface.endpoint(address, 0)))
         link.connect()
-        sent = Beat("check", 0, 0, "check", 0.0)
+        sent = Heartbeat("check", 0, 0, "check", 0.0)
         arrived = None
         while arrived is None and time.monotonic() - began_s < LOOPBACK_S:
             link.send(sent)

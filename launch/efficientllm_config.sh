@@ -24,7 +24,7 @@ true | 1 | yes | on)
     'sinks' "$EFFICIENTLLM_SINKS" \
     'run folders' "$EFFICIENTLLM_RUN_DIR"
   # A package that only the current folder provides is not installed: the training script would not find it.
-  if ! "${PYTHON:-python3}" -c 'import sys; sys.path = [p for p in sys.path if p]; import effllm.schema' 2>/dev/null; then
+  if ! "${PYTHON:-python3}" -c 'import sys; sys.path = [p for p in sys.path if p]; import effllm.records.wire' 2>/dev/null; then
     printf '%s\n' "effllm: ${PYTHON:-python3} cannot import effllm: no metrics until it is installed in the environment that trains" >&2
   elif ! "${PYTHON:-python3}" -m effllm env --check; then
     printf '%s\n' 'effllm: correct the EFFICIENTLLM_* variables named above and source this file again' >&2

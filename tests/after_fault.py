@@ -15,7 +15,7 @@ from jobs import Job, Ledger
 from pytest import approx
 
 from effllm.devices.simulated import waveform_of
-from effllm.schema import Summary
+from effllm.records.job import Summary
 
 #: Of the energy of a run: what the first and the last sample leave open.
 ENERGY_ERROR = 0.02

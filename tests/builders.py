@@ -13,7 +13,8 @@ import pytest
 
 from effllm.records.counters import FIELDS
 from effllm.records.energy import EnergyAmount
-from effllm.schema import Device, DeviceWindow, Hello, Integrals, Parameters, RankReport, Reports
+from effllm.records.rank import Device, DeviceWindow, Integrals, ParameterCount, RankReport
+from effllm.records.wire import Hello, Reports
 from effllm.training import recorder as recorder_module
 from effllm.training import ring
 from effllm.training.recorder import Recorder
@@ -142,7 +143,7 @@ def hello(rank: int = 0, world_size: int = 2, **changes: Any) -> Hello:
         "host": "node0",
         "role": "trainer",
         "devices": (gpu(f"GPU-{rank}"),),
-        "parameters": Parameters(total=1000),
+        "parameters": ParameterCount(total=1000),
         "log_interval": 10,
     }
     return Hello(**{**known, **changes})

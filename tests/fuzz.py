@@ -22,9 +22,10 @@ from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
+from effllm.records.rank import MARKED_PHASES
+from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
 from effllm.runs.run_lock import holder_of, status_of
 from effllm.runs.runfolder import read_events, read_ranks, read_windows
-from effllm.schema import MARKED_PHASES, AgentEvent, Beat, Bye, Hello, Reports, Stack
 from effllm.store.run_folder import RunFolder
 from effllm.training import ring
 from effllm.training.ring import Board, RingError, RingReader
@@ -78,11 +79,20 @@ def _as_of(message: object, first: Hello) -> object:
         return msgspec.structs.replace(message, rows=tuple(msgspec.structs.replace(one, **own) for one in message.rows))
     if isinstance(message, Hello):
         return msgspec.structs.replace(message, **own, job=first.job, world_size=2, log_interval=10, offset=0)
-    return msgspec.structs.replace(message, **own) if isinstance(message, (AgentEvent, Beat, Bye, Stack)) else message
+    return (
+        msgspec.structs.replace(message, **own) if isinstance(message, (AgentEvent, Heartbeat, Bye, Stack)) else message
+    )
 
 
 def _tell(aggregator: Aggregator, message: object) -> None:
-    takers = {Hello: "hello", Reports: "reports", Beat: "beat", AgentEvent: "agent_event", Bye: "bye", Stack: "stack"}
+    takers = {
+        Hello: "hello",
+        Reports: "reports",
+        Heartbeat: "beat",
+        AgentEvent: "agent_event",
+        Bye: "bye",
+        Stack: "stack",
+    }
     if taker := takers.get(type(message)):
         getattr(aggregator, taker)(message, 1.0, 1001.0)
 

@@ -17,7 +17,8 @@ from effllm.config import Config
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context
-from effllm.schema import NUM_POWER_BARS, FromAgent, Hello
+from effllm.records.rank import NUM_POWER_BARS
+from effllm.records.wire import FromAgent, Hello
 
 MAX_S = 120.0
 DEVICE = device_window("GPU-hostile", 10.0, power_histogram_s=dict.fromkeys(range(NUM_POWER_BARS), 0.01))

@@ -30,8 +30,9 @@ import pytest
 import effllm
 from effllm.aggregation.orders import Orders
 from effllm.config import Config
+from effllm.records.job import Summary
+from effllm.records.rank import Event
 from effllm.runs.runfolder import RankRow, WindowRow, read_events, read_ranks, read_windows
-from effllm.schema import Event, Summary
 from effllm.spawn import spawn
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from effllm.devices import Site
-from effllm.schema import Device, Sample
+from effllm.records.rank import Device, Sample
 
 SOURCES = Path(__file__).parent / "nvml"
 GIB = 2**30

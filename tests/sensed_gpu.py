@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from nvml_library import Gpu
 
 from effllm.profiling.record import LoadEdge
-from effllm.schema import COUNTER, Device, Sample
+from effllm.records.rank import COUNTER, Device, Sample
 
 NS = 1_000_000_000
 BEGIN_S = 1000.0

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.energy import EnergyAmount
-from effllm.schema import COUNTER, Device, Sample, Sensor
+from effllm.records.rank import COUNTER, Device, Sample, Sensor
 
 NS = 1_000_000_000
 BEGIN_S = 1000.0

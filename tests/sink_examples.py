@@ -11,20 +11,17 @@ import msgspec
 from effllm import metrics
 from effllm.config import Config
 from effllm.records.energy import EnergyAmount
-from effllm.schema import (
+from effllm.records.job import (
     ClusterReport,
     ClusterTotals,
     Coverage,
-    DeviceWindow,
     EnergySummary,
-    Integrals,
     Overhead,
-    Profile,
-    RankReport,
     Straggler,
     Summary,
     Value,
 )
+from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
 from effllm.sinks import Run
 
 GIB = 2**30

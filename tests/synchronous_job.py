@@ -15,7 +15,7 @@ import numpy as np
 from effllm.health.clock import Offset
 from effllm.health.stragglers import Peer, Stragglers, Straggling
 from effllm.records.energy import EnergyAmount
-from effllm.schema import DeviceWindow, Event, Gauge, Integrals, RankReport
+from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, RankReport
 
 ITERATION_S = 0.5
 COMMUNICATION_S = 0.05

@@ -12,7 +12,7 @@ from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.window_energy import is_covered, window_energy
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
-from effllm.schema import Gauge, Integrals
+from effllm.records.rank import Gauge, Integrals
 
 
 def gpus(count):

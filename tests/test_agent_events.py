@@ -7,7 +7,8 @@ import pytest
 
 from effllm.agents.events import AgentEvents
 from effllm.network.transport import decode_from_agent, encode
-from effllm.schema import AgentEvent, Event
+from effllm.records.rank import Event
+from effllm.records.wire import AgentEvent
 
 
 def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):

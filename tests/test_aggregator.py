@@ -17,7 +17,9 @@ from effllm.aggregation.presence import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
-from effllm.schema import AgentEvent, Beat, Bye, Event, Parameters, RankReport, Sensor, Straggler
+from effllm.records.job import Straggler
+from effllm.records.rank import Event, ParameterCount, RankReport, Sensor
+from effllm.records.wire import AgentEvent, Bye, Heartbeat
 from effllm.server.acknowledgement import Acknowledgement
 
 
@@ -42,7 +44,7 @@ class Job:
 
     def beat(self, rank, lost=0):
         self.aggregator.beat(
-            Beat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, self.now_s + 1000.0
+            Heartbeat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, self.now_s + 1000.0
         )
 
     def bye(self, rank, status="completed"):
@@ -454,7 +456,7 @@ def test_an_aggregator_of_no_job_takes_the_first_that_comes():
 
 
 def test_ranks_that_disagree_on_the_parameters_are_told_once_and_the_first_is_believed():
-    job = Job(3).join(0).join(1, parameters=Parameters(total=2000)).join(2, parameters=Parameters(total=3000))
+    job = Job(3).join(0).join(1, parameters=ParameterCount(total=2000)).join(2, parameters=ParameterCount(total=3000))
 
     (event,) = job.events("disagreement")
     assert "ranks 0 and 1 disagree" in event.text
@@ -462,7 +464,7 @@ def test_ranks_that_disagree_on_the_parameters_are_told_once_and_the_first_is_be
 
 
 def test_a_rank_may_correct_its_own_count():
-    job = Job().join(0, parameters=Parameters()).join(0).join(0, parameters=Parameters(total=5000))
+    job = Job().join(0, parameters=ParameterCount()).join(0).join(0, parameters=ParameterCount(total=5000))
 
     assert job.aggregator.parameters() == 5000
     assert job.events("disagreement") == []
@@ -470,11 +472,11 @@ def test_a_rank_may_correct_its_own_count():
 
 def test_shares_of_the_parameters_add_up_once_all_have_come():
     job = Job(3)
-    job.join(0, parameters=Parameters(100, 90, 80, is_share=True)).join(
-        1, parameters=Parameters(0, 0, 0, is_share=True)
+    job.join(0, parameters=ParameterCount(100, 90, 80, is_share=True)).join(
+        1, parameters=ParameterCount(0, 0, 0, is_share=True)
     )
     assert job.aggregator.parameters() is None
-    job.join(2, parameters=Parameters(200, is_share=True))
+    job.join(2, parameters=ParameterCount(200, is_share=True))
 
     assert job.aggregator.parameters() == 300
 
@@ -482,7 +484,9 @@ def test_shares_of_the_parameters_add_up_once_all_have_come():
 @pytest.mark.parametrize(("kind", "expected"), [("total", 300), ("trainable", 30), ("active", None)])
 def test_the_configured_kind_of_parameters_is_the_divisor(kind, expected):
     job = Job(parameters=kind)
-    job.join(0, parameters=Parameters(100, 10, 5, is_share=True)).join(1, parameters=Parameters(200, 20, is_share=True))
+    job.join(0, parameters=ParameterCount(100, 10, 5, is_share=True)).join(
+        1, parameters=ParameterCount(200, 20, is_share=True)
+    )
 
     assert job.aggregator.parameters() == expected
     assert job.summary().parameters_kind == kind

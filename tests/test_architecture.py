@@ -21,7 +21,8 @@ MODULES = {
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  records  runs  server  store  training
 0.1     records.counters  records.energy
-0.2     schema
+0.2     records.rank
+0.3     records.job  records.wire
 0.5     event_limit  runs.own_files  timeline
 0.6     known_sensors  network.descriptors  network.intake  network.monitor  network.rejections  network.secret
 0.7     network.connections  network.curve
@@ -152,7 +153,7 @@ def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
 
 
 def test_there_are_modules_to_look_at():
-    assert {"effllm", "effllm.schema", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
+    assert {"effllm", "effllm.records.rank", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
     assert "effllm.agents.window" in set(imports("effllm.aggregation.account"))
     assert "effllm.metrics" in set(imports("effllm.aggregation.reporting")), "from effllm import metrics"
 
@@ -215,8 +216,8 @@ def test_importing_the_package_imports_none_of_its_modules():
     assert {name for name in modules_that_come_with("effllm") if name.startswith("effllm.")} == set()
 
 
-def test_the_stamps_of_a_loop_need_no_schema_and_no_sockets():
-    assert not {"effllm.schema", "effllm.network.transport", "zmq", "msgspec"} & modules_that_come_with(
+def test_the_stamps_of_a_loop_need_no_records_and_no_sockets():
+    assert not {"effllm.records.rank", "effllm.network.transport", "zmq", "msgspec"} & modules_that_come_with(
         "effllm.collector"
     )
 

@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from effllm.network.transport import MAGIC, encode
-from effllm.schema import AgentEvent, Beat, Bye, Device, Event, Hello, Parameters, RankReport, Reports
+from effllm.records.rank import Device, Event, ParameterCount, RankReport
+from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports
 
 LOOP = "loop.py"
 SERVED = (LOOP, "--served")
@@ -235,7 +236,7 @@ def row(**changes):
 def hello(**changes):
     values = {
         "job": "", "agent": "stranger", "rank": 0, "local_rank": 0, "world_size": 1, "host": "elsewhere", "role": "x",
-        "devices": (Device("GPU-x", "nvml"),), "parameters": Parameters(7), "log_interval": 10,
+        "devices": (Device("GPU-x", "nvml"),), "parameters": ParameterCount(7), "log_interval": 10,
     }  # fmt: skip
     return Hello(**{**values, **changes})
 
@@ -257,7 +258,7 @@ STRANGERS = {
     "a time of nan": encode(Reports((row(busy_s=math.nan),))),
     "a row of a rank that is another's": encode(Reports((row(),))),
     "a row of no rank": encode(Reports((row(rank=10**6),))),
-    "a sign of life of a stranger": encode(Beat("stranger", 0, 1, "x", 0.0)),
+    "a sign of life of a stranger": encode(Heartbeat("stranger", 0, 1, "x", 0.0)),
     "a farewell of a stranger": encode(Bye("stranger", 0, "completed", 1)),
     "an event of an unknown agent": encode(AgentEvent("stranger", 0, Event(0.0, "agent", "nonsense \x1b[31m"))),
     "an agent for a rank that has one": encode(hello()),

@@ -164,7 +164,7 @@ sys.path.insert(0, "tests")
 from dataclasses import asdict
 import json, known_load
 from benchmarks.gpu_windows import windows
-from effllm.schema import Sensor
+from effllm.records.rank import Sensor
 sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_s=0.03, lag_error_s=0.005)
 figures = windows(sys.argv[1], known_load.of_trace(), sensor, {1.0: 6, 0.2: 10})
 print(json.dumps({figure.name: asdict(figure) for figure in figures}))

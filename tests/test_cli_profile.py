@@ -24,7 +24,7 @@ from effllm.config import cache_folder
 from effllm.devices import Site
 from effllm.energy import calibration
 from effllm.profiling.load import LoadUnavailable, TorchLoad
-from effllm.schema import Sensor
+from effllm.records.rank import Sensor
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 

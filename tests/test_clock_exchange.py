@@ -10,7 +10,7 @@ import pytest
 
 from effllm.health.clock import MOST, Exchanges
 from effllm.network.transport import AgentLink, ServerSocket, decode_from_agent, make_context
-from effllm.schema import Beat, Clock
+from effllm.records.wire import Clock, Heartbeat
 
 pytestmark = pytest.mark.faults
 
@@ -72,7 +72,7 @@ def exchanged(there_s, back_s, count=MOST):
         while answered < count:
             assert time.monotonic() < deadline_s
             link.is_new()
-            if not link.send(Beat("agent", 0, 1, "", 0.0, sent_ns=clocks.ask(time.monotonic_ns()))):
+            if not link.send(Heartbeat("agent", 0, 1, "", 0.0, sent_ns=clocks.ask(time.monotonic_ns()))):
                 time.sleep(0.01)
                 continue
             assert server.socket.poll(10_000)

@@ -24,10 +24,10 @@ from effllm.network.rejections import (
     Rejections,
 )
 from effllm.network.transport import AgentLink, ServerSocket, make_context
-from effllm.schema import Beat
+from effllm.records.wire import Heartbeat
 
 SECRET, JOB = b"s" * 64, "job-1"
-BEAT = Beat("agent", 0, 0, "step", 0.0)
+BEAT = Heartbeat("agent", 0, 0, "step", 0.0)
 
 
 class Door:

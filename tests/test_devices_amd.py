@@ -15,7 +15,7 @@ from effllm.devices import DeviceUnavailable, Site, _amd_library, device_names, 
 from effllm.devices import open_device as open_named
 from effllm.devices._amd_counter import CHECK_S, Reading, judge_counter
 from effllm.devices.amd import open_device
-from effllm.schema import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
+from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 
 LIBRARY = Path(__file__).parent / "amdsmi_library"
 LOOP = "loop.py"

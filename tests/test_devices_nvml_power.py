@@ -15,7 +15,7 @@ import pytest
 from nvml_library import GIB, Gpu, flat, sine, square
 
 from effllm.devices import Site
-from effllm.schema import Device
+from effllm.records.rank import Device
 
 A, B = "GPU-aaaa0001-0000-4000-8000-000000000001", "GPU-bbbb0002-0000-4000-8000-000000000002"
 AT_A, AT_B = Site(cuda_uuid=A, host="node0"), Site(cuda_uuid=B, host="node0")

@@ -13,8 +13,9 @@ import pytest
 from nvml_library import GIB, Gpu, Trace, flat, square
 
 from effllm.energy.calibration import Calibration, store
+from effllm.records.job import Summary
+from effllm.records.rank import Sensor
 from effllm.runs.runfolder import RankRow
-from effllm.schema import Sensor, Summary
 
 pytestmark = pytest.mark.alone
 

@@ -20,7 +20,7 @@ from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_energy import beat, beat_of, in_tick
 from effllm.health.energy_watch import EnergyWatch
 from effllm.records.energy import NORMAL_95
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Event, Sample, Sensor
+from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Event, Sample, Sensor
 
 LIMIT_W = 700.0
 GAP_S = 5.0

@@ -15,7 +15,8 @@ from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.window_energy import window_energy
 from effllm.energy.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of
 from effllm.records.energy import NORMAL_95, EnergyAmount
-from effllm.schema import ClusterTotals, Integrals
+from effllm.records.job import ClusterTotals
+from effllm.records.rank import Integrals
 
 
 def amount(joules=1000.0, start=9.0, end=16.0, inside=4.0, gain=0.05, estimated=0.0):

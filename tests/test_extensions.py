@@ -18,7 +18,7 @@ from effllm.sinks import open_sink, sink_names
 
 DEVICE = """
 import time
-from effllm.schema import Device, Sample
+from effllm.records.rank import Device, Sample
 
 class Steady:
     device = Device(key="STEADY-0", kind="steady")

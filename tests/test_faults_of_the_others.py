@@ -26,7 +26,7 @@ from effllm.devices.nvml import choose_uuid
 from effllm.energy.calibration import Calibration, calibrate, store
 from effllm.energy.device_energy import EnergyLedger
 from effllm.node_power.rapl import open_rapl
-from effllm.schema import COUNTER, INSTANT, Device, Sample, Sensor
+from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 
 LOOP = "loop.py"
 

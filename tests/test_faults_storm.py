@@ -16,7 +16,8 @@ from effllm.aggregation.orders import Orders
 from effllm.config import read_config
 from effllm.network.discovery import listen
 from effllm.network.transport import AgentLink, Outbox, make_context
-from effllm.schema import Ack, AgentEvent, Bye, ByeSeen, Device, Event, Hello, Parameters, Reports, Welcome
+from effllm.records.rank import Device, Event, ParameterCount
+from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Hello, Reports, Welcome
 
 pytestmark = pytest.mark.faults
 
@@ -71,7 +72,12 @@ class FakeAgent:
             }
             self.link.send(
                 Hello(
-                    job="job", agent=self.id, devices=(device,), parameters=Parameters(1000), log_interval=10, **place
+                    job="job",
+                    agent=self.id,
+                    devices=(device,),
+                    parameters=ParameterCount(1000),
+                    log_interval=10,
+                    **place,
                 )
             )
         for message in self.link.receive():

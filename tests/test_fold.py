@@ -10,7 +10,7 @@ from pytest import approx
 from effllm.agents.window import Series, WindowCutter
 from effllm.energy.readings import runs_between
 from effllm.energy.sensor_timing import MIN_MARGIN_NS
-from effllm.schema import Integrals, Sample, Sensor
+from effllm.records.rank import Integrals, Sample, Sensor
 
 NS = 10**9
 DAY_S = 86_400

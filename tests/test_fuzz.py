@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.network.transport import FrameError, decode_from_agent, encode
-from effllm.schema import MAX_ROWS, Reports
+from effllm.records.wire import MAX_ROWS, Reports
 
 CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(target)]
 

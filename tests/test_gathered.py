@@ -8,7 +8,7 @@ from effllm.aggregation.gathered import Gathered
 from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.rows import Rows
 from effllm.config import Config
-from effllm.schema import Gauge
+from effllm.records.rank import Gauge
 
 
 def read(name, degrees, seconds=10.0, **changes):

@@ -9,8 +9,8 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.goodput import CLASSES, MAX_SPANS, PRODUCTIVE, Axis, Goodput, Tiles
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
+from effllm.records.wire import Bye, Heartbeat
 from effllm.runs.summary_text import summary_text
-from effllm.schema import Beat, Bye
 
 JOB = "job"
 
@@ -508,7 +508,7 @@ def test_messages_that_waited_do_not_lengthen_the_run(says_bye):
 
 def test_a_lost_rank_ends_with_the_last_message_that_it_sent():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
-    beat = Beat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
+    beat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
     run.aggregator.beat(beat, run.now_s, run.time_s)
     goodput = run.wait(50).goodput()
 

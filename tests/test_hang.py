@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from effllm.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
 from effllm.health.stall_text import Names, resumed_text, stall_text
-from effllm.schema import Beat
+from effllm.records.wire import Heartbeat
 
 
 class Job:
@@ -24,7 +24,7 @@ class Job:
             )
 
     def beat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
-        self.hang.beat(Beat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
+        self.hang.beat(Heartbeat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
 
     def all_beat(self, ordinal: int, state: str, since_s: float, now_s: float, ranks=range(4), **changes: Any) -> None:
         for rank in ranks:

@@ -8,7 +8,7 @@ import time
 import jobs
 
 from effllm.network.transport import ServerSocket, decode_from_agent, make_context
-from effllm.schema import Ack, Bye, ByeSeen, Hello, Reports, Welcome
+from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Reports, Welcome
 
 LOOP = """
 import pathlib, time

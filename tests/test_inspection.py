@@ -18,7 +18,7 @@ import pytest
 from effllm.agents import flight_recorder, inspection, trainer_process
 from effllm.agents.inspection import Orders, bounded, inspect, top_of
 from effllm.agents.inspection_child import InspectionChild
-from effllm.schema import MAX_STACK
+from effllm.records.wire import MAX_STACK
 from effllm.training import ptracer
 
 PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")

@@ -12,7 +12,8 @@ from effllm.aggregation.joining import MAX_WAIT_S, join
 from effllm.aggregation.ledger import restore
 from effllm.config import MIN_WINDOW_S, Config, read_config
 from effllm.records.energy import EnergyAmount
-from effllm.schema import Bye, Gauge, Integrals
+from effllm.records.rank import Gauge, Integrals
+from effllm.records.wire import Bye
 
 
 def short(rank, window, window_s=0.01, **changes):

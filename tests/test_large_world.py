@@ -11,7 +11,8 @@ from effllm.aggregation.columns import from_json, to_json
 from effllm.aggregation.ledger import Ledger, restore
 from effllm.aggregation.pacing import Pace
 from effllm.config import Config
-from effllm.schema import Beat, Straggler
+from effllm.records.job import Straggler
+from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import MAX_ROWS, outliers
 
 RANKS = 1200
@@ -109,7 +110,7 @@ def test_late_rows_of_a_large_world_come_in_together_and_every_joule_once():
         report(aggregator, window, range(10, RANKS), 1.0 + window)
     for now_s in range(5, 60):
         for rank in range(RANKS):
-            aggregator.beat(Beat(f"agent-{rank}", rank, 1, "", 0.0), float(now_s), 0.0)
+            aggregator.beat(Heartbeat(f"agent-{rank}", rank, 1, "", 0.0), float(now_s), 0.0)
         aggregator.tick(float(now_s), float(now_s))
     first, *others = told(aggregator)
     assert [one.coverage.ranks_reporting for one in (first, *others)] == [RANKS, RANKS - 10, RANKS - 10]

@@ -8,7 +8,7 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.config import Config
 from effllm.health.lost_agents import LostAgents
 from effllm.network.transport import AgentLink, ServerSocket, make_context
-from effllm.schema import Ack, Bye
+from effllm.records.wire import Ack, Bye
 
 
 def test_an_agent_is_gone_when_it_was_out_of_reach_for_two_seconds():

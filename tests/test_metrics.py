@@ -5,7 +5,8 @@ import pytest
 
 from effllm import metrics
 from effllm.metrics import METRICS, describe, evaluate, headline
-from effllm.schema import ClusterTotals, Overhead, Profile
+from effllm.records.job import ClusterTotals, Overhead
+from effllm.records.rank import Profile
 from effllm.sinks import tensorboard
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from effllm.node_power.perf_event import PerfEvent
 from effllm.node_power.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
 from effllm.node_power.rapl_counters import perf_events, powercap_zones
 from effllm.node_power.reader import CPU_INTERVAL_S
-from effllm.schema import Sample
+from effllm.records.rank import Sample
 
 NOWHERE = Path("/nowhere")
 

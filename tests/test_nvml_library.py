@@ -10,7 +10,7 @@ import pytest
 from nvml_library import GIB, Gpu, bursts, flat, sine, square, steps
 
 from effllm.devices import Site
-from effllm.schema import Sample
+from effllm.records.rank import Sample
 
 SQUARE = square(100.0, 300.0, 0.05)
 

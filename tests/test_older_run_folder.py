@@ -8,9 +8,9 @@ import pytest
 from sink_examples import make_report, make_row
 
 from effllm import metrics
+from effllm.records.job import Summary
 from effllm.runs.runfolder import read_events, read_ranks, read_windows
 from effllm.runs.summary_text import summary_text
-from effllm.schema import Summary
 from effllm.store.run_folder import RunFolder
 
 OLDER = Path(__file__).parent / "golden" / "run_folder_1"

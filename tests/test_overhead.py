@@ -7,7 +7,7 @@ from effllm import metrics
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.schema import Bye
+from effllm.records.wire import Bye
 from effllm.training.recorder import pair_s
 
 

@@ -37,7 +37,8 @@ from effllm.network.transport import (
     is_hello,
     make_context,
 )
-from effllm.schema import MAX_DEVICES, Ack, AgentEvent, Beat, Bye, Event, Hello, Reports, Supersede, Welcome
+from effllm.records.rank import MAX_DEVICES, Event
+from effllm.records.wire import Ack, AgentEvent, Bye, Heartbeat, Hello, Reports, Supersede, Welcome
 
 HISTORY = 1000
 BURST = BURST_FRAMES + HISTORY
@@ -57,7 +58,7 @@ def of_rank(rank, agent=None):
     agent = agent or f"agent-{rank}"
     return [
         reports(row(rank, agent=agent)),
-        Beat(agent, rank, 1, "in an iteration", 0.0),
+        Heartbeat(agent, rank, 1, "in an iteration", 0.0),
         AgentEvent(agent, rank, Event(0.0, "agent", "text")),
         Bye(agent, rank, "completed", 10),
     ]
@@ -357,7 +358,7 @@ def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_m
     agent.say(reports(*rows[10:]))
 
     def is_told_to_send_again():
-        agent.say(Beat("secret-0", 0, 1, "x", 0.0))
+        agent.say(Heartbeat("secret-0", 0, 1, "x", 0.0))
         while agent.socket.poll(100):  # acknowledgements come at any time
             message = decode_from_aggregator(agent.socket.recv())
             if isinstance(message, Welcome):

@@ -15,7 +15,7 @@ from test_sampler import FakeReader, until
 from effllm.agents.sampler import NEVER_NS, POWER_EVERY_S, Sampler
 from effllm.energy.calibration import assumed, with_power_seen
 from effllm.energy.device_energy import EnergyLedger
-from effllm.schema import COUNTER, INSTANT, Device, Sample
+from effllm.records.rank import COUNTER, INSTANT, Device, Sample
 
 GPU = Device("GPU-0", "nvml", energy_method=INSTANT, power_limit_w=700.0)
 

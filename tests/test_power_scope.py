@@ -8,7 +8,8 @@ from effllm.aggregation.ledger import restore
 from effllm.config import VARIABLES, Config
 from effllm.energy.power_scope import CHOICES, choose, keep, scopes
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
-from effllm.schema import Bye, Device, Integrals
+from effllm.records.rank import Device, Integrals
+from effllm.records.wire import Bye
 
 # --- what every node has ------------------------------------------------------------------------
 

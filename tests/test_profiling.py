@@ -17,7 +17,7 @@ from effllm.profiling import profile, to_calibration
 from effllm.profiling.estimates import Load, ticks_of
 from effllm.profiling.load import LoadUnavailable, pattern
 from effllm.profiling.record import LoadEdge
-from effllm.schema import AVERAGE, INSTANT
+from effllm.records.rank import AVERAGE, INSTANT
 
 LAG_S, WINDOW_S, TICK, RATIO = 0.002, 0.002, 1e-3, 0.005
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from effllm.network.transport import ServerSocket, decode_from_agent, make_context
-from effllm.schema import Ack, Bye, ByeSeen, Hello, Reports, Welcome
+from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Reports, Welcome
 
 ITERATIONS = 3000
 LOOP = f"""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.records.counters import FIELDS, Counters
-from effllm.schema import MARKED_PHASES
+from effllm.records.rank import MARKED_PHASES
 from effllm.timeline import KINDS
 from effllm.training import ring
 from effllm.training.ring import Board, RingError, RingReader, RingWriter

@@ -20,9 +20,10 @@ from sink_examples import complete_totals, make_report, make_row, make_summary, 
 
 from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
+from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
+from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
 from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows, window_row
 from effllm.runs.summary_text import summary_text
-from effllm.schema import SCHEMA_VERSION, Coverage, DeviceWindow, Event, Gauge, Integrals, Summary
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 
 

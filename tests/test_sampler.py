@@ -11,7 +11,7 @@ from builders import NS
 from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler
 from effllm.devices import DeviceUnavailable
-from effllm.schema import Device, Sample, Sensor
+from effllm.records.rank import Device, Sample, Sensor
 
 SELDOM_S = 3600.0
 

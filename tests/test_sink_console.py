@@ -17,10 +17,11 @@ from sink_examples import complete_totals, make_report, make_run, make_summary, 
 from effllm import metrics
 from effllm.config import Config
 from effllm.events import KINDS
+from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Straggler, StragglerVerdict, Value
+from effllm.records.rank import Event, Profile
 from effllm.runs import window_text
 from effllm.runs.closing_text import closing_text
 from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
-from effllm.schema import Coverage, EnergySummary, Event, GoodputSummary, Profile, Straggler, Value, Verdict
 from effllm.sinks import open_sink
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -381,7 +382,7 @@ def test_the_closing_table_is_at_most_twenty_lines_of_eighty_columns():
     summary = make_summary(
         metrics=values_of(report),
         events=dict.fromkeys(KINDS, 123_456),
-        stragglers=(Verdict((3,), "node b", "GPU-3", 1200, 0.1, 9.0, 7, "own time"),),
+        stragglers=(StragglerVerdict((3,), "node b", "GPU-3", 1200, 0.1, 9.0, 7, "own time"),),
         slowest={3: 1000},
         windows_compared=5000,
         not_measured=("This quantity was not measured, for a reason that takes more than one line of a screen.",) * 9,

@@ -20,7 +20,8 @@ from sink_examples import complete_totals, make_report, make_run, totals
 
 from effllm import metrics
 from effllm.config import Config
-from effllm.schema import Event, Spread
+from effllm.records.job import Spread
+from effllm.records.rank import Event
 from effllm.sinks import SinkUnavailable, open_sink
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client is not installed")

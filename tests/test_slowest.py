@@ -5,7 +5,7 @@ import pytest
 from synchronous_job import SynchronousJob
 
 from effllm.health.slowest import Slowest
-from effllm.schema import Straggler
+from effllm.records.job import Straggler
 
 #: Ranks, iterations of a window, jitter of an iteration.
 JOBS = [(2, 10, 0.02), (3, 10, 0.03), (4, 10, 0.05), (8, 1, 0.02), (16, 10, 0.05), (64, 3, 0.03)]

@@ -23,7 +23,8 @@ from effllm.aggregation.rows import Rows
 from effllm.config import Config
 from effllm.devices import DeviceUnavailable
 from effllm.network.transport import Outbox
-from effllm.schema import Beat, Sample
+from effllm.records.rank import Sample
+from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import RunFolder
 
 RANKS = 4
@@ -84,7 +85,7 @@ class Week:
             for _ in range(40):  # its agent is away for 200 s
                 self.now_s += 5.0
                 for rank in range(RANKS - 1):
-                    beat = Beat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
+                    beat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
                     aggregator.beat(beat, self.now_s, self.now_s)
                 aggregator.tick(self.now_s, self.now_s)
             aggregator.reports(reports(rows[-1]), self.now_s, self.now_s)

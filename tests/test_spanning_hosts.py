@@ -23,7 +23,7 @@ LOOP = jobs.SCRIPTS / "loop.py"
 STRANGER = """
 import sys, time, os
 from effllm.network.curve import AgentKeys, KeyPair
-from effllm.schema import Beat
+from effllm.records.wire import Heartbeat
 from effllm.network.transport import AgentLink, make_context
 kind, endpoint, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 secret, job = sys.argv[4].encode(), "another job"
@@ -38,7 +38,7 @@ link.connect()
 until_s, was_in = time.monotonic() + seconds, False
 while time.monotonic() < until_s and not was_in:
     was_in = link.is_new()
-    link.send(Beat("stranger", 0, 0, "step", 0.0))
+    link.send(Heartbeat("stranger", 0, 0, "step", 0.0))
     time.sleep(0.02)
 print("let in" if was_in else "refused", flush=True)
 os._exit(0)

@@ -11,7 +11,8 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.spread import spread_of
 from effllm.config import Config
 from effllm.records.energy import NOT_MEASURED
-from effllm.schema import Integrals, Spread
+from effllm.records.job import Spread
+from effllm.records.rank import Integrals
 
 
 def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):

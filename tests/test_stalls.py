@@ -6,7 +6,7 @@ from builders import gpu, hello, row
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
-from effllm.schema import Beat, Bye, Reports, Stack
+from effllm.records.wire import Bye, Heartbeat, Reports, Stack
 
 UNIX_S = 1_700_000_000.0
 STEP, BETWEEN = "in an iteration", "between iterations"
@@ -27,7 +27,7 @@ class Job:
 
     def beat(self, positions, since_s: float, now_s: float, **changes) -> None:
         for rank, (ordinal, state) in positions.items():
-            beat = Beat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
+            beat = Heartbeat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
             self.aggregator.beat(beat, now_s, UNIX_S + now_s)
 
     def stall(self, positions, since_s: float = 100.0, until_s: float = 141.0, from_s=None, **changes) -> None:

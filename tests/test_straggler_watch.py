@@ -10,8 +10,9 @@ from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.health.clock import DRIFT
 from effllm.network.transport import decode_from_aggregator, encode
+from effllm.records.job import StragglerVerdict
+from effllm.records.wire import Clock, Heartbeat
 from effllm.runs.summary_text import summary_text
-from effllm.schema import Beat, Clock, Verdict
 
 
 class Job:
@@ -43,7 +44,7 @@ class Job:
         return self.aggregator.summary(2000.0, ended=True)
 
     def beat(self, rank, now_s, offset_s, error_s):
-        message = Beat(f"agent-{rank}", rank, 1, "", 0.0, offset_s=offset_s, offset_error_s=error_s)
+        message = Heartbeat(f"agent-{rank}", rank, 1, "", 0.0, offset_s=offset_s, offset_error_s=error_s)
         self.aggregator.beat(message, now_s, 1000.0 + now_s)
 
 
@@ -161,7 +162,7 @@ def test_a_verdict_is_bounded_however_many_are_slow():
 
     last = job.closed()[-1]
     assert len(last.stragglers) == 16 and last.last.stragglers == 40
-    assert all(isinstance(one, Verdict) for one in last.stragglers)
+    assert all(isinstance(one, StragglerVerdict) for one in last.stragglers)
     assert len(job.told("straggler")) == 20, "a line for each node of two"
 
 

@@ -15,7 +15,7 @@ from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler
 from effllm.agents.track import Track
 from effllm.energy.calibration import Calibration, kept_lag_s, load, store
-from effllm.schema import COUNTER, INSTANT, Device, Event, Sample, Sensor
+from effllm.records.rank import COUNTER, INSTANT, Device, Event, Sample, Sensor
 
 
 class Gpu(FakeReader):

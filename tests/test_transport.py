@@ -27,22 +27,8 @@ from effllm.network.transport import (
     make_context,
 )
 from effllm.records.energy import EnergyAmount
-from effllm.schema import (
-    GAUGES,
-    Ack,
-    AgentEvent,
-    Beat,
-    Bye,
-    ByeSeen,
-    Event,
-    Gauge,
-    Integrals,
-    Parameters,
-    RankReport,
-    Refused,
-    Sensor,
-    Welcome,
-)
+from effllm.records.rank import GAUGES, Event, Gauge, Integrals, ParameterCount, RankReport, Sensor
+from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Heartbeat, Rejected, Welcome
 
 FROM_AGENT = [
     hello(
@@ -50,14 +36,14 @@ FROM_AGENT = [
         facts={"a": "b", "list": ["c"], "n": None},
     ),
     reports(row(loss=3.5, devices=(device_window(phases={"startup": full(1.0), "shutdown": Integrals()}),)), row(1)),
-    Beat("agent", 3, 17, "in an iteration", 0.5, 2),
+    Heartbeat("agent", 3, 17, "in an iteration", 0.5, 2),
     AgentEvent("agent", 3, Event(1000.0, "agent", "größer")),
     Bye("agent", 3, "completed", 20, 0, 1.25),
 ]
 FROM_AGGREGATOR = [
     Welcome(2, "/runs/a"),
     Ack(7, 70, {"aec_watts": 612.5}, 3),
-    Refused("it belongs to another job"),
+    Rejected("it belongs to another job"),
     ByeSeen(3),
 ]
 
@@ -171,7 +157,7 @@ def test_a_sensor_may_be_ahead_of_its_device():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"parameters": Parameters(total=-1)},
+        {"parameters": ParameterCount(total=-1)},
         {"flops_per_token": NAN},
         {"total_iterations": -5},
         {"facts": {"nested": {"a": 1}}},
@@ -214,7 +200,7 @@ LARGE = [
     hello(devices=(gpu(),) * 65),
     hello(facts=dict.fromkeys(map(str, range(501)), 1)),
     hello(facts={"x" * 256: 1}),
-    Beat("agent", 3, 17, "x" * 256, 0.5),
+    Heartbeat("agent", 3, 17, "x" * 256, 0.5),
     AgentEvent("agent", 3, Event(1.0, "agent", "x" * 8001)),
     AgentEvent("agent", 3, Event(1.0, "x" * 41, "text")),
     Bye("agent", 3, "x" * 256, 20),

@@ -15,7 +15,7 @@ from cli_process import read_until
 
 from effllm.agents import gpu_energy
 from effllm.devices import DeviceUnavailable
-from effllm.schema import COUNTER, Device, Sample
+from effllm.records.rank import COUNTER, Device, Sample
 from effllm.serving import NotVllm, Unreachable, address, between, fetch, parse
 
 STAND_IN = Path(__file__).parent.parent / "integration" / "vllm" / "stand_in.py"

@@ -11,7 +11,7 @@ from effllm.agents.window import WindowCutter, add_profiles
 from effllm.aggregation.account import Account
 from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
-from effllm.schema import Profile
+from effllm.records.rank import Profile
 from effllm.timeline import KINDS, Split
 from effllm.training import ring
 from effllm.training import watched_recorder as watched

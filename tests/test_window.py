@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from effllm.agents.window import Series, WindowCutter, add, iterations_only, subtract
 from effllm.records.energy import EnergyAmount
-from effllm.schema import DeviceWindow, Integrals, Sample
+from effllm.records.rank import DeviceWindow, Integrals, Sample
 from effllm.training import ring
 
 GAP_S = 5.0

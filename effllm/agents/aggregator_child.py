@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from effllm.aggregation.orders import Orders
-from effllm.schema import Event
+from effllm.records.rank import Event
 from effllm.spawn import pidfd, spawn
 
 

@@ -17,15 +17,15 @@ from effllm.agents.trainer import Trainer
 from effllm.health.clock import Exchanges
 from effllm.health.hang import BEATS
 from effllm.network.transport import AgentLink
-from effllm.schema import (
-    MAX_TEXT,
+from effllm.records.rank import MAX_TEXT
+from effllm.records.wire import (
     Ack,
     AgentEvent,
     Bye,
     ByeSeen,
     FromAggregator,
     Inspect,
-    Refused,
+    Rejected,
     Reports,
     Stack,
     Welcome,
@@ -218,7 +218,7 @@ class Conversation:
             if message.report:
                 document = {"report": message.report, "iteration": message.iteration, "values": message.values}
                 self._trainer.board.write({**document, "welcome": self._connection.endpoint})
-        elif isinstance(message, Refused):
+        elif isinstance(message, Rejected):
             self._give_up(message)
         elif isinstance(message, ByeSeen):
             self._bye_seen = True
@@ -240,7 +240,7 @@ class Conversation:
             self._events.attach(Path(welcome.run_folder) / "logs")
         silence_stderr()
 
-    def _give_up(self, message: Refused) -> None:
+    def _give_up(self, message: Rejected) -> None:
         if message.again:
             self._is_put_off = True  # this aggregator is ending: another will have another address
             return

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from effllm.agents.log import LogFile
 from effllm.event_limit import EventLimit
-from effllm.schema import MAX_EVENT_COUNT, MAX_TEXT, Event
+from effllm.records.rank import MAX_EVENT_COUNT, MAX_TEXT, Event
 
 MAX_UNSENT = 200
 

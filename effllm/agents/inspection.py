@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.agents import flight_recorder, trainer_process
-from effllm.schema import MAX_STACK
+from effllm.records.wire import MAX_STACK
 from effllm.switches import this_process
 
 PY_SPY_S = 10.0

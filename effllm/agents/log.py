@@ -10,8 +10,8 @@ from collections import deque
 from pathlib import Path
 
 from effllm.config import state_folder
+from effllm.records.rank import Event
 from effllm.runs import own_files
-from effllm.schema import Event
 
 CLOSE_S = 0.5
 

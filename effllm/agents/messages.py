@@ -8,7 +8,8 @@ from effllm.agents.measuring import Measuring
 from effllm.agents.trainer import Trainer
 from effllm.health.clock import Offset
 from effllm.health.hang import WAITING
-from effllm.schema import MARKED_PHASES, Beat, Hello, Parameters
+from effllm.records.rank import MARKED_PHASES, ParameterCount
+from effllm.records.wire import Heartbeat, Hello
 from effllm.training.ring import BETWEEN, PHASE_STATE, STARTUP, STATE_NAMES
 
 
@@ -25,7 +26,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
         host=facts["host"],
         role=trainer.config.role,
         devices=tuple(series.device for series in measuring.devices.series),
-        parameters=Parameters(
+        parameters=ParameterCount(
             given.get("total"), given.get("trainable"), given.get("active"), bool(given.get("is_share"))
         ),
         log_interval=trainer.config.log_interval,
@@ -44,7 +45,7 @@ def hello(trainer: Trainer, measuring: Measuring) -> Hello:
     )
 
 
-def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offset | None) -> Beat:
+def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offset | None) -> Heartbeat:
     """Return the state of a rank.
 
     Args:
@@ -58,7 +59,7 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offs
     if state in (STARTUP, BETWEEN) and trainer.facts.get("serves_requests"):
         name = WAITING
     newest = measuring.devices.newest
-    return Beat(
+    return Heartbeat(
         agent=trainer.agent,
         rank=trainer.rank,
         ordinal=ordinal,

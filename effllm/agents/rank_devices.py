@@ -19,7 +19,7 @@ from effllm.agents.window import Series
 from effllm.config import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.energy.calibration import assumed, calibrate
-from effllm.schema import Device, Event, Sample, Sensor
+from effllm.records.rank import Device, Event, Sample, Sensor
 
 DEVICE_WAIT_S = 3.0
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from effllm.devices import DeviceUnavailable, Reader
-from effllm.schema import INSTANT, Device, Event, Sample, Sensor
+from effllm.records.rank import INSTANT, Device, Event, Sample, Sensor
 
 NS = 1e-9
 

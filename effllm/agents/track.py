@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from effllm.agents.sampler import Sampler
 from effllm.agents.window import Series
 from effllm.energy.calibration import keep_lag, kept_lag_s
-from effllm.schema import Device, Event, Sample
+from effllm.records.rank import Device, Event, Sample
 
 MAX_GAP_INTERVALS = 5
 MIN_INTERVAL_S = 0.2

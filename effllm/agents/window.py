@@ -19,7 +19,7 @@ from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.readings import NS, runs_between
 from effllm.records.counters import FIELDS
 from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
-from effllm.schema import (
+from effllm.records.rank import (
     MARKED_PHASES,
     NUM_POWER_BARS,
     POWER_STEP_W,

@@ -18,7 +18,8 @@ from effllm.aggregation.window_energy import is_covered
 from effllm.energy.energy_account import AMOUNT, EnergyTotals, WindowEnergy
 from effllm.records.counters import by_name
 from effllm.records.energy import NORMAL_95
-from effllm.schema import ClusterTotals, Counted, Profile, RankReport
+from effllm.records.job import ClusterTotals, Counted
+from effllm.records.rank import Profile, RankReport
 
 _JOB = "job"  # whose energy that of all devices is
 

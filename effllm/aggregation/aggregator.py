@@ -36,20 +36,10 @@ from effllm.health.energy_watch import EnergyWatch
 from effllm.health.stalls import StackFile, Stalls
 from effllm.health.straggler_watch import StragglerWatch
 from effllm.health.waste import WasteWatch
+from effllm.records.job import ClusterReport, Summary
+from effllm.records.rank import MAX_EVENT_COUNT, Event, RankReport
+from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
 from effllm.runs.plain_text import one_line
-from effllm.schema import (
-    MAX_EVENT_COUNT,
-    AgentEvent,
-    Beat,
-    Bye,
-    ClusterReport,
-    Event,
-    Hello,
-    RankReport,
-    Reports,
-    Stack,
-    Summary,
-)
 
 MIN_DEADLINE_S = 5.0
 RECENT = 8  # closed windows that a late report can still complete
@@ -254,7 +244,7 @@ class Aggregator:
                 self._held[number].release(num_rows - 1)
                 self._enter(row, now_s)
 
-    def beat(self, message: Beat, now_s: float, time_s: float) -> None:
+    def beat(self, message: Heartbeat, now_s: float, time_s: float) -> None:
         """Take a sign of life."""
         rank = self._roster.rank_of(message.rank, message.agent)
         if rank is not None:

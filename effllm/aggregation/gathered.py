@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from effllm.schema import GAUGES, DeviceWindow, RankReport
+from effllm.records.rank import GAUGES, DeviceWindow, RankReport
 
 
 class GaugeSums(Struct):

@@ -17,18 +17,8 @@ import numpy as np
 from msgspec import Struct
 
 from effllm.aggregation.columns import Array, Table, fields_of
-from effllm.schema import (
-    CHECKPOINT,
-    EVALUATION,
-    GENERATION,
-    MARKED_PHASES,
-    OTHER,
-    SHUTDOWN,
-    STARTUP,
-    AttemptSummary,
-    GoodputSummary,
-    RankReport,
-)
+from effllm.records.job import AttemptSummary, GoodputSummary
+from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP, RankReport
 
 KEPT, REDONE, DATA, STRAGGLING, HANG = "kept", "redone", "data", "straggling", "hang"
 RESTART_GAP, IDLE, UNKNOWN = "restart_gap", "idle", "unknown"

@@ -11,8 +11,9 @@ from effllm.aggregation.ledger import Ledger
 from effllm.config import Config
 from effllm.energy.lag_evidence import is_share_open
 from effllm.energy.power_scope import AUTO, Node, Scope, choose, keep, scopes
+from effllm.records.rank import METHODS, Device
+from effllm.records.wire import Hello
 from effllm.runs.plain_text import one_line
-from effllm.schema import METHODS, Device, Hello
 
 
 class JobFacts:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from effllm.agents.window import add, add_profiles
 from effllm.records.counters import FIELDS
-from effllm.schema import METHODS, DeviceWindow, Gauge, Integrals, RankReport
+from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport
 
 MAX_WAIT_S = 2.5  # windows that came wait for so long for more of them, and twice as long for most of the ranks
 MAX_ENDS = 1024  # ends of joined windows that are kept, for late rows

@@ -14,7 +14,8 @@ from effllm.aggregation.goodput import Goodput
 from effllm.aggregation.merged import Merged
 from effllm.aggregation.rows import Rows
 from effllm.energy.energy_account import EnergyTotals, WindowEnergy
-from effllm.schema import MARKED_PHASES, SCHEMA_VERSION, SHUTDOWN, STARTUP, Overhead, RankReport, Straggler, Verdict
+from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
+from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
 
 CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
 #: Ranks that were the slowest of a window are counted one by one up to this many.
@@ -75,7 +76,7 @@ class Waited(Struct):
     seconds: float | None = None  # that all waited for the slowest that is named; None: no rank tells what is its own
     rank_seconds: float = 0.0  # the same, summed over those that waited ...
     joules: float | None = None  # ... and what their devices drew then
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[StragglerVerdict, ...] = ()
     num_named: int = 0  # ranks
     clock_error_s: float | None = None  # the largest, of the ranks' clocks
     slowest: Straggler | None = None  # the slowest rank
@@ -114,7 +115,7 @@ class Ledger(Struct):
     spent: Spent = msgspec.field(default_factory=Spent)
     serving_cpu_s: float = 0.0  # of the aggregator that serves now
     serving_bytes: int = 0  # that it has received
-    stragglers: dict[str, Verdict] = {}  # whoever was named, with all that it cost, by its ranks
+    stragglers: dict[str, StragglerVerdict] = {}  # whoever was named, with all that it cost, by its ranks
     straggling_s: float | None = None  # that all waited for whoever was named
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None: a part of it was not measured

@@ -20,7 +20,7 @@ from effllm.aggregation.rows import Rows
 from effllm.energy.energy_account import AMOUNT, COVERED_S, JOULES
 from effllm.energy.power_scope import Scope
 from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
-from effllm.schema import Device, DeviceWindow, Integrals, RankReport
+from effllm.records.rank import Device, DeviceWindow, Integrals, RankReport
 
 #: The columns of memory and utilization: integrals over time, each with the seconds that it covers.
 LEVELS = ("memory_byte_seconds", "memory_covered_s", "utilization_seconds", "utilization_covered_s")

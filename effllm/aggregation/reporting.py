@@ -18,16 +18,8 @@ from effllm.aggregation.rows import Rows
 from effllm.aggregation.spread import window_spread
 from effllm.aggregation.window_energy import ROUNDING
 from effllm.energy.energy_account import MAX_RANDOM_ERROR, WindowEnergy
-from effllm.schema import (
-    ClusterReport,
-    ClusterTotals,
-    Coverage,
-    EnergySummary,
-    GoodputSummary,
-    RankReport,
-    Summary,
-    Value,
-)
+from effllm.records.job import ClusterReport, ClusterTotals, Coverage, EnergySummary, GoodputSummary, Summary, Value
+from effllm.records.rank import RankReport
 
 #: Clocks of nodes agree to much less; this is what lies between two looks at ours.
 MAX_AHEAD_S = 5.0

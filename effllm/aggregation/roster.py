@@ -10,7 +10,8 @@ from effllm.aggregation.merged import Expected
 from effllm.aggregation.presence import SILENT_AFTER_S, Presence
 from effllm.config import Config
 from effllm.energy.power_scope import Scope
-from effllm.schema import MAX_DEVICES, Device, Hello
+from effllm.records.rank import MAX_DEVICES, Device
+from effllm.records.wire import Hello
 
 MAX_RANKS = 2**20
 

@@ -12,7 +12,7 @@ from effllm.agents.window import add_profiles
 from effllm.aggregation.columns import Array, fields_of
 from effllm.aggregation.gathered import Gathered, GpuReadings
 from effllm.records.counters import FIELDS
-from effllm.schema import Profile, RankReport
+from effllm.records.rank import Profile, RankReport
 
 
 class Rows(list[RankReport]):

@@ -30,8 +30,10 @@ from effllm.network.discovery import openness
 from effllm.network.door import Door
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
+from effllm.records.job import Summary
+from effllm.records.rank import Event
+from effllm.records.wire import Hello, Rejected, Supersede
 from effllm.runs.provenance import boot_id
-from effllm.schema import Event, Hello, Refused, Summary, Supersede
 from effllm.server.acknowledgement import Acknowledgement, Sequences
 from effllm.server.admission import Admission
 from effllm.server.folder import lock_folder, remove_state, restore_state
@@ -182,7 +184,7 @@ class Server:
             if seconds := max(pause_s(self._aggregator.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):
                 time.sleep(seconds)
 
-    def _admit(self, peer: bytes, message: Hello, objection: str, now_s: float, time_s: float) -> Refused | None:
+    def _admit(self, peer: bytes, message: Hello, objection: str, now_s: float, time_s: float) -> Rejected | None:
         is_trainer_gone = self._end.has_trainer_ended()
         refused = self._admission.hello(peer, message, objection, is_trainer_gone, now_s, time_s)
         if refused is None:

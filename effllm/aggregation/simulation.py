@@ -11,7 +11,8 @@ from effllm import __version__
 from effllm.devices import Site
 from effllm.devices.simulated import open_device
 from effllm.records.energy import EnergyAmount
-from effllm.schema import Bye, DeviceWindow, Gauge, Hello, Integrals, Parameters, RankReport
+from effllm.records.rank import DeviceWindow, Gauge, Integrals, ParameterCount, RankReport
+from effllm.records.wire import Bye, Hello
 
 RANKS_PER_NODE = 8
 PARAMETERS = 7_000_000_000
@@ -54,7 +55,7 @@ class SimulatedRank:
             host=self._host,
             role="trainer",
             devices=(self._device,),
-            parameters=Parameters(total=PARAMETERS),
+            parameters=ParameterCount(total=PARAMETERS),
             log_interval=self._log_interval,
             version=__version__,
         )

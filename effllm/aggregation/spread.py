@@ -7,7 +7,7 @@ import numpy as np
 from effllm.aggregation.columns import Array
 from effllm.aggregation.merged import Expected, Merged
 from effllm.aggregation.rows import Rows
-from effllm.schema import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Spread
+from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Spread
 
 
 def spread_of(values: Array) -> Spread | None:

@@ -11,7 +11,7 @@ from effllm.aggregation.columns import Positions
 from effllm.aggregation.merged import Expected, Merged
 from effllm.energy.energy_account import JOULES, WindowEnergy, total_of
 from effllm.energy.power_scope import Scope
-from effllm.schema import NODE_PSU, Device
+from effllm.records.rank import NODE_PSU, Device
 
 #: Coverage is a quotient of sums of floats; this much below is still full.
 ROUNDING = 1e-6

@@ -18,7 +18,7 @@ from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.descriptors import raise_limit
 from effllm.network.transport import Link, Outbox, make_context
-from effllm.schema import Ack, Beat, ByeSeen, Refused, Reports, Welcome
+from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welcome
 
 BEAT_S = 5.0  # as agents do
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
@@ -90,7 +90,7 @@ class _SimulatedPeer:
                 self.welcome = True
             elif isinstance(message, ByeSeen):
                 self.bye_seen, self.bye_seen_s = True, time.monotonic()
-            elif isinstance(message, Refused):
+            elif isinstance(message, Rejected):
                 self.refused = message.reason
 
     def introduce(self, now_s: float) -> None:
@@ -117,7 +117,9 @@ class _SimulatedPeer:
         """Give a sign of life, as agents do."""
         if now_s - self.beat_s >= BEAT_S:
             self.beat_s = now_s
-            self.link.send(Beat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.lost))
+            self.link.send(
+                Heartbeat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.lost)
+            )
 
 
 class Crowd:

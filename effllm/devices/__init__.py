@@ -16,7 +16,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from effllm.schema import Device, Sample
+from effllm.records.rank import Device, Sample
 
 #: What ``auto`` tries, in this order, and what exists where the driver of such a GPU is loaded.
 _GPUS = {"nvml": Path("/dev/nvidiactl"), "amd": Path("/dev/kfd")}

@@ -14,7 +14,7 @@ import pynvml
 
 from effllm import hardware
 from effllm.devices._nvml_call import LACKING, LACKING_CODES, MAX_VALUE_64, Quantity, Readout, offered, prepare, why
-from effllm.schema import AVERAGE, COUNTER, GPU, INSTANT, MODULE
+from effllm.records.rank import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
 _INSTANT_ID, _AVERAGE_ID = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE
 _OF_GPU, _OF_MODULE = pynvml.NVML_POWER_SCOPE_GPU, pynvml.NVML_POWER_SCOPE_MODULE

@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
-from effllm.schema import Event
+from effllm.records.rank import Event
 
 #: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
 XID_EVERY_S, SELDOM_S = 1.0, 10.0

@@ -28,7 +28,7 @@ from effllm.devices._amd_readings import (
     power_limit,
     throttle,
 )
-from effllm.schema import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
+from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
 
 # The driver reads the sensors at most once a millisecond (ROCm/legacy-rocm-build#1649).  Over how long
 # the power that it calls average is a mean, AMD does not say; "around 100 ms" (ROCm/ROC-smi#89).

@@ -15,7 +15,7 @@ import psutil
 from effllm.devices import DeviceUnavailable, Site
 from effllm.node_power.rapl import SENSOR, Rapl, open_rapl
 from effllm.node_power.rapl_counters import PERF, POWERCAP
-from effllm.schema import COUNTER, CPU, Device, Sample, Sensor
+from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
 _REFRESH_S = 10.0
 _CHILDREN_OF_THIS_THREAD = Path("/proc/thread-self/children")

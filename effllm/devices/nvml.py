@@ -17,7 +17,7 @@ from effllm.devices._nvml_identity import choose_uuid, find, module_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices._nvml_slices import gpu_of, slice_of
 from effllm.devices._nvml_watch import Watch
-from effllm.schema import GPU, MODULE, Device, Event, Sample
+from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 
 __all__ = ["NvmlReader", "choose_uuid", "open_device"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from effllm.devices import Site
-from effllm.schema import Device, Sample
+from effllm.records.rank import Device, Sample
 
 _GIB = 2**30
 

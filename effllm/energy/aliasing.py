@@ -10,7 +10,7 @@ from effllm.energy.readings import NS
 from effllm.energy.sensor_timing import SensorTiming
 from effllm.energy.tick_energy import beat, beat_of
 from effllm.records.energy import NORMAL_95
-from effllm.schema import COUNTER
+from effllm.records.rank import COUNTER
 
 #: Iterations keep step with the sensor from this share of the largest possible aliasing on; reported above the error.
 LOCKED, LOCKED_ERROR = 0.25, 0.02

@@ -13,7 +13,7 @@ from effllm.energy.edge_levels import EdgeLevels
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import HOLE, NS, Point, Readings, Step
 from effllm.energy.sensor_timing import SensorTiming
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Sample
+from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Sample
 
 #: A step of a counter may exceed what the power limit allows by so much (boosts, board losses).
 OVERSHOOT = 1.2

@@ -16,7 +16,7 @@ from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import NS, Readings
 from effllm.energy.sensor_timing import SensorTiming
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
-from effllm.schema import COUNTER, Device, Event, Sample, Sensor
+from effllm.records.rank import COUNTER, Device, Event, Sample, Sensor
 
 
 class EnergyLedger:

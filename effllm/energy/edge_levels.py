@@ -13,7 +13,7 @@ from effllm.energy.power_spread import PowerSpread
 from effllm.energy.readings import NS, Readings
 from effllm.energy.sensor_timing import SensorTiming
 from effllm.energy.tick_energy import in_tick
-from effllm.schema import COUNTER
+from effllm.records.rank import COUNTER
 
 
 class Level(NamedTuple):

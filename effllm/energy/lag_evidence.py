@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from effllm import hardware
 from effllm.records.energy import NORMAL_95
-from effllm.schema import COUNTER, Device
+from effllm.records.rank import COUNTER, Device
 
 #: A change of power from tick to tick shows whole ticks of lag from this share of the power on.
 MIN_CHANGE = 0.1

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from effllm.schema import CPU, GPU, MODULE, NODE_PSU, Device
+from effllm.records.rank import CPU, GPU, MODULE, NODE_PSU, Device
 
 GPU_AND_CPU = "gpu+cpu"
 AUTO = "auto"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from effllm.schema import METHODS
+from effllm.records.rank import METHODS
 
 NS = 1e-9
 

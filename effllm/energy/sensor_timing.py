@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from effllm.energy.lag_evidence import MIN_ERROR_S, SAME_S, LagEvidence, TickRead, measures_whole_tick
 from effllm.energy.readings import NS, Readings
 from effllm.energy.tick_clock import TickClock
-from effllm.schema import AVERAGE, COUNTER, Device, Sensor
+from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
 #: From this tick on a clock is worth keeping; RAPL's millisecond is not.
 MIN_TICK_S = 0.005

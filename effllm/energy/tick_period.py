@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from effllm.schema import Sample
+from effllm.records.rank import Sample
 
 #: So many changes are needed to find a period.
 MIN_MOVES = 4

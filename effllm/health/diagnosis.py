@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from effllm.schema import DeviceWindow
+from effllm.records.rank import DeviceWindow
 
 UNKNOWN = "unknown"
 

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from effllm import metrics
-from effllm.schema import ClusterReport, Event, RankReport
+from effllm.records.job import ClusterReport
+from effllm.records.rank import Event, RankReport
 
 #: So many windows in a row in which iterations keep step with a sensor make an event.
 HELD_WINDOWS = 3

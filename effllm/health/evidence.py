@@ -12,7 +12,8 @@ from effllm.aggregation.rows import Rows
 from effllm.health.clock import NS, Offset
 from effllm.health.robust import median
 from effllm.health.standing_out import FLOOR, Track, Z
-from effllm.schema import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE, RankReport
+from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE
+from effllm.records.rank import RankReport
 
 #: An arrival counts as late from so many times the error of the clocks on.
 CLOCK_ERRORS = 3.0

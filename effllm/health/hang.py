@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from effllm.schema import Beat, RankReport
+from effllm.records.rank import RankReport
+from effllm.records.wire import Heartbeat
 from effllm.training import ring
 
 STALL_S = 30.0
@@ -136,7 +137,7 @@ class Hang:
             self._alone.pop(rank, None)
             del self.ranks[rank]
 
-    def beat(self, beat: Beat, now_s: float) -> None:
+    def beat(self, beat: Heartbeat, now_s: float) -> None:
         """Take a heartbeat with a rank's position."""
         position = self.ranks.get(beat.rank)
         if position is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.rows import Rows
-from effllm.schema import Event
+from effllm.records.rank import Event
 
 
 def judge(rows: Rows, ledger: Ledger, time_s: float) -> Event | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from effllm.health.change_point import Change, Level
-from effllm.schema import Event, RankReport
+from effllm.records.rank import Event, RankReport
 
 #: Shorter windows are judged together. The load of a host changes every second or so, for many of them alike: 314
 #: changes were reported in 73,009 windows of 13 ms of a loop that only slept.

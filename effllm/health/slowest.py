@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from effllm.health.robust import MAD_SIGMA
-from effllm.schema import Straggler
+from effllm.records.job import Straggler
 
 #: A rank is slow in a window from this share above the median of its peers on.
 SLOWER = 0.06

@@ -10,7 +10,8 @@ from effllm.aggregation.roster import Roster
 from effllm.config import Config
 from effllm.health.hang import Hang, Stall
 from effllm.health.stall_text import MAX_NAMED, Names, resumed_text, stall_text
-from effllm.schema import Beat, Event, Hello, RankReport, Stack
+from effllm.records.rank import Event, RankReport
+from effllm.records.wire import Heartbeat, Hello, Stack
 
 MAX_STACKS = 100  # that one aggregator has kept
 ANSWER_S = 30.0  # an agent gives its stack until then, or there is none
@@ -55,7 +56,7 @@ class Stalls:
         last = message.total_iterations - message.offset if message.total_iterations else None
         self._hang.join(message.rank, message.role, last, is_new, now_s)
 
-    def beat(self, message: Beat, now_s: float) -> None:
+    def beat(self, message: Heartbeat, now_s: float) -> None:
         """Take a heartbeat with a rank's position."""
         self._hang.beat(message, now_s)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from effllm.aggregation.rows import Rows
 from effllm.health.robust import MAD_SIGMA, median, median_distance, of_few
-from effllm.schema import RankReport
+from effllm.records.rank import RankReport
 
 #: A rank stands out from this robust z on, and does so no more below the second.
 Z, Z_CLEAR = 5.0, 2.5

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from effllm.health.diagnosis import MAX_PEERS, UNKNOWN, explain, power_w
 from effllm.health.evidence import Peers
 from effllm.health.standing_out import Look
-from effllm.schema import DATA_WAIT, DeviceWindow, RankReport, Verdict
+from effllm.records.job import DATA_WAIT, StragglerVerdict
+from effllm.records.rank import DeviceWindow, RankReport
 
 MAX_POWERS = 1024  # ranks whose power is looked at in a window
 
@@ -27,7 +28,7 @@ def waiting_w(peers: Peers, rows: Sequence[RankReport], named: Collection[int]) 
 
 
 def reason(
-    peers: Peers, verdict: Verdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
+    peers: Peers, verdict: StragglerVerdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
 ) -> str:
     """Return why a rank is slow, by its window and those of its peers; `UNKNOWN` where they do not show it.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from effllm.health.diagnosis import UNKNOWN
-from effllm.schema import ARRIVAL, DATA_WAIT, Event, Verdict
+from effllm.records.job import ARRIVAL, DATA_WAIT, StragglerVerdict
+from effllm.records.rank import Event
 
 MAX_LINES = 8  # of a kind and window, further ranks are counted
 
 
 def events_of(
-    kind: str, verdicts: Sequence[Verdict], hosts: Mapping[str, Collection[int]], has_gpus: bool, time_s: float
+    kind: str, verdicts: Sequence[StragglerVerdict], hosts: Mapping[str, Collection[int]], has_gpus: bool, time_s: float
 ) -> list[Event]:
     """Return the events of verdicts.
 
@@ -39,14 +40,14 @@ def events_of(
     return events
 
 
-def _names(verdict: Verdict) -> str:
+def _names(verdict: StragglerVerdict) -> str:
     where = ", ".join(filter(None, (f"node {verdict.host}" if verdict.host else "", verdict.device)))
     if len(verdict.ranks) == 1:
         return f"rank {verdict.ranks[0]} ({where})"
     return f"one of ranks {ranks_text(verdict.ranks)}, which wait for each other{f' ({where})' if where else ''},"
 
 
-def _line(kind: str, who: str, verdicts: Sequence[Verdict], has_gpus: bool) -> str:
+def _line(kind: str, who: str, verdicts: Sequence[StragglerVerdict], has_gpus: bool) -> str:
     seconds = sum(one.gpu_seconds for one in verdicts)
     joules = None if any(one.joules is None for one in verdicts) else sum(one.joules or 0.0 for one in verdicts)
     cost = f"cost {_seconds_text(seconds)} {'GPU-s' if has_gpus else 'rank-s'}"

@@ -8,7 +8,8 @@ from effllm.aggregation.ledger import Ledger, Waited
 from effllm.health.clock import Offset, aged
 from effllm.health.evidence import Peer
 from effllm.health.stragglers import Stragglers
-from effllm.schema import Beat, Event, Hello, RankReport
+from effllm.records.rank import Event, RankReport
+from effllm.records.wire import Heartbeat, Hello
 
 
 class StragglerWatch:
@@ -40,7 +41,7 @@ class StragglerWatch:
             ),
         )
 
-    def beat(self, message: Beat, now_s: float) -> None:
+    def beat(self, message: Heartbeat, now_s: float) -> None:
         """Take where a rank's clock stands."""
         if message.offset_s is not None and message.offset_error_s is not None:
             self._clocks.set(message.rank, Offset(message.offset_s, message.offset_error_s), now_s)

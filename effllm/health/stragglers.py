@@ -23,7 +23,8 @@ from effllm.health.slowest import Slowest
 from effllm.health.standing_out import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, Track
 from effllm.health.straggler_reasons import reason, waiting_w
 from effllm.health.straggler_text import events_of
-from effllm.schema import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Event, RankReport, Straggler, Verdict
+from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Straggler, StragglerVerdict
+from effllm.records.rank import Event, RankReport
 
 #: Verdicts in a report, and ranks that totals are kept of.
 MAX_VERDICTS, MAX_KEPT = 16, 64
@@ -47,7 +48,7 @@ Unit = tuple[int, ...]  # the ranks of a verdict
 class _Named(Struct):
     """A verdict that holds."""
 
-    verdict: Verdict
+    verdict: StragglerVerdict
     lows: deque[bool]  # of the last windows: whether it stood out no more
 
 
@@ -58,7 +59,7 @@ class Stragglers:
         totals: of whatever was named before, by its ranks; it is added to.
     """
 
-    def __init__(self, totals: dict[str, Verdict] | None = None) -> None:
+    def __init__(self, totals: dict[str, StragglerVerdict] | None = None) -> None:
         self._totals = {} if totals is None else totals
         self._peers = Peers()
         self._tracks: dict[Key, Track] = {}
@@ -73,7 +74,7 @@ class Stragglers:
         self._peers.meet(rank, peer)
 
     @property
-    def verdicts(self) -> tuple[Verdict, ...]:
+    def verdicts(self) -> tuple[StragglerVerdict, ...]:
         """Who is named now, the costliest first, at most `MAX_VERDICTS`."""
         return tuple(_costliest(one.verdict for one in self._named.values())[:MAX_VERDICTS])
 
@@ -82,7 +83,7 @@ class Stragglers:
         """How many ranks are named now."""
         return sum(map(len, self._named))
 
-    def totals(self) -> tuple[Verdict, ...]:
+    def totals(self) -> tuple[StragglerVerdict, ...]:
         """Return who was ever named, with all that it cost, the costliest first."""
         return tuple(_costliest(self._totals.values()))
 
@@ -180,11 +181,11 @@ class Stragglers:
                 found.update(dict.fromkeys(sorted(mates)))
         return list(found)
 
-    def _verdict(self, unit: Unit, evidence: str) -> Verdict:
+    def _verdict(self, unit: Unit, evidence: str) -> StragglerVerdict:
         of = {rank: self._track_of(rank, evidence) for rank in unit}
         worst = max(unit, key=lambda rank: of[rank].slowdown(rank))
         hosts = {self._peers.known[rank].host for rank in unit}
-        return Verdict(
+        return StragglerVerdict(
             ranks=unit,
             host=hosts.pop() if len(hosts) == 1 else "",
             device=self._peers.known[worst].device if len(unit) == 1 else "",
@@ -299,7 +300,7 @@ class Stragglers:
             del self._totals[cheapest]
 
 
-def _costliest(verdicts: Iterable[Verdict]) -> list[Verdict]:
+def _costliest(verdicts: Iterable[StragglerVerdict]) -> list[StragglerVerdict]:
     return sorted(verdicts, key=lambda one: -one.gpu_seconds)
 
 

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from effllm import metrics
-from effllm.schema import ClusterReport, ClusterTotals, Event
+from effllm.records.job import ClusterReport, ClusterTotals
+from effllm.records.rank import Event
 
 #: GPUs idle below this share of busy time, and no longer from the second on.
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 
-from effllm.schema import Event, FromAgent, Hello, Reports, Supersede
+from effllm.records.rank import Event
+from effllm.records.wire import FromAgent, Hello, Reports, Supersede
 
 # An honest agent sends a frame in 50 ms at most, and after an outage all that it kept, in frames of up to 128 kB.
 FRAMES_PER_S = 50.0

@@ -17,7 +17,8 @@ import zmq
 
 from effllm.network.curve import AgentKeys, ServerKeys
 from effllm.network.monitor import receive_event
-from effllm.schema import MAX_ROWS, FromAgent, FromAggregator, Hello, RankReport, Reports
+from effllm.records.rank import RankReport
+from effllm.records.wire import MAX_ROWS, FromAgent, FromAggregator, Hello, Reports
 from effllm.timeline import KINDS
 
 MAGIC = b"EFL1"
@@ -51,7 +52,7 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     Raises:
         FrameError: it is no such frame, or something in it cannot be: a negative count, infinite seconds, ...
     """
-    message = _decode(_from_agent, frame)  # which knows the bounds of every field, by effllm/schema.py
+    message = _decode(_from_agent, frame)  # which knows the bounds of every field, by effllm/records/
     if isinstance(message, Reports):
         for row in message.rows:
             if row.iterations < -1:

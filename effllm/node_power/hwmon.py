@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader
-from effllm.schema import AVERAGE, CPU, INSTANT, Device, Sensor
+from effllm.records.rank import AVERAGE, CPU, INSTANT, Device, Sensor
 
 HWMON = Path("/sys/class/hwmon")
 

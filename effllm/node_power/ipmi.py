@@ -23,7 +23,7 @@ import msgspec
 
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader
-from effllm.schema import INSTANT, NODE_PSU, Device, Sensor
+from effllm.records.rank import INSTANT, NODE_PSU, Device, Sensor
 
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 

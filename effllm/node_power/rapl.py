@@ -15,7 +15,7 @@ from effllm.devices import DeviceUnavailable
 from effllm.node_power.perf_event import PerfEvent
 from effllm.node_power.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, perf_events, powercap_zones
 from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader
-from effllm.schema import COUNTER, CPU, Device, Sensor
+from effllm.records.rank import COUNTER, CPU, Device, Sensor
 
 # No CPU package draws more, so a counter that moved faster was reset, and one that was not read for
 # longer than its range lasts at this power may have wrapped twice.

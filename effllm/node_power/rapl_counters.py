@@ -49,7 +49,7 @@ class Zone:
         """Nothing is held."""
 
 
-class Event:
+class RaplEvent:
     """A counter of perf's power PMU, which the kernel keeps from wrapping."""
 
     range = 2**64
@@ -81,7 +81,7 @@ def powercap_zones(root: Path) -> list[Zone]:
     return zones
 
 
-def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Event]:
+def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[RaplEvent]:
     """Return the packages and their DRAM as counters of the power PMU, none where there is no such PMU.
 
     Raises:
@@ -90,7 +90,7 @@ def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Event]:
     if not (root / "type").exists():
         return []
     kind, cpus = int((root / "type").read_text()), _cpus((root / "cpumask").read_text())
-    events: list[Event] = []
+    events: list[RaplEvent] = []
     with ExitStack() as opened:
         for name in ("energy-pkg", "energy-ram"):  # neither -psys nor -cores nor -gpu
             if (root / "events" / name).exists():
@@ -98,7 +98,7 @@ def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Event]:
                 for cpu in cpus:
                     event = open_event(kind, config, cpu)
                     opened.callback(event.close)
-                    events.append(Event(event, name == "energy-pkg", per_joule))
+                    events.append(RaplEvent(event, name == "energy-pkg", per_joule))
         opened.pop_all()
     return events
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from effllm.schema import AVERAGE, COUNTER, INSTANT, Device, Sample
+from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
 
 #: Seconds between readings of the CPUs, and of the power supplies, whose controller is a slow computer with other work.
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0

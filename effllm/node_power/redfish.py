@@ -39,7 +39,7 @@ from effllm.node_power.redfish_sources import (
     is_off,
     optional,
 )
-from effllm.schema import COUNTER, INSTANT, NODE_PSU, Device, Sensor
+from effllm.records.rank import COUNTER, INSTANT, NODE_PSU, Device, Sensor
 
 #: All questions of one reading together.
 READ_LIMIT_S = 10.0

@@ -29,7 +29,7 @@ from effllm.profiling.estimates import (
 from effllm.profiling.nvml_facts import Facts
 from effllm.profiling.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
 from effllm.profiling.watching import NS, READS_APART_S, Record
-from effllm.schema import AVERAGE, COUNTER, Device, Sensor
+from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
 #: What is open about a lag at the least: power itself takes some time to follow a kernel.
 MIN_LAG_ERROR_S = 0.005

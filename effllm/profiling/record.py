@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from effllm.schema import Sensor
+from effllm.records.rank import Sensor
 
 
 class LoadEdge(NamedTuple):

@@ -9,7 +9,7 @@ from effllm.devices import Reader
 from effllm.profiling.load import Loader
 from effllm.profiling.nvml_facts import Facts, timed
 from effllm.profiling.record import DriverCall, LoadEdge
-from effllm.schema import Sample
+from effllm.records.rank import Sample
 
 NS = 1e-9
 

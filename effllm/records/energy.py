@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-#: A sum that no frame may bring below zero, to nan or to infinity: see the bounds in effllm.schema.
+#: A sum that no frame may bring below zero, to nan or to infinity: see the bounds in effllm.records.rank.
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 #: Half-width of a 95 % interval over the standard deviation of a normal distribution.

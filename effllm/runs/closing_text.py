@@ -10,6 +10,7 @@ from pathlib import Path
 from effllm import metrics
 from effllm.events import FILE, level_of
 from effllm.metrics import Metric
+from effllm.records.job import Summary, Value
 from effllm.runs.summary_text import (
     WIDTH,
     duration,
@@ -24,7 +25,6 @@ from effllm.runs.summary_text import (
     stragglers_text,
 )
 from effllm.runs.window_text import contract_parts, fitted, scaled
-from effllm.schema import Summary, Value
 
 #: Lines for what was not measured and for slow ranks; what has no room is in summary.txt.
 MAX_DOUBTS = 3

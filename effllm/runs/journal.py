@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from effllm.records.job import SCHEMA_VERSION
 from effllm.runs import own_files
 from effllm.runs.runfolder import segments
-from effllm.schema import SCHEMA_VERSION
 
 SEGMENT_BYTES = 64 * 2**20
 #: What waits for a disk that is full: hours of windows of a job of a thousand ranks.

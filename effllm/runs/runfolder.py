@@ -13,19 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from effllm.records.counters import by_name
-from effllm.schema import (
-    ClusterReport,
-    ClusterTotals,
-    Counted,
-    DeviceWindow,
-    Event,
-    Gauge,
-    Integrals,
-    JobConstants,
-    Profile,
-    RankReport,
-    WindowReport,
-)
+from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
+from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, Profile, RankReport
 
 _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 
@@ -135,7 +124,7 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     energy_method: str | None = None
     energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of the counter from power
     throttled_s: dict[str, float] = {}  # by reason
-    gauges: dict[str, GaugeRow] = {}  # by the names in effllm.schema.GAUGES
+    gauges: dict[str, GaugeRow] = {}  # by the names in effllm.records.rank.GAUGES
     generation_s: float = 0.0
     profile: Profile | None = None  # of its profiled iterations
     device_steps: int = 0
@@ -217,7 +206,7 @@ def segments(folder: Path, stem: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-class Rows(Generic[Row]):
+class JsonLines(Generic[Row]):
     """The rows of some JSON Lines files; lines that are torn or make no row are passed over and counted."""
 
     def __init__(self, paths: Sequence[Path], row: type[Row]) -> None:
@@ -240,7 +229,7 @@ class Rows(Generic[Row]):
                     yield row
 
 
-class WindowRows(Rows[WindowRow]):
+class WindowRows(JsonLines[WindowRow]):
     """The windows of a run, each with the constants that hold for it."""
 
     def __iter__(self) -> Iterator[WindowRow]:
@@ -261,11 +250,11 @@ def read_windows(folder: Path) -> WindowRows:
     return WindowRows(segments(folder, "windows"), WindowRow)
 
 
-def read_ranks(folder: Path) -> Rows[RankRow]:
+def read_ranks(folder: Path) -> JsonLines[RankRow]:
     """Read the rows of ranks of a run, oldest first."""
-    return Rows(segments(folder, "ranks"), RankRow)
+    return JsonLines(segments(folder, "ranks"), RankRow)
 
 
-def read_events(folder: Path) -> Rows[Event]:
+def read_events(folder: Path) -> JsonLines[Event]:
     """Read the events of a run, oldest first."""
-    return Rows([path for path in [folder / "events.jsonl"] if path.exists()], Event)
+    return JsonLines([path for path in [folder / "events.jsonl"] if path.exists()], Event)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from effllm.metrics import METRICS, describe
-from effllm.schema import EnergySummary, GoodputSummary, Profile, Summary, Value, Verdict
+from effllm.records.job import EnergySummary, GoodputSummary, StragglerVerdict, Summary, Value
+from effllm.records.rank import Profile
 
 WIDTH = 78
 
@@ -131,7 +132,7 @@ def loss_text(summary: Summary, form: str = ".6g") -> str:
     return f"{finite}; NaN or infinite: {count}" if finite else f"NaN or infinite: {count}"
 
 
-def stragglers_text(verdicts: Sequence[Verdict]) -> str:
+def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
     """Return who held the others up, the costliest of them, and for how many seconds of the others."""
     named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
     more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from effllm.records.job import ClusterReport
+from effllm.records.rank import RankReport
 from effllm.runs import own_files
 from effllm.runs.runfolder import segments
-from effllm.schema import ClusterReport, RankReport
 
 #: Twice what a `Journal` keeps for a disk that is full and then writes at once, before any state.
 _TAIL_BYTES = 64 * 2**20

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from effllm import metrics
+from effllm.records.job import ClusterReport
 from effllm.runs.summary_text import duration, errors_text, readable, rounded_up
-from effllm.schema import ClusterReport
 
 MAX_NAMED = 8
 

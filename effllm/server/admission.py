@@ -9,7 +9,8 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.network.descriptors import needed, raise_limit
 from effllm.network.door import Door
 from effllm.network.peers import Peers
-from effllm.schema import Event, Hello, Refused
+from effllm.records.rank import Event
+from effllm.records.wire import Hello, Rejected
 
 
 class Admission:
@@ -33,7 +34,7 @@ class Admission:
 
     def hello(
         self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now_s: float, time_s: float
-    ) -> Refused | None:
+    ) -> Rejected | None:
         """Take an introduction; return what to answer where it is refused.
 
         Args:
@@ -51,11 +52,11 @@ class Admission:
             self._peers.turn_away()
             # Agents of a larger job would go on to search for an aggregator.
             self.has_refused_all = self.has_refused_all or message.world_size == 1
-            return Refused(shortage, whole_job=True)
+            return Rejected(shortage, whole_job=True)
         reason = reason or self._aggregator.hello(message, now_s, time_s)
         if reason:
             self._peers.turn_away()
-            return Refused(reason, again=is_trainer_gone)
+            return Rejected(reason, again=is_trainer_gone)
         self._peers.introduce(peer, message, now_s)
         return None
 

@@ -17,8 +17,8 @@ from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.interface import is_loopback
 from effllm.network.transport import Link
+from effllm.records.wire import Supersede
 from effllm.runs import own_files, run_lock
-from effllm.schema import Supersede
 
 STATE = "state.json"
 

@@ -12,7 +12,7 @@ from effllm.aggregation.orders import Orders
 from effllm.aggregation.pacing import quiet_s
 from effllm.aggregation.presence import SILENT_AFTER_S
 from effllm.health.lost_agents import LostAgents
-from effllm.schema import Supersede
+from effllm.records.wire import Supersede
 
 
 class JobEnd:

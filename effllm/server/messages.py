@@ -9,17 +9,17 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.pacing import report_every_s
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
-from effllm.schema import (
+from effllm.records.wire import (
     Ack,
     AgentEvent,
-    Beat,
     Bye,
     ByeSeen,
     Clock,
     FromAgent,
+    Heartbeat,
     Hello,
     Inspect,
-    Refused,
+    Rejected,
     Reports,
     Stack,
     Supersede,
@@ -50,7 +50,7 @@ class Messages:
         peers: Peers,
         aggregator: Aggregator,
         folder: str,
-        admit: Callable[[bytes, Hello, str, float, float], Refused | None],
+        admit: Callable[[bytes, Hello, str, float, float], Rejected | None],
         supersede: Callable[[Supersede], None],
     ) -> None:
         self._socket = socket
@@ -130,7 +130,7 @@ class Messages:
             self._socket.send(peer, refused or Welcome(aggregator.attempt, self._folder, report_every_s=every_s))
         elif objection:
             self._ask_again(peer, now_s)
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             if message.sent_ns:
                 now_ns = time.monotonic_ns()  # it is answered as it is received
                 self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))

@@ -10,7 +10,8 @@ from typing import Any
 
 from effllm.aggregation.aggregator import Closed
 from effllm.health.stalls import StackFile
-from effllm.schema import Event, Summary
+from effllm.records.job import Summary
+from effllm.records.rank import Event
 from effllm.server.writer import Writer
 from effllm.sinks import Run, Sink, open_sink
 from effllm.store import run_folder

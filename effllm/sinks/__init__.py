@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from effllm.config import Config
-from effllm.schema import ClusterReport, Summary
+from effllm.records.job import ClusterReport, Summary
 
 
 class SinkUnavailable(Exception):

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from effllm.events import ALWAYS, FILE, is_problem, level_of
+from effllm.records.job import ClusterReport
+from effllm.records.rank import Event
 from effllm.runs.closing_text import closing_text
 from effllm.runs.window_text import block_lines, short_lines
-from effllm.schema import ClusterReport, Event
 from effllm.sinks import Run
 from effllm.switches import this_process
 

@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from effllm import metrics
 from effllm.events import KINDS
-from effllm.schema import SPREADS, ClusterReport, Event
+from effllm.records.job import SPREADS, ClusterReport
+from effllm.records.rank import Event
 from effllm.sinks import Run, SinkUnavailable
 
 ADDRESS = "127.0.0.1"  # what is served is not encrypted and asks nobody who he is

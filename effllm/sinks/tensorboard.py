@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from effllm import metrics
 from effllm.metrics import describe, headline
-from effllm.schema import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
+from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
 from effllm.sinks import Run, SinkUnavailable
 
 PREFIX = "efficientllm/"

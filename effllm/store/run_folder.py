@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
+from effllm.records.rank import Event, RankReport
 from effllm.runs import folder_size, own_files, text_log
 from effllm.runs.folder_size import Growth
 from effllm.runs.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
@@ -24,7 +26,6 @@ from effllm.runs.runfolder import RankRow, constants_of, coverage_of, rank_row, 
 from effllm.runs.summary_text import summary_text
 from effllm.runs.unkept import Written
 from effllm.runs.window_text import block_lines
-from effllm.schema import SCHEMA_VERSION, ClusterReport, Event, RankReport, Summary
 
 #: The run folder in the counts of windows that were left out.
 NAME = "runfolder"

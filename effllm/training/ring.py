@@ -33,7 +33,7 @@ _KINDS = 12  # of timeline.KINDS
 STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
 
-_PHASES = 4  # of schema.MARKED_PHASES: a record has a total of each
+_PHASES = 4  # of records.rank.MARKED_PHASES: a record has a total of each
 #: What a record may tell of, by its kind: from the first number to below the second.
 _WHAT = {
     ITERATION: (0, 1),
@@ -69,8 +69,8 @@ class Slot(NamedTuple):
 
     sequence: int
     kind: int
-    # PHASE: index into schema.MARKED_PHASES; END: into STATUSES; PROFILE: into timeline.KINDS, or see above; LOSS: 1
-    # where none was given.
+    # PHASE: index into records.rank.MARKED_PHASES; END: into STATUSES; PROFILE: into timeline.KINDS, or see above;
+    # LOSS: 1 where none was given.
     what: int
     ordinal: int
     # ITERATION: own time in ns, 0 unknown; LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME and
@@ -83,7 +83,7 @@ class Slot(NamedTuple):
     value: float
     step_ns: int
     wait_ns: int
-    phases_ns: tuple[int, ...]  # in the order of schema.MARKED_PHASES
+    phases_ns: tuple[int, ...]  # in the order of records.rank.MARKED_PHASES
     generation_ns: int  # wherever it lay; the phase of that name is only a part of it
     counts: tuple[int, ...]  # in the order of the fields of `Counters`
 

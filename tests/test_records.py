@@ -1,4 +1,4 @@
-"""effllm/schema.py: what records say of themselves."""
+"""effllm/records/: what is derived from the fields of a record."""
 
 from builders import row
 
