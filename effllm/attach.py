@@ -38,7 +38,7 @@ def autoload(asked: bool = False) -> None:
 
 def _report_wrong(line: str) -> None:
     """Print at the end of rank 0 that a switch is neither on nor off, unless the loop itself asks for metrics."""
-    from effllm.config import read_place
+    from effllm.place import read_place
     from effllm.switches import this_process
     from effllm.training.without_metrics import repeat_at_exit
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from effllm.config import Place
+from effllm.place import Place
 from effllm.training import ownership
 from effllm.training.counted import Counted
 from effllm.training.facts import count as positive_count

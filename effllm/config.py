@@ -1,4 +1,4 @@
-"""What the environment says: `Config` holds every knob, `Place` says where this rank stands.
+"""The settings: `Config` holds each of them, as `read_config` reads them from the environment.
 
 Standard library alone, because the training process imports it.
 """
@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -270,107 +270,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             near = difflib.get_close_matches(short, known, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this process stands in its job, as its launcher says."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    master_addr: str = ""
-    master_port: int = 0
-    launcher: str = "none"
-    run_id: str = ""
-    restart_count: int = 0
-    launch_id: str = ""  # of one srun or mpirun, where the launcher has one
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks of the job share this host."""
-        return self.world_size == self.local_world_size
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-_LAUNCHERS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("torchrun", {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE"}),
-    ("openmpi", {"rank": "OMPI_COMM_WORLD_RANK", "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK", "world_size": "OMPI_COMM_WORLD_SIZE", "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE"}),
-    ("slurm", {"rank": "SLURM_PROCID", "local_rank": "SLURM_LOCALID", "world_size": "SLURM_NTASKS", "local_world_size": "SLURM_NTASKS_PER_NODE"}),
-)  # fmt: skip
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)", "8,4"
-    except ValueError:
-        raise ConfigError(name, text, "must be a whole number, as launchers set it") from None
-    if value < 0:
-        raise ConfigError(name, text, "must be a whole number, as launchers set it")
-    return value
-
-
-def read_place(environ: Mapping[str, str]) -> Place:
-    """Return this process's rank and world from torchrun's, Open MPI's or Slurm's variables, in this order.
-
-    Slurm's count only in a task of ``srun``: a batch script is ``SLURM_PROCID=0`` of the tasks that it asked for, though
-    nothing has started those, and a program in it, as one in the shell of ``salloc``, is one rank.
-
-    Raises:
-        ConfigError: a variable is no number, or the rank lies outside the world.
-    """
-    for launcher, names in _LAUNCHERS:
-        if not (environ.get(names["rank"], "").strip() and environ.get(names["world_size"], "").strip()):
-            continue
-        if launcher == "slurm" and not _is_srun_task(environ):
-            continue
-        rank, world_size = _integer(environ, names["rank"], 0), _integer(environ, names["world_size"], 1)
-        if rank >= max(world_size, 1):
-            raise ConfigError(names["rank"], rank, f"must be below {names['world_size']}={world_size}")
-        local_world_size = _integer(environ, names["local_world_size"], 1 if world_size == 1 else 0)
-        if launcher == "slurm":  # exact where it is set, unlike SLURM_NTASKS_PER_NODE, which is what was asked for
-            local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
-        return Place(
-            rank=rank,
-            local_rank=_integer(environ, names["local_rank"], 0),
-            world_size=max(world_size, 1),
-            local_world_size=local_world_size,
-            master_addr=environ.get("MASTER_ADDR", "").strip(),
-            master_port=_integer(environ, "MASTER_PORT", 0),
-            launcher=launcher,
-            run_id=_run_id(environ),
-            restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            launch_id=_launch_id(environ),
-        )
-    return Place(run_id=_run_id(environ))
-
-
-_FIRST_RESERVED_STEP = 0xFFFFFFF0  # the shell of salloc, a batch script, ...
-
-
-def _is_srun_task(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "").strip()
-    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
-
-
-def _run_id(environ: Mapping[str, str]) -> str:
-    torchrun = environ.get("TORCHELASTIC_RUN_ID", "").strip()
-    if torchrun and torchrun != "none":  # what torchrun says without --rdzv_id
-        return torchrun
-    return environ.get("SLURM_JOB_ID", "").strip()
-
-
-def _launch_id(environ: Mapping[str, str]) -> str:
-    job, step = (environ.get(f"SLURM_{name}_ID", "").strip() for name in ("JOB", "STEP"))
-    # Two launches in one allocation are two jobs.  PMIx is what Open MPI's mpirun speaks.
-    return f"{job}.{step}" if job and step else environ.get("PMIX_NAMESPACE", "").strip() or job
 
 
 def secret_path(config: Config) -> Path:

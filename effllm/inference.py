@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from effllm.collector import get_metrics_collector
-from effllm.config import ConfigError, read_place
+from effllm.config import ConfigError
+from effllm.place import read_place
 from effllm.switches import this_process
 from effllm.training import ownership
 from effllm.training.recorder import Recorder

@@ -6,9 +6,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from effllm.config import VARIABLES, Config, ConfigError, read_config, read_place, secret_path, unknown_variables
+from effllm.config import VARIABLES, Config, ConfigError, read_config, secret_path, unknown_variables
 from effllm.devices import device_names
 from effllm.node_power import missing
+from effllm.place import read_place
 from effllm.sinks import SinkUnavailable, import_sink, no_such_sink, sink_names
 from effllm.switches import ATTACH, PREFIX, unclear
 

@@ -34,6 +34,7 @@ FLOORS = """
 1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   runs.provenance
+1.0.2   place
 1.0.1   training.ptracer
 1.0.2   health.waste  runs.folder_size
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
@@ -116,6 +117,7 @@ IN_TRAINING = [
     "effllm.training.watched_recorder",
     "effllm.training.ring",
     "effllm.config",
+    "effllm.place",
     "effllm.network.secret",
     "effllm.network.discovery",
     "effllm.attach",

@@ -4,16 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import (
-    MIN_WINDOW_S,
-    VARIABLES,
-    Config,
-    ConfigError,
-    read_config,
-    read_place,
-    secret_path,
-    unknown_variables,
-)
+from effllm.config import MIN_WINDOW_S, VARIABLES, Config, ConfigError, read_config, secret_path, unknown_variables
 from effllm.switches import PREFIX, is_enabled
 
 GOOD = {
@@ -170,131 +161,6 @@ def test_a_config_survives_the_way_to_the_agent():
     config = Config(sinks=("csv",), peak_tflops=1.5, run_name="x")
 
     assert Config.from_dict(config.to_dict()) == config
-
-
-# --- the place of a rank ---------------------------------------------------------------------------
-
-TORCHRUN = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "abc",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NTASKS": "8",
-    "SLURM_NTASKS_PER_NODE": "4(x2)",
-    "SLURM_JOB_ID": "777",
-    "SLURM_STEP_ID": "0",
-}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-
-
-@pytest.mark.parametrize(
-    ("launcher", "environ", "run_id"),
-    [("torchrun", TORCHRUN, "abc"), ("slurm", SLURM, "777"), ("openmpi", OPENMPI, "")],
-)
-def test_a_launchers_variables_say_where_a_rank_stands(launcher, environ, run_id):
-    place = read_place(environ)
-
-    assert (place.launcher, place.rank, place.local_rank) == (launcher, 5, 1)
-    assert (place.world_size, place.local_world_size, place.one_host) == (8, 4, False)
-    assert place.run_id == run_id
-
-
-def test_torchrun_also_says_the_master_and_how_often_it_started_again():
-    place = read_place(TORCHRUN)
-
-    assert (place.master_addr, place.master_port, place.restart_count) == ("node0", 29500, 2)
-
-
-def test_torchrun_under_slurm_is_torchrun():
-    place = read_place({**SLURM, **TORCHRUN, "RANK": "3"})
-
-    assert (place.launcher, place.rank, place.run_id) == ("torchrun", 3, "abc")
-    assert read_place({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).run_id == "777"
-
-
-def test_a_shell_inside_an_allocation_is_a_job_of_one():
-    place = read_place({"SLURM_JOB_ID": "777", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "8"})
-
-    assert (place.launcher, place.rank, place.world_size, place.one_host) == ("none", 0, 1, True)
-
-
-def test_eight_tasks_on_each_of_four_nodes_are_eight():
-    assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "8(x4)"}).local_world_size == 8
-
-
-def test_where_the_local_world_is_unknown_a_job_is_not_taken_to_be_on_one_host():
-    assert not read_place({"RANK": "0", "WORLD_SIZE": "2"}).one_host
-    assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).one_host
-
-
-@pytest.mark.parametrize(
-    ("changes", "variable"),
-    [
-        ({"RANK": "8"}, "RANK=8 .* below WORLD_SIZE=8"),
-        ({"RANK": "x"}, "RANK='x'"),
-        ({"RANK": "-1"}, "RANK='-1'"),
-        ({"LOCAL_WORLD_SIZE": "many"}, "LOCAL_WORLD_SIZE='many'"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-    ],
-)
-def test_a_launchers_variable_that_makes_no_sense_is_named(changes, variable):
-    with pytest.raises(ConfigError, match=variable):
-        read_place({**TORCHRUN, **changes})
-
-
-def test_a_place_as_plain_values_has_all_of_it():
-    assert read_place(TORCHRUN).to_dict() == {
-        "rank": 5,
-        "local_rank": 1,
-        "world_size": 8,
-        "local_world_size": 4,
-        "master_addr": "node0",
-        "master_port": 29500,
-        "launcher": "torchrun",
-        "run_id": "abc",
-        "restart_count": 2,
-        "launch_id": "",
-    }
-
-
-def test_two_launches_in_one_allocation_are_two():
-    first, second = ({**SLURM, "SLURM_STEP_ID": step} for step in ("0", "1"))
-
-    assert [read_place(one).launch_id for one in (first, second)] == ["777.0", "777.1"]
-    assert read_place({"PMIX_NAMESPACE": "prterun-node0-4711@1"}).launch_id == ""
-    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-4711@1"}
-    assert read_place(mpi).launch_id == "prterun-node0-4711@1"
-
-
-@pytest.mark.parametrize("step", ["", "4294967291", "4294967290"])
-def test_program_in_a_batch_script_or_shell_is_one_rank(step):
-    batch = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": step}
-
-    place = read_place(batch)
-
-    assert (place.rank, place.world_size, place.one_host, place.launcher) == (0, 1, True, "none")
-    assert place.run_id == "777"
-
-
-def test_what_slurm_started_on_a_node_is_believed_before_what_was_asked_for():
-    one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
-
-    assert read_place(one_node).one_host
-    assert not read_place({**one_node, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).one_host
-    assert not read_place({**one_node, "SLURM_STEP_TASKS_PER_NODE": "4,3,1"}).one_host
 
 
 def test_the_secret_is_in_the_users_config_folder_unless_a_file_is_named(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from effllm.config import Config, Place, secret_path
+from effllm.config import Config, secret_path
 from effllm.network import discovery, interface, secret
 from effllm.network.discovery import (
     DiscoveryError,
@@ -22,6 +22,7 @@ from effllm.network.discovery import (
     listen_within,
     own_address,
 )
+from effllm.place import Place
 
 OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")
 ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")

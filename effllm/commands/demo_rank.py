@@ -9,7 +9,7 @@ import time
 from types import FrameType
 
 import effllm
-from effllm.config import read_place
+from effllm.place import read_place
 from effllm.switches import this_process
 
 PARAMETERS = 124_000_000  # GPT-2 small's

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from effllm.attach import autoload
-from effllm.config import ConfigError, read_place
+from effllm.config import ConfigError
+from effllm.place import read_place
 from effllm.switches import is_enabled, this_process
 
 _USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (effllm run --help says more)"

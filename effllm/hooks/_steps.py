@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
-from effllm.config import Place, read_place
 from effllm.hooks._wrap import Call, Guard, around
+from effllm.place import Place, read_place
 from effllm.switches import this_process
 from effllm.training import ownership
 from effllm.training.recorder import Recorder

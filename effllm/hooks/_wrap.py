@@ -38,7 +38,7 @@ def no_metrics(reason: str) -> None:
 
 def _is_first_rank() -> bool:
     try:
-        from effllm.config import read_place
+        from effllm.place import read_place
         from effllm.switches import this_process
 
         return read_place(this_process()).rank == 0

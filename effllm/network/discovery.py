@@ -22,8 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from effllm.config import Config, Place, secret_path
+from effllm.config import Config, secret_path
 from effllm.network import interface, secret
+from effllm.place import Place
 from effllm.runs import own_files
 from effllm.switches import this_process
 

@@ -13,8 +13,9 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from effllm.config import Config, Place, secret_path
+from effllm.config import Config, secret_path
 from effllm.network import descriptors, discovery, interface, secret
+from effllm.place import Place
 from effllm.training.ring import Board
 
 

@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from effllm.config import Config, ConfigError, Place, read_config, read_place
+from effllm.config import Config, ConfigError, read_config
 from effllm.network.discovery import DiscoveryError
+from effllm.place import Place, read_place
 from effllm.switches import is_off, this_process
 from effllm.training.facts import Declared
 from effllm.training.recorder import Recorder

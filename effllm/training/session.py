@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from effllm.config import Config, Place
+from effllm.config import Config
+from effllm.place import Place
 from effllm.runs.redaction import redacted
 from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process

@@ -1,0 +1,128 @@
+"""effllm/place.py: ranks and worlds of torchrun, Slurm and Open MPI."""
+
+import pytest
+
+from effllm.config import ConfigError
+from effllm.place import read_place
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "777",
+    "SLURM_STEP_ID": "0",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "run_id"),
+    [("torchrun", TORCHRUN, "abc"), ("slurm", SLURM, "777"), ("openmpi", OPENMPI, "")],
+)
+def test_the_variables_of_a_launcher_make_the_place_of_a_rank(launcher, environ, run_id):
+    place = read_place(environ)
+
+    assert (place.launcher, place.rank, place.local_rank) == (launcher, 5, 1)
+    assert (place.world_size, place.local_world_size, place.one_host) == (8, 4, False)
+    assert place.run_id == run_id
+
+
+def test_torchrun_gives_the_master_and_the_number_of_restarts_as_well():
+    place = read_place(TORCHRUN)
+
+    assert (place.master_addr, place.master_port, place.restart_count) == ("node0", 29500, 2)
+
+
+def test_torchrun_under_slurm_is_torchrun():
+    place = read_place({**SLURM, **TORCHRUN, "RANK": "3"})
+
+    assert (place.launcher, place.rank, place.run_id) == ("torchrun", 3, "abc")
+    assert read_place({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).run_id == "777"
+
+
+def test_a_shell_inside_an_allocation_is_a_job_of_one():
+    place = read_place({"SLURM_JOB_ID": "777", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "8"})
+
+    assert (place.launcher, place.rank, place.world_size, place.one_host) == ("none", 0, 1, True)
+
+
+def test_eight_tasks_on_each_of_four_nodes_are_eight():
+    assert read_place({**SLURM, "SLURM_NTASKS_PER_NODE": "8(x4)"}).local_world_size == 8
+
+
+def test_a_job_of_unknown_local_world_size_is_not_on_one_host():
+    assert not read_place({"RANK": "0", "WORLD_SIZE": "2"}).one_host
+    assert read_place({"RANK": "0", "WORLD_SIZE": "1"}).one_host
+
+
+@pytest.mark.parametrize(
+    ("changes", "variable"),
+    [
+        ({"RANK": "8"}, "RANK=8 .* below WORLD_SIZE=8"),
+        ({"RANK": "x"}, "RANK='x'"),
+        ({"RANK": "-1"}, "RANK='-1'"),
+        ({"LOCAL_WORLD_SIZE": "many"}, "LOCAL_WORLD_SIZE='many'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    ],
+)
+def test_a_wrong_variable_of_a_launcher_is_named(changes, variable):
+    with pytest.raises(ConfigError, match=variable):
+        read_place({**TORCHRUN, **changes})
+
+
+def test_a_place_as_plain_values_is_complete():
+    assert read_place(TORCHRUN).to_dict() == {
+        "rank": 5,
+        "local_rank": 1,
+        "world_size": 8,
+        "local_world_size": 4,
+        "master_addr": "node0",
+        "master_port": 29500,
+        "launcher": "torchrun",
+        "run_id": "abc",
+        "restart_count": 2,
+        "launch_id": "",
+    }
+
+
+def test_two_launches_in_one_allocation_are_two():
+    first, second = ({**SLURM, "SLURM_STEP_ID": step} for step in ("0", "1"))
+
+    assert [read_place(one).launch_id for one in (first, second)] == ["777.0", "777.1"]
+    assert read_place({"PMIX_NAMESPACE": "prterun-node0-4711@1"}).launch_id == ""
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "prterun-node0-4711@1"}
+    assert read_place(mpi).launch_id == "prterun-node0-4711@1"
+
+
+@pytest.mark.parametrize("step", ["", "4294967291", "4294967290"])
+def test_program_in_a_batch_script_or_shell_is_one_rank(step):
+    batch = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": step}
+
+    place = read_place(batch)
+
+    assert (place.rank, place.world_size, place.one_host, place.launcher) == (0, 1, True, "none")
+    assert place.run_id == "777"
+
+
+def test_tasks_that_slurm_started_on_a_node_precede_the_tasks_that_were_requested():
+    one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
+
+    assert read_place(one_node).one_host
+    assert not read_place({**one_node, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}).one_host
+    assert not read_place({**one_node, "SLURM_STEP_TASKS_PER_NODE": "4,3,1"}).one_host
