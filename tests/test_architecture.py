@@ -54,7 +54,9 @@ FLOORS = """
 1.2.1   devices._amd_identity  devices._nvml_slices
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered
-1.2.3   aggregation.goodput  aggregation.rows  energy.energy_account  energy.power_scope
+1.2.3   aggregation.goodput_tiles  aggregation.rows  energy.energy_account  energy.power_scope
+1.2.3.1 aggregation.goodput_attempt
+1.2.3.2 aggregation.goodput
 1.2.4   aggregation.merged
 1.2.5   aggregation.window_energy
 1.3     aggregation.account  aggregation.joining

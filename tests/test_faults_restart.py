@@ -74,7 +74,7 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
     there = tmp_path / "shared"
     there.mkdir()
     one = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
-    # Whoever comes first has the store, and it is not the one that will vanish.
+    # The process that comes first has the store, and it is not the one that will vanish.
     jobs.until(lambda: port in jobs.listening_ports(one.process.pid))
     two = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
 
@@ -95,13 +95,14 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
     attempts, begun = summary.goodput.attempts, starts(there)
 
     assert (summary.status, summary.attempts) == ("completed", len(attempts))
-    # On a busy machine torchrun may start a world more than once, or one without whoever comes too late.
+    # On a busy machine torchrun may start a world more than once, or one without a late process.
     assert [size for size, _ in groupby(attempt.world_size for attempt in attempts)][-3:] == [2, 1, 2]
     assert [(one.world_size, one.first) for one in attempts] == [(one["world_size"], one["first"]) for one in begun]
-    # A world that began at 1 again, before the first checkpoint, has no number, so what it did again is not known.
+    # A world that began at 1 again, before the first checkpoint, has no number: repeats are known after it alone.
+    known_from = max((i + 1 for i, start in enumerate(begun) if i and start["first"] == 1), default=0)
     redone = [
-        max(attempt.last - start["first"] + 1, 0) if start["first"] > 1 else 0
-        for attempt, start in zip(attempts, begun[1:], strict=False)
+        max(attempt.last - start["first"] + 1, 0) if i >= known_from else None
+        for i, (attempt, start) in enumerate(zip(attempts, begun[1:], strict=False))
     ]
     assert [attempt.redone_iterations for attempt in attempts] == [*redone, 0]
     assert summary.goodput.seconds["restart_gap"] > 0.0

@@ -1,4 +1,4 @@
-"""effllm/aggregation/goodput.py: where the elapsed time went; the classes add up to it, whatever happens."""
+"""effllm/aggregation/goodput*.py: where the elapsed time went; the classes add up to it, whatever happens."""
 
 import pytest
 from builders import device_window, full, hello, reports, row
@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.goodput import CLASSES, MAX_SPANS, PRODUCTIVE, Axis, Goodput, Tiles
+from effllm.aggregation.goodput import PRODUCTIVE, Goodput
+from effllm.aggregation.goodput_attempt import CLASSES, MAX_SPANS
+from effllm.aggregation.goodput_tiles import Axis, Tiles
 from effllm.aggregation.ledger import restore
+from effllm.aggregation.rows import Rows
 from effllm.config import Config
 from effllm.records.wire import Bye, Heartbeat
 from effllm.runs.summary_text import summary_text
@@ -200,7 +203,18 @@ def test_without_numbers_nothing_is_called_redone_and_the_summary_says_so():
     summary = run.aggregator.summary(run.time_s, True)
 
     assert (summary.goodput.redone_iterations, summary.goodput.seconds["redone"]) == (None, 0.0)
+    assert [one.redone_iterations for one in summary.goodput.attempts] == [None, 0], "nothing came after the second"
     assert "what was done again is not" in " ".join(summary_text(summary, None, None).split())
+
+
+def test_repeats_of_an_attempt_are_unknown_without_its_number_or_a_later_one():
+    run = Run(1).join().window(1).bye().restart().join(is_numbered=False).window(1).bye()
+    run.restart().join(offset=5).window(1).bye()
+    goodput = run.restart().join(offset=10).window(1).goodput()
+
+    # The third had 6 to 15, of which the fourth, from 11 on, did five again.
+    assert [one.redone_iterations for one in goodput.attempts] == [None, None, 5, 0]
+    assert goodput.redone_iterations is None
 
 
 def test_a_number_that_is_learned_later_moves_what_was_redone():
@@ -252,7 +266,7 @@ def test_reports_that_no_buffer_held_are_unknown():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
 
 
-def test_rows_that_come_long_after_they_ended_are_told_where_they_were():
+def test_rows_that_come_late_are_placed_where_they_were():
     run = Run(1).join().wait(100)
     for number in range(1, 11):
         run.send(0, number)
@@ -273,10 +287,10 @@ def test_an_attempt_begins_with_its_earliest_row_and_not_with_its_aggregator():
 def test_straggling_and_hangs_are_taken_from_what_they_lay_in():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator._ledger
-    ledger.goodput.note_straggling(2, 3.0)
+    ledger.goodput.attempt.note_straggling(2, 3.0)
     ledger.note_hang(30.0)  # in the third window
     assert run.wait(40).aggregator.tick(run.now_s, run.time_s) is None
-    assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no row tells of it yet"
+    assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
     for rank in range(2):
         run.send(rank, 3, busy_s=38.0, wait_s=2.0)
     goodput = run.goodput(ended=False)
@@ -306,7 +320,7 @@ def test_a_hang_that_ended_in_a_kill_is_taken_from_the_shutdown():
 
 def test_more_straggling_than_was_kept_is_not_booked():
     run = Run(1).join().window(1)
-    run.aggregator._ledger.goodput.note_straggling(1, 50.0)
+    run.aggregator._ledger.goodput.attempt.note_straggling(1, 50.0)
 
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
 
@@ -330,7 +344,7 @@ def test_a_replaced_aggregator_goes_on_with_what_was():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
 
 
-def test_a_clock_that_was_set_back_makes_no_gap_negative_and_is_told():
+def test_a_clock_that_was_set_back_makes_no_gap_negative_and_is_an_event():
     run = Run().join().window(1).bye()
     run.time_s -= 3600
     run.boot = "another"  # another machine, so unix time is all there is
@@ -347,8 +361,8 @@ def test_on_the_same_boot_a_gap_is_counted_by_the_monotonic_clock():
     run.restart().join(offset=10).window(1)
 
     assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(5.0)
-    (told,) = [event.text for event in run.aggregator.take_events() if event.kind == "clock"]
-    assert "set by +3600 s" in told
+    (text,) = [event.text for event in run.aggregator.take_events() if event.kind == "clock"]
+    assert "set by +3600 s" in text
 
 
 def test_the_axis_goes_on_by_unix_time_where_another_machine_takes_over():
@@ -369,8 +383,8 @@ def test_what_is_remembered_for_a_restart_is_bounded_and_finest_at_the_end():
     for number in range(1, 5001):
         goodput.clock.advance(10.0 * number, 10.0 * number)
         goodput.hear()
-        goodput.count_rows(number, [row(0, number)])
-        goodput.count_energy(number, 1000.0, {})
+        goodput.attempt.count_rows(number, Rows([row(0, number)]))
+        goodput.attempt.count_energy(number, 1000.0, {})
     spans = goodput.attempt.spans
 
     assert MAX_SPANS <= len(spans) <= 2 * MAX_SPANS
@@ -392,7 +406,7 @@ def test_a_thousand_restarts_stay_bounded_and_add_up():
         goodput.join(0, 1, 10 * attempt, True, True)
         goodput.clock.advance(100.0 * attempt + 50, 100.0 * attempt + 50)
         goodput.hear()
-        goodput.count_rows(1, [row(0, 1, iteration_shown=10 * attempt + 10)])
+        goodput.attempt.count_rows(1, Rows([row(0, 1, iteration_shown=10 * attempt + 10)]))
         goodput.end_attempt("killed")
 
     assert len(goodput.attempts) <= 1001
@@ -458,7 +472,7 @@ def test_whatever_happens_the_classes_add_up_to_the_elapsed_time(steps, data):
             run.aggregator._ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
         elif step == "straggling":
             window = data.draw(st.integers(0, number + 1))
-            run.aggregator._ledger.goodput.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
+            run.aggregator._ledger.goodput.attempt.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
         elif step == "clock":
             run.time_s += data.draw(st.floats(-5000.0, 5000.0))
             run.boot = data.draw(st.sampled_from(["boot", "another"]))

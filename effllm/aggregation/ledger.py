@@ -161,7 +161,7 @@ class Ledger(Struct):
             account.add_rows(rows)
         for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
             self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
-        self.goodput.count_rows(window, rows, rows.numbers, rows.ranks)
+        self.goodput.attempt.count_rows(window, rows)
 
     def count_devices(
         self,
@@ -181,7 +181,7 @@ class Ledger(Struct):
             self.warmup_j += sign * energy.iterations_j
         for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
             self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
-        self.goodput.count_energy(window, energy.iterations_j, energy.phases_j, sign)
+        self.goodput.attempt.count_energy(window, energy.iterations_j, energy.phases_j, sign)
 
     def iteration_s(self) -> float:
         """Return the mean time of an iteration so far; 0 where there was none."""
@@ -193,7 +193,7 @@ class Ledger(Struct):
         """Enter so many more seconds in which no rank of the job moved on."""
         if seconds > 0:
             self.hang_s += seconds
-            self.goodput.note_hang(self.closed + 1, seconds)
+            self.goodput.attempt.note_hang(self.closed + 1, seconds)
 
     def count_slowest(self, rank: int) -> None:
         """Count one more window in which a rank was the slowest."""

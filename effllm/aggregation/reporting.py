@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from effllm import metrics
 from effllm.aggregation.account import Account
-from effllm.aggregation.goodput import RESTART_GAP
+from effllm.aggregation.goodput_attempt import RESTART_GAP
 from effllm.aggregation.ledger import Ledger
 from effllm.aggregation.merged import Expected, Merged
 from effllm.aggregation.roster import Roster

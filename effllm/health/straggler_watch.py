@@ -50,7 +50,7 @@ class StragglerWatch:
         """Judge a window, in the order of windows."""
         ledger, found = self._ledger, self._stragglers.close(rows, self._clocks)
         for window, rank_seconds in found.by_window.items():
-            ledger.goodput.note_straggling(window, rank_seconds)
+            ledger.goodput.attempt.note_straggling(window, rank_seconds)
         ledger.waited = Waited(
             seconds=found.seconds,
             rank_seconds=found.rank_seconds,

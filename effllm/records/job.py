@@ -261,7 +261,7 @@ class AttemptSummary(Struct, frozen=True):
     iterations: int
     first: int | None = None  # by the numbers that people know them by
     last: int | None = None
-    redone_iterations: int = 0  # that a later attempt did again
+    redone_iterations: int | None = 0  # that a later attempt did again; None where a number is missing that shows it
 
 
 class GoodputSummary(Struct, frozen=True):
@@ -272,7 +272,7 @@ class GoodputSummary(Struct, frozen=True):
     seconds: dict[str, float]  # by class, mean over the ranks of each attempt
     rank_seconds: dict[str, float]  # summed over them
     joules: dict[str, float | None]  # measured
-    redone_iterations: int | None = None  # None where a restart did not tell at which iteration it began
+    redone_iterations: int | None = None  # None where a restart did not state at which iteration it began
     attempts: tuple[AttemptSummary, ...] = ()
 
 
