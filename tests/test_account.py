@@ -30,7 +30,7 @@ def totals_of(windows, devices, members, *, wall=False, least=1.0, absent=0):
     return account.totals(parameters=1000, gpus=len(devices), world_size=2)
 
 
-def test_the_time_of_the_cluster_is_the_maximum_over_ranks_of_their_sums():
+def test_cluster_time_is_the_largest_sum_of_a_rank():
     windows = [
         [row(0, 1, busy_s=9.0, wait_s=1.0), row(1, 1, busy_s=18.0, wait_s=2.0)],
         [row(0, 2, busy_s=19.0, wait_s=2.0), row(1, 2, busy_s=9.0, wait_s=1.0)],
@@ -43,7 +43,7 @@ def test_the_time_of_the_cluster_is_the_maximum_over_ranks_of_their_sums():
     assert totals.wait_s == 3.0, "of the rank with the largest T"
 
 
-def test_the_latency_is_that_of_the_rank_with_the_largest_mean_step():
+def test_latency_is_the_largest_mean_step_of_a_rank():
     totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
 
     assert (totals.slowest_step_s, totals.slowest_iterations) == (12.0, 10)
@@ -59,7 +59,7 @@ def test_each_token_and_sample_is_counted_once():
     assert totals.iterations == 20
 
 
-def test_a_gpu_behind_two_ranks_is_counted_once():
+def test_gpu_shared_by_two_ranks_is_counted_once():
     rows = [row(rank, devices=(device_window("GPU-0", 10.0),)) for rank in (0, 1)]
 
     totals = totals_of([rows], {"GPU-0": gpu()}, {"GPU-0": {0, 1}})
@@ -69,7 +69,7 @@ def test_a_gpu_behind_two_ranks_is_counted_once():
     assert totals.utilization_mean == 0.5
 
 
-def test_a_gpu_behind_two_ranks_is_read_by_the_one_that_covers_most():
+def test_shared_gpu_uses_the_rank_with_most_coverage():
     half = device_window("GPU-0", wall=Integrals(EnergyAmount(500.0, 5.0), GIB * 5.0, 5.0, 2.5, 5.0))
     rows = [row(0, devices=(half,)), row(1, devices=(device_window("GPU-0", 10.0),))]
 
@@ -89,7 +89,7 @@ HOST = {"node0": gpu("node0", kind="host", is_gpu=False, shared=True)}
 
 
 @pytest.mark.parametrize("wall", [False, True])
-def test_shares_of_a_host_add_up_and_its_energy_does_not(wall):
+def test_host_shares_are_summed_and_its_energy_is_not(wall):
     rows = [host_row(0, watts=300.0), host_row(1, memory_bytes=3 * GIB, utilization=0.5)]
 
     totals = totals_of([rows], HOST, {"node0": {0, 1}}, wall=wall)
@@ -100,26 +100,26 @@ def test_shares_of_a_host_add_up_and_its_energy_does_not(wall):
     assert totals.energy_j == 3000.0
 
 
-def test_means_of_shares_add_up_when_ranks_span_different_times():
+def test_mean_shares_are_summed_over_different_spans():
     rows = [host_row(0, wall_s=10.0), host_row(1, wall_s=20.0)]
 
     assert totals_of([rows], HOST, {"node0": {0, 1}}).memory_mean_bytes == pytest.approx(2 * GIB)
 
 
-def test_shares_with_a_rank_missing_are_a_hole():
+def test_host_shares_have_no_value_without_every_rank():
     totals = totals_of([[host_row(0, watts=300.0)]], HOST, {"node0": {0, 1}})
 
     assert (totals.memory_mean_bytes, totals.utilization_mean, totals.memory_peak_bytes) == (None, None, None)
-    assert totals.energy_j == 3000.0, "which one rank reads for all"
+    assert totals.energy_j == 3000.0, "read once, by one rank"
 
 
-def test_a_device_that_nobody_introduced_is_left_out():
+def test_undeclared_device_is_ignored():
     totals = totals_of([[row(0), row(1)]], {"GPU-0": gpu()}, {"GPU-0": {0}})
 
     assert totals.energy_j == 1000.0
 
 
-def test_spread_over_devices_is_of_their_means_and_the_peak_of_single_readings():
+def test_spread_uses_device_means_and_peak_uses_readings():
     low = device_window("GPU-0", wall=full(10.0, memory_bytes=GIB, utilization=0.2), memory_peak_bytes=5 * GIB)
     high = device_window("GPU-1", wall=full(10.0, memory_bytes=3 * GIB, utilization=0.8), memory_peak_bytes=4 * GIB)
 
@@ -131,7 +131,7 @@ def test_spread_over_devices_is_of_their_means_and_the_peak_of_single_readings()
     assert totals.memory_peak_bytes == 5 * GIB
 
 
-def test_phases_are_in_the_wall_time_and_not_in_the_iterations():
+def test_phases_count_in_wall_time_and_not_in_iterations():
     evaluation = {"evaluation": full(5.0, watts=40.0)}
     window = device_window("GPU-0", wall=full(15.0, watts=80.0), phases=evaluation)
     rows = [row(0, phases_s={"evaluation": 5.0}, devices=(window,))]
@@ -142,13 +142,13 @@ def test_phases_are_in_the_wall_time_and_not_in_the_iterations():
     assert (of_wall.time_s, of_wall.energy_j) == (15.0, 15 * 80.0)
 
 
-def hole(rank, window, covered_s):
+def half_covered_row(rank, window, covered_s):
     wall = Integrals(EnergyAmount(100.0 * covered_s, covered_s), 0.0, 10.0, 0.0, 10.0)
     return row(rank, window, devices=(device_window(f"GPU-{rank}", wall=wall),))
 
 
-def test_a_window_that_is_covered_too_little_is_in_no_sum():
-    windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
+def test_window_below_min_coverage_enters_no_sum():
+    windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
     totals = totals_of(windows, *gpus(2))
 
@@ -159,33 +159,33 @@ def test_a_window_that_is_covered_too_little_is_in_no_sum():
     assert metrics.total_joules(totals) is None
 
 
-def test_the_least_coverage_is_judged_per_window():
-    windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
+def test_min_coverage_applies_per_window():
+    windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
     assert totals_of(windows, *gpus(2), least=0.7).energy_j == 3400.0
     assert totals_of(windows, *gpus(2), least=0.71).energy_j == 2000.0
 
 
-def test_a_total_is_complete_only_if_each_device_of_each_window_is_in_it():
-    windows = [[row(0, 1), row(1, 1)], [row(0, 2), hole(1, 2, 4.0)]]
+def test_total_needs_every_device_of_every_window():
+    windows = [[row(0, 1), row(1, 1)], [row(0, 2), half_covered_row(1, 2, 4.0)]]
 
     assert not totals_of(windows, *gpus(2), least=0.7).energy_complete
     assert totals_of(windows, *gpus(2), least=0.4).energy_complete
 
 
-def test_means_stand_where_energy_does_not():
-    totals = totals_of([[hole(0, 1, 0.0)]], *gpus(1))
+def test_means_have_values_without_energy():
+    totals = totals_of([[half_covered_row(0, 1, 0.0)]], *gpus(1))
 
     assert (totals.energy_j, totals.utilization_mean) == (None, 0.0)
 
 
-def test_a_rank_that_never_came_makes_a_hole_of_a_device():
+def test_absent_rank_counts_as_one_unmeasured_device():
     energy = window_energy(merge_devices([row(0)], *gpus(1)), gpus(1)[0], absent=1)
 
     assert energy.coverage == pytest.approx(0.5)
 
 
-def test_where_no_device_can_measure_energy_there_is_no_coverage():
+def test_no_energy_sensor_means_no_energy_coverage():
     devices = {"GPU-0": gpu(energy_method=None)}
     window = device_window("GPU-0", wall=Integrals(NOT_MEASURED, GIB, 10.0, 5.0, 10.0))
 
@@ -196,7 +196,7 @@ def test_where_no_device_can_measure_energy_there_is_no_coverage():
     assert energy.owners == []
 
 
-def test_full_coverage_survives_the_rounding_of_floats():
+def test_full_coverage_tolerates_float_rounding():
     assert is_covered(1.0 - 1e-9, 1.0)
     assert not is_covered(0.999, 1.0)
 
@@ -229,7 +229,7 @@ def clusters(draw):
 
 @settings(deadline=None, max_examples=100)
 @given(clusters(), st.booleans(), st.sampled_from([0.5, 1.0]))
-def test_power_times_time_is_energy_and_per_token_it_is_joules_per_token(cluster, wall, least):
+def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least):
     windows, ranks = cluster
 
     totals = totals_of(windows, *gpus(ranks), wall=wall, least=least)
@@ -248,7 +248,7 @@ def test_power_times_time_is_energy_and_per_token_it_is_joules_per_token(cluster
 
 @settings(deadline=None, max_examples=50)
 @given(clusters(), st.randoms(use_true_random=False), st.booleans())
-def test_the_order_in_which_ranks_are_merged_does_not_matter(cluster, random, wall):
+def test_merge_order_of_ranks_does_not_change_totals(cluster, random, wall):
     windows, ranks = cluster
     shuffled = [random.sample(rows, len(rows)) for rows in windows]
 
@@ -261,7 +261,7 @@ def test_the_order_in_which_ranks_are_merged_does_not_matter(cluster, random, wa
 
 @settings(deadline=None, max_examples=50)
 @given(clusters(), st.booleans())
-def test_taking_a_window_back_leaves_what_was_there_before(cluster, wall):
+def test_removing_a_window_restores_the_sums(cluster, wall):
     windows, ranks = cluster
     devices, members = gpus(ranks)
     account = Account(wall=wall)
@@ -279,12 +279,12 @@ def test_taking_a_window_back_leaves_what_was_there_before(cluster, wall):
     assert (account.holes, account.measured_j) == (0, 0.0)
 
 
-# --- each joule once, and each of it known by its error -------------------------------------------
+# --- each joule is counted once, with its error ---------------------------------------------------
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8))
-def test_two_ranks_on_a_gpu_whose_windows_jitter_count_its_joules_once(edges_s):
+def test_shared_gpu_energy_is_counted_once_with_jitter(edges_s):
     # Both ranks' windows follow each other without a gap, each at its own pace; the GPU draws 100 W all the time.
     devices, members = {"GPU-0": gpu()}, {"GPU-0": {0, 1}}
     windows = [
@@ -301,7 +301,7 @@ def test_two_ranks_on_a_gpu_whose_windows_jitter_count_its_joules_once(edges_s):
     assert totals.energy_j == pytest.approx(100.0 * sum(spans_s[0] for spans_s in edges_s))
 
 
-def test_shares_of_a_host_leave_the_error_of_its_energy_as_it_is():
+def test_host_shares_do_not_change_the_energy_error():
     energy = EnergyAmount(3000.0, 10.0, start_j2=4.0, end_j2=5.0, estimated_j=7.0)
     wall = Integrals(energy, GIB * 10.0, 10.0, 5.0, 10.0)
     rows = [row(0, devices=(device_window("node0", wall=wall),)), host_row(1)]
@@ -312,7 +312,7 @@ def test_shares_of_a_host_leave_the_error_of_its_energy_as_it_is():
     assert totals.energy_estimated_j == 7.0
 
 
-def test_percentiles_of_power_are_those_of_gpu_seconds_in_steps_of_ten_watts():
+def test_power_percentiles_weight_ten_watt_bins_by_time():
     # 94 s between 300 and 310 W, 5 s between 500 and 510 W, 1 s between 690 and 700 W
     busy = device_window("GPU-0", power_peak_w=699.0, power_histogram_s={30: 44.0, 50: 5.0})
     idle = device_window("GPU-1", power_histogram_s={30: 50.0, 69: 1.0})
@@ -325,12 +325,12 @@ def test_percentiles_of_power_are_those_of_gpu_seconds_in_steps_of_ten_watts():
     assert metrics.power_percentile(totals_of([[row(0)]], *gpus(1)), 0.5) is None
 
 
-def test_gauges_are_means_over_time_and_gpus_and_heat_is_the_hottest():
+def test_gauges_are_averaged_and_temperature_is_the_maximum():
     def heated(name, degrees, clock_hz, seconds):
         gauges = {
             "temperature_c": Gauge(degrees * seconds, seconds, degrees - 5.0, degrees + 5.0),
             "sm_clock_hz": Gauge(clock_hz * seconds, seconds, clock_hz, clock_hz),
-            "of_a_stranger": Gauge(1.0, 1.0, 1.0, 1.0),
+            "unknown_gauge": Gauge(1.0, 1.0, 1.0, 1.0),
         }
         return device_window(name, gauges=gauges, throttled_s={"any": 1.0, "power_cap": 1.0}, throttle_covered_s=5.0)
 
@@ -345,14 +345,14 @@ def test_gauges_are_means_over_time_and_gpus_and_heat_is_the_hottest():
 
 @st.composite
 def classed_windows(draw):
-    """Return windows of up to three ranks, with phases, holes and devices that nobody measures."""
+    """Return windows of up to three ranks, with phases, gaps and devices without measurements."""
     ranks, windows = draw(st.integers(1, 3)), []
     names = ("evaluation", "checkpoint", "other", "startup", "shutdown")
     for number in range(1, draw(st.integers(1, 5)) + 1):
         rows = []
         for rank in range(ranks):
             phases_s = {name: draw(SECONDS) for name in draw(st.sets(st.sampled_from(names)))}
-            share = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))  # of all of it that was measured
+            share = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))  # measured share of the window
             parts = {
                 name: Integrals(EnergyAmount(share * seconds * draw(st.floats(0, 900)), share * seconds))
                 for name, seconds in {"iterations": 10.0, **phases_s}.items()
@@ -368,7 +368,7 @@ def classed_windows(draw):
 
 @settings(deadline=None, max_examples=200)
 @given(classed_windows(), st.integers(0, 40), st.sampled_from([0.5, 1.0]))
-def test_the_energy_of_the_classes_adds_up_to_what_was_measured(job, warmup, least):
+def test_energy_classes_sum_to_the_measured_energy(job, warmup, least):
     windows, ranks = job
     devices, members = gpus(ranks)
     ledger = Ledger(attempt=1, job="job", started_time_s=0.0)
@@ -388,7 +388,7 @@ def test_the_energy_of_the_classes_adds_up_to_what_was_measured(job, warmup, lea
     assert measured_in_run + ledger.warmup_j == pytest.approx(by_class["iterations"], rel=1e-9, abs=1e-6)
 
 
-def test_inference_throughput_is_the_tokens_of_all_ranks_over_the_longest_generation_of_one():
+def test_inference_throughput_divides_by_the_longest_rank():
     def generating(rank, window, tokens, seconds):
         return row(rank, window, generated_tokens=tokens, generation_s=seconds, prompt_tokens=25)
 
@@ -405,7 +405,7 @@ def test_inference_throughput_is_the_tokens_of_all_ranks_over_the_longest_genera
     assert totals.tokens == 4000, "what is generated is not what is trained on"
 
 
-def test_without_a_generation_there_is_no_inference_throughput():
+def test_no_generation_gives_no_inference_throughput():
     assert metrics.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
 
 
@@ -425,11 +425,11 @@ def sampled(values, peak):
     return account.totals(gpus=1, sample_s=1.0)
 
 
-def test_means_of_samples_have_an_error_that_covers_95_percent():
+def test_sampling_error_of_means_covers_95_percent():
     chance = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
-        busy = chance.uniform(0.1, 0.9)  # of each period, which samples meet at unrelated moments
+        busy = chance.uniform(0.1, 0.9)  # share of each period; samples are at unrelated moments
         totals = sampled((chance.random(100) < busy).astype(float), 8.0 * GIB)
         covered += abs(totals.utilization_mean - busy) <= totals.utilization_error
         assert totals.memory_error_bytes == pytest.approx(8.0 * GIB * totals.utilization_error)
@@ -437,11 +437,11 @@ def test_means_of_samples_have_an_error_that_covers_95_percent():
     assert covered >= 0.93 * 400
 
 
-def test_memory_that_never_changes_has_no_error_from_sampling():
+def test_constant_memory_has_no_sampling_error():
     assert sampled(np.ones(100), 8.0 * GIB).memory_error_bytes == 0.0
 
 
-def test_amu_and_pcu_have_their_errors_in_the_summary():
+def test_amu_and_pcu_have_errors_in_the_summary():
     totals = sampled(np.array([0.0, 1.0] * 50), 8.0 * GIB)
 
     found = metrics.errors(totals, totals)

@@ -1,4 +1,4 @@
-"""The events of an agent and its log file, which is made when there is something to write, and never waited for."""
+"""The events of an agent and its log file, which is created at the first event; writing never blocks."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from effllm.records.rank import Event
 from effllm.records.wire import AgentEvent
 
 
-def test_lines_are_kept_until_the_folder_is_known_and_stand_in_it_in_their_order(tmp_path):
+def test_lines_before_the_folder_is_known_are_written_in_order(tmp_path):
     events = AgentEvents(3)
     events.report("agent", "one")
     events.attach(tmp_path / "logs")
@@ -31,19 +31,19 @@ def test_an_agent_without_events_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_run_folder_has_taken_is_left_in_the_users_state_folder(tmp_path, monkeypatch):
+def test_unwritten_events_go_to_the_users_state_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     events = AgentEvents(0)
-    events.report("agent", "nobody answers")
+    events.report("agent", "no aggregator answers")
     events.close()
 
     (file,) = tmp_path.rglob("agent-0.log")
-    assert "nobody answers" in file.read_text()
+    assert "no aggregator answers" in file.read_text()
 
 
 @pytest.mark.fault("slow-disk")
-def test_a_disk_that_stands_still_holds_up_no_line_and_no_end(tmp_path):
-    os.mkfifo(tmp_path / "agent-0.log")  # to open it for writing waits for a reader
+def test_blocked_log_file_delays_no_event_and_no_close(tmp_path):
+    os.mkfifo(tmp_path / "agent-0.log")  # opening it for writing waits for a reader
     events = AgentEvents(0)
     events.attach(tmp_path)
     began_s = time.monotonic()
@@ -52,12 +52,12 @@ def test_a_disk_that_stands_still_holds_up_no_line_and_no_end(tmp_path):
     events.close()
     assert time.monotonic() - began_s < 5.0
 
-    said = (tmp_path / "agent-0.log").read_text()  # to its end, which is the log's
-    assert [line.rpartition(" ")[2] for line in said.splitlines()] == [str(number) for number in range(100)]
+    written = (tmp_path / "agent-0.log").read_text()  # until the log closes it
+    assert [line.rpartition(" ")[2] for line in written.splitlines()] == [str(number) for number in range(100)]
 
 
 def taken(events):
-    """Take all that waits to be sent."""
+    """Take all events that wait to be sent."""
     found = []
     while (event := events.unsent()) is not None:
         found.append(event)
@@ -65,7 +65,7 @@ def taken(events):
     return found
 
 
-def test_a_storm_at_an_agent_is_a_hundred_events_and_a_count(tmp_path):
+def test_event_storm_is_a_hundred_events_and_a_count(tmp_path):
     events = AgentEvents(0)
     events.attach(tmp_path)
     for number in range(100_000):
@@ -81,7 +81,7 @@ def test_a_storm_at_an_agent_is_a_hundred_events_and_a_count(tmp_path):
     assert (tmp_path / "agent-0.log").stat().st_size < 20_000
 
 
-def test_events_of_a_long_outage_are_counted_where_they_do_not_fit(monkeypatch):
+def test_events_above_the_limit_of_an_outage_are_counted(monkeypatch):
     monkeypatch.setattr("effllm.event_limit.MINUTE_S", 0.0)  # each event in a minute of its own
     events = AgentEvents(0)
     for _ in range(1000):
@@ -93,7 +93,7 @@ def test_events_of_a_long_outage_are_counted_where_they_do_not_fit(monkeypatch):
     assert sum(event.count for event in sent) == 1000
 
 
-def test_a_long_text_is_cut_to_what_a_frame_takes():
+def test_long_event_text_is_cut_to_fit_a_frame():
     events = AgentEvents(0)
     events.report("warning", "x" * 20_000)
 

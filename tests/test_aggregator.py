@@ -1,4 +1,4 @@
-"""effllm/aggregation/aggregator.py: when windows close, what enters the totals, and who is told what."""
+"""effllm/aggregation/aggregator.py: when windows close, what enters the totals, and the replies to ranks."""
 
 import math
 import random
@@ -24,7 +24,7 @@ from effllm.server.acknowledgement import Acknowledgement
 
 
 class Job:
-    """An aggregator, its clock, and agents that say what the test wants."""
+    """An aggregator, its clock, and agents that send what the test gives."""
 
     def __init__(self, world_size=2, snapshot=None, **settings):
         self.world_size = world_size
@@ -68,10 +68,10 @@ class Job:
         return self.aggregator.summary(self.now_s + 1000.0, ended)
 
 
-# --- who comes too late ------------------------------------------------------------------------
+# --- late ranks --------------------------------------------------------------------------------
 
 
-def test_whoever_comes_after_rank_0s_trainer_died_is_of_the_next_attempt():
+def test_rank_after_the_death_of_rank_0_is_of_the_next_attempt():
     job = Job(3).join(0, 1)
 
     assert job.aggregator.is_too_late(hello(1, 3, agent="another"))
@@ -81,19 +81,19 @@ def test_whoever_comes_after_rank_0s_trainer_died_is_of_the_next_attempt():
     assert job.aggregator.is_too_late(hello(2, 3))
 
 
-def test_an_agent_that_is_late_for_a_short_job_is_not_of_the_next():
+def test_late_agent_of_a_short_job_is_of_that_job():
     job = Job(2)
-    assert not job.aggregator.is_too_late(hello(0, 2)), "the trainer was over before any agent came"
+    assert not job.aggregator.is_too_late(hello(0, 2)), "the trainer ended before any agent joined"
 
     job.join(0)
     job.bye(0)
-    assert not job.aggregator.is_too_late(hello(1, 2)), "the trainer came to a good end"
+    assert not job.aggregator.is_too_late(hello(1, 2)), "the trainer completed"
 
 
 # --- closing -----------------------------------------------------------------------------------
 
 
-def test_a_window_closes_as_soon_as_every_rank_has_reported_it():
+def test_window_closes_when_every_rank_has_reported():
     job = Job().join()
 
     job.send(row(0))
@@ -119,7 +119,7 @@ def test_windows_close_in_order_and_once():
     assert [(report.window, report.run.tokens) for report in job.closed()] == [(1, 2000), (2, 4000), (3, 6000)]
 
 
-def test_an_overdue_window_closes_and_names_who_is_missing():
+def test_overdue_window_closes_and_lists_missing_ranks():
     job = Job(3).join()
     job.send(row(0, busy_s=0.9, wait_s=0.1))
     job.send(row(1, busy_s=0.9, wait_s=0.1))
@@ -138,7 +138,7 @@ def test_an_overdue_window_closes_and_names_who_is_missing():
     assert [event.text for event in job.events("missing")] == ["window 2 closed without rank 1"]
 
 
-def test_a_rank_that_passed_a_window_without_reporting_it_is_not_waited_for():
+def test_rank_that_skipped_a_window_is_not_waited_for():
     job = Job().join()
 
     job.send(row(0, 1))
@@ -148,7 +148,7 @@ def test_a_rank_that_passed_a_window_without_reporting_it_is_not_waited_for():
     assert [report.coverage.missing_ranks for report in job.closed()] == [(1,)]
 
 
-def test_a_silent_rank_is_waited_for_no_more_and_may_come_back():
+def test_silent_rank_is_not_waited_for_and_may_return():
     job = Job().join()
     job.send(row(0))
     job.wait(int(SILENT_AFTER_S), 0)
@@ -163,7 +163,7 @@ def test_a_silent_rank_is_waited_for_no_more_and_may_come_back():
     assert job.closed() == [], "it is waited for again"
 
 
-def test_the_gpu_of_a_rank_that_has_left_is_expected_no_more():
+def test_gpu_of_a_departed_rank_is_not_expected():
     job = Job().join()
     job.send(row(0), row(1))
     job.bye(1)
@@ -179,7 +179,7 @@ def test_the_gpu_of_a_rank_that_has_left_is_expected_no_more():
     assert second.run.energy_j == pytest.approx(3000.0), "the windows have their sums"
 
 
-def test_a_rank_that_never_joins_is_waited_for_while_a_job_starts():
+def test_absent_rank_is_waited_for_during_startup():
     job = Job().join(0)
     job.send(row(0))
     job.wait(int(ABSENT_AFTER_S), 0)
@@ -189,14 +189,14 @@ def test_a_rank_that_never_joins_is_waited_for_while_a_job_starts():
     (report,) = job.closed()
     assert report.coverage.missing_ranks == (1,)
     assert report.coverage.gpus_expected == 2
-    assert report.run.energy_j is None, "what a rank that nobody knows draws is a hole"
+    assert report.run.energy_j is None, "the energy of an absent rank is unknown"
     assert report.run.tokens == 1000
     job.send(row(0, 2))
     job.wait(1, 0)
     assert [report.window for report in job.closed()] == [2], "it is waited for no more"
 
 
-def test_ranks_that_left_are_neither_waited_for_nor_missing():
+def test_departed_ranks_are_neither_awaited_nor_missing():
     job = Job().join()
     job.send(row(0, 1), row(0, 2))
     job.send(row(1, 1))
@@ -205,7 +205,7 @@ def test_ranks_that_left_are_neither_waited_for_nor_missing():
     assert [(report.window, report.coverage.missing_ranks) for report in job.closed()] == [(1, ()), (2, ())]
 
 
-def test_a_farewell_lets_go_what_waited_for_it():
+def test_bye_closes_the_windows_that_waited_for_the_rank():
     job = Job().join()
     job.send(row(0))
     job.bye(1, "failed")
@@ -216,7 +216,7 @@ def test_a_farewell_lets_go_what_waited_for_it():
     assert job.aggregator.finished(job.now_s)
 
 
-def test_once_ranks_leave_nobody_is_expected_to_join():
+def test_no_rank_is_expected_to_join_after_one_has_left():
     job = Job().join(0)
     job.send(row(0))
     job.bye(0)
@@ -227,7 +227,7 @@ def test_once_ranks_leave_nobody_is_expected_to_join():
     assert job.aggregator.finished(job.now_s)
 
 
-def test_a_farewell_of_a_stranger_is_not_taken():
+def test_bye_of_an_unknown_rank_is_rejected():
     job = Job().join(0)
 
     assert not job.bye(1)
@@ -235,7 +235,7 @@ def test_a_farewell_of_a_stranger_is_not_taken():
     assert job.aggregator.garbage == 1
 
 
-def test_at_the_end_whatever_is_open_closes_in_order():
+def test_open_windows_close_in_order_at_the_end():
     job = Job().join()
     job.send(row(0, 2), row(0, 3))
     job.send(row(1, 3))
@@ -244,7 +244,7 @@ def test_at_the_end_whatever_is_open_closes_in_order():
     assert [report.window for report in job.closed()] == [2, 3]
 
 
-def test_nobody_is_heard_when_all_that_have_not_left_are_silent():
+def test_all_silent_when_every_remaining_rank_is_silent():
     job = Job().join()
     job.bye(0)
     assert not job.aggregator.all_silent(job.now_s)
@@ -253,7 +253,7 @@ def test_nobody_is_heard_when_all_that_have_not_left_are_silent():
     assert job.aggregator.all_silent(job.now_s)
 
 
-# --- late and twice ------------------------------------------------------------------------------
+# --- late reports and duplicates -----------------------------------------------------------------
 
 
 def late_job(**settings):
@@ -266,7 +266,7 @@ def late_job(**settings):
 
 
 @pytest.mark.fault("duplicates")
-def test_a_late_report_enters_the_totals_with_a_correction_and_leaves_its_window_alone():
+def test_late_report_corrects_totals_and_not_its_window():
     job, report = late_job()
     shown = msgspec.json.encode(report)
     job.send(row(1, busy_s=12.0))
@@ -283,7 +283,7 @@ def test_a_late_report_enters_the_totals_with_a_correction_and_leaves_its_window
 
 
 @pytest.mark.fault("duplicates")
-def test_every_row_is_given_out_once_though_its_window_is_corrected():
+def test_correction_gives_out_only_the_late_row():
     job, _ = late_job()
     job.send(row(1, busy_s=12.0))
     (correction,) = job.aggregator.take_closed()
@@ -291,20 +291,20 @@ def test_every_row_is_given_out_once_though_its_window_is_corrected():
     assert [one.rank for one in correction.rows] == [1]
 
 
-def test_a_late_report_completes_the_energy_of_its_window():
+def test_late_report_completes_the_energy_of_its_window():
     job, report = late_job()
     assert (report.run.energy_j, report.run.energy_measured_j) == (None, 1000.0)
     job.send(row(1))
 
     run = job.closed()[0].run
-    # Two GPUs of 100 W over 10 s, and every token of theirs below the line.
+    # Two GPUs of 100 W over 10 s, and all their tokens in the divisor.
     assert (run.energy_j, run.energy_measured_j, run.energy_complete) == (2000.0, 2000.0, True)
     assert (run.energy_tokens, run.energy_samples, run.energy_time_s) == (2000, 20, 10.0)
     assert job.summary().energy.by_device == {"GPU-0": 1000.0, "GPU-1": 1000.0}
     assert job.summary().energy.by_class == {"iterations": 2000.0}
 
 
-def test_a_late_report_of_a_window_that_was_covered_anyway_adds_its_joules_and_tokens():
+def test_late_report_of_a_covered_window_adds_joules_and_tokens():
     job, report = late_job(min_coverage=0.5)
     assert (report.run.energy_j, report.run.energy_tokens) == (1000.0, 1000)
     job.send(row(1))
@@ -313,7 +313,7 @@ def test_a_late_report_of_a_window_that_was_covered_anyway_adds_its_joules_and_t
     assert (run.energy_j, run.energy_tokens, run.energy_iterations) == (2000.0, 2000, 10)
 
 
-def test_a_late_rank_on_the_same_gpu_adds_its_tokens_and_no_joule():
+def test_late_rank_on_a_shared_gpu_adds_tokens_and_no_energy():
     job = Job().join(devices=(gpu(),))
     job.send(row(0))
     job.wait(31, 0, 1)
@@ -323,7 +323,7 @@ def test_a_late_rank_on_the_same_gpu_adds_its_tokens_and_no_joule():
     assert (run.energy_j, run.energy_measured_j, run.energy_tokens, run.tokens) == (1000.0, 1000.0, 2000, 2000)
 
 
-def test_a_late_share_of_a_host_completes_what_is_in_use_on_it():
+def test_late_host_share_completes_the_memory_in_use():
     host = gpu("node0", kind="host", is_gpu=False, shared=True)
     job = Job().join(devices=(host,))
     job.send(row(0, devices=(device_window("node0"),)))
@@ -334,7 +334,7 @@ def test_a_late_share_of_a_host_completes_what_is_in_use_on_it():
     assert job.closed()[0].run.memory_mean_bytes == pytest.approx(2 * GIB)
 
 
-def test_a_late_report_after_a_reset_is_in_the_job_and_not_in_the_run():
+def test_late_report_after_a_reset_counts_in_the_job_only():
     job = Job().join()
     job.send(row(0, reset=True))
     job.wait(31, 0, 1)
@@ -347,7 +347,7 @@ def test_a_late_report_after_a_reset_is_in_the_job_and_not_in_the_run():
     assert (report.run.energy_j, report.run.energy_complete) == (2000.0, True)
 
 
-def test_a_late_report_of_the_warm_up_is_not_in_the_run():
+def test_late_report_of_the_warm_up_is_not_in_the_run():
     job, _ = late_job(warmup_iterations=10)
     job.send(row(1))
 
@@ -355,7 +355,7 @@ def test_a_late_report_of_the_warm_up_is_not_in_the_run():
     assert (correction.run.tokens, correction.job.tokens) == (0, 2000)
 
 
-def test_a_report_so_late_that_its_window_is_forgotten_still_counts_its_tokens():
+def test_very_late_report_still_counts_its_tokens():
     job, _ = late_job()
     job.join(1, agent="agent-1")
     for window in range(2, RECENT + 3):
@@ -367,11 +367,11 @@ def test_a_report_so_late_that_its_window_is_forgotten_still_counts_its_tokens()
     (correction,) = job.closed()
     assert correction.run.tokens == 1000 * 2 * (RECENT + 2)
     assert not correction.run.energy_complete
-    assert correction.coverage.gpus_measured == 2, "it says nothing new about the coverage"
+    assert correction.coverage.gpus_measured == 2, "the coverage is that of the last window"
 
 
 @pytest.mark.fault("duplicates")
-def test_a_report_that_comes_twice_is_counted_once():
+def test_duplicate_report_is_counted_once():
     job = Job().join()
     job.send(row(0), row(0))
     job.send(row(1))
@@ -381,7 +381,7 @@ def test_a_report_that_comes_twice_is_counted_once():
     assert [report.run.tokens for report in job.closed()] == [2000]
 
 
-def test_reports_that_an_agent_lost_are_counted_once():
+def test_lost_reports_of_an_agent_are_counted_once():
     job = Job().join()
     job.beat(0, lost=3)
     job.beat(0, lost=3)
@@ -393,10 +393,10 @@ def test_reports_that_an_agent_lost_are_counted_once():
     assert job.summary().overhead.agents_cpu_s == 1.5
 
 
-# --- who is let in -------------------------------------------------------------------------------
+# --- admission -----------------------------------------------------------------------------------
 
 
-def test_whoever_does_not_belong_is_refused_and_told_why():
+def test_rank_of_another_job_is_rejected_with_the_reason():
     job = Job().join(0)
 
     assert job.refused(1, job="another") == "it belongs to another job"
@@ -414,7 +414,7 @@ def test_whoever_does_not_belong_is_refused_and_told_why():
 
 
 @pytest.mark.fault("duplicates")
-def test_a_row_of_whoever_did_not_introduce_itself_is_not_counted():
+def test_report_without_a_hello_is_not_counted():
     job = Job().join(0)
     job.send(row(1), row(0, agent="another"))
 
@@ -422,14 +422,14 @@ def test_a_row_of_whoever_did_not_introduce_itself_is_not_counted():
     assert job.summary().tokens is None
 
 
-def test_another_agent_takes_the_place_of_one_that_has_just_left():
+def test_agent_replaces_one_that_has_just_left():
     job = Job().join()
     job.bye(1)
 
     assert job.refused(1, agent="second") == ""
 
 
-def test_another_agent_takes_the_place_of_a_silent_or_departed_one():
+def test_agent_replaces_a_silent_or_departed_one():
     job = Job().join()
     job.bye(1)
     job.wait(16)
@@ -441,13 +441,13 @@ def test_another_agent_takes_the_place_of_a_silent_or_departed_one():
     assert [report.run.tokens for report in job.closed()] == [2000]
 
 
-def test_the_same_agent_may_introduce_itself_again():
+def test_same_agent_may_send_hello_again():
     job = Job().join().join()
 
     assert len(job.events("joined")) == 2
 
 
-def test_an_aggregator_of_no_job_takes_the_first_that_comes():
+def test_aggregator_without_a_job_takes_the_first_one():
     aggregator = Aggregator(Config(), "", 1, 0.0)
 
     assert aggregator.hello(hello(0, job="first"), 0.0, 0.0) == ""
@@ -455,7 +455,7 @@ def test_an_aggregator_of_no_job_takes_the_first_that_comes():
     assert aggregator.hello(hello(1, job="second"), 0.0, 0.0) == "it belongs to another job"
 
 
-def test_ranks_that_disagree_on_the_parameters_are_told_once_and_the_first_is_believed():
+def test_parameter_disagreement_is_one_event_and_first_is_used():
     job = Job(3).join(0).join(1, parameters=ParameterCount(total=2000)).join(2, parameters=ParameterCount(total=3000))
 
     (event,) = job.events("disagreement")
@@ -470,7 +470,7 @@ def test_a_rank_may_correct_its_own_count():
     assert job.events("disagreement") == []
 
 
-def test_shares_of_the_parameters_add_up_once_all_have_come():
+def test_parameter_shares_are_summed_when_all_ranks_joined():
     job = Job(3)
     job.join(0, parameters=ParameterCount(100, 90, 80, is_share=True)).join(
         1, parameters=ParameterCount(0, 0, 0, is_share=True)
@@ -492,7 +492,7 @@ def test_the_configured_kind_of_parameters_is_the_divisor(kind, expected):
     assert job.summary().parameters_kind == kind
 
 
-def test_on_a_host_the_rank_that_reads_the_sensor_decides_that_there_is_one():
+def test_host_has_a_sensor_if_one_of_its_ranks_reads_it():
     blind = gpu("node0", is_gpu=False, shared=True, energy_method=None)
     job = Job(3).join(0, devices=(blind,)).join(1, devices=(gpu("node0", is_gpu=False, shared=True),))
     job.join(2, devices=(blind,))
@@ -502,7 +502,7 @@ def test_on_a_host_the_rank_that_reads_the_sensor_decides_that_there_is_one():
     assert job.closed()[0].coverage.energy == 1.0
 
 
-def test_equal_faults_are_recorded_and_counted_each_time():
+def test_equal_device_errors_are_each_recorded_and_counted():
     job = Job().join()
     for text in ("Xid 79", "Xid 79", "Xid 48"):
         job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, "xid", text)), 0.0, 1000.0)
@@ -512,7 +512,7 @@ def test_equal_faults_are_recorded_and_counted_each_time():
     assert job.summary().events["xid"] == 3
 
 
-def test_a_fault_keeps_its_time_rank_and_device():
+def test_event_keeps_its_time_rank_and_device():
     job = Job().join()
     fault = Event(1030.0, "xid", "Xid 79", device="GPU-7", count=2)
     job.aggregator.agent_event(AgentEvent("agent-1", 1, fault), 2000.0, 3000.0)  # after an outage of the aggregator
@@ -521,16 +521,16 @@ def test_a_fault_keeps_its_time_rank_and_device():
     assert (event.time_s, event.rank, event.device, event.count) == (1030.0, 1, "GPU-7", 2)
 
 
-@pytest.mark.parametrize(("note_s", "time_s"), [(9e9, 3000.0), (-1e30, 1000.0)])
-def test_a_fault_lies_between_the_jobs_start_and_now(note_s, time_s):
+@pytest.mark.parametrize(("event_s", "time_s"), [(9e9, 3000.0), (-1e30, 1000.0)])
+def test_event_time_is_clamped_to_the_job(event_s, time_s):
     job = Job().join()
-    job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(note_s, "xid", "Xid 79")), 2000.0, 3000.0)
+    job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(event_s, "xid", "Xid 79")), 2000.0, 3000.0)
 
     assert job.events("xid")[0].time_s == time_s
 
 
 @pytest.mark.fault("hostile-frames")
-def test_a_storm_is_a_hundred_lines_a_minute_and_a_count():
+def test_event_storm_is_a_hundred_lines_a_minute_and_a_count():
     job = Job()
     for minute in (1, 2):
         for _ in range(2000):
@@ -544,7 +544,7 @@ def test_a_storm_is_a_hundred_lines_a_minute_and_a_count():
     assert job.aggregator.garbage == 4000
 
 
-def test_a_million_faults_of_many_ranks_stay_below_ten_megabytes():
+def test_million_events_of_many_ranks_are_below_10_megabytes():
     ranks = 200
     job = Job(ranks).join()
     for number in range(1000):
@@ -558,7 +558,7 @@ def test_a_million_faults_of_many_ranks_stay_below_ten_megabytes():
     assert sum(line.count for line in lines) == job.summary().events["ecc"] == 1_000_000
 
 
-def test_what_a_storm_left_out_is_named_at_the_end_of_the_job():
+def test_suppressed_events_are_counted_at_the_end_of_the_job():
     job = Job().join()
     for _ in range(250):
         fault = Event(1000.0, "ecc", "1 uncorrected memory errors")
@@ -569,7 +569,7 @@ def test_what_a_storm_left_out_is_named_at_the_end_of_the_job():
     assert (last.rank, last.count) == (1, 150)
 
 
-def test_nan_losses_are_one_event_per_state_and_counted_each_time():
+def test_nan_losses_are_one_event_per_change_and_all_counted():
     job = Job(1).join()
     for window, bad in enumerate((0, 0, 4, 10, 10, 0, 0), 1):
         first = window * 10 - 3 if bad else None
@@ -589,7 +589,7 @@ def test_nan_losses_are_one_event_per_state_and_counted_each_time():
     assert [report.last.losses_not_finite for report in job.closed()] == [0, 0, 4, 10, 10, 0, 0]
 
 
-def test_a_job_without_losses_is_not_judged():
+def test_job_without_losses_has_no_loss_event():
     job = Job(1).join()
     for window in range(1, 5):
         job.send(row(0, window, loss=None))
@@ -598,7 +598,7 @@ def test_a_job_without_losses_is_not_judged():
 
 
 @pytest.mark.parametrize(("is_gpu", "expected"), [(True, ["gpus_idle"]), (False, [])])
-def test_a_job_whose_gpus_idle_reports_that_once(is_gpu, expected):
+def test_idle_gpus_are_one_event(is_gpu, expected):
     job = Job(1).join(0, devices=(gpu(is_gpu=is_gpu),))
     for window in range(1, 30):
         job.send(row(0, window, devices=(device_window(wall=full(10.0, utilization=0.05)),)))
@@ -606,7 +606,7 @@ def test_a_job_whose_gpus_idle_reports_that_once(is_gpu, expected):
     assert [event.kind for event in job.events() if event.kind != "joined"] == expected
 
 
-def test_kinds_beyond_a_hundred_are_counted_together():
+def test_event_kinds_above_a_hundred_are_counted_together():
     job = Job().join()
     for number in range(300):
         kind = "".join(chr(ord("a") + int(digit)) for digit in str(number))
@@ -627,7 +627,7 @@ def run_of(job, windows, **changes):
     return job.closed()
 
 
-def test_a_warm_up_of_iterations_is_rounded_up_to_windows_and_left_out_of_the_run():
+def test_warm_up_iterations_are_rounded_up_to_whole_windows():
     closed = run_of(Job(warmup_iterations=15).join(), 3)
 
     assert [report.warming_up for report in closed] == [True, True, False]
@@ -638,14 +638,14 @@ def test_a_warm_up_of_iterations_is_rounded_up_to_windows_and_left_out_of_the_ru
     assert closed[0].values["window/aec_watts"] == pytest.approx(200.0)
 
 
-def test_a_warm_up_of_seconds_is_iteration_time():
+def test_warm_up_seconds_are_iteration_time():
     closed = run_of(Job(warmup_seconds=15.0).join(), 3, phases_s={"evaluation": 100.0})
 
-    # Windows of 10 s and an evaluation: the second begins after 10 s, which are fewer than 15.
+    # Windows of 10 s and an evaluation: the second begins after 10 s, fewer than 15.
     assert [report.run.tokens for report in closed] == [0, 0, 2000]
 
 
-def test_a_reset_lets_the_run_start_anew_after_its_window():
+def test_reset_starts_the_run_anew_after_its_window():
     job = Job().join()
     job.send(row(0, 1))
     job.send(row(1, 1, reset=True))
@@ -656,7 +656,7 @@ def test_a_reset_lets_the_run_start_anew_after_its_window():
     assert job.summary().tokens == 4000
 
 
-def test_the_job_has_the_wall_time_and_the_run_the_iterations():
+def test_job_has_wall_time_and_run_has_iteration_time():
     changes = {"phases_s": {"evaluation": 5.0}}
     (report,) = run_of(Job().join(), 1, **changes)
 
@@ -664,14 +664,14 @@ def test_the_job_has_the_wall_time_and_the_run_the_iterations():
     assert report.time_by_class == {"iterations": 10.0, "evaluation": 5.0}
 
 
-def test_the_remaining_time_is_that_of_the_remaining_iterations():
+def test_remaining_time_is_that_of_the_remaining_iterations():
     job = Job().join(total_iterations=100)
     report = run_of(job, 2)[-1]
 
     assert (report.total_iterations, report.remaining_s) == (100, pytest.approx(80.0))
 
 
-def test_the_slowest_rank_is_named_by_own_times_from_the_third_window_on():
+def test_slowest_rank_is_named_from_the_third_window_on():
     job = Job(3).join()
     for window in range(1, 5):
         for rank, own_s in enumerate((0.5, 0.5, 0.6)):  # of iterations of 1 s: the rest is waiting for each other
@@ -682,7 +682,7 @@ def test_the_slowest_rank_is_named_by_own_times_from_the_third_window_on():
     assert (job.summary().slowest, job.summary().windows_compared) == ({2: 2}, 4)
 
 
-def test_without_own_times_no_rank_is_the_slowest():
+def test_no_slowest_rank_without_own_step_times():
     job = Job(3).join()
     for window in range(1, 21):
         for rank, busy_s in enumerate((9.0, 12.0, 10.0)):
@@ -692,7 +692,7 @@ def test_without_own_times_no_rank_is_the_slowest():
     assert (job.summary().slowest, job.summary().windows_compared) == ({}, 0)
 
 
-def test_what_is_simulated_or_speaks_of_steps_says_so():
+def test_report_states_simulation_style_and_power_scope():
     job = Job(1).join(devices=(gpu(simulated=True),), facts={"style": "Step"})
     (report,) = run_of(job, 1)
 
@@ -700,7 +700,7 @@ def test_what_is_simulated_or_speaks_of_steps_says_so():
     assert job.summary().simulated
 
 
-def test_the_loss_is_that_of_the_first_rank_that_has_one():
+def test_loss_is_that_of_the_first_rank_with_one():
     job = Job().join()
     job.send(row(0))
     job.send(row(1, loss=3.5))
@@ -711,7 +711,7 @@ def test_the_loss_is_that_of_the_first_rank_that_has_one():
     assert job.summary().loss == 3.5
 
 
-def test_a_window_without_iterations_has_no_window_values():
+def test_window_without_iterations_has_no_window_values():
     job = Job(1).join()
     run_of(job, 1)
     rest = device_window("GPU-0", 2.0, phases={"shutdown": full(2.0)})
@@ -737,7 +737,7 @@ def test_a_window_without_iterations_has_no_window_values():
         ((), "killed"),
     ],
 )
-def test_a_run_is_completed_only_if_every_rank_says_so(byes, status):
+def test_run_is_completed_only_if_every_rank_completed(byes, status):
     job = Job().join()
     run_of(job, 1)
     for rank, word in enumerate(byes):
@@ -747,7 +747,7 @@ def test_a_run_is_completed_only_if_every_rank_says_so(byes, status):
     assert job.summary(ended=True).status == status
 
 
-def test_a_rank_that_had_not_come_is_named_and_is_no_kill():
+def test_absent_rank_is_listed_and_the_job_is_completed():
     job = Job().join(0)
     job.bye(0)
     summary = job.summary(ended=True)
@@ -757,14 +757,14 @@ def test_a_rank_that_had_not_come_is_named_and_is_no_kill():
 
 
 @pytest.mark.parametrize(("status", "expected"), [("failed", "failed"), ("killed", "killed")])
-def test_a_rank_that_had_not_come_hides_no_other_end(status, expected):
+def test_absent_rank_does_not_hide_a_failure(status, expected):
     job = Job().join(0)
     job.bye(0, status)
 
     assert job.summary(ended=True).status == expected
 
 
-def test_the_summary_has_a_unit_for_every_value_and_the_energy_of_each_class():
+def test_summary_has_units_and_energy_by_class():
     job = Job().join()
     run_of(job, 1, phases_s={"evaluation": 5.0})
     for rank in range(2):
@@ -780,7 +780,7 @@ def test_the_summary_has_a_unit_for_every_value_and_the_energy_of_each_class():
     assert msgspec.json.decode(msgspec.json.encode(summary))["status"] == "killed"
 
 
-def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
+def test_no_energy_sensor_gives_no_energy_and_no_scope():
     job = Job(1).join(devices=(gpu(energy_method=None, power_scope=None, not_measured=("no power here",)),))
     wall = device_window("GPU-0").wall
     blind = device_window("GPU-0", wall=msgspec.structs.replace(wall, energy=NOT_MEASURED))
@@ -794,7 +794,7 @@ def test_without_an_energy_sensor_there_is_no_energy_and_no_scope():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_not_measured_is_complete_in_any_order_of_joining(order):
+def test_not_measured_does_not_depend_on_join_order(order):
     host = {"name": "host:vm", "is_gpu": False, "shared": True, "energy_method": None, "power_scope": None}
     job = Job(3)
     reasons = {0: ("energy: no RAPL",), 2: ("memory: no cgroup",)}  # only local rank 0 looks for the sensor of the node
@@ -819,7 +819,7 @@ def test_not_measured_is_complete_in_any_order_of_joining(order):
         ({"tokens": 0, "samples": 0, "generated_tokens": 50, "generation_s": 1.0}, ()),
     ],
 )
-def test_what_the_loop_does_not_count_is_null_with_a_reason(counted, reasons):
+def test_counts_missing_in_the_loop_are_null_with_a_reason(counted, reasons):
     job = Job(1).join()
     job.send(row(0, **counted))
     job.closed()
@@ -842,7 +842,7 @@ def test_what_the_loop_does_not_count_is_null_with_a_reason(counted, reasons):
         ("Tesla T4", "measured here", False),
     ],
 )
-def test_an_unknown_share_of_ticks_is_one_sentence_of_the_job(name, source, is_open):
+def test_unknown_tick_share_is_one_sentence_of_the_job(name, source, is_open):
     sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_error_s=0.1, source=source)
     job = Job(4)
     for rank in range(4):
@@ -856,14 +856,14 @@ def test_an_unknown_share_of_ticks_is_one_sentence_of_the_job(name, source, is_o
     assert all(name in text and "`effllm profile`" in text for text in sentences)
 
 
-def test_a_counter_without_ticks_has_no_unknown_share():
+def test_counter_without_ticks_has_no_unknown_share():
     device = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA X1000", sensor=Sensor(tick_s=0.0))
 
     assert Job(1).join(devices=(device,)).summary().not_measured == ()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_energy_that_one_rank_reads_is_not_called_missing(order):
+def test_energy_read_by_one_rank_is_not_listed_as_missing(order):
     job = Job(2)
     for rank in order:
         method, why = ("counter", ()) if rank == 0 else (None, ("energy: no permission",))
@@ -875,7 +875,7 @@ def test_energy_that_one_rank_reads_is_not_called_missing(order):
 # --- another aggregator --------------------------------------------------------------------------
 
 
-def test_a_snapshot_does_not_claim_rows_of_windows_that_are_still_open():
+def test_snapshot_leaves_out_reports_of_open_windows():
     job = Job().join()
     job.send(row(0, 1), row(0, 2))
     job.bye(0)
@@ -883,13 +883,13 @@ def test_a_snapshot_does_not_claim_rows_of_windows_that_are_still_open():
 
     second.send(row(1, 1))
     second.wait(5, 0, 1)
-    assert second.closed() == [], "rank 0 is waited for, for it has not left until it says so again"
+    assert second.closed() == [], "rank 0 is waited for: its bye must be sent again"
     second.send(row(0, 1))
     assert [report.run.tokens for report in second.closed()] == [2000]
     assert second.aggregator.duplicates == 0
 
 
-def test_a_snapshot_after_a_farewell_does_not_wait_for_who_left():
+def test_snapshot_after_a_bye_does_not_wait_for_that_rank():
     job = Job().join()
     job.bye(0)
     second = Job(snapshot=restore(job.aggregator.snapshot())).join(1)
@@ -899,7 +899,7 @@ def test_a_snapshot_after_a_farewell_does_not_wait_for_who_left():
 
 
 @pytest.mark.fault("disk-full", "duplicates")
-def test_reports_that_never_come_though_later_ones_do_are_counted_once_over_a_replacement():
+def test_gap_in_reports_is_counted_once_over_a_replacement():
     job = Job().join()
     job.send(row(0, 1), row(1, 1))
     job.send(row(0, 4))  # two are missing before it; its window is open
@@ -912,7 +912,7 @@ def test_reports_that_never_come_though_later_ones_do_are_counted_once_over_a_re
     assert second.summary().coverage.reports_lost == 2 + 2, "and as many of rank 1"
 
 
-def test_what_is_safe_is_what_need_not_be_sent_again():
+def test_only_reports_of_closed_windows_are_acknowledged():
     job = Job().join()
     job.send(row(0, 1), row(0, 2), row(0, 3))
     job.send(row(1, 1))
@@ -922,7 +922,7 @@ def test_what_is_safe_is_what_need_not_be_sent_again():
     assert job.aggregator.safe() == {0: 1, 1: 1}
 
 
-def test_the_next_attempt_keeps_the_sums_and_begins_with_its_own_ranks():
+def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
     first = Job(warmup_iterations=10).join()
     run_of(first, 2)
     snapshot = restore(first.aggregator.snapshot()).next_attempt("second job")
@@ -939,7 +939,7 @@ def test_the_next_attempt_keeps_the_sums_and_begins_with_its_own_ranks():
 
 
 @pytest.mark.parametrize("warmup_seconds", [0.0, 15.0])
-def test_the_next_attempt_has_a_warm_up_of_its_own_and_no_reset_of_the_last(warmup_seconds):
+def test_next_attempt_has_own_warm_up_and_ignores_old_reset(warmup_seconds):
     first = Job(1, warmup_seconds=warmup_seconds).join()
     first.send(row(0, 1), row(0, 2), row(0, 3, reset=True))
     second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup_seconds=warmup_seconds).join()
@@ -951,7 +951,7 @@ def test_the_next_attempt_has_a_warm_up_of_its_own_and_no_reset_of_the_last(warm
 
 
 class CrashingJob:
-    """Agents that send again what was not acknowledged, and an aggregator that is killed and replaced."""
+    """Agents that resend what was not acknowledged, and an aggregator that is killed and replaced."""
 
     def __init__(self, rows, min_coverage):
         self.rows = rows  # per rank
@@ -1061,7 +1061,7 @@ def test_a_crash_at_any_point_changes_no_total(rows, steps, data, min_coverage):
 @settings(deadline=None, max_examples=50)
 @given(jobs(), STEPS, st.data())
 @pytest.mark.fault("duplicates")
-def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps, data):
+def test_crash_with_late_reports_loses_or_doubles_nothing(rows, steps, data):
     crashing = CrashingJob(rows, 1.0)
     for step in steps:
         rank = data.draw(st.sampled_from(sorted(rows)))
@@ -1080,7 +1080,7 @@ def test_with_late_reports_too_no_token_or_second_is_lost_or_doubled(rows, steps
 
 
 @pytest.mark.fault("duplicates")
-def test_late_rows_that_wait_in_a_large_world_are_counted_once_over_a_crash(monkeypatch):
+def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
     monkeypatch.setattr("effllm.aggregation.aggregator.is_large", lambda world_size: True)
     rows = {rank: [row(rank, window, tokens=1) for window in (1, 2)] for rank in range(2)}
     crashing = CrashingJob(rows, 1.0)
@@ -1101,7 +1101,7 @@ def test_late_rows_that_wait_in_a_large_world_are_counted_once_over_a_crash(monk
 
 @settings(deadline=None, max_examples=50)
 @given(jobs(), st.randoms(use_true_random=False))
-def test_the_order_in_which_ranks_arrive_does_not_change_a_report(rows, random):
+def test_arrival_order_of_ranks_does_not_change_a_report(rows, random):
     reports_of = []
     for shuffle in (False, True):
         job = Job(len(rows)).join()
@@ -1117,7 +1117,7 @@ def test_the_order_in_which_ranks_arrive_does_not_change_a_report(rows, random):
     assert len(reports_of[0]) == len(rows[0])
 
 
-def test_ten_thousand_ranks_make_three_reports_of_the_usual_size():
+def test_ten_thousand_ranks_give_reports_of_the_usual_size():
     ranks = 10_000
     job = Job(ranks)
     for rank in range(ranks):
@@ -1136,7 +1136,7 @@ def test_ten_thousand_ranks_make_three_reports_of_the_usual_size():
     assert len(closed[-1].values) <= 60
 
 
-def test_a_thousand_missing_ranks_are_named_by_eight():
+def test_event_names_eight_of_a_thousand_missing_ranks():
     job = Job(1000).join(0)
     job.send(row(0))
     job.wait(31, 0)
@@ -1146,7 +1146,7 @@ def test_a_thousand_missing_ranks_are_named_by_eight():
 
 
 @pytest.mark.fault("duplicates")
-def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
+def test_summary_counts_rejected_frames_and_duplicates():
     job = Job(1).join()
     for _ in range(3):
         job.aggregator.reject(1000.0, "not a frame")
@@ -1157,17 +1157,17 @@ def test_rejected_frames_and_duplicates_are_counted_in_the_summary_each_time():
     assert {kind: job.summary().events[kind] for kind in ("rejected", "duplicate")} == {"rejected": 3, "duplicate": 1}
 
 
-# --- what speaks against a value ------------------------------------------------------------------
+# --- doubtful values -------------------------------------------------------------------------------
 
 
 def uncertain(rank=0, number=1, error_j=100.0, **changes):
-    """Return a window of 1000 J whose random error, half-width, is so much, all of it at its edges."""
+    """Return a window of 1000 J with this random error (half-width), all of it at its edges."""
     edge_j2 = (error_j / NORMAL_95) ** 2 / 2
     wall = msgspec.structs.replace(full(10.0), energy=amount(1000.0, 10.0, start_j2=edge_j2, end_j2=edge_j2))
     return row(rank, number, devices=(device_window(f"GPU-{rank}", wall=wall),), **changes)
 
 
-def test_windows_known_to_worse_than_5_percent_are_marked():
+def test_windows_with_an_error_above_5_percent_are_marked():
     job = Job(1).join()
     job.send(uncertain(number=1, error_j=100.0), uncertain(number=2, error_j=100.0), uncertain(number=3, error_j=49.0))
 
@@ -1175,7 +1175,7 @@ def test_windows_known_to_worse_than_5_percent_are_marked():
     assert job.events("energy_doubtful") == []
 
 
-def test_energy_worse_than_20_percent_is_not_shown():
+def test_energy_with_an_error_above_20_percent_is_not_shown():
     job = Job(1).join()
     job.send(uncertain(number=1, error_j=190.0), uncertain(number=2, error_j=210.0))
     known, unknown = job.closed()
@@ -1235,7 +1235,7 @@ def test_aliasing_is_one_event_for_the_job():
     assert "off by up to 100 % in the run to date" in event.text
 
 
-def test_aliasing_that_does_not_last_is_no_event():
+def test_short_aliasing_is_no_event():
     job = Job(2).join(0, 1)
     for number in range(1, 20):
         keeps_step(job, number, [0.2 if number % 3 else None, None])
@@ -1243,7 +1243,7 @@ def test_aliasing_that_does_not_last_is_no_event():
     assert job.events("energy_aliasing") == []
 
 
-def test_what_one_gpu_cannot_tell_a_hundred_can():
+def test_errors_of_a_hundred_gpus_average_out():
     job = Job(100).join()
     for rank in range(100):
         job.send(uncertain(rank, error_j=400.0))
@@ -1252,7 +1252,7 @@ def test_what_one_gpu_cannot_tell_a_hundred_can():
     assert not job.closed()[0].energy_doubtful
 
 
-def test_a_window_without_energy_is_not_doubtful():
+def test_window_without_energy_is_not_doubtful():
     job = Job(1).join()
     job.send(row(0, 1, devices=()), uncertain(number=2, error_j=500.0, final=True))
 
@@ -1260,23 +1260,23 @@ def test_a_window_without_energy_is_not_doubtful():
     assert job.events("energy_doubtful") == []
 
 
-@pytest.mark.parametrize(("flops", "told"), [(9e12, ()), (12e12, ("MFU would be 1.2, which cannot be",))])
-def test_an_mfu_above_one_is_an_event_that_names_what_may_be_wrong(flops, told):
+@pytest.mark.parametrize(("flops", "texts"), [(9e12, ()), (12e12, ("MFU would be 1.2, which cannot be",))])
+def test_mfu_above_one_is_an_event_with_the_possible_causes(flops, texts):
     # 2000 tokens in 10 s on two devices of 1000 TFLOP/s: 1 at 1e13 FLOPs a token
     job = Job(peak_tflops=1000.0).join(flops_per_token=flops)
     closed = run_of(job, 2)
 
-    assert ("throughput/mfu_ratio" in closed[-1].values) is not told
+    assert ("throughput/mfu_ratio" in closed[-1].values) is not texts
     events = job.events("mfu")
-    assert len(events) == len(told)
-    for event, text in zip(events, told, strict=True):
+    assert len(events) == len(texts)
+    for event, text in zip(events, texts, strict=True):
         assert event.text == (
             f"{text}, and is not shown: wrong are the 1.2e+13 FLOPs per token, the tokens, or the peak "
             "(1000 TFLOP/s per device, as configured)"
         )
 
 
-def test_an_hfu_above_one_is_one_too():
+def test_hfu_above_one_is_an_event():
     job = Job(peak_tflops=1000.0).join(flops_per_token=9e12, hardware_flops_per_token=12e12)
     (report,) = run_of(job, 1)
 
@@ -1284,7 +1284,7 @@ def test_an_hfu_above_one_is_one_too():
     assert [event.text[:16] for event in job.events("mfu")] == ["HFU would be 1.2"]
 
 
-def test_the_peak_is_that_of_the_hardware_table_where_all_gpus_are_in_it():
+def test_peak_is_from_the_hardware_table_if_all_gpus_are_in_it():
     known = msgspec.structs.replace(gpu("GPU-0"), name="NVIDIA H100 80GB HBM3")
     unknown = msgspec.structs.replace(gpu("GPU-1"), name="NVIDIA H101")
     job = Job(1).join(devices=(known,), flops_per_token=1e12)
@@ -1297,7 +1297,7 @@ def test_the_peak_is_that_of_the_hardware_table_where_all_gpus_are_in_it():
     assert other.summary().peak == ""
 
 
-def test_the_summary_has_of_the_run_what_charts_show_of_a_window():
+def test_summary_has_run_values_of_the_window_charts():
     job = Job(peak_tflops=1000.0).join(flops_per_token=5e12)
     run_of(job, 2)
     metrics = job.summary().metrics
@@ -1307,7 +1307,7 @@ def test_the_summary_has_of_the_run_what_charts_show_of_a_window():
     assert not [tag for tag in metrics if tag.startswith("window/")]
 
 
-def test_the_errors_of_the_summary_are_those_of_two_ends_and_of_all_that_was_measured():
+def test_summary_errors_are_those_of_the_two_outer_edges():
     job = Job(1).join()
     job.send(*[uncertain(number=number, error_j=40.0) for number in (1, 2, 3, 4)])
     summary = job.summary()
@@ -1320,7 +1320,7 @@ def test_the_errors_of_the_summary_are_those_of_two_ends_and_of_all_that_was_mea
     assert (aec.value, aec.error, aec.sensor_error) == pytest.approx((100.0, 1.0, 5.0))
 
 
-def test_the_warm_up_is_in_the_total_energy_and_told_apart():
+def test_total_energy_includes_warm_up_and_shows_it_apart():
     job = Job(1, warmup_iterations=15).join()
     job.send(row(0, 1), row(0, 2), row(0, 3), row(0, 4))
     energy = job.summary().energy
@@ -1330,7 +1330,7 @@ def test_the_warm_up_is_in_the_total_energy_and_told_apart():
     assert Job(1).join().summary().energy.warmup_joules == 0.0
 
 
-def test_a_late_report_of_the_warm_up_completes_its_energy():
+def test_late_report_of_the_warm_up_completes_its_energy():
     job, _ = late_job(warmup_iterations=10)
     assert job.summary().energy.warmup_joules == 1000.0
     job.send(row(1))
@@ -1338,7 +1338,7 @@ def test_a_late_report_of_the_warm_up_completes_its_energy():
     assert job.summary().energy.warmup_joules == 2000.0
 
 
-def test_what_a_reset_leaves_out_is_no_warm_up_even_when_it_is_late():
+def test_late_report_before_a_reset_is_no_warm_up():
     job = Job().join()
     job.send(row(0, reset=True))
     job.wait(31, 0, 1)
@@ -1357,7 +1357,7 @@ def test_each_attempt_adds_its_own_warm_up():
     assert second.summary().energy.total_joules == 4000.0
 
 
-# --- a total is the energy of everything, or has no value -------------------------------------------
+# --- a total without a report has no value -----------------------------------------------------------
 
 
 def whole_run(windows=4, without=()):
@@ -1377,7 +1377,7 @@ def totals_in(summary):
     return [name for name in names if f"energy/{name}" in summary.metrics]
 
 
-def test_a_total_of_all_reports_has_a_value_and_full_coverage():
+def test_total_of_all_reports_has_a_value_and_full_coverage():
     job = whole_run()
     summary = job.summary(ended=True)
 
@@ -1395,7 +1395,7 @@ def test_a_total_of_all_reports_has_a_value_and_full_coverage():
         ([(0, 4), (1, 4)], "the last report of 2 ranks never arrived"),
     ],
 )
-def test_a_total_without_a_window_has_no_value_and_says_what_it_covers(without, reason):
+def test_total_without_a_window_has_only_a_coverage(without, reason):
     job = whole_run(without=without)
     for rank in range(2):
         job.aggregator.bye(Bye(f"agent-{rank}", rank, "killed", 40, end_time_s=1040.0), job.now_s, 1040.0)
@@ -1408,17 +1408,17 @@ def test_a_total_without_a_window_has_no_value_and_says_what_it_covers(without, 
     (text,) = [text for text in summary.not_measured if text.startswith("total energy")]
     assert "75 % of the time and 75 % of the iterations were measured" in text
     assert reason in text
-    assert "run_energy/joules_per_token" in summary.metrics, "the same windows above and below the line"
+    assert "run_energy/joules_per_token" in summary.metrics, "the same windows in numerator and divisor"
 
 
-def test_a_total_without_one_ranks_window_has_no_value():
+def test_total_without_a_window_of_one_rank_has_no_value():
     summary = whole_run(without=[(1, 3)]).summary(ended=True)
 
     assert summary.energy.total_joules is None
     assert summary.energy.iterations_coverage == pytest.approx(0.875)
 
 
-def test_an_earlier_attempt_that_lost_reports_leaves_no_total():
+def test_lost_reports_of_an_earlier_attempt_leave_no_total():
     first = whole_run(without=[(0, 2), (1, 2)])
     second = Job(2, restore(first.aggregator.snapshot()).next_attempt("job")).join()
     second.send(row(0, 1, final=True), row(1, 1, final=True))
@@ -1428,7 +1428,7 @@ def test_an_earlier_attempt_that_lost_reports_leaves_no_total():
     assert summary.coverage.reports_lost == 2
 
 
-def test_reports_that_arrive_are_not_lost_whatever_the_agent_dropped():
+def test_reports_that_arrive_are_not_counted_as_lost():
     outbox, job = Outbox(2), Job(1).join()
     arriving = []
     for window in range(1, 6):  # nothing is acknowledged, and each is sent at once
@@ -1442,10 +1442,10 @@ def test_reports_that_arrive_are_not_lost_whatever_the_agent_dropped():
     assert summary.energy.total_joules == pytest.approx(5000.0)
 
 
-# --- one rank takes no more than its share --------------------------------------------------------
+# --- limits per rank ---------------------------------------------------------------------------------
 
 
-def test_windows_that_few_ranks_report_close_a_few_at_a_time():
+def test_windows_of_few_ranks_close_a_few_at_a_time():
     job = Job(2).join()
     job.send(*(row(1, window) for window in range(1, 201)))
     job.aggregator.bye(Bye("agent-0", 0, "completed", 0), 1.0, 1001.0)
@@ -1459,7 +1459,7 @@ def test_windows_that_few_ranks_report_close_a_few_at_a_time():
     assert job.summary().tokens == 200 * 1000
 
 
-def test_a_rank_far_ahead_keeps_no_more_reports_than_an_agent():
+def test_rank_far_ahead_keeps_no_more_reports_than_an_agent():
     job = Job(2, history_size=50).join()
     taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0) for window in range(1, 200)]
 
@@ -1475,7 +1475,7 @@ def test_a_rank_far_ahead_keeps_no_more_reports_than_an_agent():
     assert job.summary().coverage.reports_lost == 0
 
 
-def test_large_reports_of_a_rank_that_wait_are_bounded_in_bytes():
+def test_waiting_reports_of_a_rank_are_bounded_in_bytes():
     job = Job(2, history_size=1000).join()
     size = 100 * 1024
     taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0, size) for window in range(1, 200)]
@@ -1483,7 +1483,7 @@ def test_large_reports_of_a_rank_that_wait_are_bounded_in_bytes():
     assert taken.count(True) == MAX_PENDING_BYTES // size
 
 
-def test_windows_that_one_rank_claims_ahead_do_not_make_the_others_late():
+def test_rank_far_ahead_does_not_make_the_others_late():
     job = Job(3).join()
     job.send(*(row(2, window) for window in range(1, 500)))
     for window in range(1, 61):  # of a second: longer than the deadline
@@ -1497,7 +1497,7 @@ def test_windows_that_one_rank_claims_ahead_do_not_make_the_others_late():
     assert job.summary().coverage.reports_late == 0
 
 
-def test_late_reports_are_taken_a_few_at_a_time_and_all_at_the_end():
+def test_late_reports_are_taken_in_small_parts():
     job = Job(2).join()
     for window in range(1, 201):
         job.send(row(0, window, final=window == 200))
