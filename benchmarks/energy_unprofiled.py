@@ -27,7 +27,7 @@ from benchmarks.energy_traces import HELD_OUT, TUNING, drawn
 from benchmarks.machine import machine
 from effllm.records.energy import NORMAL_95
 from tests.nvml_library import Curve
-from tests.sensor_model import Told, simulate
+from tests.sensor_model import MeasuredWindow, simulate
 
 RESULTS = Path(__file__).parent / "results"
 SEEDS = {TUNING: 20261122, HELD_OUT: 1732050807}
@@ -70,7 +70,7 @@ class Run:
     lag_s: float
     seed: int
 
-    def windows(self, length_s: float, *, lag_is_known: bool) -> list[Told]:
+    def windows(self, length_s: float, *, lag_is_known: bool) -> list[MeasuredWindow]:
         """Return the windows of this length that follow the first five minutes."""
         lead_s = max(length_s, 1.0)  # of shorter windows, more edges would show no less
         return simulate(
@@ -174,7 +174,7 @@ def judge(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _judged(one: Told, known: Told) -> Judged:
+def _judged(one: MeasuredWindow, known: MeasuredWindow) -> Judged:
     return Judged(
         error=abs(one.error_j) / one.truth_j,
         half_width=NORMAL_95 * one.deviation_j / one.truth_j,

@@ -1,4 +1,4 @@
-"""What must hold after every fault: the ledger has all that happened, once, and training has not noticed."""
+"""What must hold after every fault: the run folder has every iteration once, and training was not disturbed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pytest import approx
 from effllm.devices.simulated import waveform_of
 from effllm.records.job import Summary
 
-#: Of the energy of a run: what the first and the last sample leave open.
+#: Relative: the part of a run's energy before the first sample and after the last.
 ENERGY_ERROR = 0.02
-WHOLE_COVERAGE = 0.99
+FULL_COVERAGE = 0.99
 
 
 def assert_whole(
@@ -29,44 +29,44 @@ def assert_whole(
     status: str = "completed",
     local_ranks: Mapping[int, int] | None = None,
 ) -> Summary:
-    """Compare what is in the folder with the truth: iterations by rank, tokens of each, joules of the waveform."""
+    """Compare the folder with the truth: iterations by rank, tokens of each, joules of the waveform."""
     summary = ledger.summary
     assert summary.status == status
     assert (summary.iterations, summary.tokens) == (max(iterations.values()), tokens * sum(iterations.values()))
     rows = {rank: [row for row in ledger.ranks if row.rank == rank] for rank in iterations}
     for rank, count in iterations.items():
-        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # late ones stand behind
+        rows[rank].sort(key=lambda row: (row.attempt, row.window))  # late rows come last
         held = [i for row in rows[rank] for i in range(row.iteration_first, row.iteration_last + 1)]
         truth = set(range(1, count + 1))
         twice = {one for one in held if held.count(one) > 1}
-        assert held == sorted(truth), f"rank {rank} lacks {sorted(truth - set(held))}, twice there are {sorted(twice)}"
+        assert held == sorted(truth), f"rank {rank} has no {sorted(truth - set(held))}, twice {sorted(twice)}"
         assert sum(row.tokens for row in rows[rank]) == tokens * count
         _assert_energy(rank, rows[rank], (local_ranks or {}).get(rank, rank))
     shown = [report.iteration_last for report in ledger.windows if not report.correction]
     assert shown == sorted(shown)
     assert len({report.window for report in ledger.windows if not report.correction}) == len(shown)
     if summary.energy.total_joules is not None:
-        told_j = sum(row.energy_j for of_rank in rows.values() for row in of_rank)
-        assert summary.energy.total_joules == approx(told_j, rel=1e-6)
+        sum_j = sum(row.energy_j for of_rank in rows.values() for row in of_rank)
+        assert summary.energy.total_joules == approx(sum_j, rel=1e-6)
     return summary
 
 
 def _assert_energy(rank: int, rows: Sequence[Any], local_rank: int) -> None:
-    """Compare what rows say of energy with the truth, each as far as it says that it was covered.
+    """Compare the energy of rows with the truth, within the coverage that each row states.
 
-    A machine that is busy elsewhere may leave holes, at the edges of short windows above all.  In a hole the device
-    drew no less than the least of its waveform and no more than the most.
+    On a busy machine samples may be missing, mostly at the edges of short windows. In such a gap the power was between
+    the minimum and the maximum of the waveform.
     """
     measured = [row for row in rows if row.energy_j is not None]
     assert measured, f"rank {rank}: no row has energy"
     wave = waveform_of(local_rank)
-    least_w, most_w = (wave.power_mean_w + sign * wave.power_amplitude_w for sign in (-1, 1))
+    min_w, max_w = (wave.power_mean_w + sign * wave.power_amplitude_w for sign in (-1, 1))
     for row in measured:
-        truth_j, hole_s = true_j([row], local_rank), row.wall_s - row.energy_covered_s
+        truth_j, gap_s = true_j([row], local_rank), row.wall_s - row.energy_covered_s
         error_j = ENERGY_ERROR * truth_j + 3 * (row.energy_error_j or 0.0)
-        assert truth_j - hole_s * most_w - error_j <= row.energy_j <= truth_j - hole_s * least_w + error_j, row
-    whole = [row for row in measured if row.coverage > WHOLE_COVERAGE]
-    print(f"rank {rank}: {len(measured)} of {len(rows)} rows have energy, {len(whole)} without a hole")
+        assert truth_j - gap_s * max_w - error_j <= row.energy_j <= truth_j - gap_s * min_w + error_j, row
+    whole = [row for row in measured if row.coverage > FULL_COVERAGE]
+    print(f"rank {rank}: {len(measured)} of {len(rows)} rows have energy, {len(whole)} without a gap")
     if whole:
         truth_j = true_j(whole, local_rank)
         stated_j = 3 * sum(row.energy_error_j or 0.0 for row in whole)
@@ -80,25 +80,26 @@ def true_j(rows: Sequence[Any], local_rank: int) -> float:
 
 
 def assert_undisturbed(job: Job, between_s: tuple[float, float], longest_s: float = 0.2) -> None:
-    """Say what the steps took during the fault and beside it; fail only where one waited for long, and not for a core.
+    """Print the step times during the fault and outside it; fail only if a step waited long for something other than a
+    core.
 
-    A ratio is printed, because other processes of the machine are in it.
+    The ratio is only printed: other processes of the machine affect it.
     """
     truth = json.loads((job.folder / "truth.json").read_text())
     starved_s = [after - before for before, after in pairwise(truth["starved_s"])]
     steps = [(start, end - start - less_s) for (start, end), less_s in zip(truth["steps"], starved_s, strict=True)]
     during = [took for start, took in steps if between_s[0] <= start <= between_s[1]]
-    beside = [took for start, took in steps if not between_s[0] <= start <= between_s[1]]
-    assert during and beside
-    ratio = statistics.median(during) / statistics.median(beside)
-    print(f"median step during the fault over beside it: {ratio:.3f}; the longest took {max(during):.4f} s")
+    outside = [took for start, took in steps if not between_s[0] <= start <= between_s[1]]
+    assert during and outside
+    ratio = statistics.median(during) / statistics.median(outside)
+    print(f"median step during the fault over outside it: {ratio:.3f}; the longest took {max(during):.4f} s")
     assert max(during) < longest_s
 
 
 def assert_readable(folder: Path, unfinished: bool = False) -> None:
-    """Read every JSON file of a run folder whole; none may be half written, and none of ours stays beside them.
+    """Read every JSON file of a run folder; none may be half written, and no temporary file of ours may remain.
 
-    Whoever is at work, or was killed with all others, may have begun one of them; the next start takes that away.
+    A writer that is active, or was killed, may have left a temporary file; the next start removes it.
     """
     for path in folder.glob("*.json"):
         msgspec.json.decode(path.read_bytes())

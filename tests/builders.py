@@ -1,4 +1,4 @@
-"""A rank made by hand: a loop with a clock of the test's own, and what its agent sends.
+"""A rank built by the test: a loop with the test's clock, and the messages of its agent.
 
 The defaults are ten iterations of a second on a GPU that draws 100 W.
 """
@@ -27,7 +27,7 @@ MADE_NS = 1000
 
 
 class Loop:
-    """A training loop whose clock says what the test wants."""
+    """A training loop whose clock the test sets."""
 
     def __init__(self, log_interval: int, offset: int, slots: int) -> None:
         self.now_ns = MADE_NS
@@ -89,7 +89,7 @@ def gpu(name: str = "GPU-0", **changes: Any) -> Device:
 
 
 def amount(joules: float | None = None, covered_s: float = 0.0, gain: float = 0.05, **changes: float) -> EnergyAmount:
-    """Return an amount of energy with no random error, of a sensor that nobody has calibrated."""
+    """Return an amount of energy with no random error, of a sensor without calibration."""
     return EnergyAmount(joules, covered_s, gain_j=gain * (joules or 0.0), **changes)
 
 
@@ -105,7 +105,7 @@ def device_window(name: str = "GPU-0", wall_s: float = 10.0, watts: float = 100.
 
 
 def row(rank: int = 0, window: int = 1, **changes: Any) -> RankReport:
-    """Return a window of ten iterations: a second each, of which a tenth is waiting for data."""
+    """Return a window of ten iterations of one second each, a tenth of it data wait."""
     busy_s, wait_s = changes.get("busy_s", 9.0), changes.get("wait_s", 1.0)
     phases_s = changes.get("phases_s", {})
     wall_s = busy_s + wait_s + sum(phases_s.values())
@@ -133,7 +133,7 @@ def row(rank: int = 0, window: int = 1, **changes: Any) -> RankReport:
 
 
 def hello(rank: int = 0, world_size: int = 2, **changes: Any) -> Hello:
-    """Return the introduction of a rank with a GPU of its own."""
+    """Return the HELLO of a rank with one GPU."""
     known: dict[str, Any] = {
         "job": "job",
         "agent": f"agent-{rank}",

@@ -1,4 +1,4 @@
-"""What holds for every test: a clean environment before it, and nothing of it left running after it."""
+"""For every test: a clean environment before it, and no process of it left after it."""
 
 import os
 import re
@@ -19,7 +19,7 @@ DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "
 
 
 def pytest_collection_modifyitems(items):
-    """Keep the tests of a job that a whole module shares in one process, where tests run in several."""
+    """With several test processes, keep the tests that share one job of their module in the same process."""
     for item in items:
         shared = [name for name, found in item._fixtureinfo.name2fixturedefs.items() if found[-1].scope == "module"]
         if shared and not item.get_closest_marker("xdist_group"):
@@ -30,15 +30,15 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report):
-    """Take off what pytest-xdist appends to a test's name, its group, so that ``--last-failed`` finds the test."""
+    """Remove the group that pytest-xdist appends to a test's name, so that ``--last-failed`` finds the test."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         report.nodeid = re.sub(r"(::\w+(?:\[.*\])?)@[^@]*$", r"\1", report.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
-    """Take away what the caller's shell says about metrics, launchers and GPUs; mark what the tests start."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background; it would be what jobs inherit
+    """Remove the caller's settings of metrics, launchers and GPUs; mark the processes that tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a background job of a shell; jobs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
@@ -53,22 +53,22 @@ def clean_environment(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_calibrations(clean_environment, tmp_path, monkeypatch):
-    """Let each test learn its sensors anew: two traces may give one name to different GPUs."""
+    """Give each test its own calibration cache: two traces may give one name to different GPUs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)
 def own_secret(clean_environment, tmp_path, monkeypatch):
-    """Let no test know another's secret."""
+    """Give each test its own secret."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(clean_environment):
-    """Fail a test after which a process that it started, or shared memory with a name, is still there."""
+def no_process_is_left(clean_environment):
+    """Fail a test that leaves a process or named shared memory behind."""
     before = set(jobs.processes_of_session()), _shared_memory()
     yield
-    left = jobs.gone(lambda: set(jobs.processes_of_session()) - before[0], jobs.GONE_WITHIN_S)
+    left = jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - before[0], jobs.GONE_WITHIN_S)
     assert not left, f"still running: {[jobs.describe(pid) for pid in left]}"
     assert _shared_memory() <= before[1]
 
@@ -80,7 +80,7 @@ def _shared_memory():
 
 @pytest.fixture
 def launch(tmp_path):
-    """Start jobs of real processes in the test's own folder; those that outlive the test are ended."""
+    """Start jobs of real processes in the test's own folder; those that still run after the test are ended."""
     with jobs.launching(tmp_path) as launch:
         yield launch
 

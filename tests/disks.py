@@ -1,6 +1,6 @@
-"""Disks of their own, for tests that fill, stop and break them: ext4 in a file, mounted through a loop device.
+"""Separate disks for tests that fill, freeze and break them: ext4 in a file, mounted through a loop device.
 
-Needs root; where loop devices cannot be mounted, the tests that ask for a disk are skipped, with the reason.
+Needs root; without loop devices, the tests that use a disk are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Disk:
     def open(self) -> None:
         """Make and mount it."""
         if os.geteuid() != 0:
-            pytest.skip("a disk of its own needs root, to mount it")
+            pytest.skip("mounting a disk for the test needs root")
         for tool in ("mkfs.ext4", "losetup", "fsfreeze"):
             if not shutil.which(tool):
-                pytest.skip(f"there is no {tool}, by which a disk of its own is made")
+                pytest.skip(f"{tool} is not installed: no disk can be made")
         self.path.mkdir()
         with self._image.open("wb") as file:
             file.truncate(self._size)
@@ -43,7 +43,7 @@ class Disk:
             pytest.skip(f"no disk can be mounted here: {error.stderr.decode(errors='replace').strip()}")
 
     def fill(self) -> None:
-        """Leave no room at all."""
+        """Fill it completely."""
         with (self.path / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
             for size in (64 * 1024, 4096, 1):
                 with contextlib.suppress(OSError):
@@ -52,61 +52,61 @@ class Disk:
         self._synchronise()
 
     def empty(self) -> None:
-        """Give the room back."""
+        """Free the space again."""
         (self.path / "filler").unlink()
         self._synchronise()
 
     def freeze(self) -> None:
-        """Let every write to it wait."""
+        """Block every write to it."""
         _run("fsfreeze", "-f", str(self.path))
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Unblock the writes."""
         _run("fsfreeze", "-u", str(self.path))
 
-    def break_down(self) -> None:
-        """Let the kernel find an error, after which nobody can write any more; what was written is on it."""
+    def trigger_error(self) -> None:
+        """Make the kernel find an error: the file system becomes read-only; what was written is on it."""
         trigger = Path("/sys/fs/ext4") / Path(self._device).name / "trigger_fs_error"
         if not trigger.exists():
-            pytest.skip("this kernel cannot be told to find an error in a file system")
-        self.freeze()  # nothing comes between what is synchronised and the error
+            pytest.skip("this kernel cannot trigger an error in a file system")
+        self.freeze()  # no write between the synchronisation and the error
         trigger.write_text("effllm")
         self.thaw()
 
     def repair(self) -> None:
-        """Mount what is on it anew, repaired, in the same place; who had a file open has the broken one."""
+        """Mount a repaired copy in the same place; files that are open stay on the broken one."""
         broken = self._image
-        self.take_away()
+        self.unmount()
         self._count += 1
         self._image = broken.with_name(f"disk{self._count}.img")
         shutil.copyfile(broken, self._image)
         subprocess.run(["e2fsck", "-fp", str(self._image)], check=False, capture_output=True)
         self._mount()
 
-    def take_away(self) -> None:
-        """Unmount it under whoever uses it."""
+    def unmount(self) -> None:
+        """Unmount it while it is used."""
         _run("umount", "-l", str(self.path))
 
-    def bring_back(self) -> None:
-        """Mount it again; it has stayed whole, as somebody had files of it open."""
+    def remount(self) -> None:
+        """Mount it again; its content is intact, because files of it were open."""
         _run("mount", self._device, str(self.path))
 
     def close(self) -> None:
-        """Take it away."""
+        """Unmount and delete it."""
         with contextlib.suppress(subprocess.CalledProcessError):
             self.thaw()
         while subprocess.run(["umount", "-l", str(self.path)], check=False, capture_output=True).returncode == 0:
             pass  # loop devices go with their last mount
 
     def _synchronise(self) -> None:
-        _run("sync", "-f", str(self.path))  # this one alone: those of the machine may have much to write
+        _run("sync", "-f", str(self.path))  # only this one: the machine's other disks may have much to write
 
     def _mount(self) -> None:
         self._device = _run("losetup", "-f", "--show", str(self._image)).strip()
         try:
             _run("mount", "-o", "errors=remount-ro", self._device, str(self.path))
         finally:
-            _run("losetup", "-d", self._device)  # once nobody has it mounted
+            _run("losetup", "-d", self._device)  # freed with the last mount
 
 
 def _run(*command: str) -> str:

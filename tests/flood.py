@@ -1,9 +1,9 @@
-"""Strangers by the thousand at a port, until they are told to stop: ``flood.py KIND PORT COUNT SECONDS [SERVER_KEY]``.
+"""Thousands of unauthenticated peers at a port: ``flood.py KIND PORT COUNT SECONDS [SERVER_KEY]``.
 
-KIND: ``silent`` connects and says nothing, ``garbage`` sends random bytes, ``null`` speaks ZeroMQ without keys, ``key``
-speaks it with a key that nobody knows.  COUNT connections are kept open at once: for each that the other end closes
-another one comes.  It lasts at least SECONDS, and until COUNT connections were begun (``key``: rejected), but no longer
-than MAX_S more.  Prints how many there were, and the most at once, as JSON.
+KIND: ``silent`` connects and sends nothing, ``garbage`` sends random bytes, ``null`` speaks ZeroMQ without keys,
+``key`` speaks it with an unknown key. COUNT connections are kept open at once: each one that the other end closes is
+replaced. It lasts at least SECONDS, and until COUNT connections were begun (``key``: rejected), but no longer than
+MAX_S more. Prints the number of connections, and the most at once, as JSON.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from zmq.utils.monitor import recv_monitor_message
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 AT_ONE_SOCKET = 100  # connections with keys
-BATCH = 200  # connections begun between two looks at the others
+BATCH = 200  # connections begun between two polls of the others
 MAX_S = 120.0  # beyond SECONDS: a loaded machine may need long to begin them all
 
 
-def says(kind: str) -> bytes:
-    """Return what a stranger of a kind says as soon as it is connected."""
+def first_bytes(kind: str) -> bytes:
+    """Return the first bytes that a peer of this kind sends."""
     if kind == "garbage":
         return os.urandom(2000)
     return GREETING + READY if kind == "null" else b""
 
 
 def flood(kind: str, port: int, count: int, seconds: float) -> dict[str, int]:
-    """Keep so many plain connections open for so long and until as many were begun."""
-    selector, text = selectors.DefaultSelector(), says(kind)
+    """Keep COUNT plain connections open for SECONDS and until COUNT were begun."""
+    selector, text = selectors.DefaultSelector(), first_bytes(kind)
     began = most = 0
     enough_s = time.monotonic() + seconds
     deadline_s = enough_s + MAX_S
@@ -68,12 +68,12 @@ def flood(kind: str, port: int, count: int, seconds: float) -> dict[str, int]:
 
 
 def flood_with_keys(port: int, count: int, seconds: float, server_key: bytes) -> dict[str, int]:
-    """Keep so many connections with keys that nobody knows at it, for so long and until as many were refused."""
+    """Keep COUNT connections with unknown keys, for SECONDS and until COUNT were rejected."""
     context = zmq.Context()
     peers, monitors = [], []
     for _ in range(0, count, AT_ONE_SOCKET):
         public, secret = zmq.curve_keypair()
-        peer = context.socket(zmq.ROUTER)  # which may connect to one address many times
+        peer = context.socket(zmq.ROUTER)  # a ROUTER may connect to one address many times
         peer.curve_serverkey, peer.curve_publickey, peer.curve_secretkey = server_key, public, secret
         peer.linger, peer.reconnect_ivl = 0, 500
         monitors.append(peer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
@@ -81,24 +81,24 @@ def flood_with_keys(port: int, count: int, seconds: float, server_key: bytes) ->
     for peer in peers:
         for _ in range(AT_ONE_SOCKET):
             peer.connect(f"tcp://127.0.0.1:{port}")
-    refused = 0
+    rejected = 0
     enough_s = time.monotonic() + seconds
     deadline_s = enough_s + MAX_S
-    while time.monotonic() < (enough_s if refused >= count else deadline_s):
+    while time.monotonic() < (enough_s if rejected >= count else deadline_s):
         for monitor in monitors:
             while monitor.poll(0):
                 recv_monitor_message(monitor)
-                refused += 1
+                rejected += 1
         time.sleep(0.05)
     for peer, monitor in zip(peers, monitors, strict=True):
         peer.disable_monitor()
         monitor.close(0)
     context.destroy(linger=0)
-    return {"began": refused, "most": len(peers) * AT_ONE_SOCKET}
+    return {"began": rejected, "most": len(peers) * AT_ONE_SOCKET}
 
 
 if __name__ == "__main__":
-    os.nice(19)  # strangers have processors of their own
+    os.nice(19)  # in reality such peers have their own processors
     name, port, count, seconds, *rest = sys.argv[1:]
     if name == "key":
         done = flood_with_keys(int(port), int(count), float(seconds), rest[0].encode())

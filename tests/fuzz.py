@@ -1,6 +1,6 @@
-"""What hostile bytes are given to, and what may come of it: for the corpus, for Hypothesis and for atheris.
+"""The targets of hostile bytes: for the corpus, for Hypothesis and for atheris.
 
-Each target takes bytes and raises nothing, whatever they are.
+Each target takes any bytes and raises nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def frames(data: bytes) -> None:
-    """Decode a frame; what is a message goes to an aggregator, as a stranger's and as a rank's own."""
+    """Decode a frame; give a valid message to an aggregator, as an unknown peer's and as a rank's own."""
     with contextlib.suppress(FrameError):
         encode(decode_from_aggregator(data))
     try:
@@ -51,9 +51,9 @@ def frames(data: bytes) -> None:
     peers.introduce(b"a", first, 0.0)
     peers.admits(b"b", len(data), 0.0)
     assert isinstance(message, Hello) or type(message).__name__ == "Supersede" or peers.objection(b"b", message)
-    for said in (message, _as_of(message, first)):
-        peers.objection(b"a", said)
-        _tell(aggregator, said)
+    for received in (message, _as_of(message, first)):
+        peers.objection(b"a", received)
+        deliver(aggregator, received)
     for window in (3, 4, 10**6):
         for rank in (0, 1):
             aggregator.reports(Reports((row(rank, window),)), 2.0, 1002.0)
@@ -84,8 +84,8 @@ def _as_of(message: object, first: Hello) -> object:
     )
 
 
-def _tell(aggregator: Aggregator, message: object) -> None:
-    takers = {
+def deliver(aggregator: Aggregator, message: object) -> None:
+    calls = {
         Hello: "hello",
         Reports: "reports",
         Heartbeat: "beat",
@@ -93,8 +93,8 @@ def _tell(aggregator: Aggregator, message: object) -> None:
         Bye: "bye",
         Stack: "stack",
     }
-    if taker := takers.get(type(message)):
-        getattr(aggregator, taker)(message, 1.0, 1001.0)
+    if call := calls.get(type(message)):
+        getattr(aggregator, call)(message, 1.0, 1001.0)
 
 
 def _is_json(record: object) -> bool:
@@ -105,7 +105,7 @@ def _is_json(record: object) -> bool:
 
 
 def ring_(data: bytes) -> None:
-    """Read a ring and a board of these bytes; of half of the inputs as records with checksums that are right."""
+    """Read a ring and a board of these bytes; half of the inputs are records with correct checksums."""
     memory = _ring_of(data[1:]) if data[:1] < b"\x80" else _records_of(data[1:])
     descriptor = os.memfd_create("fuzz")
     try:
@@ -141,7 +141,7 @@ def _ring_of(data: bytes) -> bytes:
     return bytes(memory[: ring.ring_bytes(16)])
 
 
-_SLOT = struct.Struct("<Qhhqqqqd13q")  # what the corpus has of a record
+_SLOT = struct.Struct("<Qhhqqqqd13q")  # a record in the corpus
 
 
 def _records_of(data: bytes) -> bytes:
@@ -184,7 +184,7 @@ FILES = ("run.json", "windows-0001.jsonl", "ranks-0001.jsonl", "events.jsonl", "
 
 
 def runfolder(data: bytes) -> None:
-    """Read a run folder, and go on in it, one of whose files holds these bytes."""
+    """Read and continue a run folder of which one file holds these bytes."""
     with tempfile.TemporaryDirectory(dir=_in_memory()) as name:
         folder = Path(name)
         for file in [FILES[data[0] % len(FILES)]] if data else []:
@@ -204,7 +204,7 @@ def runfolder(data: bytes) -> None:
 
 
 def _go_on(ledger: object) -> None:
-    """Let an aggregator go on from a state that was read."""
+    """Continue an aggregator from a restored state."""
     aggregator = Aggregator(Config(), "job", 1, 1000.0, ledger)  # type: ignore[arg-type]
     aggregator.hello(hello(0, world_size=2), 0.0, 1000.0)
     assert math.isfinite(aggregator.attempt)

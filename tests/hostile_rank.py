@@ -1,7 +1,7 @@
 """A rank with the key that sends as fast as it can: ``hostile_rank.py KIND ENDPOINT SECRET WORLD_SIZE SECONDS COUNT``.
 
-KIND: ``rows`` reports windows far ahead, ten rows with wide histograms a frame; ``facts`` introduces itself again and
-again, each time with new facts. It lasts at least SECONDS, and until it has sent COUNT frames, but no longer than MAX_S
+KIND: ``rows`` reports windows far ahead, ten rows with wide histograms a frame; ``facts`` sends HELLO again and again,
+each time with new facts. It lasts at least SECONDS, and until it has sent COUNT frames, but no longer than MAX_S
 more. Prints how many it sent.
 """
 
@@ -24,20 +24,20 @@ MAX_S = 120.0
 DEVICE = device_window("GPU-hostile", 10.0, power_histogram_s=dict.fromkeys(range(NUM_POWER_BARS), 0.01))
 
 
-def introduction(world_size: int, **changes: object) -> Hello:
+def last_ranks_hello(world_size: int, **changes: object) -> Hello:
     """Return the HELLO of the last rank."""
     return hello(world_size - 1, world_size, job="", log_interval=Config().log_interval, **changes)
 
 
 def frame(kind: str, number: int, world_size: int) -> FromAgent:
-    """Return what it sends next."""
+    """Return the next frame to send."""
     if kind == "rows":
         return reports(*(row(world_size - 1, 10 * number + i, devices=(DEVICE,)) for i in range(1, 11)))
-    return introduction(world_size, facts={f"fact-{number}-{i}": "x" * 400 for i in range(400)})
+    return last_ranks_hello(world_size, facts={f"fact-{number}-{i}": "x" * 400 for i in range(400)})
 
 
 def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, count: int) -> None:
-    """Send until it is enough."""
+    """Send until SECONDS and COUNT are reached."""
     link = AgentLink(make_context(), endpoint, AgentKeys.of(secret.read(Path(path)), ""))
     link.connect()
     num_sent, is_new, until_s = 0, False, time.monotonic() + seconds
@@ -45,7 +45,7 @@ def main(kind: str, endpoint: str, path: str, world_size: int, seconds: float, c
         link.receive()
         is_new = link.is_new() or is_new
         if is_new:
-            is_new = not link.send(introduction(world_size))
+            is_new = not link.send(last_ranks_hello(world_size))
         elif link.connected and link.send(frame(kind, num_sent, world_size)):
             num_sent += 1
         else:

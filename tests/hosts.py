@@ -1,19 +1,19 @@
-"""Hosts of their own: network namespaces on one wire, each with its addresses, its name and its loopback.
+"""Separate hosts: network namespaces on one switch, each with its addresses, its name and its loopback.
 
-The fixture ``hosts`` makes as many as a test asks for and takes them away after it, with whatever still runs on
-them.  The file system is shared, as a cluster's home is::
+The fixture ``hosts`` makes as many as a test asks for and removes them after it, with the processes that still run
+there.  The file system is shared, as a cluster's home is::
 
     def test_two_hosts(hosts, launch):
         one, two = hosts(2)                       # host1: 10.77.0.1 and fd77::1, host2: 10.77.0.2 and fd77::2
         job = launch.on(two).python("loop.py")    # a Launcher whose commands run there
         assert one.run("ping", "-c1", two.address).returncode == 0
-        two.cut()                                 # a black hole: the link stays up, nothing comes through
+        two.cut()                                 # the link stays up, all frames are dropped
         two.heal()
         two.impair(delay_s=0.05, loss=0.01)       # each way; needs no sch_netem, see _slow_wire below
         two.heal()
 
-Everything lies in namespaces, so that nothing on the machine that runs the tests can collide with it or be left over.
-Needs root and Debian's iproute2; without, the tests that ask for it are skipped, with the reason.
+Everything lies in namespaces, so nothing collides with the machine that runs the tests or is left over.
+Needs root and Debian's iproute2; otherwise the tests that use it are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOW_WIRE = Path(__file__).parent / "slow_wire.py"
 
 
 class Host:
-    """One host: commands run on it as on a machine of its own, but for the file system."""
+    """One host: commands run on it as on a separate machine, except for the file system."""
 
     def __init__(self, wire: Wire, number: int) -> None:
         self._wire, self._number = wire, number
@@ -43,17 +43,17 @@ class Host:
         self.name = f"host{number}"
         self.address, self.address6 = f"10.77.0.{number}", f"fd77::{number}"
         self.interface = "eth0"
-        self._etc = Path("/etc/netns") / self.namespace  # what `ip netns exec` lays over /etc
+        self._etc = Path("/etc/netns") / self.namespace  # mounted over /etc by `ip netns exec`
         self._slow: subprocess.Popen[bytes] | None = None
 
     @property
     def prefix(self) -> list[str]:
-        """What stands before a command that is to run here; it becomes the command, under the same pid."""
+        """The prefix of a command that runs here; it execs the command under the same pid."""
         named = f'hostname {self.name}; exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named, "sh"]
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command here to its end, and return what it said."""
+        """Run a command here to its end, and return its output."""
         options = {"capture_output": True, "text": True, "timeout": 60, **options}
         return subprocess.run([*self.prefix, *command], check=False, **options)
 
@@ -62,17 +62,17 @@ class Host:
         return subprocess.Popen([*self.prefix, *command], **options)
 
     def cut(self) -> None:
-        """Let nothing through any more, neither way; the link stays up, so nobody is told."""
-        self._take_slow_wire_away()
+        """Drop all frames in both directions; the link stays up, so no process gets an error."""
+        self._remove_slow_wire()
         self._wire.ip("link", "set", self._port, "nomaster")
 
     def heal(self) -> None:
         """Undo `cut` and `impair`."""
-        self._take_slow_wire_away()
+        self._remove_slow_wire()
         self._wire.ip("link", "set", self._port, "master", "br0")
 
     def impair(self, delay_s: float = 0.0, loss: float = 0.0) -> None:
-        """Delay every frame by so long and lose this share of them, each way."""
+        """Delay every frame by this time and lose this share of them, in both directions."""
         self.cut()
         near, far = f"slow{self._number}", f"fast{self._number}"
         self._wire.ip("link", "add", near, "type", "veth", "peer", "name", far)
@@ -85,12 +85,12 @@ class Host:
         assert self._slow.stdout and self._slow.stdout.readline() == b"ready\n"
 
     def resolve(self, name: str, *addresses: str) -> None:
-        """Let a name mean these addresses on this host, as a line of its /etc/hosts does."""
+        """Resolve a name to these addresses on this host, as a line of its /etc/hosts does."""
         self._etc.mkdir(parents=True, exist_ok=True)
         with (self._etc / "hosts").open("a") as file:
             file.writelines(f"{address} {name}\n" for address in addresses)
 
-    def _take_slow_wire_away(self) -> None:
+    def _remove_slow_wire(self) -> None:
         if self._slow is not None:
             self._slow.terminate()
             self._slow.communicate(timeout=10)
@@ -118,9 +118,9 @@ class Host:
             _ip("-n", own, *arguments)
 
     def close(self) -> None:
-        """End what runs here, and take the host away."""
+        """End the processes of the host and remove it."""
         with suppress(OSError, subprocess.SubprocessError):
-            self._take_slow_wire_away()
+            self._remove_slow_wire()
         for pid in _ip("netns", "pids", self.namespace, check=False).stdout.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -137,14 +137,14 @@ class Wire:
         self._is_open = False
 
     def __call__(self, count: int) -> list[Host]:
-        """Return so many further hosts."""
+        """Return this many new hosts."""
         if not self._is_open:
             self._open()
         new = [Host(self, len(self._hosts) + 1 + i) for i in range(count)]
         self._hosts += new
         for host in new:
             host.open()
-        for host in self._hosts:  # the names of a cluster, as every host of it knows them
+        for host in self._hosts:  # every host resolves the names of all hosts
             for other in self._hosts if host in new else new:
                 host.resolve(other.name, other.address, other.address6)
         return new
@@ -157,7 +157,7 @@ class Wire:
         if os.geteuid() != 0:
             pytest.skip("network namespaces need root")
         if not (shutil.which("ip") and shutil.which("unshare")):
-            pytest.skip("there is no `ip` (iproute2), by which hosts of their own are made")
+            pytest.skip("there is no `ip` (iproute2), so no hosts can be made")
         try:
             _ip("netns", "add", self.namespace)
             self._is_open = True
@@ -168,7 +168,7 @@ class Wire:
             pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
 
     def close(self) -> None:
-        """Take all away."""
+        """Remove all hosts."""
         for host in self._hosts:
             host.close()
         if self._is_open:
@@ -182,7 +182,7 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def hosts() -> Iterator[Wire]:
-    """Make hosts of their own: ``one, two = hosts(2)``; see the module."""
+    """Make separate hosts: ``one, two = hosts(2)``; see the module."""
     wire = Wire()
     try:
         yield wire

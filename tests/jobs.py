@@ -1,7 +1,7 @@
-"""Jobs of real processes: starts them, finds the processes that belong to them, reads what they left.
+"""Jobs of real processes: starts them, finds their processes, reads their output.
 
 Every process that a test starts carries a token of the session in its environment, and one of its job,
-so that agents and aggregators, which live in sessions of their own, are found without guessing.
+so that agents and aggregators, which live in sessions of their own, are found reliably.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def until(condition: Callable[[], Any], within_s: float = 120.0) -> Any:
     return value
 
 
-def gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
-    """Return what is left when nothing is, or when the time is over."""
+def wait_until_gone(left: Callable[[], set[int]], within_s: float) -> set[int]:
+    """Wait until no process is left, at most for this long; return those that are left."""
     deadline_s = time.monotonic() + within_s
     while (pids := left()) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -106,13 +106,13 @@ _older: set[int] = set()  # processes that are not of the tests
 
 
 def skip_older() -> None:
-    """Note the processes that are there before the first test, which are not read again for each test."""
+    """Remember the processes from before the first test: they are not read again for each test."""
     _older.update(psutil.pids())
 
 
 def processes_of_session() -> Iterator[int]:
-    """Yield what the tests of this session have running, less what Python keeps for itself to its end."""
-    _older.intersection_update(psutil.pids())  # the pid of one that has ended may be used again
+    """Yield the running processes of this session's tests, without those that Python keeps until its end."""
+    _older.intersection_update(psutil.pids())  # the pid of an ended process may be used again
     for pid in processes(f"{SESSION}={os.environ[SESSION]}", _older):
         if "resource_tracker" not in describe(pid):
             yield pid
@@ -126,15 +126,15 @@ def describe(pid: int) -> str:
 
 
 def unused_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return a port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
 
 
-def place(rank: int, world_size: int, local_rank: int | None = None) -> dict[str, str]:
-    """Return the variables by which a launcher tells a process where it stands."""
+def rank_environ(rank: int, world_size: int, local_rank: int | None = None) -> dict[str, str]:
+    """Return the variables that a launcher sets for a process of this rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -148,13 +148,13 @@ def first_on_path(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))}
 
 
-def patient() -> dict[str, str]:
-    """Return the environment in which trainers and agents wait ten times as long for an end."""
-    return first_on_path(SCRIPTS / "patient")
+def long_timeouts() -> dict[str, str]:
+    """Return the environment in which trainers and agents have timeouts ten times as long at their end."""
+    return first_on_path(SCRIPTS / "long_timeouts")
 
 
 class Ledger:
-    """What a run left in its folder."""
+    """The run folder of a job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -185,7 +185,7 @@ class Ledger:
         path = self.folder / "windows-0001.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def told(self, kind: str) -> list[str]:
+    def event_texts(self, kind: str) -> list[str]:
         """Return the texts of the events of a kind."""
         return [event.text for event in self.events if event.kind == kind]
 
@@ -198,7 +198,7 @@ class Ledger:
 def _whole(rows: Any) -> list[Any]:
     deadline_s = time.monotonic() + 10.0
     read = list(rows)
-    while rows.skipped and time.monotonic() < deadline_s:  # a line may be just being written
+    while rows.skipped and time.monotonic() < deadline_s:  # a line may be half written
         time.sleep(0.05)
         read = list(rows)
     assert rows.skipped == 0
@@ -209,7 +209,7 @@ class Job:
     """Processes that carry one token, the first of them ours to wait for."""
 
     def __init__(self, folder: Path, runs: Path, prefix: Sequence[str] = ()) -> None:
-        self.folder = folder  # where stdout.txt, stderr.txt and what the script wrote are
+        self.folder = folder  # of stdout.txt, stderr.txt and the files of the script
         self.token = f"{JOB}={uuid.uuid4().hex}"
         self._runs = runs
         self._prefix = prefix
@@ -244,11 +244,11 @@ class Job:
     def finish(self, within_s: float = 150.0) -> int:
         """Let a loop that goes on until there is a file "enough" end; return how many iterations it has done."""
         (self.folder / "enough").touch()
-        return len(self.done(within_s).told()["steps"])
+        return len(self.done(within_s).output()["steps"])
 
     def left(self, within_s: float = GONE_WITHIN_S) -> set[int]:
-        """Return the processes of the job that still run after so long."""
-        return gone(lambda: set(processes(self.token)), within_s)
+        """Return the processes of the job that still run after this time."""
+        return wait_until_gone(lambda: set(processes(self.token)), within_s)
 
     @property
     def code(self) -> int | None:
@@ -267,7 +267,7 @@ class Job:
 
     @property
     def stderr(self) -> str:
-        """What has been printed there."""
+        """What has been printed to stderr."""
         return (self.folder / "stderr.txt").read_text()
 
     @property
@@ -279,18 +279,18 @@ class Job:
 
     @property
     def blocks(self) -> list[dict[str, str | None]]:
-        """The blocks of the console; every header must begin a whole one."""
+        """The blocks of the console; every header must begin a complete block."""
         found = [match.groupdict() for match in BLOCK.finditer(self.stdout)]
         assert len(found) == self.stdout.count("[EfficientLLM Metrics]")
         return found
 
-    def told(self, name: str = "truth.json") -> Any:
+    def output(self, name: str = "truth.json") -> Any:
         """Return what the script wrote into a JSON file."""
-        return json.loads((self.folder / name).read_text())  # in which nan may stand
+        return json.loads((self.folder / name).read_text())  # nan is allowed
 
     def longest_step_s(self) -> float:
         """Return the longest step of a loop with its log_metrics, less the time for which others had the CPUs."""
-        truth = self.told()
+        truth = self.output()
         parts = zip(truth["steps"], truth["logging_s"], itertools.pairwise(truth["starved_s"]), strict=True)
         return max(end - start + logging - (after - before) for (start, end), logging, (before, after) in parts)
 
@@ -310,13 +310,13 @@ class Job:
         return Ledger(folder)
 
     def end(self) -> None:
-        """End what still runs, by its id."""
+        """End the processes that still run, by their ids."""
         for pid in processes(self.token):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.process:
             self.process.wait(10)
-        gone(lambda: set(processes(self.token)), GONE_WITHIN_S)
+        wait_until_gone(lambda: set(processes(self.token)), GONE_WITHIN_S)
 
 
 class Launcher:
@@ -336,9 +336,9 @@ class Launcher:
     def environ(self, settings: dict[str, Any], **variables: str) -> dict[str, str]:
         """Return an environment with these settings over quick and simulated ones."""
         defaults = {"device": "simulated", "collection_interval": 0.05, "run_dir": self._folder / "runs"}
-        defaults["log_interval"] = 10  # obeyed, however short its windows are
+        defaults["log_interval"] = 10  # used as it is, however short the windows
         if "127.0.0.1" in str(settings.get("endpoint", "")) and "secret_file" not in settings:
-            defaults["security"] = "none"  # as `Aggregator` has it
+            defaults["security"] = "none"  # as in `Aggregator`
         chosen = {f"EFFICIENTLLM_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()}
         return {**os.environ, "OMP_NUM_THREADS": "1", **chosen, **variables}
 
@@ -356,7 +356,7 @@ class Launcher:
         return self._job().start(command, self.environ(settings, **(environ or {})))
 
     def code(self, code: str, environ: dict[str, str] | None = None, **settings: Any) -> Job:
-        """Start a script that is written here."""
+        """Start a script given as text."""
         job = self._job()
         script = job.folder / "script.py"
         script.write_text(code)
@@ -375,7 +375,7 @@ class Launcher:
         return self._job().start([*command, *map(str, arguments)], self.environ(settings, **(environ or {})))
 
     def aggregator(self, **settings: Any) -> Aggregator:
-        """Start an aggregator on its own, for ranks that are told its endpoint."""
+        """Start an aggregator on its own, for ranks that get its endpoint."""
         job = self._job()
         chosen = self.environ(settings)
         return Aggregator(job, self._folder / "runs" / "served", chosen)
@@ -384,12 +384,12 @@ class Launcher:
         """Start all ranks of a job on an aggregator, each a script with the same arguments."""
         endpoint = {"endpoint": aggregator.endpoint}
         return [
-            self.python(*arguments, environ=place(rank, world_size), **{**settings, **endpoint})
+            self.python(*arguments, environ=rank_environ(rank, world_size), **{**settings, **endpoint})
             for rank in range(world_size)
         ]
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the processes that still run."""
         for job in self._jobs:
             job.end()
 

@@ -65,7 +65,7 @@ class Service:
         self.password = password
         self.asked = []  # (method, path, headers), in order
         self.tokens = set()
-        self.release = threading.Event()  # set when all is over, for whoever hangs
+        self.release = threading.Event()  # set at the end, for handlers that hang
         self.num_connections = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = False  # joined when it is closed

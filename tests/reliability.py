@@ -1,10 +1,10 @@
-"""The table of faults in docs/reliability.md: what is promised of each, and what the tests marked ``fault`` have shown.
+"""The table of faults in docs/reliability.md: the promise for each, and the results of the tests marked ``fault``.
 
-    python -m pytest -m fault --reliability   # writes it, with what has passed, failed and been skipped
-    python -m tests.reliability               # writes the page anew from what is known
+    python -m pytest -m fault --reliability   # writes it, with the tests that passed, failed and were skipped
+    python -m tests.reliability               # writes the page from the kept results
 
-A test says ``@pytest.mark.fault("aggregator-sigkill")``, with several names where it breaks several things.
-What a run does not reach keeps the result that it had.
+A test has the mark ``@pytest.mark.fault("aggregator-sigkill")``, with several names if it tests several faults. Tests
+that a run does not execute keep their last result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = ("passed", "failed", "skipped")
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that breaks, and what is promised then."""
+    """A fault, and the promise for it."""
 
     title: str
     promise: str
@@ -36,28 +36,29 @@ FAULTS = {
     # TELEMETRY (g), in its order
     "aggregator-sigkill": Fault(
         "the aggregator is killed, again and again",
-        "training does not notice; agents keep their windows; another one resumes on the same port; no token is lost",
+        "training is not affected; agents keep their windows; another one resumes on the same port; no token is lost",
     ),
     "agent-killed": Fault(
         "an agent is killed (SIGKILL, out of memory)",
-        "training does not notice; the rank is named missing after three beats; the others are reported",
+        "training is not affected; the rank is reported missing after three heartbeats; the others are reported",
     ),
     "trainer-stopped": Fault(
-        "a trainer stands still (SIGSTOP, a collective that hangs)",
-        "its agent still says where it stands, for how long, utilization and power; the aggregator says who is where",
+        "a trainer hangs (SIGSTOP, a collective that never ends)",
+        "its agent still reports its position, for how long, utilization and power; the aggregator lists each rank's "
+        "position",
     ),
     "network-cut": Fault(
-        "the network swallows everything, then heals",
-        "bounded memory; what was kept arrives, what was not is counted",
+        "the network drops everything, then recovers",
+        "bounded memory; kept reports arrive, dropped ones are counted",
     ),
     "slow-disk": Fault(
         "the disk or the network file system of the run folder stalls",
-        "the receiving loop and the other sinks go on; training does not notice; windows are written when it goes on",
+        "the receiving loop and the other sinks go on; training is not affected; windows are written when it recovers",
     ),
     "descriptors": Fault(
         "the aggregator runs out of file descriptors",
-        "too low a limit for the world refuses the job in one line, with the number needed; later nobody new is taken "
-        "in until there are some, which is said once, costs no core and holds up no file",
+        "a limit too low for the world rejects the job in one line with the number needed; later no new peer is "
+        "admitted until some are free, which is logged once, uses no core and delays no file",
     ),
     "hostile-frames": Fault(
         "garbage and hostile frames arrive",
@@ -81,7 +82,8 @@ FAULTS = {
     ),
     "exits": Fault(
         "a trainer ends: normally, by sys.exit, an exception, SIGTERM, SIGINT, os._exit, SIGKILL",
-        "its last iteration is in the ledger and its status in the summary; nothing stays behind; at most 5 s pass",
+        "its last iteration is in the run folder and its status in the summary; no process is left; it takes at most 5 "
+        "s",
     ),
     "device-lost": Fault(
         "a GPU falls off the bus, or its driver hangs",
@@ -89,20 +91,20 @@ FAULTS = {
     ),
     "ten-thousand": Fault(
         "ten thousand ranks report to one aggregator",
-        "all are heard and counted to the last token, in bounded memory; docs/scale.md says at what cost",
+        "all are received and counted to the last token, in bounded memory; docs/scale.md has the cost",
     ),
     # of the same kind
     "disk-full": Fault(
         "the disk of the run folder is full",
-        "said once; no torn line, no half summary; agents keep their windows; written when there is room, else counted",
+        "logged once; no torn line or summary; agents keep their windows; written when there is room, else counted",
     ),
     "read-only": Fault(
         "the file system of the run folder becomes read-only, and writable again",
         "as a full disk",
     ),
     "folder-removed": Fault(
-        "somebody removes the run folder under a running job",
-        "said once; it is made again and what follows is written; nothing dies",
+        "the run folder of a running job is removed",
+        "logged once; it is made again and later windows are written; no process dies",
     ),
     "aggregator-by-hand": Fault(
         "the aggregator is started anew by hand on the same run",
@@ -134,15 +136,15 @@ FAULTS = {
     ),
     "everything-killed": Fault(
         "everything is killed at once, agents and aggregator too",
-        "what was written can be read and is no older than a window; the next start continues it",
+        "the written files can be read and are no older than a window; the next start continues them",
     ),
     "tmpfs-full": Fault(
         "the container's 64 MB /dev/shm or its /tmp is full, or it has no memory for the ring",
-        "metrics work without them, or are off with one line; training does not notice",
+        "metrics work without them, or are off with one line; training is not affected",
     ),
     "stopped-terminal": Fault(
-        "the terminal is stopped (Ctrl-S), or nobody reads it",
-        "the console waits, nothing else does; what it left out is counted; the job's end is not held up",
+        "the terminal is stopped (Ctrl-S), or not read",
+        "only the console waits; the lines that it drops are counted; the job's end is not delayed",
     ),
     "one-core": Fault(
         "agents share one core with their trainer",
@@ -150,11 +152,12 @@ FAULTS = {
     ),
     "slurm": Fault(
         "plain srun, and scancel",
-        "one job, one run folder, all ranks; a cancelled job is told as killed",
+        "one job, one run folder, all ranks; a cancelled job has the status killed",
     ),
     "mpirun": Fault(
         "plain mpirun (Open MPI), on one host and on two, and a rank that dies",
-        "one job, one run folder, all ranks, with keys between hosts; the job that mpirun then ends is told as killed",
+        "one job, one run folder, all ranks, with keys between hosts; the job that mpirun then ends has the status "
+        "killed",
     ),
     "slow-network": Fault(
         "latency and loss on the network",
@@ -162,9 +165,9 @@ FAULTS = {
     ),
     "host-lost": Fault(
         "a host vanishes for good",
-        "its ranks are named missing; the others are reported; the end comes",
+        "its ranks are reported missing; the others are reported; the job ends",
     ),
-    "strangers": Fault(
+    "unauthenticated-peers": Fault(
         "peers connect without the key, with another job's, in a flood",
         "rejected, counted, and named where the address was seen; no window is delayed by more than a second",
     ),
@@ -197,22 +200,22 @@ def _marks(node: ast.AST) -> list[str]:
 
 
 def known() -> dict[str, Any]:
-    """Return what earlier runs have shown."""
+    """Return the results of earlier runs."""
     return json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
 
 
-def note(results: Mapping[str, Mapping[str, dict[str, int]]]) -> None:
-    """Keep what has passed, failed and been skipped: by fault and test, the number of each."""
-    told = known()
+def record(results: Mapping[str, Mapping[str, dict[str, int]]]) -> None:
+    """Keep the number of passed, failed and skipped tests, by fault and test."""
+    kept = known()
     ran_on = {"python": ".".join(platform.python_version_tuple()[:2]), "kernel": _kernel()}
     for fault, tests in results.items():
         for test, counts in tests.items():
-            told.setdefault(fault, {})[test] = {**counts, **ran_on}
+            kept.setdefault(fault, {})[test] = {**counts, **ran_on}
     there = marked()
     kept = {
-        fault: {test: told[fault][test] for test in sorted(told[fault]) if test in there[fault]}
+        fault: {test: kept[fault][test] for test in sorted(kept[fault]) if test in there[fault]}
         for fault in FAULTS
-        if fault in told
+        if fault in kept
     }
     KNOWN.write_text(json.dumps(kept, indent=2) + "\n")
     PAGE.write_text(page())
@@ -224,27 +227,27 @@ def _kernel() -> str:
 
 def page() -> str:
     """Return the page."""
-    told = known()
+    results = known()
     lines = [
         "# Reliability",
         "",
-        "What may break, what is promised then, and which tests break it: real processes, signals, disks and networks;",
-        "simulated devices, whose truth is known. The tests write this table:",
+        "The faults, the promise for each, and the tests that cause them: real processes, signals, disks and networks;",
+        "simulated devices, whose true energy is known. The tests write this table:",
         "`python -m pytest -m fault --reliability`.",
         "",
-        "After every fault: what was measured and could be kept is in the run folder; what was lost is counted in",
-        "`summary.json`; training's step time is what it was; no process and no file is left.",
+        "After every fault: the measurements that could be kept are in the run folder; lost ones are counted in",
+        "`summary.json`; training's step time is as before; no process and no temporary file is left.",
         "",
         "| fault | promise | tests | last result |",
         "|---|---|---|---|",
     ]
-    lines += [_row(fault, told.get(name, {})) for name, fault in FAULTS.items()]
+    lines += [_row(fault, results.get(name, {})) for name, fault in FAULTS.items()]
     return "\n".join(lines) + "\n"
 
 
-def _row(fault: Fault, told: Mapping[str, Mapping[str, Any]]) -> str:
-    tests = "<br>".join(_sentence(test) for test in told) or "not run yet"
-    return f"| {fault.title} | {fault.promise} | {tests} | {_result(told.values())} |"
+def _row(fault: Fault, results: Mapping[str, Mapping[str, Any]]) -> str:
+    tests = "<br>".join(_sentence(test) for test in results) or "not run yet"
+    return f"| {fault.title} | {fault.promise} | {tests} | {_result(results.values())} |"
 
 
 def _sentence(test: str) -> str:
@@ -252,12 +255,12 @@ def _sentence(test: str) -> str:
     return f"[{function.removeprefix('test_').replace('_', ' ')}](../tests/{file})"
 
 
-def _result(told: Collection[Mapping[str, Any]]) -> str:
-    if not told:
+def _result(results: Collection[Mapping[str, Any]]) -> str:
+    if not results:
         return ""
-    counts = {result: sum(one.get(result, 0) for one in told) for result in RESULTS}
+    counts = {result: sum(one.get(result, 0) for one in results) for result in RESULTS}
     shown = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
-    ran_on = sorted({f"Python {one['python']}, {one['kernel']}" for one in told})
+    ran_on = sorted({f"Python {one['python']}, {one['kernel']}" for one in results})
     return f"{shown} ({'; '.join(ran_on)})"
 
 
@@ -266,11 +269,11 @@ def _result(told: Collection[Mapping[str, Any]]) -> str:
 
 def pytest_addoption(parser: Any) -> None:
     """Declare the switch."""
-    parser.addoption("--reliability", action="store_true", help="write docs/reliability.md with what passes")
+    parser.addoption("--reliability", action="store_true", help="write docs/reliability.md with the results")
 
 
 def pytest_configure(config: Any) -> None:
-    """Count where it is asked for; where tests run in several processes, in the one that hears of all."""
+    """Register the counter with --reliability; with several test processes, the controller counts."""
     if config.getoption("--reliability"):
         config.pluginmanager.register(_Counter(is_worker=hasattr(config, "workerinput")), "reliability-counter")
 
@@ -285,12 +288,14 @@ class _Counter:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         for item in items:
-            # A property travels with the report, from whichever process.
+            # A property is sent with the report, from every test process.
             item.user_properties += [(FAULT, name) for mark in item.iter_markers(FAULT) for name in mark.args]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        told = report.when == "call" or report.outcome != "passed"  # of set-up and tear-down only what is wrong
-        if not told or self._is_worker:
+        is_counted = (
+            report.when == "call" or report.outcome != "passed"
+        )  # of set-up and tear-down only failures and skips
+        if not is_counted or self._is_worker:
             return
         file, _, function = report.nodeid.partition("@")[0].partition("[")[0].partition("::")
         test = f"{Path(file).relative_to('tests')}::{function}"
@@ -300,7 +305,7 @@ class _Counter:
 
     def pytest_sessionfinish(self) -> None:
         if not self._is_worker:
-            note(self._results)
+            record(self._results)
 
 
 if __name__ == "__main__":

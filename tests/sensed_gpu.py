@@ -1,4 +1,4 @@
-"""A GPU in virtual time, whose load a profile switches and whose sensors are those of the tests' NVML library."""
+"""A GPU in virtual time: a profile switches its load; its sensors are those of the tests' NVML library."""
 
 import bisect
 import random
@@ -16,7 +16,7 @@ IDLE_W, LOADED_W = 90.0, 620.0
 
 
 class Switched:
-    """Power that somebody switches, in place of a `nvml_library.Curve`."""
+    """Power that the test switches, in place of a `nvml_library.Curve`."""
 
     shape = "switched"
 
@@ -25,7 +25,7 @@ class Switched:
         self._edges_s, self._high_s = [], []
 
     def switch(self, edges):
-        """Draw more from the first, third, ... edge on."""
+        """Use the high level from the first, third, ... edge on."""
         self._edges_s = [edge.time_ns / NS for edge in edges]
         self._high_s = [0.0]
         for number, (first, second) in enumerate(zip(self._edges_s, self._edges_s[1:], strict=False)):
@@ -48,7 +48,7 @@ class Switched:
 
 
 class Clock:
-    """Time that passes when it is slept or read away."""
+    """A clock that advances with sleeps and reads."""
 
     def __init__(self):
         self.now_ns = round(BEGIN_S * NS)
@@ -61,13 +61,13 @@ class Clock:
 
 
 class SensedGpu:
-    """A reader of that GPU, and what loads it.
+    """A reader of that GPU, and its load.
 
     Args:
-        call_s: what a read takes.
-        noise_w: standard deviation of what the power reading adds of its own at each tick.
-        counts: of the power that flows, so much is counted: a gain of the counter alone.
-        has: which of energy, power and average there are.
+        call_s: duration of a read.
+        noise_w: standard deviation of the noise that the power reading adds at each tick.
+        counts: gain of the counter alone.
+        has: the available readings, of energy, power and average.
         traits: of `nvml_library.Gpu`.
     """
 
@@ -85,7 +85,7 @@ class SensedGpu:
         self._edges, self._end_ns = [], 0
         self.closed = 0
 
-    # --- what is read ---
+    # --- readings ---
 
     def read_energy(self):
         self.clock.now_ns += round(self._call_s * NS / 2)
@@ -117,7 +117,7 @@ class SensedGpu:
             return 0.0
         return random.Random(self._gpu.last_tick(at_s)).gauss(0.0, self._noise_w)
 
-    # --- what loads it ---
+    # --- load ---
 
     def start(self, stretches_s):
         at_ns = self.clock.now_ns + NS // 1000

@@ -1,4 +1,4 @@
-"""A sensor as GPUs have them, and the agent that reads it, in virtual time: pure, and the truth is a closed form."""
+"""A model of a GPU's power sensor and of the agent that reads it, in virtual time; the true energy is a closed form."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from effllm.records.rank import COUNTER, Device, Sample, Sensor
 NS = 1_000_000_000
 BEGIN_S = 1000.0
 EDGE_WAIT_S = 1.0  # as in effllm/agents/track.py
-HORIZON_S = 5000.0  # so long a telegraph runs
+HORIZON_S = 5000.0  # length of a telegraph signal
 
 
 class Power(Protocol):
-    """What `nvml_library.Curve` and `Telegraph` are."""
+    """The interface of `nvml_library.Curve` and `Telegraph`."""
 
     def at(self, t: float) -> float:
         """Return the watts at a moment."""
@@ -35,7 +35,7 @@ class Power(Protocol):
 
 @dataclass(frozen=True)
 class Telegraph:
-    """Power that jumps between two levels after times nobody can foresee."""
+    """Power that jumps between two levels at random times."""
 
     low: float
     high: float
@@ -59,7 +59,7 @@ class Telegraph:
 
 @functools.lru_cache
 def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
-    """Return when it switches, up first, and how long it has been high before each of those."""
+    """Return when it switches, up first, and the time on the high level before each switch."""
     chance = random.Random(seed)
     switches = [0.0]
     while switches[-1] < HORIZON_S:
@@ -70,15 +70,15 @@ def _switches(mean_s: float, seed: int) -> tuple[list[float], list[float]]:
 
 @dataclass
 class BoardSensor:
-    """Measures power for the last part of each tick and lets that stand for all of it; moves at ticks, late.
+    """Measures power in the last part of each tick and uses that for the whole tick; updates at ticks, with a lag.
 
     Args:
-        power: the truth.
-        tick_s: between two moves.
+        power: the true power.
+        tick_s: between two updates.
         duty: share of each tick that is measured.
-        phase_s: where the ticks are.
-        lag_s: the counter shows what it should have shown so long ago.
-        gain: of all that it says.
+        phase_s: of the ticks.
+        lag_s: age of the value that the counter shows.
+        gain: factor of all its readings.
     """
 
     power: Power
@@ -97,12 +97,12 @@ class BoardSensor:
         return math.floor(1e3 * self._sums[tick]) / 1e3
 
     def power_w(self, t: float) -> float:
-        """Return the power that was measured last."""
+        """Return the last measured power."""
         return self._mean_w(self._tick(t))
 
     def known(self, chance: random.Random, lag_is_known: bool = True) -> Sensor:
-        """Return what a calibration would say of it."""
-        # What the last part of a tick says stands for all of it: on average it is from the tick's end.
+        """Return the result of a calibration of it."""
+        # The last part of a tick is used for the whole tick: on average it is from the tick's end.
         late_s = self.lag_s - (1 - self.duty) * self.tick_s / 2
         return Sensor(
             tick_s=self.tick_s * (1 + chance.uniform(-1e-4, 1e-4)),
@@ -123,7 +123,7 @@ class BoardSensor:
 
 
 class VirtualAgent:
-    """Reads a sensor into a ledger once a second and where the ledger asks, and cuts windows when they are settled."""
+    """Reads a sensor into a ledger once a second and at the ledger's requests; cuts windows when they are settled."""
 
     def __init__(
         self, ledger: EnergyLedger, sensor: BoardSensor, chance: random.Random, interval_s: float = 1.0
@@ -132,7 +132,7 @@ class VirtualAgent:
         self._newest_ns = 0
 
     def read(self, at_s: float) -> None:
-        """Read a little later than at a moment."""
+        """Read a little later than this time."""
         at_s += self._chance.uniform(5e-5, 4e-4)
         time_ns = round(at_s * NS)
         if time_ns > self._newest_ns:
@@ -141,7 +141,7 @@ class VirtualAgent:
             self._ledger.add(Sample(time_ns, power_w=self._sensor.power_w(at_s), energy_j=self._sensor.counter_j(at_s)))
 
     def calibrate(self, at_s: float) -> float:
-        """Read densely for a little more than a tick; return when that is over."""
+        """Read densely for a little more than a tick; return the time of its end."""
         end_s = at_s + 1.3 * self._sensor.tick_s
         while at_s < end_s:
             self.read(at_s)
@@ -182,15 +182,15 @@ def ledger_of(sensor: Sensor, **known: object) -> EnergyLedger:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A window: what the ledger said, and what was."""
+class MeasuredWindow:
+    """A window: the energy from the ledger, and the true energy."""
 
     energy: EnergyAmount
     truth_j: float
 
     @property
     def error_j(self) -> float:
-        """By how much it is off."""
+        """The error of the ledger's energy."""
         assert self.energy.joules is not None
         return self.energy.joules - self.truth_j
 
@@ -213,10 +213,10 @@ def simulate(
     name: str = "",
     lead_s: Sequence[float] = (),
     step_s: float = 0.0,
-) -> list[Told]:
+) -> list[MeasuredWindow]:
     """Return windows of about ``window_s``, after those of ``lead_s``, on a sensor whose phase is anywhere.
 
-    The agent knows the length of iterations where there are any: ``step_s``.
+    ``step_s``: the length of iterations as the agent has it; 0 for none.
     """
     chance = random.Random(seed)
     sensor = BoardSensor(power, tick_s, duty, chance.uniform(0, tick_s), lag_s)
@@ -228,5 +228,5 @@ def simulate(
     for length_s in [*lead_s, *[window_s] * count]:
         edges_s.append(edges_s[-1] + length_s * chance.uniform(0.9, 1.1))
     truths = [power.integral(start_s, end_s) for start_s, end_s in pairwise(edges_s)]
-    found = [Told(energy, truth_j) for energy, truth_j in zip(agent.windows(edges_s), truths, strict=True)]
+    found = [MeasuredWindow(energy, truth_j) for energy, truth_j in zip(agent.windows(edges_s), truths, strict=True)]
     return found[len(lead_s) :]

@@ -1,4 +1,4 @@
-"""A model of synchronous training: what each rank computes, and that the others wait for the slowest; seeded.
+"""A model of synchronous training: each rank computes, and waits for the slowest; seeded.
 
 Computation has jitter of a few percent and a heavy tail: now and then an iteration of one rank takes up to twice as
 long.  All ranks meet at a barrier in every iteration, after which communication takes its time.
@@ -30,7 +30,7 @@ def gpu_window(
     utilization: float = 1.0,
     throttled: Mapping[str, float] | None = None,
 ) -> DeviceWindow:
-    """Return what a GPU did in a window: readings that are constant, throttled for shares of the time."""
+    """Return a GPU's window: constant readings, throttled for shares of the time."""
     gauges = {"sm_clock_hz": clock_hz, "temperature_c": celsius, "power_limit_w": 700.0}
     return DeviceWindow(
         device=f"GPU-{rank}",
@@ -45,14 +45,14 @@ def gpu_window(
 class SynchronousJob:
     """Ranks that train together.
 
-    ``slow(rank, window)`` says by which factor a rank's computation takes longer, ``waits`` how many seconds it waits
-    for data in every iteration, ``weight`` what share of the full work its stage has.
+    ``slow(rank, window)`` is the factor by which a rank's computation takes longer, ``waits`` its data wait in seconds
+    per iteration, ``weight`` the share of the full work that its stage has.
     """
 
     ranks: int
     seed: int = 0
     jitter: float = 0.02
-    tail: float = 0.005  # share of iterations that are hit
+    tail: float = 0.005  # share of iterations that take longer
     iterations: int = 10
     slow: Callable[[int, int], float] = lambda rank, window: 1.0
     waits: Callable[[int, int], float] = lambda rank, window: 0.001
@@ -61,7 +61,7 @@ class SynchronousJob:
     host: Callable[[int], str] = lambda rank: f"node{rank // 8}"
     replica: Callable[[int], str] = lambda rank: ""
     device: Callable[[int, int, float], DeviceWindow] | None = None
-    tells: bool = True  # whether ranks have a sync point
+    has_sync_point: bool = True  # whether ranks have a sync point
     clock_error_s: float | None = None  # of their clocks; None: not known
     window: int = 0
     seen: list[Straggling] = field(default_factory=list)
@@ -75,20 +75,20 @@ class SynchronousJob:
             self.stragglers.meet(rank, Peer(self.group(rank), self.host(rank), f"GPU-{rank}", self.replica(rank), True))
 
     def run(self, windows: int) -> SynchronousJob:
-        """Train for so many windows."""
+        """Train for this many windows."""
         for _ in range(windows):
             self.seen.append(self.stragglers.close(self.rows(), self.offsets()))
         return self
 
     def offsets(self) -> dict[int, Offset]:
-        """What is known of the ranks' clocks."""
+        """The estimated offsets of the ranks' clocks."""
         if self.clock_error_s is None:
             return {}
         off = self._luck.uniform(-1, 1, self.ranks) * self.clock_error_s
         return {rank: Offset(-self._truth[rank] + off[rank], self.clock_error_s) for rank in range(self.ranks)}
 
     def rows(self) -> list[RankReport]:
-        """Train for a window; return what the ranks report of it."""
+        """Train for a window; return the reports of the ranks."""
         self.window += 1
         shape = (self.ranks, self.iterations)
         factors = np.array([self.slow(rank, self.window) * self.weight(rank) for rank in range(self.ranks)])
@@ -97,7 +97,7 @@ class SynchronousJob:
         wait = np.array([self.waits(rank, self.window) for rank in range(self.ranks)])[:, None]
         wait = wait * self._luck.uniform(0.5, 1.5, shape)
         came = own + wait
-        took = came.max(axis=0) + COMMUNICATION_S  # everybody's iteration
+        took = came.max(axis=0) + COMMUNICATION_S  # the iteration of all ranks
         wall_s = float(took.sum())
         arrival_s = self._now_s + wall_s - took[-1] + came[:, -1]
         self._now_s += wall_s
@@ -123,20 +123,20 @@ class SynchronousJob:
                 tokens_loss=0,
                 samples=0,
                 devices=() if self.device is None else (self.device(rank, self.window, wall_s),),
-                own_steps=self.iterations if self.tells else 0,
-                own_step_s=sums[rank] if self.tells else 0.0,
-                own_median_s=medians[rank] if self.tells else None,
+                own_steps=self.iterations if self.has_sync_point else 0,
+                own_step_s=sums[rank] if self.has_sync_point else 0.0,
+                own_median_s=medians[rank] if self.has_sync_point else None,
                 arrival_ns=round((arrival_s[rank] + self._truth[rank]) * 1e9) if self.clock_error_s is not None else 0,
             )
             for rank in range(self.ranks)
         ]
 
     def events(self, *kinds: str) -> list[Event]:
-        """What was said, of these kinds or of all."""
+        """The events, of these kinds or of all."""
         return [one for seen in self.seen for one in seen.events if not kinds or one.kind in kinds]
 
     @property
-    def accused(self) -> set[int]:
+    def named_ranks(self) -> set[int]:
         """Ranks that were ever named."""
         return {rank for verdict in self.stragglers.totals() for rank in verdict.ranks}
 

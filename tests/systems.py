@@ -1,9 +1,9 @@
-"""The table of training systems in docs/systems.md: what the tests that carry the mark ``system`` have shown.
+"""The table of training systems in docs/systems.md: the results of the tests with the mark ``system``.
 
-    python -m pytest -m "" --systems tests tests/frameworks   # writes it, with what passed
-    python -m tests.systems                                   # writes the page anew from what is known
+    python -m pytest -m "" --systems tests tests/frameworks   # writes it, with the tests that passed
+    python -m tests.systems                                   # writes the page from the kept results
 
-A test says ``pytestmark = pytest.mark.system("trl", how=RAN)``; what passes is noted with the versions it ran with.
+A test has ``pytestmark = pytest.mark.system("trl", how=RAN)``; a pass is recorded with the versions that it ran with.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RAN, STAND_IN = "ran", "stand-in"
 
 @dataclass(frozen=True)
 class System:
-    """A training system, and what is known of it without running it."""
+    """A training system, and the facts about it that no test finds."""
 
     title: str
     packages: tuple[str, ...]  # as installed; the first is the system
     attached_by: str
     tokens_from: str
     not_tested: str = ""
-    by_hand: str = ""  # what was run outside the tests
+    by_hand: str = ""  # runs outside the tests
 
 
 SYSTEMS = {
@@ -141,45 +141,45 @@ def versions(system: System) -> dict[str, str]:
 
 
 def known() -> dict[str, Any]:
-    """Return what earlier runs have shown."""
+    """Return the results of earlier runs."""
     return json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
 
 
-def note(passed: dict[str, dict[str, int]]) -> None:
-    """Keep what has passed: by system and how it was tested, the number of tests."""
-    told = known()
+def record(passed: dict[str, dict[str, int]]) -> None:
+    """Keep the number of passed tests, by system and kind of test."""
+    kept = known()
     for name, counts in passed.items():
-        entry = told.setdefault(name, {})
+        entry = kept.setdefault(name, {})
         for how, count in counts.items():
             entry[how] = {"tests": count, "versions": versions(SYSTEMS[name]) if how == RAN else {}}
-    KNOWN.write_text(json.dumps({name: told[name] for name in SYSTEMS if name in told}, indent=2) + "\n")
+    KNOWN.write_text(json.dumps({name: kept[name] for name in SYSTEMS if name in kept}, indent=2) + "\n")
     PAGE.write_text(page())
 
 
 def page() -> str:
     """Return the page."""
-    told = known()
+    results = known()
     lines = [
         "# Training systems",
         "",
-        "What each is attached by when `launch/efficientllm_config.sh` was sourced before its launch script, and how",
+        "How each is attached when `launch/efficientllm_config.sh` was sourced before its launch script, and how",
         "that was tested. *Ran*: the system itself, on CPUs. *Stand-in*: a small module with its functions and",
         'signatures. The tests write this table: `python -m pytest -m "" --systems tests tests/frameworks`.',
         "",
         "| system | attached by | tokens from | tested | not tested |",
         "|---|---|---|---|---|",
     ]
-    lines += [_row(system, told.get(name, {})) for name, system in SYSTEMS.items()]
+    lines += [_row(system, results.get(name, {})) for name, system in SYSTEMS.items()]
     return "\n".join(lines) + "\n"
 
 
-def _row(system: System, told: dict[str, Any]) -> str:
+def _row(system: System, results: dict[str, Any]) -> str:
     shown = []
-    if RAN in told:
-        packages = ", ".join(f"{name} {version}" for name, version in told[RAN]["versions"].items())
-        shown.append(f"ran: {packages} ({told[RAN]['tests']} tests)")
-    if STAND_IN in told:
-        shown.append(f"stand-in ({told[STAND_IN]['tests']} tests)")
+    if RAN in results:
+        packages = ", ".join(f"{name} {version}" for name, version in results[RAN]["versions"].items())
+        shown.append(f"ran: {packages} ({results[RAN]['tests']} tests)")
+    if STAND_IN in results:
+        shown.append(f"stand-in ({results[STAND_IN]['tests']} tests)")
     shown += [system.by_hand] if system.by_hand else []
     tested = "; ".join(shown) or "not tested"
     return f"| {system.title} | {system.attached_by} | {system.tokens_from} | {tested} | {system.not_tested} |"
@@ -190,11 +190,11 @@ def _row(system: System, told: dict[str, Any]) -> str:
 
 def pytest_addoption(parser: Any) -> None:
     """Declare the switch."""
-    parser.addoption("--systems", action="store_true", help="write docs/systems.md with what passes")
+    parser.addoption("--systems", action="store_true", help="write docs/systems.md with the results")
 
 
 def pytest_configure(config: Any) -> None:
-    """Declare the mark, and count where it is asked for."""
+    """Declare the mark; register the counter with --systems."""
     config.addinivalue_line(
         "markers", "system(name, how): shows that a training system is attached; see tests/systems.py"
     )
@@ -220,7 +220,7 @@ class _Counter:
             counts[how] = counts.get(how, 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        note(self._passed)
+        record(self._passed)
 
 
 if __name__ == "__main__":

@@ -475,7 +475,7 @@ def test_a_count_that_is_none_costs_one_line(launch, given):
         """,
     )
     assert iterations(job) == 3
-    assert len([text for text in job.ledger.told("warning") if "effllm.count" in text]) <= 1
+    assert len([text for text in job.ledger.event_texts("warning") if "effllm.count" in text]) <= 1
 
 
 # --- launches that are not what they seem ---
@@ -644,7 +644,7 @@ def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
     assert summary.iterations == 11
     assert summary.metrics["al_seconds"].value == pytest.approx(0.01, abs=0.006)
     assert summary.time_by_class["other"] >= 0.39
-    assert job.ledger.told("warning") == []
+    assert job.ledger.event_texts("warning") == []
 
 
 def test_a_script_from_standard_input_is_counted(launch, tmp_path):

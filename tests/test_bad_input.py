@@ -48,12 +48,12 @@ def test_a_wrong_setting_is_told_in_one_line_that_names_it_and_what_is_allowed(l
     job = launch.python(LOOP, "--iterations", 3, **{name: wrong}).done()
 
     assert_refused(job, f"EFFICIENTLLM_{name.upper()}='{wrong}' is not usable: must be {allowed}")
-    assert len(job.told()["steps"]) == 3
+    assert len(job.output()["steps"]) == 3
     assert not job.runs()
 
 
 def test_a_wrong_setting_is_told_by_rank_0_alone(launch):
-    job = launch.python(LOOP, "--iterations", 3, environ=jobs.place(1, 2), log_interval=0).done()
+    job = launch.python(LOOP, "--iterations", 3, environ=jobs.rank_environ(1, 2), log_interval=0).done()
 
     assert (job.stdout, job.stderr) == ("", "")
 
@@ -88,14 +88,14 @@ def test_a_sink_that_there_is_not_silences_no_other(launch):
     job = launch.python(*SERVED, sinks="nosuch,console").done()
 
     assert len(job.blocks) == 2
-    assert any("there is no sink 'nosuch'" in text for text in job.ledger.told("sink"))
+    assert any("there is no sink 'nosuch'" in text for text in job.ledger.event_texts("sink"))
     assert job.ledger.summary.tokens == 2000
 
 
 def test_a_device_that_there_is_not_leaves_time_and_tokens(launch):
     job = launch.python(*SERVED, device="nosuch").done()
 
-    assert any("there is no device 'nosuch'" in text for text in job.ledger.told("agent"))
+    assert any("there is no device 'nosuch'" in text for text in job.ledger.event_texts("agent"))
     assert job.ledger.summary.tokens == 2000
     assert {"al_seconds", "tt_tokens_per_param_per_sec"} <= set(job.ledger.summary.metrics)
     assert "amu_gb" not in job.ledger.summary.metrics
@@ -112,7 +112,7 @@ def test_a_run_folder_that_cannot_be_written_is_told_once_and_the_console_goes_o
     assert job.stdout.count("set EFFICIENTLLM_RUN_DIR") >= 1
     assert job.stdout.count("cannot be written (Not a directory)") == 1
     assert "[EfficientLLM] Run completed" in job.stdout
-    assert len(job.told()["steps"]) == 20
+    assert len(job.output()["steps"]) == 20
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "summary.json"])
@@ -156,7 +156,7 @@ def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_
     job = launch.python(*SERVED, run_name="mine").done()
 
     assert job.ledger.summary.tokens == 2000
-    assert any("cannot be read, the totals start anew" in text for text in job.ledger.told("sink"))
+    assert any("cannot be read, the totals start anew" in text for text in job.ledger.event_texts("sink"))
 
 
 # --- addresses ---
@@ -166,10 +166,10 @@ def test_an_endpoint_where_nobody_listens_costs_one_line_and_a_bounded_end(launc
     endpoint = f"127.0.0.1:{jobs.unused_port()}"
     job = launch.python(LOOP, endpoint=endpoint).done()
 
-    assert len(job.told()["steps"]) == 20
+    assert len(job.output()["steps"]) == 20
     assert job.longest_step_s() < 1.0
     assert job.our_errors == [f"[EfficientLLM] rank 0: 3 reports could not be delivered to tcp://{endpoint}"]
-    assert time.monotonic() - job.told()["steps"][-1][1] < 20  # it waits for five seconds, and its agent for four
+    assert time.monotonic() - job.output()["steps"][-1][1] < 20  # it waits for five seconds, and its agent for four
     assert not job.runs()
 
 
@@ -179,7 +179,7 @@ def test_an_endpoint_that_takes_connections_and_never_answers_is_no_worse(launch
         listener.listen(8)
         job = launch.python(LOOP, endpoint=f"127.0.0.1:{listener.getsockname()[1]}").done()
 
-    assert len(job.told()["steps"]) == 20
+    assert len(job.output()["steps"]) == 20
     assert len(job.our_errors) == 1
 
 
@@ -193,7 +193,7 @@ def test_an_endpoint_off_this_host_is_refused_without_a_secret_before_anything_i
 def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
     (tmp_path / "secret").write_text("a" * 64)
     (tmp_path / "secret").chmod(0o644)
-    environ = {**jobs.place(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    environ = {**jobs.rank_environ(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     job = launch.code(
         "import sys, types\n"  # the store of torchrun, of which nothing is asked before that
         "sys.modules['torch'] = types.SimpleNamespace(distributed=types.SimpleNamespace(TCPStore=None))\n"
@@ -213,10 +213,10 @@ def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
 def test_ranks_without_torch_and_without_an_endpoint_train_on_without_metrics(launch, rank, lines):
-    environ = {**jobs.place(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
+    environ = {**jobs.rank_environ(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
     job = launch.python(LOOP, "--iterations", 20, environ=environ).done()
 
-    assert len(job.told()["steps"]) == 20
+    assert len(job.output()["steps"]) == 20
     assert job.stderr.count("needs torch imported first, or EFFICIENTLLM_ENDPOINT set") == lines
     assert job.stderr.count("\n") == lines
 
@@ -304,8 +304,8 @@ def test_nothing_that_strangers_send_to_the_port_changes_the_job(launch):
             "lies outside a world",
             "its LOG_INTERVAL is 7, the job's is 10",
         ):
-            jobs.until(lambda reason=reason: any(reason in text for text in ledger.told("refused")))
-        jobs.until(lambda: len(ledger.told("garbage")) >= 5)
+            jobs.until(lambda reason=reason: any(reason in text for text in ledger.event_texts("refused")))
+        jobs.until(lambda: len(ledger.event_texts("garbage")) >= 5)
         count = rank.finish()
         assert not aggregator.job.left()
     summary = ledger.summary
@@ -326,7 +326,9 @@ def test_a_large_world_that_nobody_has_does_not_take_the_memory(launch):
     assert not aggregator.job.left()
 
     assert aggregator.ledger.summary.tokens == 2000
-    assert any("a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.told("refused"))
+    assert any(
+        "a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.event_texts("refused")
+    )
 
 
 # --- what a loop says ---
@@ -375,7 +377,7 @@ def test_counts_that_are_none_are_told_once_and_count_nothing(launch, wrong):
     job = loop(launch, f"for i in range(10):\n    step(10, 1)\n    step({wrong})")
 
     assert (job.ledger.summary.tokens, job.ledger.summary.samples, job.ledger.summary.iterations) == (100, 10, 20)
-    (told,) = job.ledger.told("warning")
+    (told,) = job.ledger.event_texts("warning")
     assert "tokens and samples must be counts of at least 0; iteration 2 counts none" in told
 
 
@@ -405,7 +407,7 @@ def test_an_iteration_number_that_goes_back_is_told_and_counting_goes_on(launch)
     )
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (20, 200)
-    (told,) = job.ledger.told("warning")
+    (told,) = job.ledger.event_texts("warning")
     assert "the iteration number went back from 10 to 3; counting goes on" in told
 
 
@@ -438,7 +440,7 @@ def test_an_end_without_a_start_and_a_start_without_an_end_are_told_once(launch)
     )
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (11, 110)
-    (told,) = job.ledger.told("warning")
+    (told,) = job.ledger.event_texts("warning")
     assert "an iteration ended that had not started" in told
 
 
@@ -542,7 +544,7 @@ def test_more_windows_at_once_than_a_sink_can_queue_are_all_written(launch):
     assert len(job.ledger.windows) == len(job.ledger.ranks) > 100
     assert sum(row.tokens for row in job.ledger.ranks) == summary.tokens == 150_000
     assert summary.coverage.reports_lost == 0
-    assert not job.ledger.told("sink")
+    assert not job.ledger.event_texts("sink")
 
 
 def test_a_writer_that_raises_does_not_end_the_loop(launch):
@@ -555,7 +557,9 @@ def test_a_writer_that_raises_does_not_end_the_loop(launch):
     )
 
     assert job.ledger.summary.tokens == 10 * job.ledger.summary.iterations
-    assert any("the writer given to log_metrics failed: OSError: full" in text for text in job.ledger.told("warning"))
+    assert any(
+        "the writer given to log_metrics failed: OSError: full" in text for text in job.ledger.event_texts("warning")
+    )
 
 
 TENSORS = """

@@ -350,7 +350,7 @@ def test_a_profiler_that_is_stopped_leaves_neither_load_nor_result(cli, traced, 
         assert process.wait(60) in (130, -signal.SIGKILL)
 
     # One that is still importing torch notices when it has.
-    assert not jobs.gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=40.0)
+    assert not jobs.wait_until_gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=40.0)
     assert calibration.load(cache_folder() / "calibration", H100, "570.0") is None
 
 

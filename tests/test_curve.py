@@ -45,7 +45,7 @@ class Door:
         self.endpoint = f"tcp://{host}:{self.port}"
         self.server.listen(self.endpoint, self.listener.detach())
         self.connections = Connections(self.server.socket, self.rejections)
-        self.links, self.heard, self.refused, self.told = [], 0, [], []
+        self.links, self.heard, self.refused, self.event_texts = [], 0, [], []
 
     def link(self, keys):
         link = AgentLink(self.agents, self.endpoint, keys)
@@ -70,7 +70,7 @@ class Door:
                     self.refused.append(address)
                     self.rejections.reject(address, OTHER_JOB)
             self.connections.look(time.monotonic())
-            self.told += self.rejections.take()
+            self.event_texts += self.rejections.take()
             while self.server.receive():
                 self.heard += 1
             for link in self.links:
@@ -110,7 +110,7 @@ def test_an_agent_of_the_job_is_let_in_on_a_socket_that_listened_before(door, ad
     secured.link(AgentKeys.of(SECRET, JOB))
 
     assert secured.serve(lambda: secured.heard)
-    assert (secured.refused, secured.told) == ([], [])
+    assert (secured.refused, secured.event_texts) == ([], [])
 
 
 def test_another_jobs_key_is_refused_at_the_gate_and_its_address_is_known(door):
@@ -158,7 +158,7 @@ def test_a_peer_without_the_secret_is_rejected_counted_and_named(door, keys, why
 
     # It tries again and again; a peer without CURVE may close its connection before its mechanism was read.
     expected = {f"a peer at 127.0.0.1 was rejected: {one}" for one in ({why, NO_PROTOCOL} if not keys else {why})}
-    assert secured.serve(lambda: expected & set(secured.told))
+    assert secured.serve(lambda: expected & set(secured.event_texts))
     assert secured.rejections.count >= 1
     assert (secured.heard, secured.refused) == (0, [])
 
@@ -169,10 +169,10 @@ def test_what_is_no_agent_is_rejected_and_does_no_harm(door, word):
     for _ in range(2 * MAX_UNSEEN):
         with socket.create_connection((secured.address, secured.port)) as raw:
             raw.sendall(word)
-        if secured.serve(lambda: secured.told, within_s=1.0):
+        if secured.serve(lambda: secured.event_texts, within_s=1.0):
             break
     where = ("at 127.0.0.1", "whose address was not seen")  # which, depends on how soon the connection ends
-    assert secured.told in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
+    assert secured.event_texts in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
     assert secured.rejections.count == 1
 
     secured.link(AgentKeys.of(SECRET, JOB))

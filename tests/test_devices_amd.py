@@ -831,7 +831,7 @@ def test_a_job_on_an_amd_gpu_is_measured_as_its_power_says(launch, library, tmp_
     gpu = {"serial": 0xA, "power": [400.0, 100.0, 1.3], "gfx_activity": 25, "rate": rate}
     job = train(launch, tmp_path / "job.json", gpu)
     ledger, summary = job.ledger, job.ledger.summary
-    start_s, end_s = job.told()["steps"][0][0], job.told()["steps"][-1][1]
+    start_s, end_s = job.output()["steps"][0][0], job.output()["steps"][-1][1]
     fake = importlib.import_module("amdsmi")
     truth_w = fake.energy_j(fake.GPU | gpu, start_s, end_s) / (end_s - start_s)
 

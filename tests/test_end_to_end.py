@@ -172,7 +172,7 @@ def test_every_rank_is_given_the_values_of_the_whole_job(world):
     job, world_size = world
     reported = [{f"efficientllm/{tag}": w.values.get(tag) for tag in jobs.FORMATS} for w in job.ledger.windows]
     for rank in range(world_size):
-        values = job.told(f"truth-{rank}.json")
+        values = job.output(f"truth-{rank}.json")
         assert set(values) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
         assert {tag: None if math.isnan(value) else jobs.in_lines(value) for tag, value in values.items()} in reported
 
@@ -211,7 +211,7 @@ def test_a_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
     assert line == "[EfficientLLM] the loss is NaN or infinite at iteration 15"
     assert (summary.losses_not_finite, summary.first_not_finite) == (16, 15)
     assert summary.loss is None
-    assert job.ledger.told("loss_not_finite") == ["the loss is NaN or infinite at iteration 15"]
+    assert job.ledger.event_texts("loss_not_finite") == ["the loss is NaN or infinite at iteration 15"]
     assert "NaN or infinite: 16 losses, the first at iteration 15" in job.stdout
 
 

@@ -46,7 +46,7 @@ def start_on(launch, trace, *arguments, visible=(None, None), **settings):
         launch.python(
             LOOP,
             *arguments,
-            environ=jobs.place(rank, len(visible))
+            environ=jobs.rank_environ(rank, len(visible))
             | trace.environment()
             | ({} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}),
             **{"device": "nvml", "collection_interval": INTERVAL_S, "endpoint": aggregator.endpoint, **settings},
@@ -59,7 +59,7 @@ def start_on(launch, trace, *arguments, visible=(None, None), **settings):
 def train_on(*arguments, **settings):
     """Train as `start_on` does; return the aggregator and what each rank did."""
     aggregator, ranks = start_on(*arguments, **settings)
-    truths = [rank.done().told()["steps"] for rank in ranks]
+    truths = [rank.done().output()["steps"] for rank in ranks]
     assert not aggregator.job.left()
     return aggregator, truths
 
@@ -149,12 +149,12 @@ def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch,
     jobs.until(lambda: len(with_aec(0.0)) >= 5)
     lost_s = time.monotonic() + 0.1
     trace.fault(f"2 energy error 999 {lost_s}", f"2 power error 999 {lost_s}")
-    jobs.until(lambda: any(f"{B.uuid}: energy_j is not measured" in text for text in ledger.told("agent")))
+    jobs.until(lambda: any(f"{B.uuid}: energy_j is not measured" in text for text in ledger.event_texts("agent")))
     unseen_s = time.monotonic()
     jobs.until(lambda: len(windows(unseen_s)) >= 3)
     bad = windows(unseen_s)
     trace.fault()
-    jobs.until(lambda: any(f"{B.uuid}: energy_j is measured again" in text for text in ledger.told("agent")))
+    jobs.until(lambda: any(f"{B.uuid}: energy_j is measured again" in text for text in ledger.event_texts("agent")))
     seen_s = time.monotonic()
     jobs.until(lambda: len(with_aec(seen_s)) >= 3)
     for rank in ranks:
@@ -200,14 +200,14 @@ def test_a_rank_without_a_gpu_is_counted_by_time_and_tokens_alone(launch, trace)
         "tt_tokens_per_param_per_sec",
         "st_samples_per_param_per_sec",
     }
-    assert any("no device is sampled" in text for text in aggregator.ledger.told("agent"))
+    assert any("no device is sampled" in text for text in aggregator.ledger.event_texts("agent"))
 
 
 @pytest.mark.alone
 def test_a_simulated_gpu_is_measured_as_its_waveform_says(launch):
     job = launch.python(LOOP, "--iterations", 150, collection_interval=0.1).done()
     wave = waveform_of(0)
-    start, end = span(job.told()["steps"])
+    start, end = span(job.output()["steps"])
     values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
 
     assert values["aec_watts"] == pytest.approx(wave.energy_j(start, end) / (end - start), rel=2e-3)
@@ -221,7 +221,7 @@ def test_a_simulated_gpu_is_measured_as_its_waveform_says(launch):
 @pytest.mark.alone
 def test_al_is_the_time_of_a_step_and_t_the_time_of_an_iteration(launch):
     job = launch.python(LOOP, "--iterations", 40, "--wait-s", 0.01).done()
-    steps = job.told()["steps"]
+    steps = job.output()["steps"]
     start, end = span(steps)
     values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
 

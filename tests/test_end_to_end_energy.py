@@ -56,7 +56,7 @@ class Run:
         """The windows of a rank, less its shut-down of a millisecond."""
         return [row for row in self.ledger.ranks if row.rank == rank and row.wall_s > 0.1]
 
-    def told(self, kind: str, rank: int) -> list[str]:
+    def event_texts(self, kind: str, rank: int) -> list[str]:
         return [event.text for event in self.ledger.events if (event.kind, event.rank) == (kind, rank)]
 
     def truth_j(self, gpu: Gpu, *rows: RankRow) -> float:
@@ -78,7 +78,9 @@ def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
         ranks = [
             launch.python(
                 *loop,
-                environ=jobs.place(rank, len(environments)) | {"XDG_CACHE_HOME": str(folder / "cache")} | environment,
+                environ=jobs.rank_environ(rank, len(environments))
+                | {"XDG_CACHE_HOME": str(folder / "cache")}
+                | environment,
                 **settings,
             )
             for rank, environment in enumerate(environments)
@@ -86,7 +88,7 @@ def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
         jobs.until(lambda: aggregator.ledger.num_windows >= 3)
         fault_s = time.monotonic() + 0.3
         disturb(fault_s)
-        steps = [rank.done(seconds + 20).told()["steps"] for rank in ranks]
+        steps = [rank.done(seconds + 20).output()["steps"] for rank in ranks]
         assert not aggregator.job.left()
         iterations_ended_s = max(end_s for rank in steps for _, end_s in rank)
         to_monotonic_s = time.monotonic() - time.time()
@@ -212,7 +214,7 @@ def test_a_counter_that_is_reset_makes_no_spike_and_no_hole(disturbed):
 
 def test_what_power_fills_is_marked_and_the_reset_is_told(disturbed):
     filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
-    said = disturbed.told("energy_counter", rank=0)
+    said = disturbed.event_texts("energy_counter", rank=0)
 
     assert 1 <= len(filled) <= 2  # the second where the reset falls on an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
@@ -249,7 +251,9 @@ def test_windows_after_the_return_are_as_good_as_those_before(disturbed, rank, g
     assert wrong[len(wrong) // 2] < MAX_WRONG / 5
     assert wrong[-1] < 3 * MAX_WRONG
     assert {row.energy_method for row in before[1:] + after} == {"counter"}
-    lost, found = ([text for text in disturbed.told("agent", rank) if word in text] for word in ("not ", "again"))
+    lost, found = (
+        [text for text in disturbed.event_texts("agent", rank) if word in text] for word in ("not ", "again")
+    )
     assert any(f"{gpu.uuid}: energy_j is not measured: GPU is lost" in text for text in lost)
     assert any(f"{gpu.uuid}: energy_j is measured again" in text for text in found)
 
@@ -309,7 +313,7 @@ def test_the_rank_whose_call_hangs_is_stale_from_then_on_and_right_before(crippl
     before = [row for row in known[1:] if row.end_time_s < until_s]
     assert sum(row.energy_j for row in before) == pytest.approx(crippled.truth_j(B, *before), rel=0.01)
     assert sum(row.energy_j for row in known) == pytest.approx(crippled.truth_j(B, *known), rel=0.05)
-    (text,) = crippled.told("stale", rank=1)
+    (text,) = crippled.event_texts("stale", rank=1)
     assert f"{B.uuid} is stale: a read has not come back for" in text
 
 
@@ -318,7 +322,7 @@ def test_the_rank_without_nvml_trains_and_is_told_why_it_has_no_energy(crippled)
 
     assert {(row.device, row.energy_j) for row in rows} == {(None, None)}
     assert sum(row.tokens for row in rows) == 450 * 100
-    assert any("the NVIDIA driver is not loaded" in text for text in crippled.told("agent", rank=2))
+    assert any("the NVIDIA driver is not loaded" in text for text in crippled.event_texts("agent", rank=2))
 
 
 def test_coverage_shows_which_part_of_the_energy_is_there(crippled):

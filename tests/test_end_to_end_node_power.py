@@ -21,7 +21,7 @@ def train(launch, trace, *arguments, **settings):
     rank = launch.python(
         LOOP,
         *arguments,
-        environ=jobs.place(0, 1) | trace.environment(),
+        environ=jobs.rank_environ(0, 1) | trace.environment(),
         **{"device": "nvml", "endpoint": aggregator.endpoint, **settings},
     )
     rank.done()

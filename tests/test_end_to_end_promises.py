@@ -40,7 +40,7 @@ def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_
     assert ports[0] == ports[1]
     assert job.longest_step_s() < SLOWEST_STEP_S
     assert [row.iteration_last for row in job.ledger.ranks] == [*range(10, count + 1, 10), count]
-    assert any("aggregator died" in text for text in job.ledger.told("aggregator"))
+    assert any("aggregator died" in text for text in job.ledger.event_texts("aggregator"))
 
 
 def test_an_aggregator_waits_for_ranks_that_join_late(launch):
@@ -68,7 +68,7 @@ def without_agent(launch):
 def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_agent):
     aggregator, ranks = without_agent
     ledger = aggregator.ledger
-    jobs.until(lambda: any("closed without rank 1" in text for text in ledger.told("missing")))
+    jobs.until(lambda: any("closed without rank 1" in text for text in ledger.event_texts("missing")))
     for rank in ranks:
         (rank.folder / "enough").touch()
     count, _ = (rank.finish() for rank in ranks)
@@ -149,8 +149,8 @@ def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, e
 def test_one_failed_rank_makes_a_failed_job(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
-    first = launch.python(LOOP, environ=jobs.place(0, 2), endpoint=endpoint)
-    second = launch.python(LOOP, "--at", 10, "--end", "raise", environ=jobs.place(1, 2), endpoint=endpoint)
+    first = launch.python(LOOP, environ=jobs.rank_environ(0, 2), endpoint=endpoint)
+    second = launch.python(LOOP, "--at", 10, "--end", "raise", environ=jobs.rank_environ(1, 2), endpoint=endpoint)
     assert (first.wait().code, second.wait().code) == (0, 1)
     assert not aggregator.job.left()
 
@@ -173,7 +173,7 @@ def test_the_end_of_a_normal_job_waits_for_the_summary_and_for_nothing_else(laun
 def test_no_thread_of_ours_is_in_the_trainer(launch):
     job = launch.python(LOOP).done()
 
-    assert job.told()["threads"] == ["MainThread"]
+    assert job.output()["threads"] == ["MainThread"]
 
 
 def test_nothing_but_the_standard_library_is_imported_into_the_trainer(launch):
@@ -190,12 +190,12 @@ json.dump(sorted(ours - set(sys.stdlib_module_names)), open("truth.json", "w"))
 """
     ).done()
 
-    assert job.told() == ["effllm"]
+    assert job.output() == ["effllm"]
 
 
 def test_log_metrics_returns_its_six_keys_at_once(launch):
     job = launch.python(LOOP, "--served", "--iterations", 60).done()
-    truth = job.told()
+    truth = job.output()
 
     assert set(truth["values"]) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
     assert sorted(truth["logging_s"])[30] < 0.001

@@ -27,12 +27,12 @@ def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch, tmp
     killed_at = struct.unpack_from("<q", meeting.read_bytes())[0]
     jobs.until(lambda: struct.unpack_from("<q", meeting.read_bytes())[0] >= killed_at + 30)
     enough.touch()
-    count = len(ranks[0].done().told()["steps"])
+    count = len(ranks[0].done().output()["steps"])
     ranks[1].done()
     assert not aggregator.job.left()
 
     assert (ledger.summary.status, ledger.summary.is_over) == ("killed", True)
-    assert ledger.told("silent") == ["rank 1: its agent has gone without a farewell"]
+    assert ledger.event_texts("silent") == ["rank 1: its agent has gone without a farewell"]
     assert sum(row.tokens for row in ledger.ranks if row.rank == 0) == 100 * count
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
     assert ranks[1].our_errors == [
@@ -49,7 +49,7 @@ def test_without_the_first_ranks_agent_there_is_a_summary_all_the_same(launch, n
         job = launch.python(LOOP, "--until", "enough")
     else:
         options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
-        job = launch.torchrun(options, "torch_loop.py", "--until", "enough", environ=jobs.patient())
+        job = launch.torchrun(options, "torch_loop.py", "--until", "enough", environ=jobs.long_timeouts())
     jobs.until(lambda: job.num_windows)
     (server,) = job.find("effllm.aggregation.server")
     os.kill(psutil.Process(server).ppid(), signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_without_the_first_ranks_agent_there_is_a_summary_all_the_same(launch, n
     summary = job.ledger.summary
     assert (summary.status, summary.is_over) == ("killed", True)
     assert summary.iterations >= 10
-    assert any("its agent has gone without a farewell" in text for text in job.ledger.told("silent"))
+    assert any("its agent has gone without a farewell" in text for text in job.ledger.event_texts("silent"))
     assert sum("the agent of rank 0 was killed by signal 9" in line for line in job.our_errors) == 1
 
 
@@ -110,7 +110,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     ids=["no descriptors", "no more descriptors", "few descriptors", "no processes", "no interpreter", "broken one"],
 )
 def test_where_no_agent_can_start_training_goes_on_and_one_line_says_why(launch, breaks, why):
-    job = launch.code(TRAIN.format(breaks), environ=jobs.patient()).done()
+    job = launch.code(TRAIN.format(breaks), environ=jobs.long_timeouts()).done()
 
     line, again = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]
     assert line.startswith("[EfficientLLM] no metrics, training goes on: ")

@@ -42,7 +42,7 @@ def clock(tmp_path):
 
 def assert_busy(job, rows):
     """Compare the time in steps with what the loop measured just around it, and just within it."""
-    truth = job.told()
+    truth = job.output()
     outer_s = sum(end - start for start, end in truth["steps"])
     assert sum(truth["inner_s"]) - 1e-6 <= sum(row.busy_s for row in rows) <= outer_s + 1e-6
 
@@ -80,8 +80,8 @@ def test_a_node_whose_clock_is_an_hour_off_changes_no_window_and_frames_nobody(l
     clock.step(HOUR_S)
     aggregator = launch.aggregator()
     endpoint = {"endpoint": aggregator.endpoint}
-    right = launch.python(*loop, environ=jobs.place(0, 2), **endpoint)
-    wrong = launch.python(*loop, environ={**jobs.place(1, 2), **clock.environ}, **endpoint)
+    right = launch.python(*loop, environ=jobs.rank_environ(0, 2), **endpoint)
+    wrong = launch.python(*loop, environ={**jobs.rank_environ(1, 2), **clock.environ}, **endpoint)
     for job in (right, wrong):
         job.done()
     assert not aggregator.job.left()

@@ -62,7 +62,7 @@ def test_a_job_that_is_larger_than_the_hard_limit_trains_without_metrics_and_one
     assert again.startswith(f"[EfficientLLM] this job ran without metrics: {TOO_FEW}")
     assert line.startswith(f"[EfficientLLM] no metrics, training goes on: {TOO_FEW}")
     assert other.our_errors == [], "rank 0 has said it"
-    assert [len(job.told()["steps"]) for job in (first, other)] == [60, 60]
+    assert [len(job.output()["steps"]) for job in (first, other)] == [60, 60]
     assert list(folder.iterdir()) == []
     assert max(job.longest_step_s() for job in (first, other)) < 0.2
 
@@ -92,7 +92,7 @@ def serving(launch, *prefix, **settings):
 def test_job_of_one_rank_that_is_refused_ends_at_once_as_refused(launch):
     job = launch._job()
     loop = [sys.executable, str(jobs.SCRIPTS / "loop.py")]
-    environ = launch.environ({}, **jobs.patient())
+    environ = launch.environ({}, **jobs.long_timeouts())
     job.start(["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", *loop], environ).wait()
     at_exit = job.ledger.summary.status
 
@@ -105,13 +105,13 @@ def test_job_of_one_rank_that_is_refused_ends_at_once_as_refused(launch):
 def test_an_aggregator_that_serves_refuses_a_job_that_is_larger_than_its_limit(launch):
     with serving(launch, *limited(120)) as (aggregator, endpoint):
         ranks = [
-            launch.python(LOOP, "--iterations", 100, environ=jobs.place(rank, 200), endpoint=endpoint)
+            launch.python(LOOP, "--iterations", 100, environ=jobs.rank_environ(rank, 200), endpoint=endpoint)
             for rank in (0, 7, 199)
         ]
         for rank in ranks:
             rank.done()
 
-    (line,) = aggregator.ledger.told("descriptors")
+    (line,) = aggregator.ledger.event_texts("descriptors")
     assert line.startswith(f"a job of 200 ranks is refused: {TOO_FEW}")
     (line,) = ranks[0].our_errors
     assert line.startswith(f"[EfficientLLM] no metrics, training goes on: {TOO_FEW}")
@@ -141,17 +141,17 @@ def test_a_job_that_ends_while_connections_take_all_descriptors_keeps_its_totals
     enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
         ledger = jobs.Ledger(launch._folder / "runs" / "one")
-        places = [jobs.place(rank, 2) for rank in range(2)]
+        places = [jobs.rank_environ(rank, 2) for rank in range(2)]
         ranks = [launch.code(TRAIN.format(str(enough)), environ=place, endpoint=endpoint) for place in places]
         jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
         with crowd(endpoint.rpartition(":")[2]):
-            jobs.until(lambda: [text for text in ledger.told("refused") if "connect" in text])
+            jobs.until(lambda: [text for text in ledger.event_texts("refused") if "connect" in text])
             enough.touch()
             for rank in ranks:
                 rank.done()
             aggregator.wait()
 
-    assert_whole(ledger, {rank: job.told() for rank, job in enumerate(ranks)})
+    assert_whole(ledger, {rank: job.output() for rank, job in enumerate(ranks)})
 
 
 def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_when_they_are_gone(launch):
@@ -160,13 +160,13 @@ def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_w
         ledger = jobs.Ledger(launch._folder / "runs" / "one")
 
         def start(rank):
-            return launch.code(TRAIN.format(str(enough)), environ=jobs.place(rank, 2), endpoint=endpoint)
+            return launch.code(TRAIN.format(str(enough)), environ=jobs.rank_environ(rank, 2), endpoint=endpoint)
 
         first = start(0)
         jobs.until(lambda: "joined" in {event.kind for event in ledger.events})
         server = psutil.Process(aggregator.process.pid)
         with crowd(endpoint.rpartition(":")[2]):
-            (line,) = jobs.until(lambda: [text for text in ledger.told("refused") if "connect" in text])
+            (line,) = jobs.until(lambda: [text for text in ledger.event_texts("refused") if "connect" in text])
             second = start(1)
             jobs.until(lambda: server.num_fds() < 120)  # files can still be opened
             before, began_s = server.cpu_times(), time.monotonic()
@@ -184,5 +184,5 @@ def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_w
     assert kept_out
     assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
     assert busy < 0.2  # 0.77 were seen where nobody stopped asking who waits
-    assert_whole(ledger, {0: first.told(), 1: second.told()})
-    assert sum("no further rank can connect" in text for text in ledger.told("refused")) == 1
+    assert_whole(ledger, {0: first.output(), 1: second.output()})
+    assert sum("no further rank can connect" in text for text in ledger.event_texts("refused")) == 1

@@ -51,7 +51,7 @@ def more_blocks(job, count):
 
 
 def troubles(ledger):
-    return [text for text in ledger.told("sink") if text.startswith("run folder /")]
+    return [text for text in ledger.event_texts("sink") if text.startswith("run folder /")]
 
 
 @pytest.mark.fault("disk-full")
@@ -96,7 +96,7 @@ def test_a_file_system_that_the_kernel_makes_read_only_costs_no_window_once_it_i
     job, ledger = run()
     stretch = []
     with fault(stretch):
-        disk.break_down()
+        disk.trigger_error()
         jobs.until(lambda: "cannot be written: Read-only file system" in job.stdout)
         more_blocks(job, 10)
     disk.repair()
@@ -111,10 +111,10 @@ def test_a_file_system_that_the_kernel_makes_read_only_costs_no_window_once_it_i
 @pytest.mark.fault("read-only")
 def test_a_disk_that_is_unmounted_for_a_while_has_every_window_and_the_place_below_it_has_none(run, disk):
     job, ledger = run()
-    disk.take_away()
+    disk.unmount()
     jobs.until(lambda: f"cannot be written: nothing is mounted at {disk.path}" in job.stdout)
     more_blocks(job, 10)
-    disk.bring_back()
+    disk.remount()
     jobs.until(lambda: "is written again" in job.stdout)
 
     assert_whole(ledger, {0: job.finish()})
@@ -147,7 +147,7 @@ def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_wind
     more_blocks(job, 10)
     (job.folder / "enough").touch()
     assert job.wait().code == 0
-    assert job.told()["end_held_s"] < FIRST_RANK_ENDS_S + 1.0
+    assert job.output()["end_held_s"] < FIRST_RANK_ENDS_S + 1.0
     disk.thaw()
 
     assert_whole(ledger, {0: job.finish()})
@@ -204,7 +204,7 @@ def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_co
     jobs.until(lambda: not psutil.pid_exists(server))
     unwritten = blocks(job) - ledger.num_windows
     disk.empty()
-    jobs.until(lambda: any("died before they were written" in text for text in ledger.told("lost")))
+    jobs.until(lambda: any("died before they were written" in text for text in ledger.event_texts("lost")))
     os.kill(job.process.pid, signal.SIGCONT)
     more_blocks(job, 5)
     count = job.finish()
@@ -216,5 +216,5 @@ def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_co
     # The rows of some of them may have found room, where a state did not.
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.tokens / 1000
-    assert any("died before they were written" in text for text in ledger.told("lost"))
+    assert any("died before they were written" in text for text in ledger.event_texts("lost"))
     print(f"{lost} windows of {count} iterations were lost, and are counted")

@@ -20,7 +20,7 @@ class World:
         def start(rank):
             place = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": size, "LOCAL_SIZE": size}
             environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
-            environ |= {"PMIX_NAMESPACE": f"launch-{number}", **jobs.patient()}
+            environ |= {"PMIX_NAMESPACE": f"launch-{number}", **jobs.long_timeouts()}
             arguments = (self._meeting, folder / "checkpoint", *options)
             return launch.python("elastic_loop.py", *arguments, environ=environ, run_name="elastic")
 

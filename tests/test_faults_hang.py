@@ -32,7 +32,7 @@ def meeting(tmp_path):
 
 
 def stalls(ledger):
-    found = [(text, STALL.fullmatch(text)) for text in ledger.told("stalled")]
+    found = [(text, STALL.fullmatch(text)) for text in ledger.event_texts("stalled")]
     assert all(match for _, match in found), found
     return [match for _, match in found]
 
@@ -65,7 +65,7 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
     resumed_s = time.monotonic()
     enough.touch()
     end(aggregator, ranks)
-    steps = ranks[1].told()["steps"]
+    steps = ranks[1].output()["steps"]
 
     (stall,) = stalls(ledger)
     assert (stall["rank"], stall["device"].rpartition("-")[2], bool(stall["stopped"])) == ("1", "1", True)
@@ -74,7 +74,7 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
     between = [device.power_w(stopped_s + at / 500 * (told_s - stopped_s)) for at in range(-100, 501)]
     assert min(between) - 2 <= int(stall["watts"]) <= max(between) + 2
     assert 60 <= int(stall["percent"]) <= 96
-    assert len(ledger.told("resumed")) == 1
+    assert len(ledger.event_texts("resumed")) == 1
     summary = assert_whole(ledger, dict.fromkeys(range(3), len(steps)))
     assert 1.5 <= summary.metrics["health/stalled_s"].value <= resumed_s - stopped_s + 0.5
     assert "[EfficientLLM] stalled: rank 1 " in aggregator.job.stdout
@@ -95,13 +95,15 @@ def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_save
     end(aggregator, ranks)
 
     # Both are in iteration 40, which one of them is why is seen in their stacks.
-    assert [text.partition(" for ")[0] for text in ledger.told("stalled")] == ["stalled: all 2 ranks at iteration 40"]
+    assert [text.partition(" for ")[0] for text in ledger.event_texts("stalled")] == [
+        "stalled: all 2 ranks at iteration 40"
+    ]
     stacks = {path.name: path.read_text() for path in (ledger.folder / "stacks").iterdir()}
     assert set(stacks) == {"rank-0-iteration-40.txt", "rank-1-iteration-40.txt"}
     assert "    all_reduce (lockstep.py:" in stacks["rank-0-iteration-40.txt"]
     assert "    stand (lockstep.py:" in stacks["rank-1-iteration-40.txt"]
     assert all((ledger.folder / "stacks" / name).stat().st_mode & 0o777 == 0o600 for name in stacks)
-    (told,) = ledger.told("stack")
+    (told,) = ledger.event_texts("stack")
     assert "rank 0: all_reduce (lockstep.py:" in told
     assert "rank 1: stand (lockstep.py:" in told
     assert_whole(ledger, dict.fromkeys(range(2), 60))
@@ -115,7 +117,7 @@ def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=3)
     end(aggregator, ranks)
 
-    assert aggregator.ledger.told("stalled") == []
+    assert aggregator.ledger.event_texts("stalled") == []
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
@@ -139,7 +141,7 @@ effllm.finalize_efficientllm_metrics()
 def test_a_start_up_that_takes_a_while_is_no_stall_since_the_machine_was_started(launch):
     job = launch.code(STARTS_LATE, stall_seconds=2).done()
 
-    assert job.ledger.told("stalled") == []
+    assert job.ledger.event_texts("stalled") == []
     assert assert_whole(job.ledger, {0: 20}).metrics["health/stalled_s"].value == 0.0
 
 
@@ -152,10 +154,10 @@ def test_stall_of_one_rank_is_reported_while_others_go_on(launch, meeting):
     end(aggregator, ranks)
     ledger = aggregator.ledger
 
-    (told,) = ledger.told("stalled")
+    (told,) = ledger.event_texts("stalled")
     assert told.startswith("stalled alone: rank 1 (")
     assert "at iteration 40 for " in told
-    (resumed,) = ledger.told("resumed")
+    (resumed,) = ledger.event_texts("resumed")
     assert resumed.startswith("rank 1 resumed after ")
     assert ledger.summary.metrics["health/stalled_s"].value == 0.0
 
@@ -178,7 +180,7 @@ def test_job_killed_in_a_stall_has_stalled(launch, meeting):
     assert ledger.summary.status == "stalled"
     assert ledger.summary.is_over
     assert "[EfficientLLM] Run stalled" in aggregator.job.stdout
-    assert ledger.told("resumed") == []
+    assert ledger.event_texts("resumed") == []
 
 
 @pytest.mark.fault("trainer-stopped", "aggregator-sigkill")
@@ -190,10 +192,10 @@ def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_o
     jobs.until(lambda: in_event_file(job.ledger, "stalled"))
     (server,) = job.find("effllm.aggregation.server")
     os.kill(server, signal.SIGKILL)
-    jobs.until(lambda: len(job.ledger.told("stalled")) == 2)
+    jobs.until(lambda: len(job.ledger.event_texts("stalled")) == 2)
     os.kill(job.process.pid, signal.SIGCONT)
     stalled_at_least_s = time.monotonic() - stopped_s
-    jobs.until(lambda: job.ledger.told("resumed"))
+    jobs.until(lambda: job.ledger.event_texts("resumed"))
     resumed_s = time.monotonic()
     count = job.finish()
 
@@ -219,4 +221,4 @@ def test_a_process_that_waits_for_requests_does_not_stand(launch):
     job = launch.code(SERVE, stall_seconds=2, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 4
-    assert job.ledger.told("stalled") == []
+    assert job.ledger.event_texts("stalled") == []

@@ -93,7 +93,7 @@ def kill(job):
 
 @pytest.mark.fault("scheduler-stop")
 def test_a_job_that_sigterm_ends_is_complete_to_its_last_iteration_and_told_as_killed(launch):
-    job = launch.python("loop.py", "--until", "enough", environ=jobs.patient())
+    job = launch.python("loop.py", "--until", "enough", environ=jobs.long_timeouts())
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
     job.wait()
@@ -226,7 +226,7 @@ with open("began", "wb") as file:
 def test_the_end_of_a_trainer_is_hardly_delayed_and_its_last_iteration_is_kept(launch, end, code, status):
     script = launch._folder / "ends.py"
     script.write_text(ENDS)
-    job = launch.python(script, end, environ=jobs.patient()).wait()
+    job = launch.python(script, end, environ=jobs.long_timeouts()).wait()
     took_s = time.monotonic() - struct.unpack("d", (job.folder / "began").read_bytes())[0]
     print(f"{end}: the process was gone {took_s:.2f} s later")
 

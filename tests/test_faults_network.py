@@ -118,7 +118,7 @@ def test_a_host_that_vanishes_is_named_missing_the_others_are_reported_and_the_e
 
     assert summary.status == "killed"  # one of its ranks has not said how it ended
     for rank in (0, 1):
-        done = len(started[rank].told()["steps"])
+        done = len(started[rank].output()["steps"])
         assert sum(row.tokens for row in ledger.ranks if row.rank == rank) == 100 * done
     assert ledger.windows[-1].coverage.missing_ranks == (2,)
     assert summary.coverage.missing_ranks == (2,)
@@ -126,4 +126,4 @@ def test_a_host_that_vanishes_is_named_missing_the_others_are_reported_and_the_e
     assert summary.energy.measured_joules == pytest.approx(
         sum(row.energy_j for row in ledger.ranks if row.energy_j is not None), rel=1e-6
     )
-    assert any("2" in text for text in ledger.told("missing") + ledger.told("silent"))
+    assert any("2" in text for text in ledger.event_texts("missing") + ledger.event_texts("silent"))

@@ -20,7 +20,7 @@ def value(job, tag):
 @pytest.mark.alone
 def test_1_tt_and_st_do_not_inflate_when_a_run_is_longer_than_the_history(launch):
     job = launch.python(LOOP, "--iterations", 400, "--step-s", 0.002, history_size=16).done()
-    steps = job.told()["steps"]
+    steps = job.output()["steps"]
     seconds = steps[-1][1] - steps[0][0]
 
     assert value(job, "tt_tokens_per_param_per_sec") == pytest.approx(400 * 100 / 1000 / seconds, rel=0.02)
@@ -93,9 +93,9 @@ def test_3_a_wrong_number_costs_the_metrics_and_one_clear_line_but_no_step(launc
         f"[EfficientLLM] no metrics, training goes on: {why}",
         f"[EfficientLLM] this job ran without metrics: {why}",
     ]
-    assert len(job.told()["steps"]) == 12
-    assert set(job.told()["values"]) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
-    assert all(math.isnan(value) for value in job.told()["values"].values())
+    assert len(job.output()["steps"]) == 12
+    assert set(job.output()["values"]) == {f"efficientllm/{tag}" for tag in jobs.FORMATS}
+    assert all(math.isnan(value) for value in job.output()["values"].values())
     assert job.stdout == ""
     assert not job.runs()
 
@@ -186,7 +186,7 @@ effllm.finalize_efficientllm_metrics()
 
 def test_7_parameters_are_the_whole_models_and_tokens_the_whole_jobs(launch):
     aggregator = launch.aggregator()
-    ranks = [launch.code(SHARES, environ=jobs.place(rank, 2), endpoint=aggregator.endpoint) for rank in (0, 1)]
+    ranks = [launch.code(SHARES, environ=jobs.rank_environ(rank, 2), endpoint=aggregator.endpoint) for rank in (0, 1)]
     for rank in ranks:
         rank.done()
     assert not aggregator.job.left(within_s=8.0)
@@ -202,14 +202,14 @@ def test_7_ranks_that_disagree_on_the_model_are_told_once(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
     ranks = [
-        launch.python(LOOP, "--parameters", count, environ=jobs.place(rank, 3), endpoint=endpoint)
+        launch.python(LOOP, "--parameters", count, environ=jobs.rank_environ(rank, 3), endpoint=endpoint)
         for rank, count in enumerate([1000, 500, 250])
     ]
     for rank in ranks:
         rank.done()
     assert not aggregator.job.left(within_s=8.0)
 
-    (told,) = aggregator.ledger.told("disagreement")
+    (told,) = aggregator.ledger.event_texts("disagreement")
     assert "disagree on the parameters of the whole model" in told
     assert aggregator.ledger.summary.parameters in (1000, 500, 250)
 
@@ -259,7 +259,7 @@ effllm.finalize_efficientllm_metrics()
 json.dump(writer.got, open("truth.json", "w"))
 """
     ).done()
-    got = job.told()
+    got = job.output()
     windows = {window.iteration: window.values for window in job.ledger.windows}
 
     assert len({(tag, step) for tag, _, step in got}) == len(got) > 0
@@ -297,8 +297,8 @@ json.dump(counts, open("truth.json", "w"))
         log_interval=5,
     ).done()
 
-    assert job.told() == [job.told()[0]] * 4
-    assert job.told()[0][:2] == [1, 0]
+    assert job.output() == [job.output()[0]] * 4
+    assert job.output()[0][:2] == [1, 0]
     assert len(job.runs()) == 4
     assert {jobs.Ledger(folder).summary.tokens for folder in job.runs()} == {500}
 

@@ -106,7 +106,7 @@ def wrapped(library, tmp_path_factory):
         ranks = [
             launch.code(
                 PHASES,
-                environ=jobs.place(rank, 2) | trace.environment() | {"CUDA_VISIBLE_DEVICES": str(rank + 1)},
+                environ=jobs.rank_environ(rank, 2) | trace.environment() | {"CUDA_VISIBLE_DEVICES": str(rank + 1)},
                 device="nvml",
                 log_interval=1,
                 endpoint=aggregator.endpoint,
@@ -116,7 +116,7 @@ def wrapped(library, tmp_path_factory):
         for rank in ranks:
             rank.done()
         assert not aggregator.job.left()
-        yield aggregator.ledger, trace, [rank.process.pid for rank in ranks], [rank.told() for rank in ranks]
+        yield aggregator.ledger, trace, [rank.process.pid for rank in ranks], [rank.output() for rank in ranks]
 
 
 @pytest.mark.alone
@@ -192,7 +192,7 @@ def broken(library, tmp_path_factory):
                 LOOP,
                 "--iterations",
                 60,
-                environ=jobs.place(rank, 3) | place,
+                environ=jobs.rank_environ(rank, 3) | place,
                 device="nvml",
                 endpoint=aggregator.endpoint,
             )
@@ -207,16 +207,16 @@ def broken(library, tmp_path_factory):
 def test_megatron_2_a_node_on_which_nvml_does_not_start_trains_like_the_others(broken):
     job, ranks = broken
 
-    assert [len(rank.told()["steps"]) for rank in ranks] == [60, 60, 60]
+    assert [len(rank.output()["steps"]) for rank in ranks] == [60, 60, 60]
     assert job.summary.status == "completed"
-    assert any("differ in version" in text for text in job.told("agent"))
+    assert any("differ in version" in text for text in job.event_texts("agent"))
 
 
 def test_megatron_3_a_rank_without_pynvml_holds_up_nobody(broken):
     job, ranks = broken
 
     assert max(rank.longest_step_s() for rank in ranks) < 0.01 + 1.0
-    assert any("needs a package that is not installed" in text for text in job.told("agent"))
+    assert any("needs a package that is not installed" in text for text in job.event_texts("agent"))
     assert [window.iteration_last for window in job.windows if not window.final] == [10, 20, 30, 40, 50, 60]
 
 
@@ -284,7 +284,7 @@ def troubled(library, tmp_path_factory):
         )
 
         def is_told(text):
-            return any(text in told for told in job.ledger.told("agent"))
+            return any(text in told for told in job.ledger.event_texts("agent"))
 
         jobs.until(lambda: job.num_windows >= 3)
         trace.fault("0 power error 999")
@@ -300,7 +300,7 @@ def troubled(library, tmp_path_factory):
 
 @pytest.mark.alone
 def test_zeus_5_a_wall_clock_that_is_set_by_an_hour_changes_no_energy(troubled):
-    truth, summary = troubled.told(), troubled.ledger.summary
+    truth, summary = troubled.output(), troubled.ledger.summary
 
     assert truth["unix_s"] > time.time() + 3000, "it was set"
     assert summary.metrics["aec_watts"].value == pytest.approx(300.0, rel=0.01)
@@ -311,11 +311,11 @@ def test_zeus_5_a_wall_clock_that_is_set_by_an_hour_changes_no_energy(troubled):
 
 
 def test_codecarbon_4_no_thread_is_started_by_the_second(troubled):
-    assert troubled.told()["threads"] == [1]
+    assert troubled.output()["threads"] == [1]
 
 
 def test_codecarbon_5_no_signal_handler_is_installed_or_replaced(troubled):
-    before, after = troubled.told()["handlers"]
+    before, after = troubled.output()["handlers"]
 
     assert before == after
     assert "exit_signal_handler" in after[0]
@@ -324,7 +324,7 @@ def test_codecarbon_5_no_signal_handler_is_installed_or_replaced(troubled):
 def test_carbontracker_a_power_reading_that_fails_is_one_line_and_not_the_end_of_training(troubled):
     assert troubled.code == 0
     assert troubled.ledger.summary.status == "completed"
-    said = troubled.ledger.told("agent")
+    said = troubled.ledger.event_texts("agent")
     assert [text for text in said if "power_w is not measured" in text]
     assert [text for text in said if "power_w is measured again" in text]
     assert troubled.ledger.summary.energy.time_coverage > 0.9, "the counter told all the same"
@@ -699,7 +699,7 @@ def test_nothing_is_written_where_the_user_did_not_ask_for_it(launch, trace):
     job = launch.python(LOOP, environ=trace.environment(), device="nvml", run_dir="/proc/no-such-place").done()
 
     assert sorted(path.name for path in job.folder.iterdir()) == ["stderr.txt", "stdout.txt", "truth.json"]
-    assert len(job.told()["steps"]) == 20
+    assert len(job.output()["steps"]) == 20
 
 
 def test_a_signal_from_the_scheduler_ends_the_trainer_as_it_always_did(launch, trace):

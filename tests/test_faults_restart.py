@@ -38,7 +38,9 @@ def starts(folder, rank=0):
 @pytest.mark.fault("worker-killed")
 def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redone(launch):
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
-    job = launch.torchrun(options, LOOP, "--kill-rank", 1, "--at", 34, "--step-s", 0.06, environ=jobs.patient()).wait()
+    job = launch.torchrun(
+        options, LOOP, "--kill-rank", 1, "--at", 34, "--step-s", 0.06, environ=jobs.long_timeouts()
+    ).wait()
     assert job.code == 0, job.stderr
     assert not job.left()
     summary = job.ledger.summary

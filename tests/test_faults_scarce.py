@@ -88,7 +88,7 @@ def test_a_trainer_for_whose_ring_there_is_no_room_trains_without_metrics(launch
     script.write_text(WITHOUT)
     job = launch.python(script, kind, LOOP, "--iterations", 50).done()
 
-    assert len(job.told()["steps"]) == 50
+    assert len(job.output()["steps"]) == 50
     line, end = job.our_errors
     assert "no metrics, training goes on" in line
     assert "this job ran without metrics" in end

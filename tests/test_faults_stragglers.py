@@ -20,9 +20,9 @@ def run(tmp_path, *arguments, after=()):
         ranks = launcher.ranks(aggregator, RANKS, "own_times.py", meeting, *arguments, log_interval=10)
         events = aggregator.ledger.folder / "events.jsonl"
         for kind, file in after:
-            jobs.until(lambda: events.exists() and aggregator.ledger.told(kind), within_s=150.0)  # noqa: B023
+            jobs.until(lambda: events.exists() and aggregator.ledger.event_texts(kind), within_s=150.0)  # noqa: B023
             file.touch()
-        own_s = [statistics.median(job.done().told()["own_s"]) for job in ranks]
+        own_s = [statistics.median(job.done().output()["own_s"]) for job in ranks]
         aggregator.job.wait()
     return aggregator, own_s
 
@@ -39,7 +39,7 @@ def test_of_four_ranks_the_one_that_is_ten_percent_slower_is_named_and_nobody_el
     slow_s, others_s = own_s[2], statistics.median(own_s[:2] + own_s[3:])
     assert verdict.slowdown == pytest.approx(slow_s / others_s - 1, abs=0.05)
     assert verdict.gpu_seconds > 0 and verdict.joules > 0
-    (line,) = ledger.told("straggler")
+    (line,) = ledger.event_texts("straggler")
     assert re.search(r"^straggler: rank 2 \(node .*\) .*\d+\.\d % .* than its 3 peers since iteration \d+: ", line)
     assert line in aggregator.job.stdout
     assert {one.ranks for window in ledger.windows for one in window.stragglers} == {(2,)}
@@ -76,5 +76,5 @@ def test_a_slow_data_loader_is_named_though_no_rank_tells_its_own_time(tmp_path)
 def test_without_a_sync_point_nobody_is_named_for_what_nobody_can_know(tmp_path):
     ledger = run(tmp_path, "--slow", 2, "--by", 1.3, "--silent")[0].ledger
 
-    assert ledger.summary.stragglers == () and not ledger.told("straggler")
+    assert ledger.summary.stragglers == () and not ledger.event_texts("straggler")
     assert "run_straggler/named_ranks" not in ledger.summary.metrics

@@ -48,7 +48,7 @@ def on_terminal(launch, terminal):
 
     def start():
         command = [sys.executable, str(jobs.SCRIPTS / "loop.py"), "--until", "enough", "--step-s", "0.02"]
-        environ = launch.environ({"log_interval": 1, "console": "full"}, **jobs.patient())
+        environ = launch.environ({"log_interval": 1, "console": "full"}, **jobs.long_timeouts())
         job = launch._job().start(command, environ, terminal.output)
         os.close(terminal.output)
         jobs.until(lambda: terminal.blocks >= 3)
@@ -79,7 +79,7 @@ def test_a_terminal_that_stays_stopped_does_not_hold_up_the_end_of_the_job(on_te
     (job.folder / "enough").touch()
     job.wait()
 
-    assert job.told()["end_held_s"] < 30.0  # else it is fifty seconds, for it is patient
+    assert job.output()["end_held_s"] < 30.0  # else it is fifty seconds, for it is patient
     count = job.finish()
     summary = assert_whole(job.ledger, {0: count})
     assert summary.left_out["console"] > count - terminal.blocks - 200

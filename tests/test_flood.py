@@ -21,7 +21,7 @@ from effllm.network.secret import create
 from effllm.runs.runfolder import WindowRow
 from effllm.server.run_facts import MAX_FACTS_BYTES
 
-pytestmark = [pytest.mark.faults, pytest.mark.fault("strangers")]
+pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
 FLOOD, HOSTILE = (Path(__file__).with_name(name) for name in ("flood.py", "hostile_rank.py"))
 STRANGERS = 10_000  # at once: one end of each takes a descriptor of the aggregator's 20,000 here
@@ -138,7 +138,7 @@ def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(in_memory, 
     assert told["began"] >= count
     assert len(late_s) >= 10
     assert max(late_s) < 1.0
-    assert (summary.status, summary.tokens) == ("completed", sum(100 * len(rank.told()["steps"]) for rank in ranks))
+    assert (summary.status, summary.tokens) == ("completed", sum(100 * len(rank.output()["steps"]) for rank in ranks))
     assert summary.coverage.reports_lost == summary.coverage.reports_late == 0
 
 
@@ -152,12 +152,14 @@ def honest_ranks(launch, folder):
     enough = folder / "enough"
     ranks = [
         launch.python(
-            "loop.py", "--until", enough, environ=jobs.place(rank, 3), endpoint=aggregator.endpoint, **secured
+            "loop.py", "--until", enough, environ=jobs.rank_environ(rank, 3), endpoint=aggregator.endpoint, **secured
         )
         for rank in range(2)
     ]
     jobs.until(
-        lambda: (aggregator.ledger.folder / "events.jsonl").exists() and len(aggregator.ledger.told("joined")) == 2
+        lambda: (
+            (aggregator.ledger.folder / "events.jsonl").exists() and len(aggregator.ledger.event_texts("joined")) == 2
+        )
     )
     yield aggregator, ranks, key
     enough.touch()
@@ -192,7 +194,9 @@ def test_a_hostile_rank_with_a_key_delays_no_window_by_a_second(in_memory, tmp_p
         f"{num_sent} frames, {len(late_s)} windows, {max(late_s):.2f} s late, grown by {(peak - before) / 1e6:.1f} MB"
     )
     assert len(late_s) >= 10
-    assert any("more reports that wait for others than an agent keeps" in text for text in ledger.told("refused"))
+    assert any(
+        "more reports that wait for others than an agent keeps" in text for text in ledger.event_texts("refused")
+    )
     assert max(late_s) < 1.0
     assert peak - before < 50e6
 

@@ -55,9 +55,9 @@ def test_the_losses_are_those_of_a_run_without_effllm(loop):
     attached, alone = loop(2, "1:1").done(), loop(2, "1:1", attach=0).done()
 
     for rank in range(2):
-        losses = attached.told(f"losses-{rank}.json")
+        losses = attached.output(f"losses-{rank}.json")
         assert len(losses) == 12 * 2  # micro-batches
-        assert losses == alone.told(f"losses-{rank}.json")
+        assert losses == alone.output(f"losses-{rank}.json")
 
 
 def test_explicit_calls_win(launch, monkeypatch, tmp_path):

@@ -158,7 +158,7 @@ def test_a_tool_that_hangs_is_ended_with_its_children_at_the_limit(tools):
 
     assert why_not == "node power: ipmi-dcmi did not answer within 0.3 s"
     assert time.monotonic() - began_s < 20.0
-    assert jobs.gone(lambda: set(jobs.processes_of_session()) - {os.getpid()}, within_s=30.0) == set()
+    assert jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - {os.getpid()}, within_s=30.0) == set()
 
 
 def test_a_tool_that_leaves_a_child_behind_on_its_output_does_not_hold_us(tools):

@@ -290,7 +290,7 @@ def introduction(rank, world_size=2):
 
 
 @pytest.mark.faults
-@pytest.mark.fault("strangers")
+@pytest.mark.fault("unauthenticated-peers")
 def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(launch, voice):
     aggregator = launch.aggregator()
     zero, one = voice(aggregator.port), voice(aggregator.port)
@@ -318,9 +318,9 @@ def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(
     assert (summary.status, summary.tokens) == ("completed", 2000)
     assert summary.events[IMPOSTOR] == 2
     assert summary.events[TURNED_AWAY] == 2
-    assert any("lies outside a world of 2" in text for text in aggregator.ledger.told("refused"))
-    assert any("belongs to another job" in text for text in aggregator.ledger.told("refused"))
-    assert any("spoke for rank 1" in text for text in aggregator.ledger.told("refused"))
+    assert any("lies outside a world of 2" in text for text in aggregator.ledger.event_texts("refused"))
+    assert any("belongs to another job" in text for text in aggregator.ledger.event_texts("refused"))
+    assert any("spoke for rank 1" in text for text in aggregator.ledger.event_texts("refused"))
 
 
 @pytest.mark.faults

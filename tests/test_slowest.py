@@ -61,7 +61,7 @@ def test_of_1000_healthy_windows_at_most_one_names_a_rank(ranks, iterations, jit
 
 
 def test_where_own_time_is_unknown_no_window_names_a_rank():
-    job = SynchronousJob(4, tells=False, slow=lambda rank, _: 1.5 if rank == 2 else 1.0)
+    job = SynchronousJob(4, has_sync_point=False, slow=lambda rank, _: 1.5 if rank == 2 else 1.0)
 
     assert named(job, 100) == [None] * 100
 

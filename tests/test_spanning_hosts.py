@@ -155,7 +155,7 @@ def test_a_host_without_the_secret_is_told_so_and_trains_on(hosts, launch, tmp_p
     first, second = ranks(launch, pair, environ={1: {"XDG_CONFIG_HOME": str(tmp_path / "other")}})
 
     assert (first.wait(60).code, second.wait(60).code) == (0, 0)
-    assert len(second.told()["steps"]) == ITERATIONS
+    assert len(second.output()["steps"]) == ITERATIONS
     file = tmp_path / "other" / "efficientllm" / "secret"
     assert our_lines(second)[0].startswith(
         f"[EfficientLLM] no metrics of this rank: there is no secret {file} on this host: copy it from rank 0's"
@@ -197,7 +197,7 @@ def test_without_keys_it_works_and_says_so_on_every_start(hosts, launch):
     )
     assert our_lines(first) == [f"[EfficientLLM] {said}"]
     assert our_lines(second) == []
-    assert first.ledger.told("security") == [said]
+    assert first.ledger.event_texts("security") == [said]
     assert not secret_path(Config()).exists()
 
 
@@ -257,7 +257,7 @@ def test_where_the_master_is_a_loopback_address_the_default_route_tells(hosts, l
     assert jobs.Ledger(is_one_job_named[0].runs()[0]).summary.tokens == 2 * ITERATIONS * TOKENS
 
 
-@pytest.mark.fault("strangers")
+@pytest.mark.fault("unauthenticated-peers")
 def test_strangers_are_refused_counted_and_named(hosts, launch):
     one, two, *others = hosts(6)
     nodes = ranks(launch, (one, two), "--until", "enough", ports="29700-29700", run_name="run")
@@ -277,7 +277,7 @@ def test_strangers_are_refused_counted_and_named(hosts, launch):
     assert answers == ["refused"] * 4
 
     def told():
-        return sorted(text for text in nodes[0].ledger.told("refused") if text.startswith("a peer at "))
+        return sorted(text for text in nodes[0].ledger.event_texts("refused") if text.startswith("a peer at "))
 
     jobs.until(lambda: len({text.split()[3] for text in told()}) >= 4)
     for node in nodes:

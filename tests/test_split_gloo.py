@@ -43,7 +43,7 @@ def test_computation_and_exposed_communication_add_up_to_al(job):
 
 def test_exposed_is_what_the_loop_waited_and_hidden_is_not(job):
     profile = job.ledger.summary.profile
-    waited_s = sum(job.told(f"truth-{rank}.json")["waited_s"] for rank in range(WORLD))
+    waited_s = sum(job.output(f"truth-{rank}.json")["waited_s"] for rank in range(WORLD))
 
     assert profile.computing_s + profile.exposed_s <= profile.time_s
     # DDP's own waiting is exposed, too, so it may be more; and what computation hides is as long and not in it.
@@ -64,7 +64,7 @@ def test_training_is_the_same_to_the_last_bit_with_it_and_without(job, tmp_path)
 
     for rank in range(WORLD):
         name = f"truth-{rank}.json"
-        assert job.told(name)["losses"] == plain.told(name)["losses"]
+        assert job.output(name)["losses"] == plain.output(name)["losses"]
     assert plain.ledger.summary.profile is None
     assert "computation_seconds" not in str(plain.ledger.summary.metrics)
 

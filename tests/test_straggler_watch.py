@@ -37,7 +37,7 @@ class Job:
     def closed(self):
         return [one.report for one in self.aggregator.take_closed()]
 
-    def told(self, *kinds):
+    def events_of(self, *kinds):
         return [event for event in self.aggregator.take_events() if event.kind in kinds]
 
     def summary(self):
@@ -52,7 +52,7 @@ def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
     job = Job().run(1, 8)
     reports_of = job.closed()
 
-    (event,) = job.told("straggler")
+    (event,) = job.events_of("straggler")
     assert event.rank == 2
     assert event.text.startswith("straggler: rank 2 (node node1, GPU-2) 19.")
     (verdict,) = reports_of[-1].stragglers
@@ -81,15 +81,15 @@ def test_a_replacement_keeps_the_totals_and_learns_the_verdict_anew():
 
     after = Job(restore(job.aggregator.snapshot())).run(9, 16)
 
-    assert len(after.told("straggler")) == 1
+    assert len(after.events_of("straggler")) == 1
     assert after.summary().stragglers[0].gpu_seconds == pytest.approx(before + 8 * 3 * 0.98)
 
 
 def test_ranks_of_other_groups_and_roles_are_no_peers():
     stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # of two ranks each: 20 % are not enough
-    assert stages.told("straggler") == []
+    assert stages.events_of("straggler") == []
     roles = Job(role=lambda rank: "trainer" if rank == 2 else "rollout").run(1, 8)
-    assert roles.told("straggler") == []
+    assert roles.events_of("straggler") == []
 
 
 def test_a_sensor_of_the_node_is_not_the_device_of_a_rank():
@@ -144,7 +144,7 @@ def test_the_hot_reason_of_a_rank_is_found_in_its_reports():
             )
             job.aggregator.reports(reports(one), 10.0 * window, 1000.0)
 
-    (event,) = job.told("straggler")
+    (event,) = job.events_of("straggler")
     assert " since iteration 1: thermal slowdown; cost " in event.text
 
 
@@ -163,7 +163,7 @@ def test_a_verdict_is_bounded_however_many_are_slow():
     last = job.closed()[-1]
     assert len(last.stragglers) == 16 and last.last.stragglers == 40
     assert all(isinstance(one, StragglerVerdict) for one in last.stragglers)
-    assert len(job.told("straggler")) == 20, "a line for each node of two"
+    assert len(job.events_of("straggler")) == 20, "a line for each node of two"
 
 
 def test_the_calls_do_nothing_where_nothing_is_collected(monkeypatch):

@@ -26,7 +26,7 @@ def slowed(ranks, by=1.1, first=6, last=10**9):
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
 def test_one_rank_slowed_by_ten_percent_is_named_and_nobody_else_in_20_of_20_runs(ranks):
-    named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).accused for seed in range(20)]
+    named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).named_ranks for seed in range(20)]
 
     assert named == [{ranks // 2}] * 20
 
@@ -45,7 +45,7 @@ def test_a_light_pipeline_stage_frames_nobody(seed):
     job = SynchronousJob(
         32, seed=seed, weight=lambda rank: weights[rank // 8], group=lambda rank: f"trainer stage {rank // 8}"
     )
-    assert job.run(30).accused == set()
+    assert job.run(30).named_ranks == set()
 
 
 def test_a_slow_rank_of_the_light_stage_is_named_among_its_peers_alone():
@@ -65,20 +65,20 @@ def test_without_groups_a_light_stage_would_hide_nothing_but_frame_nobody_either
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
 
-    assert job.run(30).accused == set()  # most ranks are alike, and it is the median that they are compared with
+    assert job.run(30).named_ranks == set()  # most ranks are alike, and it is the median that they are compared with
 
 
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
 def test_noise_alone_names_nobody_in_50_runs(ranks, windows):
     jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
 
-    assert [job.run(windows).accused for job in jobs] == [set()] * 50
+    assert [job.run(windows).named_ranks for job in jobs] == [set()] * 50
 
 
 def test_noise_of_single_iterations_with_a_heavy_tail_names_nobody():
     jobs = (SynchronousJob(16, seed=seed, jitter=0.03, iterations=1, tail=0.02) for seed in range(30))
 
-    assert [job.run(40).accused for job in jobs] == [set()] * 30
+    assert [job.run(40).named_ranks for job in jobs] == [set()] * 30
 
 
 # --- who ---------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_two_slow_ranks_are_both_named():
 def test_all_ranks_of_a_slow_node_are_named_in_one_line():
     job = SynchronousJob(32, slow=slowed(set(range(8, 16)))).run(20)
 
-    assert job.accused == set(range(8, 16))
+    assert job.named_ranks == set(range(8, 16))
     (line,) = job.events("straggler")
     assert line.text.startswith("straggler: node node1 (all of its ranks: 8-15) 1")
     assert " % slower than its 24 peers since iteration 51: " in line.text
@@ -103,18 +103,18 @@ def test_all_ranks_of_a_slow_node_are_named_in_one_line():
 
 def test_half_of_a_group_is_not_slower_than_the_other_half():
     # Whoever is more than half is the measure; of two equal halves, none is.
-    assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).accused == set()
+    assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
 
 
 def test_of_two_ranks_one_is_named_if_it_is_much_slower():
-    assert SynchronousJob(2, slow=slowed({1}, 1.1)).run(20).accused == set()
-    assert SynchronousJob(2, slow=slowed({1}, 1.3)).run(20).accused == {1}
+    assert SynchronousJob(2, slow=slowed({1}, 1.1)).run(20).named_ranks == set()
+    assert SynchronousJob(2, slow=slowed({1}, 1.3)).run(20).named_ranks == {1}
 
 
 def test_a_rank_alone_in_its_group_is_compared_with_nobody():
     job = SynchronousJob(4, group=lambda rank: f"stage {rank}", slow=slowed({2}, 1.5)).run(20)
 
-    assert job.accused == set()
+    assert job.named_ranks == set()
 
 
 def test_slowness_that_ends_is_taken_back_and_what_it_cost_stays():
@@ -129,12 +129,12 @@ def test_slowness_that_ends_is_taken_back_and_what_it_cost_stays():
 def test_a_rank_that_is_slow_in_single_windows_is_not_named():
     job = SynchronousJob(8, slow=lambda rank, window: 1.3 if rank == 3 and window % 5 in (0, 2) else 1.0).run(40)
 
-    assert job.accused == set(), "two of five windows"
+    assert job.named_ranks == set(), "two of five windows"
 
 
 def test_a_slow_data_loader_is_named_by_its_waits_though_no_rank_has_a_sync_point():
     waits = {3: 0.08}
-    job = SynchronousJob(8, tells=False, waits=lambda rank, window: waits.get(rank, 0.002)).run(20)
+    job = SynchronousJob(8, has_sync_point=False, waits=lambda rank, window: waits.get(rank, 0.002)).run(20)
 
     (verdict,) = job.stragglers.verdicts
     assert (verdict.ranks, verdict.evidence) == ((3,), "data wait")
@@ -156,13 +156,13 @@ def test_the_wait_of_whoever_is_not_waited_for_holds_nobody_up():
         ]
         job.stragglers.close(changed)
 
-    assert job.accused == set()
+    assert job.named_ranks == set()
 
 
 def test_without_a_sync_point_it_is_known_when_and_not_who():
-    job = SynchronousJob(8, tells=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
+    job = SynchronousJob(8, has_sync_point=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
 
-    assert job.accused == set()
+    assert job.named_ranks == set()
     (line,) = job.events()
     assert line.kind == "slower"
     assert "since iteration 291" in line.text  # the 30th window
@@ -197,7 +197,7 @@ def test_the_last_to_arrive_is_named_by_clocks_alone_where_they_are_good_enough(
     (verdict,) = jobs(1e-3).stragglers.verdicts
     assert (verdict.ranks, verdict.evidence) == ((3,), "arrival")
     # 80 ms are less than three times 20 ms and the 20 ms of the others.
-    assert jobs(20e-3).accused == set()
+    assert jobs(20e-3).named_ranks == set()
 
 
 def test_ranks_that_wait_for_each_other_are_named_as_one():
@@ -329,7 +329,7 @@ def test_joules_with_a_hole_are_none():
 
 def test_where_nobody_is_named_nothing_is_lost_and_without_own_times_that_is_not_known():
     assert SynchronousJob(8).run(3).seen[-1][:2] == (0.0, 0.0)
-    assert SynchronousJob(8, tells=False).run(3).seen[-1].seconds is None
+    assert SynchronousJob(8, has_sync_point=False).run(3).seen[-1].seconds is None
 
 
 # --- what it stands on ----------------------------------------------------------------------------

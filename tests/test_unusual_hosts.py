@@ -50,7 +50,7 @@ def test_loopback_without_ipv4_is_used(launch):
 def test_without_loopback_a_job_ends_at_once_and_says_why(launch):
     job = in_a_network_namespace(launch, 'exec "$@"', sys.executable, str(jobs.SCRIPTS / "loop.py")).done()
 
-    assert len(job.told()["steps"]) == 20
+    assert len(job.output()["steps"]) == 20
     assert job.our_errors == [
         f"[EfficientLLM] {when}: the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
         for when in ("no metrics, training goes on", "this job ran without metrics")

@@ -43,7 +43,7 @@ json.dump({"count": count}, open("truth.json", "w"))
 
     summary = job.ledger.summary
     assert (summary.status, summary.iterations, summary.samples, summary.parameters) == ("completed", 4, 8, 4656)
-    assert generated(job) == job.told()["count"]
+    assert generated(job) == job.output()["count"]
     assert sum(row.prompt_tokens for row in job.ledger.ranks) == 4 * 8
     assert job.ledger.facts["framework"] == "transformers"
     assert summary.metrics["it_tokens_per_sec"].value > 0
@@ -68,8 +68,8 @@ model.generate(inputs_embeds=torch.randn(1, 3, 16), max_new_tokens=5, min_new_to
 def test_what_is_generated_is_the_same_with_and_without(frameworks):
     code = MODEL + "json.dump({'ids': generate(do_sample=True).tolist()}, open('truth.json', 'w'))\n"
 
-    without = frameworks.run(code, attach="0", metrics_enabled="false").told()["ids"]
-    assert frameworks.run(code).told()["ids"] == without
+    without = frameworks.run(code, attach="0", metrics_enabled="false").output()["ids"]
+    assert frameworks.run(code).output()["ids"] == without
 
 
 def test_an_evaluation_that_generates_is_evaluation_and_makes_it(frameworks):

@@ -51,7 +51,7 @@ def test_a_trainer_reports_its_steps_tokens_and_phases(launch):
     assert summary.loss is not None
     assert job.ledger.facts["framework"] == "lightning"
     assert job.ledger.facts["token_source"] == "attention mask"
-    assert job.ledger.told("warning") == []
+    assert job.ledger.event_texts("warning") == []
     assert [line for line in job.our_errors if "Adding 1 callbacks" not in line] == []
 
 

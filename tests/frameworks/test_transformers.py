@@ -76,8 +76,8 @@ trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum()
 
     summary = job.ledger.summary
     assert (summary.losses_not_finite, summary.first_not_finite) == (2, 5)
-    assert len(job.ledger.told("loss_not_finite")) == 1
-    assert [loss for loss in job.told()["losses"] if loss == loss][:4] == [1.0, 1.0, 2.0, 1.0]
+    assert len(job.ledger.event_texts("loss_not_finite")) == 1
+    assert [loss for loss in job.output()["losses"] if loss == loss][:4] == [1.0, 1.0, 2.0, 1.0]
 
 
 def test_flops_use_each_batchs_own_width(frameworks):
@@ -131,8 +131,8 @@ def test_two_processes_add_up_to_the_job(frameworks):
 def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, ranks):
     code = script("max_steps=8, gradient_accumulation_steps=2, eval_strategy='steps', eval_steps=4")
 
-    without = frameworks.run(code, ranks=ranks, attach="0", metrics_enabled="false").told()["losses"]
-    with_it = frameworks.run(code, ranks=ranks).told()["losses"]
+    without = frameworks.run(code, ranks=ranks, attach="0", metrics_enabled="false").output()["losses"]
+    with_it = frameworks.run(code, ranks=ranks).output()["losses"]
 
     assert len(without) == 8
     assert with_it == without
@@ -247,14 +247,14 @@ tiny.losses(trainer)
 """
     job = frameworks.run(code, attach=attach)
 
-    logs = job.told("seen.json")
+    logs = job.output("seen.json")
     steps = [one for one in logs if "loss" in one]
     assert "efficientllm/al_seconds" in steps[-1]
     assert "efficientllm/tt_tokens_per_param_per_sec" in steps[-1]
     ours = [value for one in logs for tag, value in one.items() if tag.startswith("efficientllm/")]
     assert all(value == value for value in ours), "nan is not measured, and left out"
     assert not any(tag.startswith("efficientllm/") for one in logs if "loss" not in one for tag in one)
-    assert not any("efficientllm" in tag for one in job.told()["history"] for tag in one)
+    assert not any("efficientllm" in tag for one in job.output()["history"] for tag in one)
 
 
 def test_tensorboard_shows_them_too(frameworks):
@@ -465,4 +465,4 @@ Trainer(model=model, args=tiny.arguments(), train_dataset=tiny.rows(48), data_co
 """
     job = frameworks.run(code, parameters="active")
 
-    assert job.ledger.summary.parameters == job.told() - 6144 // 2
+    assert job.ledger.summary.parameters == job.output() - 6144 // 2

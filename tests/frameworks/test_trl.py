@@ -108,8 +108,8 @@ def test_packed_sequences_have_no_padding(frameworks):
 
 @pytest.mark.parametrize("code", [sft(), DPO.format(usual=USUAL), grpo()], ids=["SFT", "DPO", "GRPO"])
 def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, code):
-    without = frameworks.run(code, attach="0", metrics_enabled="false").told()["losses"]
-    with_it = frameworks.run(code).told()["losses"]
+    without = frameworks.run(code, attach="0", metrics_enabled="false").output()["losses"]
+    with_it = frameworks.run(code).output()["losses"]
 
     assert len(without) == 4
     assert with_it == without
@@ -160,7 +160,7 @@ trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
     assert 0.8 <= seconds < 2.0
     # what was generated is what has a label; TRL's own count is of prompts and completions
     assert generated == counts(job)[2]
-    assert summary.tokens == job.told()["history"][3]["num_tokens"]
+    assert summary.tokens == job.output()["history"][3]["num_tokens"]
     assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)
 
 
@@ -169,7 +169,7 @@ def test_completions_that_are_learned_from_twice_are_read_twice_and_generated_on
 
     generated = sum(row.generated_tokens for row in job.ledger.ranks)
     assert counts(job)[2] == 2 * generated
-    assert job.ledger.summary.tokens == 2 * job.told()["history"][2]["num_tokens"]
+    assert job.ledger.summary.tokens == 2 * job.output()["history"][2]["num_tokens"]
 
 
 def test_rloo_generates_too(frameworks):
@@ -185,5 +185,5 @@ def test_two_processes_of_grpo_add_up(frameworks):
     job = frameworks.run(grpo(), ranks=2)
 
     assert job.ledger.summary.samples == 2 * 16
-    assert job.ledger.summary.tokens == job.told()["history"][3]["num_tokens"]
+    assert job.ledger.summary.tokens == job.output()["history"][3]["num_tokens"]
     assert not job.our_errors
