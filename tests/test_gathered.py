@@ -1,4 +1,4 @@
-"""What is added up of rows as they come, and that it is what the rows themselves come to."""
+"""Sums kept while rows arrive equal the sums computed from the rows themselves."""
 
 import pytest
 from builders import device_window, gpu, hello, reports, row
@@ -42,7 +42,7 @@ def test_gauges_add_up_as_rows_come_and_the_largest_stays():
     assert readings.power_peak_w == 140.0
 
 
-def test_seconds_of_throttling_add_up_and_unknown_gauges_are_left_out():
+def test_throttled_seconds_add_up_and_unknown_gauges_are_ignored():
     throttled = read("GPU-0", 50.0, throttled_s={"any": 2.0, "power_cap": 2.0}, throttle_covered_s=10.0)
     strange = read("GPU-1", 60.0, gauges={"no_such_gauge": Gauge(1.0, 1.0, 1.0, 1.0)}, throttle_covered_s=4.0)
 
@@ -53,13 +53,13 @@ def test_seconds_of_throttling_add_up_and_unknown_gauges_are_left_out():
     assert readings.gauges["temperature_c"].covered_s == 10.0
 
 
-def test_a_window_of_one_gpu_a_rank_takes_what_was_added_up():
+def test_one_gpu_per_rank_uses_the_running_sums():
     rows = [row(rank, devices=(read(f"GPU-{rank}", 50.0 + rank),)) for rank in range(3)]
     devices = {f"GPU-{rank}": gpu(f"GPU-{rank}") for rank in range(3)}
     gathered = gathered_of(rows)
 
     assert merged_of(rows, devices, gathered).gpus is gathered.readings
-    assert merged_of(rows, devices).gpus == gathered.readings, "the rows say the same"
+    assert merged_of(rows, devices).gpus == gathered.readings, "the same from the rows"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_window_of_one_gpu_a_rank_takes_what_was_added_up():
         ("shares of one", [("GPU-0",), ("GPU-1",)], [gpu("GPU-0", shared=True), gpu("GPU-1")]),
     ],
 )
-def test_where_it_is_not_one_gpu_a_rank_the_rows_are_asked(why, rows, devices):
+def test_other_layouts_recompute_from_the_rows(why, rows, devices):
     rows = [row(rank, devices=tuple(read(key, 50.0 + rank) for key in keys)) for rank, keys in enumerate(rows)]
     known = {device.key: device for device in devices}
 
@@ -84,7 +84,7 @@ def test_where_it_is_not_one_gpu_a_rank_the_rows_are_asked(why, rows, devices):
     assert merged.gpus.gauges["temperature_c"].covered_s == 10.0 * len(gpus), why
 
 
-def test_a_second_row_of_a_rank_in_a_window_is_not_added_to_the_first():
+def test_second_row_of_a_rank_in_a_window_replaces_the_first():
     aggregator = Aggregator(Config(), "job", 1, 0.0)
     for rank in range(2):
         assert aggregator.hello(hello(rank, 2), 0.0, 0.0) == ""

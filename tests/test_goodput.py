@@ -19,7 +19,7 @@ JOB = "job"
 
 
 class Run:
-    """An aggregator of ten-second windows, its clocks, and agents that say what the test wants."""
+    """An aggregator of ten-second windows, its clocks, and agents whose messages the test chooses."""
 
     def __init__(self, world_size=2):
         self.world_size = world_size
@@ -69,13 +69,13 @@ class Run:
         return self
 
     def restore(self):
-        """Let the aggregator be killed and replaced."""
+        """Replace the aggregator as after a kill."""
         ledger = restore(self.aggregator.snapshot())
         self.aggregator = Aggregator(Config(), ledger.job, ledger.attempt, self.time_s, ledger, self.boot)
         return self
 
     def restart(self, world_size=None):
-        """Let the job be started again."""
+        """Start the job again."""
         self.attempt += 1
         self.world_size = world_size or self.world_size
         job = f"job-{self.attempt}"
@@ -123,7 +123,7 @@ def test_less_than_a_microsecond_is_in_no_class():
     assert {name for name, seconds in goodput.seconds.items() if seconds} == {"kept", "data"}
 
 
-def test_a_job_without_trouble_is_kept_but_for_its_data_wait():
+def test_healthy_job_is_kept_time_and_data_wait():
     goodput = Run().join().window(1).window(2).bye(status="completed").goodput()
 
     assert goodput.elapsed_s == 20.0
@@ -149,7 +149,7 @@ def test_phases_are_classes_with_their_own_joules():
     assert goodput.joules["kept"] + goodput.joules["data"] == pytest.approx(970.0)
 
 
-def test_generation_is_productive_and_has_a_class_of_its_own():
+def test_generation_is_productive_and_its_own_class():
     goodput = Run(1).join().wait(10).window(1, phases_s={"generation": 10.0}).goodput()
 
     assert goodput.seconds["generation"] == 10.0
@@ -157,7 +157,7 @@ def test_generation_is_productive_and_has_a_class_of_its_own():
     assert PRODUCTIVE == ("kept", "generation")
 
 
-def test_a_restart_from_a_checkpoint_makes_the_first_execution_redone_exactly():
+def test_restart_from_checkpoint_makes_the_first_execution_redone():
     run = Run().join().window(1).window(2).window(3).bye()
     goodput = run.wait(5).restart().join(offset=10).window(1).bye(status="completed").goodput()
 
@@ -192,13 +192,13 @@ def test_a_third_attempt_takes_from_all_before_it():
     assert goodput.seconds["kept"] == pytest.approx(9.0 + 9.0)
 
 
-def test_a_restart_from_the_beginning_redoes_everything_if_it_says_so():
+def test_restart_from_iteration_zero_redoes_everything():
     run = Run(1).join().window(1).bye().restart()
 
     assert run.join().window(1).goodput().redone_iterations == 10
 
 
-def test_without_numbers_nothing_is_called_redone_and_the_summary_says_so():
+def test_unnumbered_iterations_are_never_redone_with_a_remark():
     run = Run(1).join(is_numbered=False).window(1).bye().restart().join(is_numbered=False).window(1)
     summary = run.aggregator.summary(run.time_s, True)
 
@@ -217,7 +217,7 @@ def test_repeats_of_an_attempt_are_unknown_without_its_number_or_a_later_one():
     assert goodput.redone_iterations is None
 
 
-def test_a_number_that_is_learned_later_moves_what_was_redone():
+def test_iteration_number_reported_later_moves_redone_work():
     run = Run(1).join(is_numbered=False).window(1).window(2).bye().restart().join(is_numbered=False)
     run.window(1)
     assert run.goodput(ended=False).redone_iterations is None
@@ -226,11 +226,11 @@ def test_a_number_that_is_learned_later_moves_what_was_redone():
     run.offset = 10
     run.window(2)
 
-    # The loop calls its iteration 20 number 30: its first was 11.
+    # The loop numbers its iteration 20 as 30: its first was 11.
     assert run.goodput(ended=False).redone_iterations == 10
 
 
-def test_a_rank_that_has_not_come_or_has_left_is_idle():
+def test_rank_is_idle_before_it_joins_and_after_it_leaves():
     run = Run().join(0).window(1, 0)
     run.join(1).wait(10)
     run.send(0, 2)
@@ -238,7 +238,7 @@ def test_a_rank_that_has_not_come_or_has_left_is_idle():
     run.send(1, 3, sequence=2, busy_s=0.0, wait_s=0.0, iteration_first=21, iteration_last=20, final=True)
     run.bye(1).window(3, 0)
 
-    # Rank 1 came after ten seconds and left after twenty, of thirty.
+    # Rank 1 joined after ten seconds and left after twenty, of thirty.
     goodput = run.goodput(ended=False)
     assert goodput.rank_seconds["idle"] == pytest.approx(20.0)
     assert goodput.rank_seconds["unknown"] == pytest.approx(0.0)
@@ -246,7 +246,7 @@ def test_a_rank_that_has_not_come_or_has_left_is_idle():
     assert adds_up(goodput)
 
 
-def test_what_a_lost_host_did_last_is_unknown():
+def test_time_after_the_last_report_of_a_lost_host_is_unknown():
     run = Run().join().window(1)
     run.wait(10)
     run.send(0, 2)
@@ -255,12 +255,12 @@ def test_what_a_lost_host_did_last_is_unknown():
         run.aggregator.tick(run.now_s, run.time_s)
     run.send(0, 3, busy_s=28.0, wait_s=2.0)
 
-    # Of rank 1 nothing is known after its first ten seconds of fifty.
+    # Rank 1 sent no report after its first ten seconds of fifty.
     assert run.goodput(ended=False).rank_seconds["unknown"] == pytest.approx(40.0)
     assert adds_up(run.goodput(ended=False))
 
 
-def test_reports_that_no_buffer_held_are_unknown():
+def test_dropped_reports_are_unknown_time():
     run = Run(1).join().window(1).wait(20).window(4, sequence=4)
 
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
@@ -275,8 +275,8 @@ def test_rows_that_come_late_are_placed_where_they_were():
     assert run.goodput().elapsed_s == pytest.approx(100.0)
 
 
-def test_an_attempt_begins_with_its_earliest_row_and_not_with_its_aggregator():
-    # The rank had trained for eight seconds when the aggregator came up.
+def test_attempt_begins_with_its_earliest_row():
+    # The rank had trained for eight seconds when the aggregator started.
     run = Run(1).join().wait(2)
     run.send(0, 1)
 
@@ -284,7 +284,7 @@ def test_an_attempt_begins_with_its_earliest_row_and_not_with_its_aggregator():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_straggling_and_hangs_are_taken_from_what_they_lay_in():
+def test_straggling_and_hangs_are_taken_from_enclosing_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator._ledger
     ledger.goodput.attempt.note_straggling(2, 3.0)
@@ -302,7 +302,7 @@ def test_straggling_and_hangs_are_taken_from_what_they_lay_in():
     assert adds_up(goodput)
 
 
-def test_a_hang_that_ended_in_a_kill_is_taken_from_the_shutdown():
+def test_hang_that_ended_in_a_kill_is_taken_from_shutdown():
     run = Run(1).join().window(1)
     run.aggregator._ledger.note_hang(30.0)
     run.wait(35)
@@ -318,14 +318,14 @@ def test_a_hang_that_ended_in_a_kill_is_taken_from_the_shutdown():
     assert adds_up(goodput)
 
 
-def test_more_straggling_than_was_kept_is_not_booked():
+def test_straggling_is_at_most_the_kept_time():
     run = Run(1).join().window(1)
     run.aggregator._ledger.goodput.attempt.note_straggling(1, 50.0)
 
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
 
 
-def test_another_world_in_the_next_attempt_has_its_own_mean():
+def test_attempt_with_another_world_size_has_its_own_mean():
     run = Run(3).join().window(1).bye().wait(6).restart(world_size=2).join(offset=10).window(1).bye()
     goodput = run.restart(world_size=3).join(offset=20).window(1).goodput()
 
@@ -336,7 +336,7 @@ def test_another_world_in_the_next_attempt_has_its_own_mean():
     assert adds_up(goodput)
 
 
-def test_a_replaced_aggregator_goes_on_with_what_was():
+def test_replaced_aggregator_continues_the_account():
     run = Run().join().window(1).restore().wait(3).join().wait(7)
     for rank in range(2):
         run.send(rank, 2)
@@ -355,7 +355,7 @@ def test_a_clock_that_was_set_back_makes_no_gap_negative_and_is_an_event():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_on_the_same_boot_a_gap_is_counted_by_the_monotonic_clock():
+def test_gap_on_the_same_boot_uses_the_monotonic_clock():
     run = Run().join().window(1).bye().wait(5)
     run.time_s += 3600
     run.restart().join(offset=10).window(1)
@@ -365,7 +365,7 @@ def test_on_the_same_boot_a_gap_is_counted_by_the_monotonic_clock():
     assert "set by +3600 s" in text
 
 
-def test_the_axis_goes_on_by_unix_time_where_another_machine_takes_over():
+def test_axis_continues_by_unix_time_on_another_machine():
     axis = Axis()
     axis.advance(10.0, 1000.0, "here")
     axis.advance(15.0, 1005.0, "here")
@@ -375,7 +375,7 @@ def test_the_axis_goes_on_by_unix_time_where_another_machine_takes_over():
     assert axis.at_s == 12.0
 
 
-def test_what_is_remembered_for_a_restart_is_bounded_and_finest_at_the_end():
+def test_restart_history_is_bounded_and_finest_at_the_end():
     goodput = Goodput()
     goodput.clock.advance(0.0, 0.0)
     goodput.hear()
@@ -424,7 +424,7 @@ STEPS = st.sampled_from(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(STEPS, min_size=1, max_size=40), st.data())
-def test_whatever_happens_the_classes_add_up_to_the_elapsed_time(steps, data):
+def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     run = Run(data.draw(st.integers(1, 3)))
     run.join()
     sequences, number, held = {}, 0, []
@@ -484,7 +484,7 @@ def test_whatever_happens_the_classes_add_up_to_the_elapsed_time(steps, data):
     assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
 
 
-def test_a_rank_has_left_when_it_first_said_so_and_no_other_is_touched():
+def test_first_farewell_of_a_rank_counts():
     tiles = Tiles()
     tiles.leave(3, 10.0)
     tiles.leave(5, 11.0)
@@ -494,7 +494,7 @@ def test_a_rank_has_left_when_it_first_said_so_and_no_other_is_touched():
     assert tiles.column("left_s").tolist() == [10.0, 11.0]
 
 
-def test_a_run_has_one_elapsed_time_and_begins_with_its_first_rank():
+def test_run_has_one_elapsed_time_from_its_first_rank():
     run = Run(1).join().wait(2)
     run.send(0, 1)
     summary = run.bye(status="completed").aggregator.summary(run.time_s, ended=True)
@@ -505,7 +505,7 @@ def test_a_run_has_one_elapsed_time_and_begins_with_its_first_rank():
 
 
 @pytest.mark.parametrize("says_bye", [True, False])
-def test_messages_that_waited_do_not_lengthen_the_run(says_bye):
+def test_delayed_messages_do_not_lengthen_the_run(says_bye):
     # The agent's clock is an hour ahead; it sent its last message after 20 s, and gave up before it was taken.
     run = Run(1).join(time_s=4600.0, start_time_s=4599.0).wait(60)
     for number in (1, 2):
@@ -520,7 +520,7 @@ def test_messages_that_waited_do_not_lengthen_the_run(says_bye):
     assert adds_up(goodput)
 
 
-def test_a_lost_rank_ends_with_the_last_message_that_it_sent():
+def test_lost_rank_ends_with_its_last_message():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
     beat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
     run.aggregator.beat(beat, run.now_s, run.time_s)
@@ -531,7 +531,7 @@ def test_a_lost_rank_ends_with_the_last_message_that_it_sent():
     assert adds_up(goodput)
 
 
-def test_a_rank_whose_first_and_last_reports_were_lost_keeps_its_length():
+def test_rank_keeps_its_length_without_first_and_last_report():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).wait(15)
     run.window(2, sequence=2)
     run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), run.now_s + 99.0, run.time_s + 99.0)

@@ -72,7 +72,7 @@ def test_stall_is_reported_once_with_the_rank_behind_first():
     )
 
     ((when_s, stall),) = reported
-    assert 132 <= when_s <= 142  # 30 s, the beat that says so, and the look after it
+    assert 132 <= when_s <= 142  # 30 s, the heartbeat that reports it, and the check after it
     assert ranks_of(stall) == [[2], [0, 1, 3]]
     assert stall.unmoved_s == pytest.approx(when_s - 102)  # since the last of them moved
 
@@ -109,7 +109,7 @@ def test_second_iteration_is_compared_with_the_first():
     assert [260 <= when_s <= 270 for when_s, _ in job.reported(80, 300, {0: (2, STEP, 80)})] == [True]  # 3 x 60 s
 
 
-def test_new_aggregator_learns_of_a_stall_from_heartbeats():
+def test_new_aggregator_finds_a_stall_by_heartbeats():
     job = Job(ranks=1, at_s=1000)
     job.beat(0, 71, STEP, 600.0, 1000.5)
 
@@ -154,11 +154,11 @@ def test_the_seconds_of_a_running_stall_are_counted():
     assert job.hang.total_s(200) == pytest.approx(100)
 
 
-@pytest.mark.parametrize(("name", "longest_s", "allowed_s"), [("checkpoint", 0, 600), ("evaluation", 120, 1200)])
-def test_a_marked_phase_may_take_ten_minutes_or_ten_times_the_longest(name, longest_s, allowed_s):
+@pytest.mark.parametrize(("name", "longest_phase_s", "allowed_s"), [("checkpoint", 0, 600), ("evaluation", 120, 1200)])
+def test_phase_may_take_ten_minutes_or_ten_times_the_longest(name, longest_phase_s, allowed_s):
     job = Job()
     for rank in range(4):
-        job.hang.row(row(rank, 1, phases_s={name: longest_s}), 90)
+        job.hang.row(row(rank, 1, phases_s={name: longest_phase_s}), 90)
     job.run(100)
     # Rank 0 is in its phase, the others wait for it.
     positions = {0: (101, name, 100)} | dict.fromkeys((1, 2, 3), (102, STEP, 100))
@@ -212,7 +212,7 @@ def test_completed_rank_ends_a_stall_and_killed_rank_does_not():
     assert job.check(203) == [Resumed(103.0)]
 
 
-def test_silent_rank_is_in_no_stall():
+def test_rank_without_heartbeats_is_in_no_stall():
     job = Job()
     job.run(100)
     job.silent = {3}
@@ -236,7 +236,7 @@ def test_single_rank_that_stalls_is_reported_alone():
     assert stall.is_partial
     assert ranks_of(stall) == [[3], [0, 1, 2]]
     assert resumed == Resumed(200.0, 3)
-    assert job.hang.total_s(300) == 0.0  # no stall of the jobs
+    assert job.hang.total_s(300) == 0.0  # no stall of the job
 
 
 def test_ranks_that_wait_for_one_in_a_phase_have_not_stalled():
@@ -254,7 +254,7 @@ def test_one_iteration_ahead_in_lockstep_is_no_lone_stall():
         job.beat(3, 101, STEP, now_s - 100.0, now_s)
         if now_s < 110:
             job.all_beat(101, STEP, now_s - 100.0, now_s, ranks=(0, 1, 2))
-        else:  # they saved what they had done, and wait
+        else:  # they saved a checkpoint and wait
             job.all_beat(101, "checkpoint", now_s - 108.0, now_s, ranks=(0, 1, 2))
         assert job.check(now_s) == []
 
@@ -262,7 +262,7 @@ def test_one_iteration_ahead_in_lockstep_is_no_lone_stall():
 def test_late_window_does_not_count_as_late_progress():
     job = Job(ranks=2)
     job.run(100)
-    # Both come to 105 by 104 s; the window of rank 0, which ended at 101 s, comes when rank 1 is there already.
+    # Both reach 105 by 104 s; the window of rank 0, which ended at 101 s, arrives after rank 1 got there.
     job.beat(1, 105, STEP, 0.0, 104)
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
     job.beat(0, 105, STEP, 0.7, 104.7)
@@ -275,7 +275,7 @@ def test_late_window_does_not_count_as_late_progress():
 def test_delayed_heartbeat_makes_no_rank_slower():
     job = Job(ranks=2)
     job.run(100)
-    # Rank 1 has come to 140 by 104 s, where it saves; its heartbeat with 130 of 103 s came a second and a half later.
+    # Rank 1 reached 140 by 104 s and saves there; its heartbeat of 103 s with 130 arrived 1.5 s later.
     job.beat(1, 130, STEP, 0.0, 104.5)
     job.beat(0, 141, STEP, 0.5, 104.6)
     job.beat(1, 140, "checkpoint", 1.0, 105.0)
@@ -311,7 +311,7 @@ def test_late_heartbeat_does_not_extend_the_stall():
     job = Job(ranks=1)
     job.run(100)
     job.beat(0, 101, STEP, 1.0, 105)
-    for since_s in (6.0, 11.0, 16.0, 21.0):  # the aggregator slept for a minute; all of them come at once
+    for since_s in (6.0, 11.0, 16.0, 21.0):  # the aggregator was suspended for a minute; all arrive at once
         job.beat(0, 101, STEP, since_s, 165)
 
     assert job.hang.ranks[0].since_s == 100.0

@@ -1,6 +1,6 @@
-"""What stands in the table of devices: names, numbers worked by hand from the datasheets, and the page of it.
+"""The table of devices: names, numbers worked by hand from the datasheets, and its page in the documentation.
 
-Run as a script, this writes the tables of docs/hardware.md anew.
+Run as a script, this rewrites the tables of docs/hardware.md.
 """
 
 import random
@@ -106,7 +106,7 @@ WORDS = sorted({word for name in NAMES for word in name.replace("-", " ").split(
 
 
 @pytest.mark.parametrize(("name", "bf16_tflops", "tdp_w"), KNOWN, ids=[name for name, _, _ in KNOWN])
-def test_a_device_is_known_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w):
+def test_device_is_found_by_the_name_its_driver_prints(name, bf16_tflops, tdp_w):
     row = find(name)
 
     assert name in row.names
@@ -116,7 +116,7 @@ def test_a_device_is_known_by_the_name_its_driver_prints(name, bf16_tflops, tdp_
     assert peak_flops_per_s(name) == row.flops_per_s.get("bf16") == expected
 
 
-def test_the_voltas_and_older_have_half_precision_where_they_have_no_bf16():
+def test_volta_and_older_have_fp16_peaks_but_no_bf16():
     assert peak_flops_per_s("Tesla V100-SXM2-32GB", "fp16") == 125e12
     assert peak_flops_per_s("Tesla V100-PCIE-16GB", "fp16") == 112e12
     assert peak_flops_per_s("Tesla V100S-PCIE-32GB", "fp16") == 130e12
@@ -124,7 +124,7 @@ def test_the_voltas_and_older_have_half_precision_where_they_have_no_bf16():
     assert peak_flops_per_s("Quadro RTX 8000", "fp16") == 130.5e12
 
 
-def test_memory_is_counted_in_powers_of_two_and_its_rate_in_powers_of_ten():
+def test_memory_is_in_powers_of_two_and_its_rate_in_powers_of_ten():
     assert find("NVIDIA H100 80GB HBM3").memory_bytes == 80 * 2**30
     assert find("NVIDIA H100 80GB HBM3").memory_bytes_per_s == 3.35e12
     assert find("NVIDIA H200").memory_bytes == 141 * 2**30
@@ -156,7 +156,7 @@ def test_case_brand_and_order_of_the_words_do_not_matter(name):
         ("NVIDIA GH200 120GB", "NVIDIA GH200 480GB"),
     ],
 )
-def test_words_that_say_nothing_about_the_silicon_are_passed_over(name, same):
+def test_name_parts_unrelated_to_the_chip_are_ignored(name, same):
     assert find(name) is find(same)
     assert find(same) is not None
 
@@ -171,7 +171,7 @@ def test_words_that_say_nothing_about_the_silicon_are_passed_over(name, same):
         "NVIDIA RTX A1000",
         "NVIDIA H1000",
         "NVIDIA A100X",
-        "NVIDIA A100",  # says neither form nor memory
+        "NVIDIA A100",  # neither form nor memory in the name
         "NVIDIA A100-SXM-64GB",  # another chip, with more SMs
         "NVIDIA H800 PCIe",
         "NVIDIA H20-3e",
@@ -189,7 +189,7 @@ def test_words_that_say_nothing_about_the_silicon_are_passed_over(name, same):
         "MIG 1g.10gb",
     ],
 )
-def test_what_is_not_in_the_table_is_unknown_and_not_its_neighbour(name):
+def test_unlisted_device_is_unknown_and_not_a_similar_one(name):
     assert find(name) is None
     assert peak_flops_per_s(name) is None
 
@@ -214,7 +214,7 @@ def test_neighbours_in_name_are_different_devices():
         ("NVIDIA L40S-8C", "NVIDIA L40S"),
     ],
 )
-def test_a_slice_is_marked_and_otherwise_its_whole_device_and_has_no_peak(name, whole):
+def test_slice_has_the_numbers_of_its_device_but_no_peak(name, whole):
     slice_of = find(name)
 
     assert slice_of.sliced
@@ -224,7 +224,7 @@ def test_a_slice_is_marked_and_otherwise_its_whole_device_and_has_no_peak(name, 
     assert peak_flops_per_s(name) is None, "its share is not guessed here"
 
 
-def test_a_module_of_two_dies_counts_as_two_devices_of_half_its_numbers():
+def test_module_of_two_dies_is_two_devices_of_half_its_numbers():
     die = find("AMD Instinct MI250X")
 
     assert 2 * die.flops_per_s["bf16"] == 383e12
@@ -234,7 +234,7 @@ def test_a_module_of_two_dies_counts_as_two_devices_of_half_its_numbers():
     assert "one of the two dies" in die.note
 
 
-def test_a_name_that_may_be_either_of_two_devices_has_no_peak():
+def test_ambiguous_name_has_no_peak():
     either = find("AMD Instinct MI250X / MI250")
 
     assert peak_flops_per_s("AMD Instinct MI250X / MI250") is None
@@ -242,17 +242,17 @@ def test_a_name_that_may_be_either_of_two_devices_has_no_peak():
     assert either.memory_bytes == 64 * 2**30
 
 
-def test_a_precision_that_a_device_lacks_is_none_and_one_that_does_not_exist_an_error():
+def test_missing_precision_is_none_and_unknown_one_an_error():
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp4") is None
     with pytest.raises(ValueError, match=r"'bfloat16', not one of fp64, .*bf16"):
         peak_flops_per_s("NVIDIA H100 80GB HBM3", "bfloat16")
 
 
-# --- the order of the rows says nothing ----------------------------------------------------------
+# --- the order of the rows has no effect ----------------------------------------------------------
 
 
-def test_two_rows_of_one_name_are_refused():
+def test_two_rows_of_one_name_are_rejected():
     twice = [find("NVIDIA L4"), find("NVIDIA L40"), find("NVIDIA L4")]
 
     with pytest.raises(ValueError, match="NVIDIA L4 and NVIDIA L4 share the name l4"):
@@ -306,14 +306,14 @@ def test_each_halving_of_the_width_doubles_the_rate(row):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
-def test_bf16_is_as_fast_as_fp16_from_ampere_on_and_absent_before(row):
+def test_bf16_equals_fp16_from_ampere_on_and_is_absent_before(row):
     if row.architecture in {"Pascal", "Volta", "Turing"}:
         assert "bf16" not in row.flops_per_s
     elif row.flops_per_s and row.architecture != "CDNA":
         assert row.flops_per_s["bf16"] == row.flops_per_s["fp16"]
 
 
-def test_a_board_that_was_never_confirmed_says_so():
+def test_unconfirmed_board_has_a_note():
     assert find("NVIDIA GB10").source.evidence == "unconfirmed"
     assert find("NVIDIA H20").source.evidence == "unconfirmed"
     assert find("AMD Instinct MI300X").source.evidence == "read"
@@ -335,7 +335,7 @@ def test_the_sensor_of_a_device_is_that_of_its_generation():
     assert find("NVIDIA A10").sensor.power_usage == h100.sensor.power_usage == "1-s mean"
 
 
-def test_what_nobody_measured_of_a_sensor_is_unknown():
+def test_unmeasured_properties_of_a_sensor_are_none():
     b200 = find("NVIDIA B200").sensor
 
     assert b200.update_s is b200.window_s is b200.duty is b200.lag_s is None
@@ -347,14 +347,14 @@ def test_before_volta_no_driver_counts_energy():
     assert {name for name, sensor in SENSORS.items() if not sensor.counter} == {"Kepler", "Maxwell", "Pascal"}
 
 
-def test_every_sensor_has_a_source_and_a_window_no_longer_than_its_tick():
+def test_every_sensor_has_a_source_and_a_plausible_duty():
     for sensor in [*SENSORS.values(), *(row.sensor for row in ROWS)]:
         assert sensor.source
         assert sensor.gain_error == 0.05
         assert sensor.duty is None or 0 < sensor.duty <= 1
 
 
-def test_boards_held_against_a_meter_read_low():
+def test_boards_compared_with_a_meter_read_low():
     assert find("NVIDIA A100-PCIE-40GB").gain_measured == (-0.058, -0.055)
     assert find("NVIDIA GeForce RTX 3090").gain_measured == (-0.056, -0.040)
     assert find("NVIDIA H100 80GB HBM3").gain_measured is None
@@ -412,7 +412,7 @@ def sensors():
 
 
 def with_tables(page):
-    """Return the page with what stands between its marks written anew."""
+    """Return the page with the tables between its marks rewritten."""
     for mark, lines in {"devices": devices(), "sensors": sensors()}.items():
         before, _, rest = page.partition(f"<!-- {mark} -->\n")
         _, _, after = rest.partition(f"<!-- end of {mark} -->\n")

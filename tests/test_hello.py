@@ -1,4 +1,4 @@
-"""What changes while an aggregator has not answered the first HELLO reaches it by another."""
+"""Changes made before an aggregator answered the first HELLO are sent in another one."""
 
 import os
 import subprocess

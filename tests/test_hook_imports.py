@@ -1,4 +1,4 @@
-"""Hooks are called when a module has been imported, however it is, and imports stay what they were."""
+"""Hooks are called when a module has been imported, by any way of importing, and imports stay unchanged."""
 
 import importlib
 import subprocess
@@ -12,7 +12,7 @@ from effllm.hooks import _imports
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return a function that writes a module; what was imported of it is forgotten afterwards."""
+    """Return a function that writes a module; imported modules are removed afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
     finders = list(sys.meta_path)
@@ -30,7 +30,7 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_module_that_is_imported_already_is_hooked_at_once(package):
+def test_imported_module_is_hooked_at_once(package):
     package("already_there")
     module = importlib.import_module("already_there")
     seen = []
@@ -40,7 +40,7 @@ def test_a_module_that_is_imported_already_is_hooked_at_once(package):
     assert seen == [module]
 
 
-def test_a_module_is_hooked_when_its_code_has_run_and_only_once(package):
+def test_module_is_hooked_once_after_its_code_has_run(package):
     package("comes_later", "def step(): return 1")
     seen = []
     _imports.when_imported("comes_later", lambda module: seen.append(module.step()))
@@ -52,7 +52,7 @@ def test_a_module_is_hooked_when_its_code_has_run_and_only_once(package):
     assert seen == [1]
 
 
-def test_who_imports_a_name_from_it_gets_what_the_hook_put_there(package):
+def test_from_import_gets_the_hooked_function(package):
     package("library", "def step(): return 1")
     package("script", "from library import step\nresult = step()")
     _imports.when_imported("library", lambda module: setattr(module, "step", lambda: 2))
@@ -60,7 +60,7 @@ def test_who_imports_a_name_from_it_gets_what_the_hook_put_there(package):
     assert importlib.import_module("script").result == 2
 
 
-def test_a_module_whose_import_asks_for_the_hook_is_hooked_at_its_end(package):
+def test_hook_requested_during_the_import_runs_at_its_end(package):
     package("half", "import asks\ndef step(): return 1")
     package(
         "asks",
@@ -85,7 +85,7 @@ def test_a_package_and_a_module_in_it_are_both_hooked(package):
     assert seen == ["family.child", "family"]
 
 
-def test_a_module_that_fails_to_import_fails_as_it_would_and_can_be_tried_again(package):
+def test_failing_import_raises_as_before_and_can_be_repeated(package):
     package("fails", "raise ValueError('as ever')")
     seen = []
     _imports.when_imported("fails", seen.append)
@@ -99,7 +99,7 @@ def test_a_module_that_fails_to_import_fails_as_it_would_and_can_be_tried_again(
     assert importlib.import_module("fails").fine
 
 
-def test_a_module_that_does_not_exist_does_not_exist(package):
+def test_missing_module_raises_as_before(package):
     _imports.when_imported("no_such_module", pytest.fail)
 
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
@@ -107,7 +107,7 @@ def test_a_module_that_does_not_exist_does_not_exist(package):
     assert importlib.util.find_spec("no_such_module") is None
 
 
-def test_the_loader_of_a_hooked_module_is_what_it_was(package):
+def test_loader_of_a_hooked_module_is_restored(package):
     package("plain", "x = 1")
     _imports.when_imported("plain", lambda module: None)
 

@@ -1,4 +1,4 @@
-"""What hooks put around a framework's functions changes nothing of them, and fails alone."""
+"""Wrappers around a framework's functions change no behaviour, and their failures stay their own."""
 
 import inspect
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from effllm.hooks._wrap import Guard, around
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
+def reset_warnings(monkeypatch):
     monkeypatch.setattr(_wrap, "_said", set())
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -27,7 +27,7 @@ def module():
     return SimpleNamespace(train_step=train_step)
 
 
-def test_a_wrapped_function_is_called_once_with_what_it_was_given_and_gives_what_it_gave():
+def test_wrapped_function_keeps_its_arguments_and_result():
     framework, seen = module(), []
 
     assert around(framework, "train_step", Guard("x"), after=lambda token, call, result: seen.append(result))
@@ -37,7 +37,7 @@ def test_a_wrapped_function_is_called_once_with_what_it_was_given_and_gives_what
     assert seen == [result] and seen[0] is result
 
 
-def test_it_looks_like_the_function():
+def test_wrapper_has_name_doc_and_signature_of_the_function():
     framework = module()
     around(framework, "train_step", Guard("x"))
 
@@ -45,7 +45,7 @@ def test_it_looks_like_the_function():
     assert inspect.signature(framework.train_step) == inspect.signature(train_step)
 
 
-def test_arguments_are_found_by_name_wherever_they_stand():
+def test_arguments_are_found_by_name_in_any_position():
     framework, seen = module(), []
     around(
         framework,
@@ -60,7 +60,7 @@ def test_arguments_are_found_by_name_wherever_they_stand():
     assert seen == [["d", None, "-"], ["d", "c", "-"]]
 
 
-def test_what_before_returns_goes_to_after():
+def test_result_of_before_is_passed_to_after():
     framework, seen = module(), []
     around(
         framework, "train_step", Guard("x"), before=lambda call: 7, after=lambda token, call, result: seen.append(token)
@@ -70,7 +70,7 @@ def test_what_before_returns_goes_to_after():
     assert seen == [7]
 
 
-def test_an_exception_of_the_framework_passes_and_is_told():
+def test_exception_of_the_framework_passes_and_calls_failed():
     framework, seen = module(), []
     around(framework, "train_step", Guard("x"), before=lambda call: 7, after=pytest.fail, failed=seen.append)
 
@@ -80,7 +80,7 @@ def test_an_exception_of_the_framework_passes_and_is_told():
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_a_hook_that_fails_says_so_once_and_the_function_goes_on(place, capsys):
+def test_failing_hook_warns_once_and_the_function_goes_on(place, capsys):
     framework, calls = module(), []
 
     def fails(*_):
@@ -97,7 +97,7 @@ def test_a_hook_that_fails_says_so_once_and_the_function_goes_on(place, capsys):
     )
 
 
-def test_a_rank_that_is_not_the_first_says_nothing(monkeypatch, capsys):
+def test_only_the_first_rank_warns(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -115,7 +115,7 @@ def test_wrapping_twice_is_wrapping_once():
     assert seen == [1]
 
 
-def test_what_is_not_there_is_not_wrapped():
+def test_missing_function_is_not_wrapped():
     assert not around(module(), "renamed", Guard("x"))
     assert not around(SimpleNamespace(renamed=3), "renamed", Guard("x"))
 
@@ -148,7 +148,7 @@ def test_methods_of_all_kinds_stay_of_their_kind():
     assert seen == [1, 2, 2, 3]
 
 
-def test_a_child_class_that_calls_its_parent_is_counted_where_it_was_wrapped():
+def test_child_class_that_calls_its_parent_is_counted_once():
     class Child(Trainer):
         def step(self, data):
             return ("child", super().step(data))

@@ -1,4 +1,4 @@
-"""What a batch holds, by hand: rows of 3 and 5 tokens, padded to 5."""
+"""The counts of a batch, by hand: rows of 3 and 5 tokens, padded to 5."""
 
 import pytest
 
@@ -18,23 +18,23 @@ def held(inputs, **named):
     return batch.tokens_processed, int(batch.samples), int(batch.tokens), int(batch.tokens_loss)
 
 
-def test_a_mask_tells_padding_and_labels_tell_what_is_learned():
+def test_mask_gives_padding_and_labels_give_learned_tokens():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}) == (10, 2, 8, 8)
 
 
-def test_without_a_mask_padding_is_not_known_and_that_is_said():
+def test_without_a_mask_padding_is_unknown_with_a_warning():
     batch = read_batch({"input_ids": IDS, "labels": LABELS})
 
     assert int(batch.tokens) == 10
     assert batch.source == "all positions, padding not known"
 
 
-def test_a_mask_that_numbers_the_sequences_of_a_row_is_not_added_up():
+def test_mask_of_sequence_numbers_is_counted_not_summed():
     assert held({"input_ids": IDS, "attention_mask": MASK * 3})[2] == 8
 
 
-def test_a_mask_of_four_dimensions_is_told_by_its_diagonal():
-    """A position that is no padding sees itself; what is added to it is 0 there, and very low elsewhere."""
+def test_mask_of_four_dimensions_is_read_by_its_diagonal():
+    """A position that is not padding attends to itself; an additive mask is 0 there, and very low elsewhere."""
     causal = torch.tril(torch.ones(5, 5, dtype=torch.bool)) & MASK[:, None, :].bool() & MASK[:, :, None].bool()
     added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
 
@@ -68,7 +68,7 @@ def test_a_pair_of_sentence_transformers_is_one_sample():
     assert held(triplet)[:2] == (30, 2)
 
 
-def test_the_labels_are_what_the_second_half_of_an_encoder_decoder_reads():
+def test_decoder_of_an_encoder_decoder_reads_the_labels():
     labels = torch.tensor([[3, 4, -100], [3, 4, 5]])
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
 
@@ -76,7 +76,7 @@ def test_the_labels_are_what_the_second_half_of_an_encoder_decoder_reads():
     assert held({**batch, "decoder_input_ids": labels.clamp(min=0)}, is_encoder_decoder=True) == (16, 2, 13, 5)
 
 
-def test_pictures_with_a_label_each_are_samples_without_tokens():
+def test_labelled_pictures_are_samples_without_tokens():
     assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
 
 
@@ -84,10 +84,10 @@ def test_a_class_for_a_row_is_no_label_of_a_position():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
 
 
-def test_embeddings_in_the_place_of_tokens_are_positions():
+def test_embeddings_instead_of_tokens_are_positions():
     assert held({"inputs_embeds": torch.zeros(2, 5, 4), "attention_mask": MASK}) == (10, 2, 8, 0)
 
 
 @pytest.mark.parametrize("inputs", [["a prompt"], {}, {"text": ["a"]}, None])
-def test_what_holds_no_tensors_says_nothing(inputs):
+def test_batch_without_tensors_has_no_counts(inputs):
     assert read_batch(inputs) is None

@@ -1,4 +1,4 @@
-"""Sums that a GPU has yet to compute: here with stand-ins for its events and for pinned memory, on the CPU."""
+"""Sums that a GPU has not computed yet, with fake events and fake pinned memory on the CPU."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 
 
 class Event:
-    """Happens when the test says so."""
+    """Happens when the test sets it."""
 
     def __init__(self):
         self.has_happened = False
@@ -58,7 +58,7 @@ def gpu():
 
 
 class OnDevice:
-    """A tensor of one number that says it is elsewhere."""
+    """A tensor of one number on another device."""
 
     def __init__(self, value):
         self.value = torch.tensor(value)
@@ -70,13 +70,13 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def stacking(monkeypatch):
-    """Let torch stack the stand-ins."""
+    """Make torch stack the fakes."""
     real = torch.stack
     monkeypatch.setattr(torch, "zeros_like", lambda _one: OnDevice(0))
     monkeypatch.setattr(torch, "stack", lambda ones: real([one.value for one in ones]))
 
 
-def test_numbers_and_tensors_of_the_cpu_are_known_at_once(gpu):
+def test_numbers_and_cpu_tensors_are_read_at_once(gpu):
     sums, events, _ = gpu
     sums.add((3, torch.tensor(4)))
     sums.add((1, 1))
@@ -86,7 +86,7 @@ def test_numbers_and_tensors_of_the_cpu_are_known_at_once(gpu):
     assert events == []
 
 
-def test_what_a_gpu_computes_is_read_when_its_event_has_happened_and_never_waited_for(gpu):
+def test_gpu_sums_are_read_after_their_event_without_waiting(gpu):
     sums, events, _ = gpu
     sums.add((2, OnDevice(10)))
     assert sums.take() == [2, 0]
@@ -111,7 +111,7 @@ def test_at_the_end_the_rest_is_read_and_totals_are_exact(gpu):
     assert sums.take_rest() == [0, 0]
 
 
-def test_memory_is_used_again(gpu):
+def test_memory_is_reused(gpu):
     sums, events, buffers = gpu
     for value in range(100):
         sums.add((OnDevice(value), 0))
@@ -121,7 +121,7 @@ def test_memory_is_used_again(gpu):
     assert len(buffers) == 1
 
 
-def test_on_a_device_that_nobody_knows_it_says_that_it_does_not_count():
+def test_tensor_on_an_unknown_device_is_not_counted():
     sums = LateSums(1)
 
     assert not sums.add((OnDevice(1),))

@@ -1,4 +1,4 @@
-"""The parameters of a model by hand, however it is wrapped, sharded or stored."""
+"""The parameters of a model by hand, when it is wrapped, sharded or stored in other forms."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_tied_embeddings_count_once_and_frozen_ones_are_not_trained():
     assert counted(model) == (40 + 32, 40 + 16)
 
 
-def test_a_compiled_model_and_one_inside_another_are_the_same_model():
+def test_compiled_and_nested_models_are_unwrapped():
     model = Tiny()
     compiled = torch.compile(model, backend="eager")
     inside = torch.nn.Module()
@@ -57,7 +57,7 @@ def test_a_compiled_model_and_one_inside_another_are_the_same_model():
     assert unwrapped(inside) is model
 
 
-def test_an_empty_tensor_of_zero_3_stands_for_the_whole_one():
+def test_empty_tensor_of_zero_3_counts_its_full_size():
     model = Tiny()
     for parameter in model.parameters():
         parameter.ds_numel = parameter.numel()
@@ -67,24 +67,24 @@ def test_an_empty_tensor_of_zero_3_stands_for_the_whole_one():
 
 
 class Params4bit(torch.nn.Parameter):
-    """As bitsandbytes': two numbers in a byte, and the shape of the whole one beside."""
+    """As in bitsandbytes: two numbers in a byte, and the full shape in an attribute."""
 
     bnb_quantized = True
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
-@pytest.mark.parametrize("knows_shape", [True, False])
-def test_weights_in_four_bits_are_as_many_as_they_stand_for(storage, knows_shape):
+@pytest.mark.parametrize("has_shape", [True, False])
+def test_weights_in_four_bits_are_counted_unpacked(storage, has_shape):
     """16 weights of 4 bits are 8 bytes, however these are stored."""
     layer = torch.nn.Linear(4, 4, bias=False)
     packed = torch.zeros(8, dtype=torch.uint8).view(storage)[:, None]
     layer.weight = Params4bit(packed, requires_grad=False)
-    layer.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 4])) if knows_shape else None
+    layer.weight.quant_state = SimpleNamespace(shape=torch.Size([4, 4])) if has_shape else None
 
     assert counted(layer) == (16, 0)
 
 
-def test_a_token_meets_the_experts_that_are_chosen_for_it():
+def test_active_parameters_include_only_chosen_experts():
     """Four experts of 16, two of them chosen: 32 of 64."""
     model = Tiny(num_local_experts=4, num_experts_per_tok=2)
     model.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(4))
@@ -96,7 +96,7 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it():
     assert found.share(counts_them=False) == {"total": 0, "trainable": 0, "active": 0}
 
 
-def test_flops_of_a_token_leave_the_table_out_and_count_a_frozen_weight_less():
+def test_token_flops_omit_embeddings_and_count_frozen_weights_less():
     """6 x (32 + 40) weights, 12 x 2 layers x width 4 x length 8; 4 x where no gradient of the weight is computed."""
     model = Tiny()
     attention = 12 * 2 * 4 * 8
@@ -107,13 +107,13 @@ def test_flops_of_a_token_leave_the_table_out_and_count_a_frozen_weight_less():
     assert flops_per_token(model, parameters_of(model), 8)[0] == 6 * 40 + 4 * 32 + attention
 
 
-def test_a_tied_table_is_multiplied_once_as_the_head():
+def test_tied_embeddings_count_once_as_the_head():
     model = Tiny(tied=True)
 
     assert flops_per_token(model, parameters_of(model), None)[0] == 6 * 72
 
 
-def test_flops_are_not_known_of_a_model_that_says_nothing_of_its_layers():
+def test_flops_of_a_model_without_layer_config_are_unknown():
     layer = torch.nn.Linear(4, 4)
 
     assert flops_per_token(layer, parameters_of(layer), 8) is None
@@ -164,7 +164,7 @@ os._exit(0)  # on a busy machine torch's own threads end with "terminate called 
 """
 
 
-def test_every_rank_knows_the_whole_model_of_which_fsdp_left_it_a_shard(tmp_path):
+def test_every_rank_counts_the_whole_model_under_fsdp(tmp_path):
     """FSDP1 with its own parameters, FSDP1 with flat ones, FSDP2: each on two processes."""
     script = tmp_path / "script.py"
     script.write_text(SHARDED)

@@ -1,4 +1,4 @@
-"""The hosts that the other tests of faults stand on: real addresses, real links."""
+"""The hosts that other tests of faults use: real addresses, real links."""
 
 import socket
 import subprocess
@@ -56,7 +56,7 @@ def ask(host, address, timeout_s=30.0, num_bytes=4):
     return float(done.stdout) if done.returncode == 0 else None
 
 
-def test_hosts_have_names_and_addresses_of_their_own_and_are_gone_afterwards(hosts, echo):
+def test_hosts_have_own_names_and_addresses_and_are_removed(hosts, echo):
     one, two = hosts(2)
     echo(two)
 
@@ -70,7 +70,7 @@ def test_hosts_have_names_and_addresses_of_their_own_and_are_gone_afterwards(hos
     assert one.namespace not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_link_that_is_cut_is_a_black_hole_until_it_is_healed(hosts, echo):
+def test_cut_link_drops_packets_until_it_is_healed(hosts, echo):
     one, two = hosts(2)
     echo(two)
 
@@ -93,10 +93,10 @@ def test_a_link_can_be_slow_and_lossy(hosts, echo):
     assert ask(one, two.address6, num_bytes=300_000) >= 0.1, "large frames come through too"
 
     two.heal()
-    jobs.until(lambda: ask(one, two.address) < 0.1)  # which a machine that is busy elsewhere may not do at once
+    jobs.until(lambda: ask(one, two.address) < 0.1)  # a busy machine may need some attempts
 
 
-def test_a_name_can_mean_another_address_on_each_host(hosts):
+def test_a_name_can_resolve_differently_on_each_host(hosts):
     one, two = hosts(2)
     two.resolve("head", "127.0.1.1")
     one.resolve("head", one.address)

@@ -1,4 +1,4 @@
-"""effllm/inference.py and the hooks of generate and vLLM: requests are iterations where nobody trains."""
+"""effllm/inference.py and the hooks of generate and vLLM: without training, requests are iterations."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from effllm.hooks.vllm import attach as attach_vllm
 
 
 class Tensor:
-    """As much of a tensor as a count may look at; of one on a GPU the shape alone."""
+    """The part of a tensor that counting may read; on a GPU the shape alone."""
 
     def __init__(self, rows, device="cpu"):
         self.rows, self.device = rows, SimpleNamespace(type=device)
@@ -46,24 +46,24 @@ def counted(result, *args, **kwargs):
 PROMPT = Tensor([[1, 5, 6], [1, 5, 7]])
 
 
-def test_generated_is_what_stands_behind_the_prompt_until_the_end_of_each_sequence():
+def test_generated_tokens_follow_the_prompt_up_to_the_end_token():
     result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]])
 
     assert counted(result, model(), input_ids=PROMPT) == (6, 6, 2)  # 4 and, the end included, 2
     assert counted(result, model(), PROMPT) == (6, 6, 2), "by position"
 
 
-def test_on_a_gpu_the_shape_alone_is_looked_at():
+def test_only_the_shape_of_a_gpu_tensor_is_read():
     result = Tensor([[1, 5, 6, 9, 9, 9, 9], [1, 5, 7, 9, 2, 0, 0]], "cuda")
 
     assert counted(result, model(), input_ids=PROMPT) == (8, 6, 2)
 
 
-def test_an_encoder_decoder_gives_its_answer_without_the_prompt_and_with_a_token_to_start_from():
+def test_encoder_decoder_answer_has_a_start_token_and_no_prompt():
     assert counted(Tensor([[0, 9, 9, 2], [0, 9, 2, 0]]), model(True), input_ids=PROMPT) == (5, 6, 2)
 
 
-def test_of_embeddings_nothing_is_in_the_result():
+def test_result_for_embeddings_has_no_prompt():
     embeddings = SimpleNamespace(shape=(1, 7, 64))
 
     assert counted(Tensor([[9, 9, 2]]), model(), inputs_embeds=embeddings) == (3, 7, 1)
@@ -83,17 +83,17 @@ def test_several_answers_to_one_prompt_are_all_generated():
         ([], {2}, 0, 0),
     ],
 )
-def test_padding_is_what_stands_behind_the_end(row, ends, pad, padding):
+def test_padding_is_after_the_end_token(row, ends, pad, padding):
     assert _padding(row, ends, pad) == padding
 
 
-def test_a_module_without_what_is_hooked_is_not_understood():
+def test_module_without_the_hooked_functions_is_rejected():
     for attach in (attach_generate, attach_vllm):
         with pytest.raises(Unknown):
             attach(ModuleType("of.another.version"))
 
 
-# --- the calls, in a process of their own ----------------------------------------------------------
+# --- the calls, in their own process ----------------------------------------------------------
 
 
 def run(tmp_path, script, **environment):
@@ -126,7 +126,7 @@ class Run:
 
 
 @pytest.mark.alone
-def test_requests_are_iterations_of_a_process_that_only_infers(tmp_path):
+def test_requests_are_iterations_of_an_inference_process(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """
@@ -144,12 +144,12 @@ for tokens in (10, 20, 30, 40):
     assert (run_.sum("generated_tokens"), run_.sum("prompt_tokens"), run_.summary["tokens"]) == (100, 28, None)
     assert run_.values["it_tokens_per_sec"] == pytest.approx(100 / run_.sum("generation_s"))
     assert run_.values["al_seconds"] == pytest.approx(run_.sum("busy_s") / 4)
-    assert 0.05 <= run_.values["al_seconds"] < 0.09, "what lies between requests is in none"
+    assert 0.05 <= run_.values["al_seconds"] < 0.09, "time between requests is in no request"
     assert "tt_tokens_per_param_per_sec" not in run_.values
 
 
 @pytest.mark.alone
-def test_recorded_requests_take_the_time_that_is_told_and_overlap_counts_once(tmp_path):
+def test_recorded_requests_use_given_times_and_count_overlap_once(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """
@@ -170,7 +170,7 @@ effllm.record_request(generated_tokens="many", time_s=float("nan"))
     assert run_.values["st_samples_per_param_per_sec"] > 0
 
 
-def test_a_first_request_that_was_over_when_the_metrics_began_is_not_counted_and_that_is_said(tmp_path):
+def test_first_request_before_the_metrics_is_not_counted_but_reported(tmp_path):
     done, (run_,) = run(tmp_path, "import effllm\nfor _ in range(3):\n    effllm.record_request(1, 10, 0.001)\n")
 
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (2, 20)
@@ -181,7 +181,7 @@ def events(tmp_path):
     return [line for path in tmp_path.glob("runs/*/events.jsonl") for line in path.read_text().splitlines()]
 
 
-def test_off_means_off(tmp_path):
+def test_disabled_metrics_record_nothing(tmp_path):
     done, runs = run(
         tmp_path,
         "import effllm\nwith effllm.request() as r: r.generated(1)\neffllm.record_request(1, 1, 1.0)\n",
@@ -210,7 +210,7 @@ llm = LLM()
 
 
 @pytest.mark.system("vllm", how="stand-in")
-def test_vllm_in_a_process_that_only_infers_is_requests_and_a_chat_is_counted_once(tmp_path):
+def test_vllm_calls_are_requests_and_a_chat_counts_once(tmp_path):
     _, (run_,) = run(tmp_path, ENGINE + "llm.generate(['a', 'b'])\nllm.chat(['c'])\nllm.chat(['d'])\n")
 
     assert (run_.summary["iterations"], run_.summary["samples"]) == (3, 4)
@@ -218,7 +218,7 @@ def test_vllm_in_a_process_that_only_infers_is_requests_and_a_chat_is_counted_on
     assert run_.facts["framework"] == "vllm"
 
 
-def test_a_request_around_an_engine_is_one_and_has_its_tokens(tmp_path):
+def test_request_around_an_engine_is_one_with_its_tokens(tmp_path):
     _, (run_,) = run(
         tmp_path, ENGINE + "for _ in range(2):\n    with effllm.request():\n        llm.chat(['a', 'b'])\n"
     )
@@ -228,7 +228,7 @@ def test_a_request_around_an_engine_is_one_and_has_its_tokens(tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.system("vllm", how="stand-in")
-def test_what_generates_while_a_framework_trains_adds_to_it_and_is_in_no_step(tmp_path):
+def test_generation_during_training_is_counted_outside_steps(tmp_path):
     _, (run_,) = run(
         tmp_path,
         ENGINE
@@ -251,7 +251,7 @@ steps.finish()
     assert run_.summary["time_by_class"]["generation"] == pytest.approx(run_.sum("generation_s"), rel=0.05)
 
 
-def test_what_generates_in_a_loop_that_stamps_its_own_iterations_stays_in_them(tmp_path):
+def test_generation_in_a_manual_loop_stays_in_its_iterations(tmp_path):
     _, (run_,) = run(
         tmp_path,
         ENGINE
@@ -268,7 +268,7 @@ with effllm.monitor(1000) as m:
     assert "generation" not in run_.summary["time_by_class"]
 
 
-def test_whoever_trains_after_a_trial_generation_has_a_run_of_their_own(tmp_path):
+def test_training_after_a_trial_generation_is_a_separate_run(tmp_path):
     _, runs = run(
         tmp_path,
         ENGINE
@@ -291,13 +291,13 @@ steps.finish()
     assert by_iterations[3].facts["framework"] == "a framework"
 
 
-def test_of_several_ranks_none_starts_because_it_generates(tmp_path):
+def test_generation_starts_no_metrics_on_several_ranks(tmp_path):
     _, runs = run(tmp_path, ENGINE + "llm.generate(['a'])\n", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
 
     assert runs == []
 
 
-def test_an_engine_that_answers_in_another_form_costs_its_metrics_and_one_line(tmp_path):
+def test_unknown_engine_result_ends_its_metrics_with_one_warning(tmp_path):
     done, (run_,) = run(
         tmp_path,
         ENGINE
@@ -319,7 +319,7 @@ print(len(odd_holder().generate(["a"])), len(odd_holder().generate(["a"])))
     assert (run_.summary["iterations"], run_.sum("generated_tokens")) == (1, 0)
 
 
-def test_a_request_that_fails_ends_all_the_same(tmp_path):
+def test_failed_request_is_ended(tmp_path):
     _, (run_,) = run(
         tmp_path,
         """

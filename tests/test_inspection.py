@@ -1,4 +1,4 @@
-"""What an agent finds out about a trainer that stands: its stacks, its state, the dump of its NCCL flight recorder."""
+"""The inspection of a hanging trainer: its stacks, its state, the dump of its NCCL flight recorder."""
 
 import ctypes
 import os
@@ -29,7 +29,7 @@ LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    whil
 
 @contextmanager
 def trainer(body: str, *, stopped: bool = False, arguments=()):
-    """Run a process that stands in a function, and stop it if it is to be; yield its number and pidfd."""
+    """Run a process that waits in a function, stopped or not; yield its number and pidfd."""
     with subprocess.Popen([sys.executable, "-c", LOOP.format(body), *arguments], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"in\n"
         descriptor = os.pidfd_open(process.pid)
@@ -51,7 +51,7 @@ def orders(pid: int, descriptor: int, folder: Path | str = "", rank: int = 17) -
 
 @pytest.fixture
 def no_recorder(monkeypatch, tmp_path):
-    """Take away what the caller's shell says of torch's flight recorder."""
+    """Remove the variables of torch's flight recorder from the environment."""
     for name in (flight_recorder.PIPE, *flight_recorder.PREFIXES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -63,7 +63,7 @@ def no_recorder(monkeypatch, tmp_path):
 @needs_py_spy
 @pytest.mark.fault("trainer-stopped")
 @pytest.mark.parametrize(("body", "stopped"), [("time.sleep(0.01)", True), ("ctypes_sleep", False)])
-def test_the_stack_of_a_trainer_that_stands_is_found(no_recorder, body, stopped):
+def test_stack_of_a_hanging_trainer_is_found(no_recorder, body, stopped):
     body = "__import__('ctypes').CDLL(None).sleep(100)" if body == "ctypes_sleep" else body
     with trainer(body, stopped=stopped, arguments=["--token=secret"]) as (pid, descriptor):
         found = inspect(orders(pid, descriptor))
@@ -74,10 +74,10 @@ def test_the_stack_of_a_trainer_that_stands_is_found(no_recorder, body, stopped)
     assert f"state: {'T (stopped)' if stopped else 'S (sleeping)'}" in found.text
     assert found.text.startswith(f"rank 17, process {pid}, ")
     assert "secret" not in found.text
-    assert state == ("T" if stopped else "S"), "it was not let go"
+    assert state == ("T" if stopped else "S"), "it was not resumed"
 
 
-def test_without_py_spy_the_state_of_the_process_is_told_and_what_to_install(no_recorder, monkeypatch):
+def test_without_py_spy_the_state_and_what_to_install_are_reported(no_recorder, monkeypatch):
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
         monkeypatch.setattr(inspection.shutil, "which", lambda _: None)
         monkeypatch.setattr(inspection.sys, "executable", "/nowhere/python")
@@ -87,7 +87,7 @@ def test_without_py_spy_the_state_of_the_process_is_told_and_what_to_install(no_
     assert found.top.startswith("T (stopped)")
 
 
-def test_where_py_spy_may_not_look_that_is_said(no_recorder, monkeypatch, tmp_path):
+def test_missing_permission_of_py_spy_is_reported(no_recorder, monkeypatch, tmp_path):
     refusing = tmp_path / "py-spy"
     refusing.write_text("#!/bin/sh\necho 'Permission Denied: try as root' >&2\nexit 1\n")
     refusing.chmod(0o755)
@@ -98,7 +98,7 @@ def test_where_py_spy_may_not_look_that_is_said(no_recorder, monkeypatch, tmp_pa
     assert "no stacks: py-spy failed: Permission Denied: try as root" in found.text
 
 
-def test_of_a_trainer_that_has_ended_nothing_is_looked_at(no_recorder):
+def test_ended_trainer_is_not_inspected(no_recorder):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         descriptor = os.pidfd_open(process.pid)
     try:
@@ -107,7 +107,7 @@ def test_of_a_trainer_that_has_ended_nothing_is_looked_at(no_recorder):
         os.close(descriptor)
 
 
-def test_threads_are_told_by_where_they_wait():
+def test_threads_are_counted_by_where_they_wait():
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(3)]
     for thread in threads:
@@ -122,7 +122,7 @@ def test_threads_are_told_by_where_they_wait():
     assert sum(counts) >= 4
 
 
-def test_of_a_process_that_is_gone_there_is_no_state():
+def test_ended_process_has_no_state():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
 
@@ -147,17 +147,17 @@ def test_the_top_is_the_innermost_frame_of_the_main_thread():
     assert top_of("nothing of the kind", 1) == ""
 
 
-def test_what_is_sent_is_bounded():
+def test_sent_text_is_bounded():
     assert bounded("x" * MAX_STACK) == "x" * MAX_STACK
     assert len(bounded("x" * (MAX_STACK + 1))) <= MAX_STACK
     assert bounded("x" * (MAX_STACK + 1)).endswith("(cut off)\n")
 
 
-# --- as the agent keeps it ---
+# --- in the agent ---
 
 
 @needs_py_spy
-def test_an_inspection_runs_beside_the_agent_and_one_at_a_time(no_recorder):
+def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
     child = InspectionChild()
     with trainer("time.sleep(0.01)", stopped=True) as (pid, descriptor):
         assert child.start(orders(pid, descriptor), 0.0) == ""
@@ -171,7 +171,7 @@ def test_an_inspection_runs_beside_the_agent_and_one_at_a_time(no_recorder):
     assert child.due_s == float("inf")
 
 
-def test_an_inspection_that_takes_too_long_is_given_up(no_recorder, monkeypatch):
+def test_inspection_has_a_timeout(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
         "effllm.agents.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -183,7 +183,7 @@ def test_an_inspection_that_takes_too_long_is_given_up(no_recorder, monkeypatch)
     assert child.look(26.0) is None
 
 
-def test_an_inspection_that_cannot_be_started_says_why(monkeypatch):
+def test_inspection_that_cannot_start_has_a_reason(monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -192,11 +192,11 @@ def test_an_inspection_that_cannot_be_started_says_why(monkeypatch):
     assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
 
 
-# --- the NCCL flight recorder: a pipe and a file as torch makes them, of no torch ---
+# --- the NCCL flight recorder: a pipe and a file as torch makes them, without torch ---
 
 
 class Recorder:
-    """What torch does about its pipe: look at it now and then, and write a dump when there is something in it."""
+    """Torch's side of the pipe: poll it, and write a dump when it has data."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.environ = {
@@ -233,7 +233,7 @@ class Recorder:
                         time.sleep(0.1)
 
 
-def test_the_flight_recorder_is_asked_for_its_dump_which_is_copied_and_never_opened(monkeypatch, tmp_path):
+def test_flight_recorder_dump_is_requested_and_copied_unparsed(monkeypatch, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with Recorder(tmp_path, 17) as recorder, trainer("time.sleep(1)") as (pid, descriptor):
@@ -247,7 +247,7 @@ def test_the_flight_recorder_is_asked_for_its_dump_which_is_copied_and_never_ope
     assert stat.S_IMODE(copied.stat().st_mode) == 0o600
 
 
-def test_a_dump_that_torch_wrote_by_itself_is_named_and_one_of_an_earlier_process_is_not(monkeypatch, tmp_path):
+def test_own_dump_of_torch_is_named_unless_it_is_older(monkeypatch, tmp_path):
     monkeypatch.delenv(flight_recorder.PIPE, raising=False)
     monkeypatch.setenv(flight_recorder.PREFIXES[1], f"{tmp_path}/old_name_")
     monkeypatch.delenv(flight_recorder.PREFIXES[0], raising=False)
@@ -263,7 +263,7 @@ def test_a_dump_that_torch_wrote_by_itself_is_named_and_one_of_an_earlier_proces
     assert f"dump of the NCCL flight recorder: {dump}" in later.text
 
 
-def test_nobody_is_asked_through_what_is_no_pipe_or_has_no_reader(tmp_path):
+def test_no_dump_is_requested_without_a_pipe_and_a_reader(tmp_path):
     environ = {flight_recorder.PIPE: f"{tmp_path}/pipe_"}
     assert not flight_recorder.ask(0, environ)
     (tmp_path / "pipe_0.pipe").write_text("")
@@ -273,7 +273,7 @@ def test_nobody_is_asked_through_what_is_no_pipe_or_has_no_reader(tmp_path):
     assert not flight_recorder.ask(1, environ)  # and returns
 
 
-def test_a_dump_that_is_a_link_or_somebody_elses_folder_is_not_followed(tmp_path):
+def test_dump_that_is_a_symbolic_link_is_not_followed(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
     (tmp_path / "trace_0").symlink_to(secret)
@@ -283,7 +283,7 @@ def test_a_dump_that_is_a_link_or_somebody_elses_folder_is_not_followed(tmp_path
         flight_recorder.copy(tmp_path / "trace_0", tmp_path / "out" / "copy")
 
 
-def test_the_dumps_of_torch_lie_where_its_source_says(monkeypatch):
+def test_dumps_are_searched_where_torch_writes_them(monkeypatch):
     assert flight_recorder.dump_paths(
         3, {"TORCH_FR_DUMP_TEMP_FILE": "/a/t_", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/b/t_"}
     ) == [Path("/a/t_3")]
@@ -293,10 +293,10 @@ def test_the_dumps_of_torch_lie_where_its_source_says(monkeypatch):
     ]
 
 
-# --- who may look ---
+# --- permission to trace ---
 
 
-def test_the_agent_is_named_as_tracer_where_the_kernel_asks_for_that_alone(tmp_path):
+def test_agent_is_declared_as_tracer_only_for_ptrace_scope_1(tmp_path):
     scope = tmp_path / "ptrace_scope"
     assert not ptracer.allow(os.getpid(), scope)  # there is no Yama
     for value in ("0", "2"):
@@ -304,6 +304,6 @@ def test_the_agent_is_named_as_tracer_where_the_kernel_asks_for_that_alone(tmp_p
         assert not ptracer.allow(os.getpid(), scope)
     scope.write_text("1\n")
 
-    # A kernel without Yama refuses the call, which is told and harms nobody.
+    # A kernel without Yama rejects the call, which is reported and has no other effect.
     has_yama = ctypes.CDLL(None).prctl(ptracer.PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0) == 0
     assert ptracer.allow(os.getpid(), scope) is has_yama

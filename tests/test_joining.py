@@ -17,7 +17,7 @@ from effllm.records.wire import Bye
 
 
 def short(rank, window, window_s=0.01, **changes):
-    """Return a row of ten iterations that take so long."""
+    """Return a row of ten iterations in `window_s`."""
     end_s = 1000.0 + window * window_s
     values = {
         "start_time_s": end_s - window_s,
@@ -73,7 +73,7 @@ def test_windows_of_10_ms_become_one_a_second():
     assert all(one.iteration_last - one.iteration_first + 1 == 10 * 100 for one in windows)
 
 
-def test_windows_of_a_second_are_those_of_the_agents():
+def test_windows_of_a_second_are_not_joined():
     joined, plain = Job(2), Job(2, min_window_s=0.0)
     for window in range(501, 520):
         for job in (joined, plain):
@@ -156,7 +156,7 @@ def test_a_restart_counts_each_row_once():
     assert report.window > 2
 
 
-def test_nothing_that_waits_is_safe():
+def test_waiting_rows_are_not_safe():
     job = Job(2)
     job.send(*(short(0, window) for window in range(1, 121)))
     assert job.aggregator.safe() == {0: 0, 1: 0}
@@ -173,7 +173,7 @@ def test_a_joined_row_is_not_safe_before_its_window_closes():
     assert job.aggregator.safe() == {0: 100, 1: 100, 2: 100}
 
 
-def test_a_pause_does_not_hold_back_what_has_come():
+def test_pause_does_not_hold_back_received_rows():
     job = Job(2)
     for rank in (0, 1):
         job.send(*(short(rank, window) for window in range(1, 31)))

@@ -1,4 +1,4 @@
-"""Worlds too large to answer everybody at once: the pace of acknowledgements, late rows together, exact medians."""
+"""Large worlds: the pace of acknowledgements, late rows merged together, exact medians."""
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ def report(aggregator, window, ranks, now_s, **changes):
         aggregator.reports(reports(row(rank, window, **changes)), now_s, now_s)
 
 
-def told(aggregator):
+def closed_reports(aggregator):
     return [one.report for one in aggregator.take_closed()]
 
 
@@ -46,7 +46,7 @@ def test_a_small_world_is_acknowledged_after_every_window():
     assert not pace.is_due(100.0, 8, is_ending=False)
 
 
-def test_a_large_world_is_acknowledged_every_second_for_each_thousand_ranks():
+def test_large_world_is_acknowledged_every_s_per_1000_ranks():
     pace = Pace(1000)
     pace.closed(1)
     assert pace.is_due(0.0, 10_000, is_ending=False), "the first"
@@ -55,7 +55,7 @@ def test_a_large_world_is_acknowledged_every_second_for_each_thousand_ranks():
     assert [pace.is_due(at_s, 10_000, is_ending=False) for at_s in (1.0, 9.9, 10.0)] == [False, False, True]
 
 
-def test_the_last_words_are_acknowledged_a_second_after_the_first_has_left_and_every_second_from_then_on():
+def test_acknowledged_every_second_while_the_job_ends():
     pace = Pace(1000)
     pace.kept(0.0)
     pace.closed(1)
@@ -66,7 +66,7 @@ def test_the_last_words_are_acknowledged_a_second_after_the_first_has_left_and_e
     assert [pace.is_due(at_s, 10_000, is_ending=True) for at_s in (6.9, 7.0)] == [False, True]
 
 
-def test_windows_that_follow_each_other_fast_leave_agents_seven_eighths_of_their_buffers():
+def test_fast_windows_leave_seven_eighths_of_the_buffers_free():
     pace = Pace(1000)
     pace.kept(0.0)
     pace.closed(124)
@@ -75,12 +75,12 @@ def test_windows_that_follow_each_other_fast_leave_agents_seven_eighths_of_their
     assert pace.is_due(0.1, 10_000, is_ending=False)
 
 
-def test_agents_of_small_worlds_are_asked_for_nothing():
+def test_small_worlds_get_no_requests_to_slow_down():
     assert (pacing.report_every_s(1000), pacing.pause_s(1000), pacing.late_every_s(1000)) == (0.0, 0.0, 0.0)
     assert pacing.report_every_s(1001) > 0
 
 
-def test_ten_thousand_ranks_that_report_every_second_are_not_tried_as_quiet_at_the_end():
+def test_quiet_time_at_the_end_grows_with_the_world():
     assert pacing.quiet_s(1000) <= 1.0 < 2.0 < pacing.quiet_s(10_000)
 
 
@@ -88,22 +88,22 @@ def test_ten_thousand_ranks_that_report_every_second_are_not_tried_as_quiet_at_t
 
 
 @pytest.mark.parametrize(("is_behind", "closes_at_s"), [(False, 17), (True, 32)])
-def test_nobody_is_late_for_what_waits_unread_with_us(is_behind, closes_at_s):
+def test_rank_with_unread_reports_is_not_late(is_behind, closes_at_s):
     aggregator = aggregator_of(2)
     report(aggregator, 1, [0, 1], 1.0)
     report(aggregator, 2, [0], 2.0)
-    told(aggregator)
+    closed_reports(aggregator)
 
     closed_at_s = []
     for now_s in range(3, 40):
         aggregator.tick(float(now_s), 0.0, heard_until_s=2.5 if is_behind else None)
-        closed_at_s += [now_s for _ in told(aggregator)]
+        closed_at_s += [now_s for _ in closed_reports(aggregator)]
 
-    # Rank 1 was heard at 1 s, and is silent after 15 s; we may be 15 s behind.
+    # Rank 1 sent at 1 s and counts as lost after 15 s; the aggregator may be 15 s behind.
     assert closed_at_s == [closes_at_s]
 
 
-def test_late_rows_of_a_large_world_come_in_together_and_every_joule_once():
+def test_late_rows_are_merged_together_and_joules_counted_once():
     aggregator = aggregator_of(RANKS)
     report(aggregator, 1, range(RANKS), 1.0)
     for window in (2, 3):
@@ -112,18 +112,18 @@ def test_late_rows_of_a_large_world_come_in_together_and_every_joule_once():
         for rank in range(RANKS):
             aggregator.beat(Heartbeat(f"agent-{rank}", rank, 1, "", 0.0), float(now_s), 0.0)
         aggregator.tick(float(now_s), float(now_s))
-    first, *others = told(aggregator)
+    first, *others = closed_reports(aggregator)
     assert [one.coverage.ranks_reporting for one in (first, *others)] == [RANKS, RANKS - 10, RANKS - 10]
     assert others[-1].job.energy_j == 1000.0 * RANKS, "windows with holes are in no sum"
 
     report(aggregator, 2, range(10), 60.0)
     report(aggregator, 3, range(10), 60.0)
-    assert told(aggregator) == [], "they wait for more of them"
+    assert closed_reports(aggregator) == [], "late rows wait for more"
     safe = aggregator.safe()
-    assert (safe[0], safe[10]) == (1, 3), "what waits is not acknowledged"
+    assert (safe[0], safe[10]) == (1, 3), "waiting rows are not acknowledged"
     aggregator.tick(61.0, 61.0)
 
-    corrections = told(aggregator)
+    corrections = closed_reports(aggregator)
     assert [(one.window, one.correction) for one in corrections] == [(2, True), (3, True)]
     job = corrections[-1].job
     assert (job.tokens, job.energy_complete) == (3 * 1000 * RANKS, True)
@@ -135,24 +135,24 @@ def test_late_rows_of_a_large_world_come_in_together_and_every_joule_once():
     assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
 
-def test_a_replacement_of_a_large_world_s_aggregator_has_the_same_sums():
+def test_replaced_aggregator_of_a_large_world_has_the_same_sums():
     aggregator = aggregator_of(RANKS)
     for window in (1, 2):
         report(aggregator, window, range(RANKS), float(window), tokens=1000 + window)
-    before = told(aggregator)[-1]
+    before = closed_reports(aggregator)[-1]
 
     ledger = restore(aggregator.snapshot())
     other = aggregator_of(RANKS, ledger)
     report(other, 3, range(RANKS), 3.0)
     report(aggregator, 3, range(RANKS), 3.0)
 
-    after, expected = told(other)[-1], told(aggregator)[-1]
+    after, expected = closed_reports(other)[-1], closed_reports(aggregator)[-1]
     assert before.job.tokens == RANKS * (1001 + 1002)
     assert after.job == expected.job
     assert other.summary(3.0, ended=False).energy.by_device == aggregator.summary(3.0, ended=False).energy.by_device
 
 
-def test_a_state_that_is_no_state_is_refused():
+def test_invalid_state_is_rejected():
     text = msgspec.json.encode(Ledger(1, "job", 0.0), enc_hook=to_json).replace(b'"values":""', b'"values":"AAAA"')
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=Ledger, dec_hook=from_json)
@@ -161,7 +161,7 @@ def test_a_state_that_is_no_state_is_refused():
 # --- over ranks ---------------------------------------------------------------------------------
 
 
-def test_of_ten_thousand_ranks_the_outliers_and_the_median_are_exact():
+def test_outliers_and_median_of_10000_ranks_are_exact():
     chance = np.random.default_rng(0)
     busy_s = 9.0 + 0.01 * chance.standard_normal(10_000)
     slow = [17, 4711, 9999]
@@ -178,13 +178,13 @@ def test_of_ten_thousand_ranks_the_outliers_and_the_median_are_exact():
     assert len(outliers(rows)) == MAX_ROWS
 
 
-def test_the_slowest_of_a_large_world_is_compared_with_the_exact_median():
+def test_slowest_rank_is_compared_with_the_exact_median():
     aggregator = aggregator_of(RANKS)
     own_s = [0.5 + rank / RANKS / 100 for rank in range(RANKS - 1)] + [0.6]
     for window in (1, 2, 3):
         for rank in range(RANKS):
             aggregator.reports(reports(row(rank, window, own_steps=10, own_median_s=own_s[rank])), 1.0, 1.0)
 
-    *_, last = told(aggregator)
+    *_, last = closed_reports(aggregator)
 
     assert last.straggler == Straggler(RANKS - 1, 0.6, own_s[(RANKS - 1) // 2])  # of the others

@@ -1,4 +1,4 @@
-"""launch/efficientllm_config.sh, sourced by the shells that people have."""
+"""launch/efficientllm_config.sh, sourced by common shells."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parent.parent
 CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"
 SHELLS = {"bash": ["bash", "--noprofile", "--norc", "-c"], "zsh": ["zsh", "-f", "-c"]}
 
-#: What a shell prints of itself: names of variables and functions, and its options with their states.
+#: Commands that print a shell's state: names of variables and functions, and options with their states.
 LISTING = {
     "bash": "compgen -v; compgen -A function; set +o; shopt",
     "zsh": "print -l ${(k)parameters} ${(k)functions}; setopt; unsetopt",
@@ -34,7 +34,7 @@ def run(shell, script, cwd=None, **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
     return subprocess.run(
         [*SHELLS[shell], script],
-        env={**environment, "PYTHON": "true", **variables},  # a python that agrees with everything
+        env={**environment, "PYTHON": "true", **variables},  # a python that always succeeds
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -81,7 +81,7 @@ def test_the_summary_is_a_heading_and_aligned_lines(shell):
 
 
 @pytest.mark.parametrize("switch", ["false", "0", " OFF "])
-def test_metrics_that_are_off_are_told_in_one_line_and_checked_by_nobody(shell, switch):
+def test_disabled_metrics_print_one_line_and_check_nothing(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch, PYTHON="/nowhere/python")
 
     assert done.returncode == 0
@@ -90,20 +90,20 @@ def test_metrics_that_are_off_are_told_in_one_line_and_checked_by_nobody(shell, 
 
 
 @pytest.mark.parametrize("switch", ["true", "TRUE", " yes ", "on", "1"])
-def test_every_spelling_that_the_package_takes_for_on_is_on(shell, switch):
+def test_every_spelling_of_on_in_the_package_is_on(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch)
 
     assert done.stdout.startswith("EfficientLLM metrics\n")
 
 
-def test_a_switch_that_is_neither_on_nor_off_fails_loudly(shell):
+def test_invalid_switch_fails(shell):
     done = run(shell, f"source '{CONFIG}' || echo status $?", EFFICIENTLLM_METRICS_ENABLED="flase")
 
     assert done.stdout == "status 1\n"
     assert "EFFICIENTLLM_METRICS_ENABLED='flase' is not usable: must be true, 1, yes or on, or" in done.stderr
 
 
-def test_a_python_without_effllm_is_told_in_one_line_and_is_no_error(shell):
+def test_python_without_effllm_prints_one_line_and_no_error(shell):
     done = run(shell, f"set -eu; source '{CONFIG}'", PYTHON="false")
 
     assert done.returncode == 0
@@ -111,10 +111,10 @@ def test_a_python_without_effllm_is_told_in_one_line_and_is_no_error(shell):
     assert "false cannot import effllm: no metrics until it is installed" in done.stderr
 
 
-def test_an_effllm_that_only_the_current_folder_provides_is_not_installed(shell, tmp_path):
+def test_effllm_in_the_current_folder_does_not_count_as_installed(shell, tmp_path):
     libraries = sysconfig.get_path("purelib")
     if (Path(libraries) / "effllm").exists():
-        pytest.skip("effllm is installed without being editable, so that its libraries cannot be had without it")
+        pytest.skip("effllm is installed without being editable, so its libraries cannot be used without it")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{libraries}" exec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
@@ -124,7 +124,7 @@ def test_an_effllm_that_only_the_current_folder_provides_is_not_installed(shell,
     assert "cannot import effllm" in done.stderr
 
 
-def test_a_wrong_value_fails_loudly_and_leaves_the_shell_alive(shell):
+def test_wrong_value_fails_and_leaves_the_shell_alive(shell):
     done = run(
         shell,
         f"source '{CONFIG}' || echo status $?; echo alive",
@@ -136,7 +136,7 @@ def test_a_wrong_value_fails_loudly_and_leaves_the_shell_alive(shell):
     assert "EFFICIENTLLM_LOG_INTERVAL='0'" in done.stderr
 
 
-def test_a_misspelt_variable_fails_with_the_name_that_was_meant(shell):
+def test_misspelt_variable_fails_with_the_right_name(shell):
     done = run(shell, f"set -e; source '{CONFIG}'; echo on", PYTHON=sys.executable, EFFICIENTLLM_LOG_INTERVALL="5")
 
     assert done.returncode != 0
@@ -145,7 +145,7 @@ def test_a_misspelt_variable_fails_with_the_name_that_was_meant(shell):
 
 
 @pytest.mark.parametrize("python", ["true", "false"])
-def test_it_leaves_behind_its_exports_and_nothing_else(shell, tmp_path, python):
+def test_only_exports_remain_in_the_shell(shell, tmp_path, python):
     before, after = tmp_path / "before", tmp_path / "after"
     listing = LISTING[shell]
 

@@ -1,4 +1,4 @@
-"""The Makefile on machines that cannot run it, where one line has to say why."""
+"""The Makefile on machines that cannot run it: one line gives the reason."""
 
 import os
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 @pytest.fixture
 def clone(tmp_path):
-    """As much of a clone as make looks at before it builds."""
+    """The files of a clone that make reads before it builds."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     return tmp_path
@@ -30,14 +30,14 @@ def make(clone, *arguments):
 
 
 def python_where(clone, statement):
-    """A python in whose every program ``statement`` comes first."""
+    """A python that runs ``statement`` before every program."""
     python = clone / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "import sys; {statement}\n$2"\n')
     python.chmod(0o755)
     return f"PYTHON={python}"
 
 
-def test_make_alone_says_what_there_is(clone):
+def test_make_without_target_lists_the_targets(clone):
     done = make(clone)
 
     assert done.returncode == 0
@@ -71,7 +71,7 @@ def test_make_alone_says_what_there_is(clone):
         "bench",
     ],
 )
-def test_an_old_python_is_refused_by_its_version(clone, target):
+def test_old_python_is_rejected_by_its_version(clone, target):
     done = make(clone, target, python_where(clone, "sys.version_info = (3, 9, 18)"))
 
     assert done.returncode != 0
@@ -84,7 +84,7 @@ def test_a_missing_python_is_named(clone):
     assert done.stderr.startswith("make: there is no python-of-nowhere: ")
 
 
-def test_a_python_that_cannot_make_environments_names_the_package_to_install(clone):
+def test_python_without_venv_names_the_package_to_install(clone):
     done = make(clone, "check", python_where(clone, "sys.modules['ensurepip'] = None"))
 
     assert done.returncode != 0
@@ -92,7 +92,7 @@ def test_a_python_that_cannot_make_environments_names_the_package_to_install(clo
     assert not (clone / ".venv").exists()
 
 
-def test_every_pinned_requirement_is_one_that_the_package_or_its_demo_has(clone):
+def test_every_pinned_requirement_is_declared(clone):
     requirement = re.compile(r'"([\w-]+)(?:>=[^"]*)?"')
     declared = {name.lower() for name in requirement.findall((clone / "pyproject.toml").read_text())}
     pinned = set(re.findall(r"^([\w-]+)==", (clone / "constraints.txt").read_text(), re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The scripts in launch/ that start training, with a torchrun that writes down how it was called, or the real one."""
+"""The scripts in launch/ that start training, with a torchrun that records its arguments, or the real one."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ TORCHRUN_HERE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"
 
 @pytest.fixture
 def commands(tmp_path):
-    """A folder of commands that stands first on PATH: a python that agrees with everything, and torchrun."""
+    """A folder that is first on PATH, with a python that always succeeds and a torchrun."""
     folder = tmp_path / "bin"
     folder.mkdir()
     add_command(folder, "python3", "exit 0")
@@ -51,11 +51,11 @@ def start(script, *arguments, commands, cwd=None, **variables):
 
 
 def called_with(done):
-    """What the command at the end of the chain wrote down, below the summary of the configuration."""
+    """The arguments recorded by the last command, below the summary of the configuration."""
     return done.stdout.split("efficientllm_runs\n")[1].splitlines()
 
 
-def test_a_python_script_is_started_by_torchrun_with_a_process_per_gpu(commands, tmp_path):
+def test_torchrun_starts_a_python_script_with_a_process_per_gpu(commands, tmp_path):
     (tmp_path / "my training.py").touch()
 
     done = start(TRAIN, "my training.py", "8", "--lr", "3e-4", commands=commands, cwd=tmp_path)
@@ -63,7 +63,7 @@ def test_a_python_script_is_started_by_torchrun_with_a_process_per_gpu(commands,
     assert called_with(done) == [*TORCHRUN_HERE, "8", "my training.py", "--lr", "3e-4"]
 
 
-def test_a_run_configuration_is_run_by_the_system_that_it_names(commands, tmp_path):
+def test_run_configuration_starts_the_system_that_it_names(commands, tmp_path):
     demo = str(REPOSITORY / "configs" / "demo.yaml")
 
     done = start(TRAIN, demo, "2", "--tp", "2", commands=commands, cwd=tmp_path)
@@ -74,7 +74,7 @@ def test_a_run_configuration_is_run_by_the_system_that_it_names(commands, tmp_pa
 
 
 @pytest.mark.parametrize(("num_gpus", "forced"), [(1, ""), (4, "1")])
-def test_a_configuration_of_llama_factory_is_trained_by_it(commands, tmp_path, num_gpus, forced):
+def test_llama_factory_configuration_starts_llama_factory(commands, tmp_path, num_gpus, forced):
     add_command(
         commands,
         "llamafactory-cli",
@@ -87,7 +87,7 @@ def test_a_configuration_of_llama_factory_is_trained_by_it(commands, tmp_path, n
     assert called_with(done) == ["train", str(tmp_path / "lora sft.yaml"), "max_steps=3", str(num_gpus), forced, "1"]
 
 
-def test_a_configuration_of_llama_factory_without_it_is_answered_with_what_is_missing(commands, tmp_path):
+def test_missing_llama_factory_is_named(commands, tmp_path):
     (tmp_path / "sft.yaml").write_text("stage: sft\n")
 
     done = start(TRAIN, tmp_path / "sft.yaml", "1", commands=commands)
@@ -96,7 +96,7 @@ def test_a_configuration_of_llama_factory_without_it_is_answered_with_what_is_mi
     assert "llamafactory-cli is not on PATH" in done.stderr
 
 
-def test_a_shell_script_runs_as_it_is_and_is_told_the_number_of_gpus(commands, tmp_path):
+def test_shell_script_runs_and_gets_the_number_of_gpus(commands, tmp_path):
     script = tmp_path / "pretrain.sh"
     script.write_text('echo "$GPUS_PER_NODE $NPROC_PER_NODE $EFFICIENTLLM_METRICS_ENABLED $*"')
 
@@ -122,8 +122,8 @@ def test_the_exit_status_is_that_of_the_training(commands, tmp_path):
     assert start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path).returncode == 7
 
 
-def test_nothing_is_trained_with_settings_that_do_not_pass(commands, tmp_path):
-    add_command(commands, "python3", 'test "$1" = -c')  # importable, and not content with the variables
+def test_invalid_settings_start_no_training(commands, tmp_path):
+    add_command(commands, "python3", 'test "$1" = -c')  # importable, but it rejects the variables
     (tmp_path / "train.py").touch()
 
     done = start(TRAIN, "train.py", "1", commands=commands, cwd=tmp_path)
@@ -145,7 +145,7 @@ def test_nothing_is_trained_with_settings_that_do_not_pass(commands, tmp_path):
         (["outside.yaml", "2"], "has no 'system:' key"),
     ],
 )
-def test_wrong_arguments_are_answered_with_the_reason_and_the_usage(commands, tmp_path, arguments, message):
+def test_wrong_arguments_print_the_reason_and_the_usage(commands, tmp_path, arguments, message):
     for name, text in {
         "train.py": "",
         "train.txt": "",
@@ -168,7 +168,7 @@ def test_help_shows_examples_and_is_no_error(commands):
     assert "launch/train_with_efficientllm.sh configs/demo.yaml 2" in done.stdout
 
 
-def test_without_torchrun_it_says_what_to_activate(commands, tmp_path):
+def test_missing_torchrun_prints_what_to_activate(commands, tmp_path):
     (commands / "torchrun").unlink()
     (tmp_path / "train.py").touch()
 
@@ -217,7 +217,7 @@ def ended(process):
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
-def test_a_node_that_does_not_know_its_place_says_which_variable_is_missing(commands, missing):
+def test_missing_variable_of_a_node_is_named(commands, missing):
     place = {"MASTER_ADDR": "127.0.0.1", "NODE_RANK": "0"}
     del place[missing]
 

@@ -1,4 +1,4 @@
-"""One model and the same data in every parallel layout: the counts do not change, and TT is made of them."""
+"""One model and the same data in every parallel layout: the counts do not change, and TT follows from them."""
 
 import importlib.util
 from pathlib import Path

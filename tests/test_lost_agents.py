@@ -1,4 +1,4 @@
-"""effllm/health/lost_agents.py: whoever has no connection for two seconds is gone; and what a socket knows of that."""
+"""effllm/health/lost_agents.py: an agent without a connection for two seconds is lost."""
 
 import jobs
 import pytest
@@ -11,7 +11,7 @@ from effllm.network.transport import AgentLink, ServerSocket, make_context
 from effllm.records.wire import Ack, Bye
 
 
-def test_an_agent_is_gone_when_it_was_out_of_reach_for_two_seconds():
+def test_agent_is_lost_after_two_seconds_without_connection():
     lost, reached = LostAgents(), {0, 2}
 
     def look(now_s):
@@ -22,7 +22,7 @@ def test_an_agent_is_gone_when_it_was_out_of_reach_for_two_seconds():
     assert look(12.0) == [1]
 
 
-def test_an_agent_that_comes_back_is_not_gone():
+def test_reconnected_agent_is_not_lost():
     lost = LostAgents()
     lost.look(10.0, (1,), lambda _: False)
     lost.look(11.0, (1,), lambda _: True)
@@ -37,7 +37,7 @@ def context():
     context.destroy(linger=0)
 
 
-def test_a_socket_tells_who_is_gone_and_who_only_does_not_read(context):
+def test_socket_separates_closed_peers_from_slow_readers(context):
     server = ServerSocket(context)
     address = server.listen("tcp://127.0.0.1:*")
     link = AgentLink(context, address)
@@ -45,13 +45,13 @@ def test_a_socket_tells_who_is_gone_and_who_only_does_not_read(context):
     link.socket.send(b"x")
     peer, _ = jobs.until(server.receive)
 
-    assert all(server.send(peer, Ack(0)) for _ in range(500)), "it reads nothing, and is there"
+    assert all(server.send(peer, Ack(0)) for _ in range(500)), "it reads nothing but is connected"
     link.close()
     jobs.until(lambda: not server.send(peer, Ack(0)))
     server.close()
 
 
-def test_a_job_that_ends_does_not_wait_for_ranks_that_were_given_up():
+def test_ending_job_does_not_wait_for_lost_ranks():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     for rank in (0, 1):
         assert aggregator.hello(hello(rank), 0.0, 1000.0) == ""

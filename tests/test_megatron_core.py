@@ -1,4 +1,4 @@
-"""megatron-core in every layout that runs on a CPU: what its ranks say of model and data adds up to one job."""
+"""megatron-core in every layout that runs on a CPU: the counts of its ranks add up to one job."""
 
 import importlib
 import importlib.util
@@ -49,7 +49,7 @@ def four_ranks(tmp_path_factory):
 
 @pytest.fixture(params=LAYOUTS, ids=" on ".join)
 def layout(request):
-    """The name of a layout and what each of its ranks said."""
+    """The name of a layout and the output of each of its ranks."""
     name, job = request.param
     return name, request.getfixturevalue(job)[name]
 
@@ -96,14 +96,14 @@ def test_of_two_experts_one_is_active(layout):
     assert sum(rank["share"]["total"] - rank["share"]["active"] for rank in ranks) == idle
 
 
-def test_what_is_frozen_is_not_trainable_and_still_a_parameter(layout):
+def test_frozen_parameters_count_but_are_not_trainable(layout):
     name, ranks = layout
     frozen = 0 if name.startswith("dense") else VOCABULARY * HIDDEN
 
     assert sum(rank["share"]["total"] - rank["share"]["trainable"] for rank in ranks) == frozen
 
 
-def test_one_rank_alone_would_have_miscounted(two_ranks):
+def test_counts_of_a_single_rank_are_wrong(two_ranks):
     held = {name: sum(rank["held"] for rank in ranks) for name, ranks in two_ranks.items()}
 
     assert held["dense:1:1:1:1"] == 2 * DENSE_MODEL  # each replica holds it
@@ -202,14 +202,14 @@ def test_the_run_configuration_of_the_demo_loads(settings):
         ("model: {", "cannot read"),
     ],
 )
-def test_a_wrong_run_configuration_is_refused_with_the_reason(settings, tmp_path, text, message):
+def test_wrong_run_configuration_is_rejected_with_the_reason(settings, tmp_path, text, message):
     with pytest.raises(settings.SettingsError) as refusal:
         settings.read_settings(write(tmp_path, text))
 
     assert message in str(refusal.value)
 
 
-def test_what_is_left_out_has_its_default(settings, tmp_path):
+def test_omitted_keys_have_their_defaults(settings, tmp_path):
     path = write(tmp_path, "training: {iterations: 3, learning_rate: 1}\nmodel:\n")
 
     assert settings.read_settings(path) == settings.Settings(
@@ -242,7 +242,7 @@ def test_a_wrong_flag_ends_with_a_line_that_names_it(settings, capsys):
         (3, 1, 1, "data.global_batch_size=32 does not divide by 12"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(settings, world_size, tensor, pipeline, message):
+def test_layout_that_does_not_fit_is_rejected(settings, world_size, tensor, pipeline, message):
     given = settings.Settings(parallelism=settings.Parallelism(tensor, pipeline))
 
     with pytest.raises(settings.SettingsError) as refusal:

@@ -1,4 +1,4 @@
-"""megatron.core used alone, by a loop that knows nothing of effllm: attached by the environment, under torchrun."""
+"""megatron.core used by a loop without any effllm code: attached by the environment, under torchrun."""
 
 import importlib.util
 from pathlib import Path
@@ -19,7 +19,7 @@ SAMPLES = 12 * 8
 
 @pytest.fixture
 def loop(launch, monkeypatch):
-    """Start the loop on so many ranks."""
+    """Start the loop on `num_ranks` ranks."""
     monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
 
     def start(num_ranks, layout, *arguments, attach=1):
@@ -40,8 +40,8 @@ def test_iterations_lie_between_optimizer_steps(loop, num_ranks, layout):
     assert facts["framework"] == "megatron.core"
     assert (facts["pipeline_parallel"], facts["num_layers"], facts["precision"]) == (int(layout[-1]), 2, "fp32")
     assert [block["iteration"] for block in job.blocks] == ["4", "8", "12"]
-    # Where gradients are finalized is a sync point: ranks tell what time of an iteration is their own.
-    # The two stages of a pipeline have nobody to be compared with.
+    # Finalizing gradients is a sync point: before it, a rank's time in an iteration is its own.
+    # The two stages of a pipeline have no rank to be compared with.
     assert ("run_straggler/named_ranks" in summary.metrics) == (layout == "1:1")
 
 
@@ -60,7 +60,7 @@ def test_the_losses_are_those_of_a_run_without_effllm(loop):
         assert losses == alone.output(f"losses-{rank}.json")
 
 
-def test_explicit_calls_win(launch, monkeypatch, tmp_path):
+def test_explicit_calls_take_precedence(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(INTEGRATION))
     config = tmp_path / "job.yaml"
     config.write_text(
@@ -73,11 +73,11 @@ def test_explicit_calls_win(launch, monkeypatch, tmp_path):
 
     assert job.ledger.summary.iterations == 12
     assert job.ledger.summary.samples == SAMPLES
-    assert job.ledger.facts["framework"].startswith("megatron-core ")  # its own word
+    assert job.ledger.facts["framework"].startswith("megatron-core ")  # from its own call
     assert "flops_convention" in job.ledger.facts
 
 
-def test_schedules_of_another_kind_are_said_and_left_alone(launch, tmp_path):
+def test_unknown_schedules_are_reported_and_unchanged(launch, tmp_path):
     package = tmp_path / "tree" / "megatron" / "core" / "pipeline_parallel"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):

@@ -1,7 +1,7 @@
-"""Megatron's training loop, attached by the environment alone: what stands in the run folder is counted by hand.
+"""Megatron's training loop, attached by the environment alone; the counts of the run folder are worked by hand.
 
-The loops are stand-ins with the arguments and results of five eras of ``megatron.training.training``; what they
-stand on, groups, micro-batch calculator and iterators, is megatron-core's own.
+The loops are stand-ins with the arguments and results of five eras of ``megatron.training.training``; groups,
+micro-batch calculator and iterators are megatron-core's own.
 """
 
 import importlib.util
@@ -108,14 +108,14 @@ def test_a_ramp_up_of_the_batch_is_counted_step_by_step(train):
     assert (summary.samples, summary.tokens) == (84, 84 * LENGTH)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_counts_from_there(train):
+def test_resumed_run_counts_from_its_checkpoint(train):
     job = train("0_16", iteration=100, train_iters=108).done()
 
     assert [block["iteration"] for block in job.blocks] == ["104", "108"]
     assert job.ledger.summary.samples == 8 * 8
 
 
-def test_of_packed_sequences_the_real_tokens_are_counted_to_the_last_step(train):
+def test_real_tokens_of_packed_sequences_are_counted(train):
     summary = train(NEW, real_tokens=200).done().ledger.summary
 
     assert summary.tokens == 12 * 200
@@ -131,7 +131,7 @@ def test_a_skipped_iteration_takes_time_and_has_no_loss(train):
 
 
 @pytest.mark.alone
-def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(train):
+def test_al_has_only_iterations_and_other_time_its_own_class(train):
     # An iteration computes for 20 ms, fetches 4 times for 20 ms, and logs for 10 ms.  There are 2 evaluations and
     # the last one, and 3 checkpoints and the last one.
     job = train(
@@ -155,13 +155,13 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(train):
     assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(12 * 8 * LENGTH / MODEL / trained_s)
 
 
-def test_before_megatron_had_iterators_of_its_own_the_fetch_is_in_al(train):
+def test_without_megatrons_iterators_the_fetch_is_in_al(train):
     summary = train(OLD, data_s=0.02, train_iters=4).done().ledger.summary
 
     assert summary.metrics["al_seconds"].value >= 4 * 0.02
 
 
-def test_mfu_comes_of_megatrons_own_count_of_operations(train):
+def test_mfu_uses_megatrons_own_count_of_operations(train):
     # 6 operations for each of 144 parameters and each token, over a peak of 1e12 a second
     values = train("0_16", peak_tflops=1).done().ledger.summary.metrics
 
@@ -169,7 +169,7 @@ def test_mfu_comes_of_megatrons_own_count_of_operations(train):
     assert values["run_throughput/mfu_ratio"].value == pytest.approx(6 * MODEL * tokens_per_s / 1e12)
 
 
-def test_our_event_file_stands_below_megatrons_own(train, tmp_path):
+def test_our_event_file_is_below_megatrons_own(train, tmp_path):
     folder = tmp_path / "tensorboard"
 
     job = train("0_16", tensorboard_dir=str(folder)).done()
@@ -178,7 +178,7 @@ def test_our_event_file_stands_below_megatrons_own(train, tmp_path):
     assert job.ledger.facts["tensorboard_dir"] == str(folder)
 
 
-def test_a_step_that_raises_ends_the_run_as_failed_and_passes_on(train):
+def test_step_that_raises_ends_the_run_as_failed(train):
     job = train(NEW, fails_at=6).wait()
 
     assert job.code == 1
@@ -199,7 +199,7 @@ def test_a_run_that_only_evaluates_has_no_metrics(train):
     assert job.runs() == []
 
 
-def test_without_train_step_it_is_said_and_training_goes_on(train):
+def test_missing_train_step_is_reported_and_training_goes_on(train):
     job = train("0_14", edit=lambda text: text.replace("train_step(", "train_one(")).done()
 
     (line,) = job.our_errors
@@ -210,7 +210,7 @@ def test_without_train_step_it_is_said_and_training_goes_on(train):
     assert len(losses(job)) == 12
 
 
-def test_without_the_functions_around_it_the_steps_are_counted_all_the_same(train):
+def test_steps_are_counted_without_the_functions_around_them(train):
     def rename(text):
         for name in ("setup_model_and_optimizer", "save_checkpoint_and_time", "training_log"):
             text = text.replace(f"{name}(", f"{name}_by_another_name(")
@@ -230,7 +230,7 @@ def test_the_loop_of_the_patch_is_counted_too(train):
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (12, 96)
 
 
-def test_where_the_loop_itself_counts_megatron_is_silent(train):
+def test_megatron_hook_is_off_when_the_loop_counts(train):
     def count(text):
         return text.replace(
             "        iteration += 1\n", "        collector.record_iteration_end(1, 1)\n        iteration += 1\n"
@@ -275,7 +275,7 @@ class Experts:
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Let this process stand first in every group; megatron-core itself is slow to import, and warns."""
+    """Make this process the first of every group; megatron-core itself is slow to import, and warns."""
     groups, layers = ModuleType("parallel_state"), ModuleType("layers")
     for name in ("data_parallel", "expert_data_parallel", "expert_tensor_parallel", "tensor_model_parallel"):
         setattr(groups, f"get_{name}_rank", lambda: 0)
@@ -291,7 +291,7 @@ def alone(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_of_experts_the_chosen_share_is_active(alone):
+def test_chosen_share_of_experts_is_active(alone):
     from effllm.hooks.megatron import parameter_share
 
     share = parameter_share([Experts(num_moe_experts=4, moe_router_topk=2)])
@@ -299,14 +299,14 @@ def test_of_experts_the_chosen_share_is_active(alone):
     assert share == {"total": 460, "trainable": 460, "active": 10 + 50 + 2 * 100}
 
 
-def test_experts_of_unknown_number_leave_the_active_parameters_unknown(alone):
+def test_unknown_number_of_experts_means_unknown_active_parameters(alone):
     from effllm.hooks.megatron import parameter_share
 
     assert parameter_share([Experts()]) == {"total": 460, "trainable": 460}
 
 
 class OnGpu:
-    """A loss on a GPU: whoever reads it waits."""
+    """A loss on a GPU: reading it waits."""
 
     is_cuda = True
     dtype = None
@@ -324,7 +324,7 @@ class OnGpu:
         raise AssertionError("that would be a synchronisation")
 
 
-def test_a_loss_on_a_gpu_is_read_when_it_has_come(monkeypatch):
+def test_loss_on_a_gpu_is_read_when_it_has_arrived(monkeypatch):
     from effllm.hooks.megatron import LazyNumber
 
     class Buffer:

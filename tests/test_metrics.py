@@ -1,4 +1,4 @@
-"""effllm/metrics.py: each formula by hand, and the one table that every sink walks."""
+"""effllm/metrics.py: each formula by hand, and the one table that every sink uses."""
 
 import msgspec
 import pytest
@@ -156,7 +156,7 @@ COMPLETE = msgspec.structs.replace(TOTALS, energy_complete=True)
 
 
 @pytest.mark.parametrize(("name", "expected"), BY_HAND.items())
-def test_a_metric_is_what_its_formula_gives_by_hand(name, expected):
+def test_formula_gives_the_value_worked_by_hand(name, expected):
     value = METRICS[name].formula(TOTALS)
 
     assert value is None if expected is None else value == pytest.approx(expected, rel=1e-12)
@@ -167,11 +167,11 @@ def test_every_metric_is_worked_by_hand_here():
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_what_is_not_measured_has_no_value(name):
+def test_unmeasured_metric_has_no_value(name):
     assert METRICS[name].formula(NOTHING) is None
 
 
-def test_evaluate_leaves_out_what_is_not_measured():
+def test_evaluate_leaves_out_unmeasured_metrics():
     assert evaluate(NOTHING, NOTHING, NOTHING) == {}
     some = msgspec.structs.replace(TOTALS, energy_j=None, tokens=0)
 
@@ -196,7 +196,7 @@ def test_no_tag_has_two_bases():
         assert name not in of_run
 
 
-def test_the_contract_is_shown_on_three_bases_and_the_rest_on_one():
+def test_headline_metrics_have_three_bases_and_others_one():
     job = msgspec.structs.replace(TOTALS, utilization_mean=0.3, energy_complete=True)
     window = msgspec.structs.replace(TOTALS, utilization_mean=0.6, gpus=2)
 
@@ -208,7 +208,7 @@ def test_the_contract_is_shown_on_three_bases_and_the_rest_on_one():
     assert values["energy/joules_per_token"] == values["run_energy/joules_per_token"]
 
 
-def test_a_full_report_has_every_metric_and_at_most_sixty_tags_with_a_chart():
+def test_full_report_has_every_metric_and_at_most_60_charts():
     tags = evaluate(COMPLETE, COMPLETE, COMPLETE)
 
     assert len(tags) == sum(len(entry.bases) for entry in METRICS.values() if entry.in_windows)
@@ -235,7 +235,7 @@ def test_the_headline_is_the_contracts_block_in_its_order():
     assert [entry.tag("run") for entry in headline()] == list(BY_HAND)[:7]
 
 
-def test_a_tag_leads_back_to_its_metric():
+def test_tag_is_mapped_to_its_metric():
     for tag in evaluate(TOTALS, TOTALS, TOTALS):
         assert describe(tag).name == tag.rpartition("/")[2]
     assert describe("health/late_reports") is None
@@ -262,7 +262,7 @@ def test_a_new_metric_is_one_decorated_function(monkeypatch):
     assert (entry.tag("window"), entry.tag("run"), entry.run_bases) == ("memory/spread", "run_memory/spread", ("run",))
 
 
-def test_two_metrics_of_a_name_or_one_without_help_are_a_mistake(monkeypatch):
+def test_duplicate_name_or_missing_help_is_an_error(monkeypatch):
     monkeypatch.setattr(metrics, "METRICS", {})
 
     def nameless(totals: ClusterTotals) -> float | None:
@@ -276,7 +276,7 @@ def test_two_metrics_of_a_name_or_one_without_help_are_a_mistake(monkeypatch):
         metrics.metric("s")(nameless)
 
 
-def test_every_metric_says_its_unit_and_what_it_is():
+def test_every_metric_has_a_unit_and_a_help_text():
     for entry in METRICS.values():
         assert entry.unit
         assert entry.help.endswith((".", ")")), entry.name
@@ -296,7 +296,7 @@ def test_an_mfu_above_one_is_no_value():
     above = msgspec.structs.replace(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
 
     assert (metrics.mfu_ratio(above), metrics.hfu_ratio(above)) == (None, None)
-    assert metrics.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event tells"
+    assert metrics.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event reports"
 
 
 def test_mfu_needs_a_peak_and_the_flops_of_a_token():
@@ -304,7 +304,7 @@ def test_mfu_needs_a_peak_and_the_flops_of_a_token():
     assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, flops_per_token=None)) is None
 
 
-def test_a_loop_that_never_counted_tokens_has_no_throughput_rather_than_none_at_all():
+def test_without_counted_tokens_throughput_is_none_not_zero():
     uncounted = msgspec.structs.replace(TOTALS, tokens=0, samples=0, energy_tokens=0)
 
     for name in ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "joules_per_token"):
@@ -316,23 +316,23 @@ def test_throughput_per_parameter_needs_the_parameters():
     assert metrics.st_samples_per_param_per_sec(msgspec.structs.replace(TOTALS, parameters=0)) is None
 
 
-def test_without_gpus_the_share_is_that_of_a_rank():
+def test_without_gpus_throughput_is_per_rank():
     # 12,000 tokens/s on 8 ranks
     assert metrics.tokens_per_second_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) == 1500.0
     assert metrics.watts_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) is None
 
 
-def test_watt_hours_are_those_of_a_total_alone():
+def test_energy_of_the_job_in_wh_and_per_generated_token():
     assert metrics.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
     assert metrics.joules_per_generated_token(COMPLETE) == pytest.approx(60_000 / 900)
 
 
-def test_emissions_are_kwh_times_pue_times_the_intensity_that_was_given():
+def test_emissions_are_kwh_times_pue_times_intensity():
     # 60 kJ are 1/60 kWh: 1/60 * 1.2 * 400 g = 8 g
     assert metrics.co2_kg(COMPLETE) == pytest.approx(0.008)
     assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
     assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
-    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "an intensity, too"
+    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
 
 
 def test_costs_are_in_the_currency_of_their_prices_and_need_them():
@@ -343,14 +343,14 @@ def test_costs_are_in_the_currency_of_their_prices_and_need_them():
     assert metrics.gpu_cost(msgspec.structs.replace(COMPLETE, price_per_gpu_hour=None)) is None
 
 
-def test_what_lies_above_the_baseline_may_be_negative_and_stands_beside_the_energy():
+def test_joules_above_baseline_may_be_negative():
     idle = msgspec.structs.replace(TOTALS, baseline_w=2000.0)
 
     assert metrics.joules_above_baseline(idle) == -20_000.0
     assert metrics.joules_per_token(idle) == metrics.joules_per_token(TOTALS)
 
 
-def test_what_no_chart_shows_is_another_form_or_a_part_of_what_one_shows():
+def test_metrics_without_a_chart_are_listed():
     hidden = {entry.name for entry in METRICS.values() if not entry.chart}
 
     assert hidden == {
@@ -377,7 +377,7 @@ def test_padding_is_unknown_where_only_one_count_is():
     assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=600_000)) is None
 
 
-def test_the_compression_ratio_weighs_size_against_what_is_kept():
+def test_compression_ratio_is_size_ratio_times_kept_score():
     # A quarter of the size at 95 % of the score: 4 * 0.95.
     assert metrics.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
     for wrong in ((0, 4e9, 80, 76), (16e9, 0, 80, 76), (16e9, 4e9, 0, 76), (float("nan"), 4e9, 80, 76)):

@@ -1,4 +1,4 @@
-"""effllm/node_power: what is chosen, when it is touched, and what is said of what cannot be read."""
+"""effllm/node_power: the choice of sensors, when they are opened, and the reasons for unreadable ones."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_none_is_nothing():
 
 
 @pytest.mark.parametrize("choice", ["auto", "ipmi", "https://bmc.example/redfish/v1"])
-def test_the_cpus_and_the_node_are_two_sensors_with_periods_of_their_own(choice):
+def test_cpus_and_node_are_two_sensors_with_own_periods(choice):
     assert [(opener.name, opener.interval_s) for opener in node_power.openers(choice, "node1")] == [
         ("cpu", 1.0),
         ("psu", 10.0),
@@ -37,26 +37,26 @@ def test_the_cpus_and_the_node_are_two_sensors_with_periods_of_their_own(choice)
 
 
 @pytest.mark.parametrize("choice", ["", "Auto", "redfish", "ftp://bmc.example", "bmc.example"])
-def test_another_choice_is_refused_with_what_is_allowed(choice):
+def test_unknown_choice_is_rejected_with_the_allowed_ones(choice):
     with pytest.raises(ValueError, match="auto, none, ipmi, or the URL"):
         node_power.openers(choice, "node1")
 
 
-def test_nothing_is_touched_before_it_is_opened():
+def test_no_sensor_is_accessed_before_it_is_opened():
     with Service({}) as service:
         node_power.openers(service.url, "node1")
 
         assert service.num_connections == 0
 
 
-def test_what_cannot_be_read_is_told_in_a_sentence_each(bare):
+def test_each_unreadable_sensor_has_a_reason(bare):
     for opener, why_not in zip(node_power.openers("auto", "node1"), (rapl.NO_RAPL, ipmi.NO_DEVICE), strict=True):
         with pytest.raises(DeviceUnavailable) as caught:
             opener.open()
         assert str(caught.value) == why_not
 
 
-def test_where_hwmon_has_a_sensor_that_fails_its_reason_is_told_and_not_rapls(bare):
+def test_failing_hwmon_sensor_gives_its_reason_not_that_of_rapl(bare):
     chip = bare / "hwmon0" / "device"
     chip.mkdir(parents=True)
     (chip / "power1_oem_info").write_text("Grace Power Socket 0\n")
@@ -65,7 +65,7 @@ def test_where_hwmon_has_a_sensor_that_fails_its_reason_is_told_and_not_rapls(ba
         node_power.open_cpu("node1")
 
 
-def test_hwmon_is_read_where_there_is_no_rapl(bare):
+def test_hwmon_is_read_without_rapl(bare):
     chip = bare / "hwmon0" / "device"
     chip.mkdir(parents=True)
     (chip / "power1_oem_info").write_text("Grace Power Socket 0\n")
@@ -75,7 +75,7 @@ def test_hwmon_is_read_where_there_is_no_rapl(bare):
 
 
 def test_auto_never_uses_the_network():
-    """A fresh interpreter that opens everything that auto does has not even loaded what could connect."""
+    """A fresh interpreter that opens all sensors of auto has loaded no module that could connect."""
     program = (
         "import contextlib, sys; from effllm import devices, node_power\n"
         "for opener in node_power.openers('auto', 'node1'):\n"

@@ -1,4 +1,4 @@
-"""effllm/node_power/credentials.py: a file that its owner alone can read, and lines that never repeat it."""
+"""effllm/node_power/credentials.py: a file that only its owner can read, and messages that never repeat it."""
 
 import os
 
@@ -28,7 +28,7 @@ def refusal(file):
     return str(caught.value)
 
 
-def test_what_the_file_says_is_read(write):
+def test_all_keys_of_the_file_are_read(write):
     file = write(
         f"# the monitoring user\n\nuser = monitor\npassword={SECRET} = with spaces # and signs\n"
         f"authentication = session\nca_file = /etc/bmc.pem\nfingerprint = SHA256:{'AB:' * 31}AB\n"
@@ -46,30 +46,30 @@ def test_user_and_password_are_enough(write):
     assert (credentials.authentication, credentials.ca_file, credentials.fingerprint) == ("basic", None, None)
 
 
-def test_the_password_is_not_shown_where_credentials_are_printed(write):
+def test_printed_credentials_hide_the_password(write):
     assert SECRET not in repr(Credentials.read(write(f"user = monitor\npassword = {SECRET}\n")))
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601, 0o777])
-def test_a_file_that_others_may_open_is_refused_with_the_command_that_helps(write, mode):
+def test_file_that_others_can_read_is_rejected_with_a_command(write, mode):
     file = write(f"user = monitor\npassword = {SECRET}\n", mode)
 
     assert refusal(file).startswith(f"{file} can be read by others: ")
     assert refusal(file).endswith(f"chmod 600 {file}")
 
 
-def test_a_file_of_another_user_is_refused(write, monkeypatch):
+def test_file_of_another_user_is_rejected(write, monkeypatch):
     file = write(f"user = monitor\npassword = {SECRET}\n")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
 
     assert refusal(file).endswith("belongs to another user: it must be owned by who runs the job")
 
 
-def test_a_file_that_is_not_there_says_so(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     assert refusal(tmp_path / "nowhere").endswith("cannot be read: No such file or directory")
 
 
-def test_a_folder_and_a_pipe_are_refused_and_not_waited_for(tmp_path):
+def test_folder_and_pipe_are_rejected_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
 
     assert "no regular file" in refusal(tmp_path)
@@ -88,11 +88,11 @@ def test_a_folder_and_a_pipe_are_refused_and_not_waited_for(tmp_path):
         (f"user = a\npassword = {SECRET}\nfingerprint = {SECRET}\n", "64 hexadecimal digits"),
     ],
 )
-def test_what_is_wrong_in_it_is_told_by_its_line_and_never_repeated(write, text, reason):
+def test_errors_give_the_line_number_and_never_its_text(write, text, reason):
     assert reason in refusal(write(text))
 
 
-def test_bytes_that_are_no_text_are_refused(write):
+def test_bytes_that_are_no_text_are_rejected(write):
     file = write("")
     file.write_bytes(b"user = \xff\xfe")
 

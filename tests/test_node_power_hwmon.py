@@ -1,4 +1,4 @@
-"""effllm/node_power/hwmon.py with trees as Grace's and EPYC's kernels show them; no machine here has either."""
+"""effllm/node_power/hwmon.py with trees as on Grace and EPYC, neither of which was available."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def why_not(root):
     return str(caught.value)
 
 
-def test_grace_is_the_whole_cpu_side_to_which_its_own_rails_are_not_added(grace_hopper):
+def test_grace_is_the_whole_cpu_without_adding_its_rails(grace_hopper):
     assert watts(grace_hopper) == 104.25  # neither + 46.5 + 11.75, nor the module's 612.4
 
 
@@ -76,18 +76,18 @@ def test_two_sockets_add_up(tmp_path):
     assert watts(Hwmon(tmp_path, GRACE_GRACE)) == 210.5 + 190.25
 
 
-def test_ten_sockets_and_more_are_still_one_each(tmp_path):
+def test_more_than_ten_sockets_are_each_counted(tmp_path):
     assert watts(Hwmon(tmp_path, {f"Grace Power Socket {socket}": 10.0 for socket in range(12)})) == 120.0
 
 
-def test_without_a_meter_of_the_whole_socket_the_rails_are_summed_and_the_note_says_what_may_lack(tmp_path):
+def test_without_a_socket_meter_rails_are_summed_with_a_note(tmp_path):
     hwmon = Hwmon(tmp_path, {"CPU Power Socket 0": 46.5, "SysIO Power Socket 0": 11.75})
 
     assert watts(hwmon) == 46.5 + 11.75
     assert "may lack" in open_reader("node1", hwmon.root).device.energy_note
 
 
-def test_the_device_is_an_averaged_power_with_its_own_interval_and_no_energy(grace_hopper):
+def test_device_gives_averaged_power_and_no_energy(grace_hopper):
     reader = open_reader("node1", grace_hopper.root)
     device = reader.device
     sample, _ = reader.read()
@@ -103,18 +103,18 @@ def test_the_device_is_an_averaged_power_with_its_own_interval_and_no_energy(gra
     assert reader.interval_s == 1.0
 
 
-def test_a_cpu_inside_a_module_with_a_gpu_says_so_by_its_energy_key(grace_hopper, tmp_path):
+def test_cpu_in_a_module_with_a_gpu_has_a_shared_energy_key(grace_hopper, tmp_path):
     beside_a_gpu = open_reader("node1", grace_hopper.root).device
     alone = open_reader("node1", Hwmon(tmp_path / "two", GRACE_GRACE).root).device
 
     assert (beside_a_gpu.energy_key, alone.energy_key) == ("module-cpu:node1", "")
 
 
-def test_newer_kernels_put_the_same_files_one_folder_higher(tmp_path):
+def test_newer_kernels_have_the_files_one_folder_higher(tmp_path):
     assert watts(Hwmon(tmp_path, GRACE_HOPPER, below=".")) == 104.25
 
 
-def test_a_meter_that_is_shown_in_both_folders_is_counted_once(grace_hopper):
+def test_meter_in_both_folders_is_counted_once(grace_hopper):
     device = grace_hopper.files["Grace Power Socket 0"].parent
     for name in ("power1_average", "power1_oem_info"):
         (device.parent / name).write_text((device / name).read_text())
@@ -123,24 +123,24 @@ def test_a_meter_that_is_shown_in_both_folders_is_counted_once(grace_hopper):
 
 
 @pytest.mark.parametrize("label", ["Total Power Socket 0", "Total Input Power in uW Socket 0"])
-def test_the_names_of_graces_successor_are_known(tmp_path, label):
+def test_sensor_names_of_the_successor_of_grace_are_found(tmp_path, label):
     assert watts(Hwmon(tmp_path, {label: 300.0, "CPU Rail Power Socket 0": 200.0})) == 300.0
 
 
-def test_an_interval_that_is_longer_than_ours_is_waited_for(tmp_path):
+def test_interval_longer_than_ours_is_used(tmp_path):
     reader = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms="2000").root)
 
     assert (reader.interval_s, reader.device.sensor.average_s) == (2.0, 2.0)
 
 
-def test_an_interval_that_is_not_told_is_assumed_and_said_to_be(tmp_path):
+def test_unknown_interval_is_assumed_and_marked_so(tmp_path):
     sensor = open_reader("node1", Hwmon(tmp_path, GRACE_HOPPER, interval_ms=None).root).device.sensor
 
     assert (sensor.average_s, sensor.source.split(";")[0]) == (1.0, "averaging interval assumed")
 
 
 @pytest.mark.parametrize("microwatts", [0xFFFFFFFF * 1000, 0, -5, "", "N/A"])
-def test_a_reading_that_cannot_be_is_a_failure_and_the_next_good_one_counts(grace_hopper, microwatts):
+def test_implausible_reading_fails_and_the_next_good_one_counts(grace_hopper, microwatts):
     reader = open_reader("node1", grace_hopper.root)
     grace_hopper.files["Grace Power Socket 0"].write_text(f"{microwatts}\n")
     failed, failures = reader.read()
@@ -151,7 +151,7 @@ def test_a_reading_that_cannot_be_is_a_failure_and_the_next_good_one_counts(grac
     assert (sample.power_average_w, no_failures) == (99.0, {})
 
 
-def test_one_socket_that_fails_leaves_no_sum_of_the_others(tmp_path):
+def test_failing_socket_leaves_no_partial_sum(tmp_path):
     hwmon = Hwmon(tmp_path, GRACE_GRACE)
     reader = open_reader("node1", hwmon.root)
     hwmon.files["Grace Power Socket 1"].unlink()
@@ -159,22 +159,22 @@ def test_one_socket_that_fails_leaves_no_sum_of_the_others(tmp_path):
     assert reader.read()[0].power_average_w is None
 
 
-def test_the_power_meter_of_an_ordinary_server_is_not_taken_for_a_cpus(tmp_path):
+def test_power_meter_of_a_server_is_no_cpu_meter(tmp_path):
     assert why_not(Hwmon(tmp_path, {"": 420.0, "System Power": 431.0}).root) == NO_HWMON
 
 
-def test_a_module_alone_is_not_taken_for_a_cpu(tmp_path):
+def test_module_meter_alone_is_no_cpu_meter(tmp_path):
     assert why_not(Hwmon(tmp_path, {"Module Power Socket 0": 612.0}).root) == NO_HWMON
 
 
-def test_a_machine_without_hwmon_says_so(tmp_path):
+def test_missing_hwmon_is_reported(tmp_path):
     assert why_not(tmp_path / "nowhere") == NO_HWMON
 
 
-def test_a_meter_that_may_not_be_read_says_which(grace_hopper, monkeypatch):
+def test_unreadable_meter_is_named(grace_hopper, monkeypatch):
     read_text = Path.read_text
 
-    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, whom no mode stops
+    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, for whom modes have no effect
         if path.name == "power1_average":
             raise PermissionError(13, "Permission denied", str(path))
         return read_text(path, *args, **kwargs)

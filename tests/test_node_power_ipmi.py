@@ -1,4 +1,4 @@
-"""effllm/node_power/ipmi.py with stand-ins for its tools that say what ipmi-dcmi 1.6.10 and ipmitool 1.8.19 say."""
+"""effllm/node_power/ipmi.py with fake tools that print the output of ipmi-dcmi 1.6.10 and ipmitool 1.8.19."""
 
 import os
 import time
@@ -32,7 +32,7 @@ IPMITOOL = """
 
 
 class Tools:
-    """A folder of executables, and an IPMI device that only has to be there."""
+    """A folder of executables, and an IPMI device that only has to exist."""
 
     def __init__(self, root):
         self.root = root
@@ -48,7 +48,7 @@ class Tools:
         return tool
 
     def say(self, name, text, status=0):
-        """Put a tool that says something, whatever it is asked."""
+        """Put a tool that prints a text for all arguments."""
         answer = self.root / f"{name}.txt"
         answer.write_text(text)
         return self.put(name, f"cat '{answer}'; exit {status}")
@@ -71,20 +71,20 @@ def tools(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "text", "watts"), [("ipmi-dcmi", IPMI_DCMI, 332.0), ("ipmitool", IPMITOOL, 173.0)])
-def test_what_the_node_draws_now_is_read_and_not_its_mean_since_boot(tools, name, text, watts):
+def test_present_power_is_read_not_the_mean_since_boot(tools, name, text, watts):
     tools.say(name, text)
     sample, failures = tools.open().read()
 
     assert (sample.power_w, sample.energy_j, failures) == (watts, None, {})
 
 
-def test_a_warning_before_the_reading_does_no_harm(tools):
+def test_warning_before_the_reading_is_ignored(tools):
     tools.say("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL)
 
     assert tools.open().read()[0].power_w == 173.0
 
 
-def test_the_device_is_the_nodes_power_that_says_what_dcmi_may_leave_out(tools):
+def test_device_is_node_power_with_a_note_on_its_limits(tools):
     tools.say("ipmi-dcmi", IPMI_DCMI)
     reader = tools.open()
     device = reader.device
@@ -96,8 +96,8 @@ def test_the_device_is_the_nodes_power_that_says_what_dcmi_may_leave_out(tools):
     assert 0 < device.sensor.call_s < 5
 
 
-def test_the_tools_are_asked_for_the_reading_alone_and_through_the_kernels_driver(tools):
-    asked = tools.root / "asked"
+def test_tools_request_only_the_reading_by_the_kernel_driver(tools):
+    asked = tools.root / "arguments"
     tools.put("ipmi-dcmi", f"echo \"$@\" >> '{asked}'; exit 1")
     tools.put("ipmitool", f"echo \"$@\" >> '{asked}'; exit 1")
     tools.why_not()
@@ -109,7 +109,7 @@ def test_the_tools_are_asked_for_the_reading_alone_and_through_the_kernels_drive
     assert not (tools.root / "surprise").exists()
 
 
-def test_where_the_first_tool_shows_nothing_the_second_is_asked(tools):
+def test_second_tool_is_used_if_the_first_has_no_reading(tools):
     tools.say("ipmi-dcmi", "ipmi-dcmi: command not supported\n", 1)
     tools.say("ipmitool", IPMITOOL)
 
@@ -127,19 +127,19 @@ def test_where_the_first_tool_shows_nothing_the_second_is_asked(tools):
         ("\0\xff" * 100, "shows no power"),
     ],
 )
-def test_what_is_no_power_reading_is_never_a_number(tools, text, reason):
+def test_output_without_a_reading_is_rejected_with_a_reason(tools, text, reason):
     tools.say("ipmi-dcmi", text)
 
     assert reason in tools.why_not()
 
 
-def test_a_reading_that_is_switched_off_by_ipmitools_word_is_none(tools):
+def test_reading_marked_as_off_by_ipmitool_is_rejected(tools):
     tools.say("ipmitool", IPMITOOL.replace("activated", "deactivated"))
 
     assert "the measurement is off" in tools.why_not()
 
 
-def test_a_tool_that_fails_later_is_a_failure_of_that_reading(tools):
+def test_tool_that_fails_later_fails_that_reading(tools):
     tools.say("ipmi-dcmi", IPMI_DCMI)
     reader = tools.open()
     tools.say("ipmi-dcmi", "ipmi-dcmi: driver busy\n", 1)
@@ -151,7 +151,7 @@ def test_a_tool_that_fails_later_is_a_failure_of_that_reading(tools):
     assert sample.power_w == 332.0
 
 
-def test_a_tool_that_hangs_is_ended_with_its_children_at_the_limit(tools):
+def test_hanging_tool_is_ended_with_its_children_at_the_timeout(tools):
     tools.put("ipmi-dcmi", "sleep 600 & sleep 600")
     began_s = time.monotonic()
     why_not = tools.why_not(limit_s=0.3)
@@ -161,7 +161,7 @@ def test_a_tool_that_hangs_is_ended_with_its_children_at_the_limit(tools):
     assert jobs.wait_until_gone(lambda: set(jobs.processes_of_session()) - {os.getpid()}, within_s=30.0) == set()
 
 
-def test_a_tool_that_leaves_a_child_behind_on_its_output_does_not_hold_us(tools):
+def test_child_that_keeps_the_output_open_does_not_block(tools):
     answer = tools.root / "answer"
     answer.write_text(IPMI_DCMI)
     tools.put("ipmi-dcmi", f"sleep 600 &\ncat '{answer}'")
@@ -169,24 +169,24 @@ def test_a_tool_that_leaves_a_child_behind_on_its_output_does_not_hold_us(tools)
     assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
 
 
-def test_a_tool_that_closes_its_output_and_hangs_is_ended_too(tools):
+def test_tool_that_closes_its_output_and_hangs_is_ended(tools):
     tools.put("ipmi-dcmi", "exec >/dev/null 2>&1; sleep 600")
 
     assert "did not answer within 0.3 s" in tools.why_not(limit_s=0.3)
 
 
-def test_a_tool_that_never_stops_talking_is_ended(tools):
+def test_tool_with_endless_output_is_ended(tools):
     tools.put("ipmi-dcmi", "exec yes")
 
     assert tools.why_not() == "node power: ipmi-dcmi says more than a power reading"
     assert MAX_BYTES < 10**6
 
 
-def test_one_that_hangs_in_the_kernel_is_not_started_again(tools, monkeypatch):
+def test_tool_stuck_in_the_kernel_is_not_started_again(tools, monkeypatch):
     command = Command([str(tools.put("ipmi-dcmi", "sleep 600"))], limit_s=0.1)
     ended = Command._end
 
-    def stuck(self, process):  # what a process in state D does: it outlives SIGKILL
+    def stuck(self, process):  # a process in state D survives SIGKILL
         self._stuck = process
 
     monkeypatch.setattr(Command, "_end", stuck)
@@ -197,14 +197,14 @@ def test_one_that_hangs_in_the_kernel_is_not_started_again(tools, monkeypatch):
     ended(command, command._stuck)
 
 
-def test_no_device_says_how_to_get_one(tools):
+def test_missing_device_is_reported_with_how_to_get_one(tools):
     tools.device.unlink()
 
     assert tools.why_not() == NO_DEVICE
 
 
-def test_a_device_that_is_closed_names_three_ways_to_open_it(tools, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, whom no mode stops
+def test_unreadable_device_is_reported_with_three_ways_to_open_it(tools, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root, for whom modes have no effect
     text = tools.why_not()
 
     assert str(tools.device) in text
@@ -213,7 +213,7 @@ def test_a_device_that_is_closed_names_three_ways_to_open_it(tools, monkeypatch)
     assert "switch the node off" in text
 
 
-def test_no_tool_says_which_to_install(tools):
+def test_missing_tools_are_reported_with_what_to_install(tools):
     assert tools.why_not() == NO_TOOL
 
 

@@ -1,4 +1,4 @@
-"""effllm/node_power/rapl.py with trees as Intel's and AMD's servers show them; no machine here has RAPL."""
+"""effllm/node_power/rapl.py with trees as on Intel's and AMD's servers; no machine with RAPL was available."""
 
 import shutil
 import time
@@ -19,7 +19,7 @@ NOWHERE = Path("/nowhere")
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -72,7 +72,7 @@ def test_the_energy_of_both_packages_and_their_dram_adds_up(powercap, rapl, cloc
     assert rapl.note == "RAPL through powercap: 2 CPU packages with DRAM"
 
 
-def test_a_wrap_around_goes_on_counting(powercap, clock):
+def test_counting_continues_over_a_wrap_around(powercap, clock):
     powercap.set_j("intel-rapl:0", INTEL_RANGE_UJ / 1e6 - 30)
     rapl = opened(powercap, clock)
     clock.now_s += 1.0
@@ -81,7 +81,7 @@ def test_a_wrap_around_goes_on_counting(powercap, clock):
     assert flowed_j(rapl) == 30 + 70
 
 
-def test_amds_65_kj_that_last_234_s_at_280_w_are_right_over_ten_minutes(tmp_path, clock):
+def test_amd_range_of_65_kj_is_right_over_ten_minutes(tmp_path, clock):
     powercap = Powercap(tmp_path / "amd", AMD)
     rapl = opened(powercap, clock)
     for _ in range(600):
@@ -94,12 +94,14 @@ def test_amds_65_kj_that_last_234_s_at_280_w_are_right_over_ten_minutes(tmp_path
     assert rapl.note == "RAPL through powercap: 1 CPU package without DRAM, for which there is no counter"
 
 
-def test_a_read_error_adds_no_full_range_of_262_kj_as_in_codecarbon_and_perun(powercap, rapl, clock):
+def test_read_error_adds_no_full_range_as_in_other_tools(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.set_j("intel-rapl:0", 1100)
     assert flowed_j(rapl) == 100
     clock.now_s += 1.0
-    powercap.break_zone("intel-rapl:0")  # theirs takes that for 0, and 0 for a wrap-around
+    powercap.break_zone(
+        "intel-rapl:0"
+    )  # codecarbon and perun take that for 0 and add a full range of 262 kJ for a wrap-around
     with pytest.raises(ValueError, match="invalid literal"):
         rapl.energy_j()
     clock.now_s += 1.0
@@ -108,7 +110,7 @@ def test_a_read_error_adds_no_full_range_of_262_kj_as_in_codecarbon_and_perun(po
     assert flowed_j(rapl) == 250
 
 
-def test_a_read_error_is_a_failure_of_that_read_and_never_a_zero(powercap, rapl, clock):
+def test_read_error_fails_that_read_and_is_never_zero(powercap, rapl, clock):
     reader = open_reader("node1", rapl)
     powercap.break_zone("intel-rapl:1:0")
     sample, failures = reader.read()
@@ -117,7 +119,7 @@ def test_a_read_error_is_a_failure_of_that_read_and_never_a_zero(powercap, rapl,
     assert failures["energy_j"].startswith("rapl: ")
 
 
-def test_a_counter_that_is_reset_is_no_wrap_around(powercap, rapl, clock):
+def test_counter_reset_is_no_wrap_around(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.set_j("intel-rapl:0", 0)  # as a wrap-around it would be 261,143 J in a second
     with pytest.raises(ValueError, match="reset"):
@@ -129,7 +131,7 @@ def test_a_counter_that_is_reset_is_no_wrap_around(powercap, rapl, clock):
     assert rapl.energy_j() - before_j == 50
 
 
-def test_a_counter_left_unread_until_it_may_have_wrapped_twice_tells_nothing(tmp_path, clock):
+def test_counter_unread_until_it_may_have_wrapped_twice_fails(tmp_path, clock):
     powercap = Powercap(tmp_path / "amd", AMD)
     rapl = opened(powercap, clock)
     clock.now_s += 65.0  # at 1,000 W the range of 65.5 kJ lasts 65.5 s
@@ -139,7 +141,7 @@ def test_a_counter_left_unread_until_it_may_have_wrapped_twice_tells_nothing(tmp
         rapl.energy_j()
 
 
-def test_a_stretch_of_which_nothing_is_known_stays_a_hole_in_the_ledger(powercap, rapl, clock):
+def test_unknown_stretch_stays_a_gap_in_the_ledger(powercap, rapl, clock):
     reader = open_reader("node1", rapl)
     ledger = EnergyLedger(reader.device, longest_gap_s=5.0)
 
@@ -156,7 +158,7 @@ def test_a_stretch_of_which_nothing_is_known_stays_a_hole_in_the_ledger(powercap
         read(second)
 
     energy = ledger.energy(10**9, 10 * 10**9)
-    # Known: 1 s to 4 s, and from the 7th reading on, the first whose difference is believed: 6 s to 10 s.
+    # Known: 1 s to 4 s, and from the 7th reading on, the first with a valid difference: 6 s to 10 s.
     assert (energy.joules, energy.covered_s) == (pytest.approx(300 + 400), pytest.approx(3 + 4))
 
 
@@ -164,7 +166,7 @@ def test_the_counters_are_read_at_least_once_a_minute(rapl):
     assert open_reader("node1", rapl).interval_s <= 60.0
 
 
-def test_the_device_is_a_counter_of_the_cpus_that_says_how_far_it_may_be_off(rapl):
+def test_device_is_a_cpu_counter_with_a_stated_error(rapl):
     device = open_reader("node1", rapl).device
 
     assert (device.key, device.kind, device.is_gpu, device.only_power) == ("cpu:node1", "rapl", False, True)
@@ -177,7 +179,7 @@ def test_the_device_is_a_counter_of_the_cpus_that_says_how_far_it_may_be_off(rap
 
 
 class Dies:
-    """A pause in which every socket draws, and all its dies show it."""
+    """A pause in which every socket draws power that all its dies show."""
 
     def __init__(self, powercap, sockets, watts=(100.0, 130.0)):
         self._powercap, self._sockets, self._watts = powercap, sockets, watts
@@ -205,7 +207,7 @@ def test_dies_that_mirror_one_counter_are_counted_once(tmp_path, clock):
     assert rapl.note.endswith("; 2 more packages always show the same numbers as these and are not counted again")
 
 
-def test_mirrored_dies_are_found_across_a_wrap_around_too(tmp_path, clock):
+def test_mirrored_dies_are_found_across_a_wrap_around(tmp_path, clock):
     powercap = Powercap(tmp_path / "dies", AMD_DIES)
     for zone in DIES[0]:
         powercap.set_j(zone, AMD_RANGE_UJ / 1e6 - 2.5)  # 1 J a pause: it wraps in the third
@@ -217,7 +219,7 @@ def test_mirrored_dies_are_found_across_a_wrap_around_too(tmp_path, clock):
     assert flowed_j(rapl) == pytest.approx(100 + 130)
 
 
-def test_two_sockets_with_counters_of_their_own_are_told_apart_by_one_pause(powercap, clock):
+def test_two_sockets_are_distinguished_by_one_pause(powercap, clock):
     draw = Dies(powercap, (("intel-rapl:0",), ("intel-rapl:1",)), (100.0, 100.01))
     rapl = opened(powercap, clock, draw)
     clock.now_s += 1.0
@@ -227,7 +229,7 @@ def test_two_sockets_with_counters_of_their_own_are_told_apart_by_one_pause(powe
     assert draw.num_pauses == 1 + 1
 
 
-def test_counters_that_do_not_move_are_not_taken_for_each_other(powercap, rapl, clock):
+def test_idle_counters_are_not_taken_for_mirrors(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.add_j("intel-rapl:0", 10)
     powercap.add_j("intel-rapl:1", 10)
@@ -235,7 +237,7 @@ def test_counters_that_do_not_move_are_not_taken_for_each_other(powercap, rapl, 
     assert flowed_j(rapl) == 20
 
 
-def test_dram_that_draws_the_same_in_both_sockets_is_counted_twice(powercap, clock):
+def test_equal_dram_power_of_two_sockets_is_counted_twice(powercap, clock):
     dram = ("intel-rapl:0:1", "intel-rapl:1:0")
     draw = Dies(powercap, (dram, ("intel-rapl:0",), ("intel-rapl:1",)), (20.0, 100.0, 110.0))
     rapl = opened(powercap, clock, draw)
@@ -245,11 +247,11 @@ def test_dram_that_draws_the_same_in_both_sockets_is_counted_twice(powercap, clo
     assert flowed_j(rapl) == pytest.approx(20 + 20 + 100 + 110)
 
 
-# --- who may not read ---
+# --- missing permission ---
 
 
 def close_powercap(monkeypatch):
-    """Take away the right to read the counters; the tests may run as root, whom no mode stops."""
+    """Remove the permission to read the counters; the tests may run as root, for whom modes have no effect."""
     read_text = Path.read_text
 
     def as_an_ordinary_user(path, *args, **kwargs):
@@ -270,17 +272,17 @@ def no_event(kind, config, cpu):
     raise PermissionError(13, "Permission denied", "perf_event_open")
 
 
-def test_a_machine_without_counters_says_so(tmp_path, clock):
+def test_missing_counters_are_reported(tmp_path, clock):
     assert why_not(clock, tmp_path) == NO_RAPL
 
 
-def test_zones_that_a_container_masks_are_as_good_as_none(tmp_path, clock):
+def test_zones_masked_by_a_container_count_as_missing(tmp_path, clock):
     (tmp_path / "intel-rapl:0").symlink_to(tmp_path / "devices" / "virtual" / "powercap" / "intel-rapl:0")
 
     assert why_not(clock, tmp_path) == NO_RAPL
 
 
-def test_closed_counters_name_three_ways_to_open_them(powercap, clock, monkeypatch):
+def test_unreadable_counters_are_reported_with_three_ways_to_open(powercap, clock, monkeypatch):
     close_powercap(monkeypatch)
     text = why_not(clock, powercap.root)
 
@@ -289,7 +291,7 @@ def test_closed_counters_name_three_ways_to_open_them(powercap, clock, monkeypat
         assert way in text
 
 
-def test_a_tree_that_is_not_as_expected_says_what_it_is(powercap, clock):
+def test_unexpected_tree_is_described(powercap, clock):
     powercap.break_zone("intel-rapl:0")
 
     assert why_not(clock, powercap.root).startswith(
@@ -303,7 +305,7 @@ SCALE = 2.3283064365386962890625e-10  # 2^-32 J, as the kernel writes it
 
 
 class FakeEvent:
-    """What the system call opens, moved by the test."""
+    """The event that the system call opens, advanced by the test."""
 
     def __init__(self, kind, config, cpu):
         self.asked, self.joules, self.is_open = (kind, config, cpu), 0.0, True
@@ -318,7 +320,7 @@ class FakeEvent:
 
 
 class Pmu:
-    """The power PMU of a two-socket server, and what was opened of it."""
+    """The power PMU of a two-socket server, and its opened events."""
 
     def __init__(self, root):
         self.root, self.opened, self.limit = root, [], 99
@@ -345,7 +347,7 @@ def pmu(tmp_path):
     return Pmu(tmp_path / "power")
 
 
-def test_perf_counts_where_powercap_is_closed(powercap, pmu, clock, monkeypatch):
+def test_perf_counts_without_permission_for_powercap(powercap, pmu, clock, monkeypatch):
     close_powercap(monkeypatch)
     rapl = open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
     clock.now_s += 1.0
@@ -357,19 +359,19 @@ def test_perf_counts_where_powercap_is_closed(powercap, pmu, clock, monkeypatch)
     assert rapl.note == "RAPL through perf: 2 CPU packages with DRAM"
 
 
-def test_perf_is_asked_for_packages_and_dram_of_one_cpu_per_package(pmu):
+def test_perf_opens_packages_and_dram_on_one_cpu_per_package(pmu):
     perf_events(pmu.root, pmu)
 
     assert [event.asked for event in pmu.opened] == [(22, 2, 0), (22, 2, 28), (22, 3, 0), (22, 3, 28)]
 
 
-def test_perf_is_left_alone_where_powercap_can_be_read(powercap, pmu, clock):
+def test_perf_is_not_used_if_powercap_is_readable(powercap, pmu, clock):
     open_rapl(clock, powercap.root, pmu.root, pmu, pause=lambda _: None)
 
     assert pmu.opened == []
 
 
-def test_dies_that_mirror_one_counter_are_counted_once_through_perf_too(pmu, clock):
+def test_mirrored_dies_are_counted_once_through_perf(pmu, clock):
     (pmu.root / "cpumask").write_text("0-2\n")  # three dies of one socket; no DRAM on AMD
     for path in (pmu.root / "events").glob("energy-ram*"):
         path.unlink()
@@ -386,7 +388,7 @@ def test_dies_that_mirror_one_counter_are_counted_once_through_perf_too(pmu, clo
     assert [event.is_open for event in pmu.opened] == [True, False, False]
 
 
-def test_perf_that_refuses_midway_leaves_nothing_open(powercap, pmu, clock, monkeypatch):
+def test_perf_that_fails_midway_leaves_nothing_open(powercap, pmu, clock, monkeypatch):
     close_powercap(monkeypatch)
     pmu.limit = 3
 
@@ -405,13 +407,13 @@ def test_perf_that_refuses_midway_leaves_nothing_open(powercap, pmu, clock, monk
         ("../cpumask", "\n"),
     ],
 )
-def test_a_pmu_that_is_not_as_documented_is_not_guessed_at(pmu, clock, name, text):
+def test_undocumented_pmu_is_not_used(pmu, clock, name, text):
     (pmu.root / "events" / name).write_text(text)
 
     assert why_not(clock, NOWHERE, pmu.root, pmu).startswith("energy: the RAPL counters cannot be read through perf: ")
 
 
-def test_closing_gives_back_what_perf_opened_and_may_happen_twice(pmu, clock):
+def test_closing_twice_closes_the_events_of_perf(pmu, clock):
     reader = open_reader("node1", open_rapl(clock, NOWHERE, pmu.root, pmu, pause=lambda _: None))
     reader.close()
     reader.close()
@@ -420,8 +422,8 @@ def test_closing_gives_back_what_perf_opened_and_may_happen_twice(pmu, clock):
     assert reader.read()[0].energy_j is None
 
 
-def test_the_real_system_call_counts_a_cpus_clock_in_nanoseconds():
-    """The kernel's own counter of a CPU's time has the power PMU's shape, so the call itself is proved here."""
+def test_real_system_call_counts_a_cpu_clock_in_nanoseconds():
+    """The kernel's own counter of a CPU's time has the power PMU's form, so it tests the call itself."""
     try:
         event = PerfEvent(kind=1, config=0, cpu=0)  # PERF_TYPE_SOFTWARE, PERF_COUNT_SW_CPU_CLOCK
     except OSError as error:
@@ -438,12 +440,12 @@ def test_the_real_system_call_counts_a_cpus_clock_in_nanoseconds():
         event.read()
 
 
-def test_a_counter_that_the_kernel_does_not_have_is_an_error_of_its_own():
+def test_counter_unknown_to_the_kernel_is_an_error():
     with pytest.raises(OSError, match="perf_event_open"):
         PerfEvent(kind=0x7FFFFFFF, config=0, cpu=0)
 
 
-def test_a_tree_that_vanishes_is_a_failure_and_no_crash(powercap, rapl):
+def test_removed_tree_is_a_failed_reading_and_no_crash(powercap, rapl):
     reader = open_reader("node1", rapl)
     shutil.rmtree(powercap.root)
 

@@ -1,4 +1,4 @@
-"""effllm/node_power/redfish.py against a stand-in service on loopback, over TLS where that is what is tested."""
+"""effllm/node_power/redfish.py against a fake service on loopback, over TLS where TLS is tested."""
 
 import hashlib
 import ssl
@@ -75,7 +75,7 @@ def watts(reader):
     return sample.power_w
 
 
-# --- the shapes that services have ---
+# --- the forms of answers ---
 
 
 def test_the_inputs_of_all_power_supplies_add_up(serve, opened):
@@ -85,7 +85,7 @@ def test_the_inputs_of_all_power_supplies_add_up(serve, opened):
     assert reader.device.energy_note == "sum of the inputs of 2 power supplies; integrated power"
 
 
-def test_the_older_form_has_all_supplies_in_one_resource(serve, opened):
+def test_older_form_with_all_supplies_in_one_resource(serve, opened):
     power = {"PowerSupplies": [{"MemberId": "0", "PowerInputWatts": 400}, {"MemberId": "1", "PowerInputWatts": 412.5}]}
     reader = opened(serve(tree(chassis("1", Power=link(f"{CHASSIS}/Power")), {f"{CHASSIS}/Power": power})))
 
@@ -93,7 +93,7 @@ def test_the_older_form_has_all_supplies_in_one_resource(serve, opened):
     assert reader.device.energy_note.startswith("sum of the inputs of 2 power supplies")
 
 
-def test_a_chassis_that_only_knows_its_own_power_is_believed_and_the_note_says_so(serve, opened):
+def test_chassis_power_without_supplies_is_used_with_a_note(serve, opened):
     environment = {"PowerWatts": {"Reading": 374}}
     path = f"{CHASSIS}/EnvironmentMetrics"
     reader = opened(serve(tree(chassis("1", EnvironmentMetrics=link(path)), {path: environment})))
@@ -123,7 +123,7 @@ def test_parts_of_a_chassis_are_not_added_to_the_whole(serve, opened):
     assert reader.device.energy_note.startswith("PowerControl 'Server Power Control', the largest of 3, of chassis 1")
 
 
-def test_the_whole_stays_the_whole_when_a_part_is_listed_before_it_later(serve, opened):
+def test_whole_chassis_is_kept_when_the_order_changes(serve, opened):
     service = serve(control(SERVER, CPUS))
     reader = opened(service)
     service.resources[f"{CHASSIS}/Power"] = {"PowerControl": [CPUS, {**SERVER, "PowerConsumedWatts": 150}]}
@@ -131,13 +131,13 @@ def test_the_whole_stays_the_whole_when_a_part_is_listed_before_it_later(serve, 
     assert watts(reader) == 150
 
 
-def test_a_control_of_the_chassis_by_its_context_comes_before_a_larger_one(serve, opened):
+def test_control_with_chassis_context_precedes_a_larger_one(serve, opened):
     reader = opened(serve(control({**SERVER, "PhysicalContext": "Chassis"}, {**CPUS, "PowerConsumedWatts": 9000})))
 
     assert watts(reader) == 344
 
 
-def test_supplies_come_before_what_the_chassis_says(serve, opened):
+def test_supplies_precede_the_chassis_reading(serve, opened):
     resources = tree(
         chassis("1", Power=link(f"{CHASSIS}/Power")),
         supply("1", "PSU0", 500.0),
@@ -147,7 +147,7 @@ def test_supplies_come_before_what_the_chassis_says(serve, opened):
     assert watts(opened(serve(resources))) == 500.0
 
 
-def test_a_gpu_chassis_inside_the_node_is_neither_added_nor_a_reason_to_ask(serve, opened):
+def test_gpu_chassis_inside_the_node_is_ignored(serve, opened):
     def box(name, reading, **links):
         path = f"/redfish/v1/Chassis/{name}/EnvironmentMetrics"
         return {**chassis(name, EnvironmentMetrics=link(path), **links), path: {"PowerWatts": {"Reading": reading}}}
@@ -166,29 +166,29 @@ def two_nodes():
     return tree(*boxes)
 
 
-def test_two_chassis_that_stand_alone_are_a_question_for_a_person(serve, credentials):
+def test_two_separate_chassis_need_one_named_in_the_url(serve, credentials):
     text = why_not(serve(two_nodes()).url, credentials())
 
     assert text.endswith("shows the power of 2 chassis: name one in the URL, such as /redfish/v1/Chassis/Node1")
 
 
-def test_a_chassis_in_the_url_is_the_answer(serve, opened):
+def test_chassis_in_the_url_is_used(serve, opened):
     assert watts(opened(serve(two_nodes()), "/Chassis/Node2/")) == 900
 
 
-def test_supplies_that_feed_several_systems_say_so(serve, opened):
+def test_supplies_of_several_systems_have_a_note(serve, opened):
     systems = [link("/redfish/v1/Systems/1"), link("/redfish/v1/Systems/2")]
     reader = opened(serve(tree(chassis("1", Links={"ComputerSystems": systems}), supply("1", "PSU0", 900.0))))
 
     assert "; they feed 2 computer systems by the service's word" in reader.device.energy_note
 
 
-def test_a_service_without_any_power_says_so(serve, credentials):
+def test_service_without_power_readings_is_reported(serve, credentials):
     assert why_not(serve(tree(chassis("1"))).url, credentials()).endswith("shows no power of a whole chassis")
 
 
 @pytest.mark.parametrize("reading", [0, -3, 1e7, "NaN", 1e400])
-def test_what_cannot_be_the_power_of_a_node_is_not_believed(serve, credentials, reading):
+def test_implausible_power_is_rejected(serve, credentials, reading):
     service = serve(tree(chassis("1"), supply("1", "PSU0", 1.0)))
     body = f'{{"InputPowerWatts": {{"Reading": {reading if reading != "NaN" else chr(34) + "NaN" + chr(34)}}}}}'
     service.resources[f"{FIRST}/Metrics"] = lambda handler: raw(handler, body.encode().replace(b"inf", b"1e400"))
@@ -196,10 +196,10 @@ def test_what_cannot_be_the_power_of_a_node_is_not_believed(serve, credentials, 
     assert why_not(service.url, credentials())
 
 
-# --- supplies that are out ---
+# --- absent supplies ---
 
 
-def test_a_supply_that_is_there_and_silent_fails_the_reading_by_name_and_recovers(serve, opened):
+def test_present_supply_without_reading_fails_by_name_and_recovers(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": None}}
@@ -212,7 +212,7 @@ def test_a_supply_that_is_there_and_silent_fails_the_reading_by_name_and_recover
 
 
 @pytest.mark.parametrize("how", [{"Status": {"State": "Absent"}}, {"LineInputStatus": "LossOfInput"}])
-def test_a_supply_that_is_out_or_without_line_draws_nothing(serve, opened, how):
+def test_absent_or_unpowered_supply_draws_nothing(serve, opened, how):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     service.resources[SECOND] = {**service.resources[SECOND], **how}
@@ -221,7 +221,7 @@ def test_a_supply_that_is_out_or_without_line_draws_nothing(serve, opened, how):
     assert watts(reader) == 937.4
 
 
-def test_a_supply_that_is_put_into_an_empty_slot_later_counts(serve, opened):
+def test_supply_added_later_is_counted(serve, opened):
     service = serve(
         tree(chassis("1"), supply("1", "PSU0", 937.4), supply("1", "PSU1", None, Status={"State": "Absent"}))
     )
@@ -232,7 +232,7 @@ def test_a_supply_that_is_put_into_an_empty_slot_later_counts(serve, opened):
     assert (before_w, watts(reader)) == (937.4, 1000.0)
 
 
-def test_a_supply_that_is_silent_from_the_start_leaves_the_chassis_own_figure_with_the_reason(serve, opened):
+def test_supply_without_reading_at_start_uses_chassis_power(serve, opened):
     resources = tree(
         chassis("1", Power=link(f"{CHASSIS}/Power")),
         supply("1", "PSU0", 500.0),
@@ -251,10 +251,10 @@ def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
     assert "SN-PSU0 is in two chassis: name one of them in the URL" in why_not(serve(resources).url, credentials())
 
 
-# --- energy counters, and what sensors say of themselves ---
+# --- energy counters, and properties that sensors state ---
 
 
-def test_an_energy_counter_is_used_where_its_steps_are_finer_than_our_readings(serve, opened):
+def test_energy_counter_with_fine_steps_is_used(serve, opened):
     # 0.001 kWh are 3.6 kJ, which 1,000 W take 3.6 s for.
     service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
     reader = opened(service)
@@ -266,14 +266,14 @@ def test_an_energy_counter_is_used_where_its_steps_are_finer_than_our_readings(s
     assert reader.device.sensor.tick_s == pytest.approx(5.0)  # the assumed period is longer than 3.6 s
 
 
-def test_a_coarse_energy_counter_is_left_for_integrated_power(serve, opened):
+def test_coarse_energy_counter_is_replaced_by_integrated_power(serve, opened):
     # 0.1 kWh are 360 kJ: 1,000 W take six minutes for one step.
     reader = opened(serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.3), supply("1", "PSU1", 400.0, 11.1))))
 
     assert (reader.device.energy_method, reader.read()[0].energy_j) == ("instant power", None)
 
 
-def test_joules_of_a_chassis_are_used_as_they_are(serve, opened):
+def test_joules_of_a_chassis_are_used_unscaled(serve, opened):
     path = f"{CHASSIS}/EnvironmentMetrics"
     metrics = {"PowerWatts": {"Reading": 374}, "EnergyJoules": {"Reading": 1234567}, "EnergykWh": {"Reading": 0.3}}
     reader = opened(serve(tree(chassis("1", EnvironmentMetrics=link(path)), {path: metrics})))
@@ -281,7 +281,7 @@ def test_joules_of_a_chassis_are_used_as_they_are(serve, opened):
     assert reader.read()[0].energy_j == 1234567.0
 
 
-def test_energy_of_a_supply_that_is_pulled_stays_in_the_sum(serve, opened):
+def test_energy_of_a_removed_supply_stays_in_the_sum(serve, opened):
     service = serve(tree(chassis("1"), supply("1", "PSU0", 600.0, 12.345), supply("1", "PSU1", 400.0, 11.001)))
     reader = opened(service)
     for path in (SECOND, f"{SECOND}/Metrics"):
@@ -302,7 +302,7 @@ def with_sensors(*sensors):
     return tree(*parts)
 
 
-def test_period_and_error_are_the_worst_that_the_sensors_state(serve, opened):
+def test_period_and_error_are_the_worst_of_the_sensors(serve, opened):
     sensors = (
         {"Reading": 500.0, "SensingInterval": "PT3S", "ReadingAccuracy": 5.0},  # 5 W of 500 W: 1 %
         {"Reading": 500.0, "SensingInterval": "PT0.5S", "Accuracy": 2.5},
@@ -313,7 +313,7 @@ def test_period_and_error_are_the_worst_that_the_sensors_state(serve, opened):
     assert sensor.source == "period and error by the service's word"
 
 
-def test_what_one_sensor_does_not_state_is_assumed_for_all_and_said_to_be(serve, opened):
+def test_unstated_properties_are_assumed_and_marked_so(serve, opened):
     sensor = opened(serve(with_sensors({"Reading": 500.0, "Accuracy": 1.0}, {"Reading": 500.0}))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (5.0, 0.05)
@@ -321,17 +321,17 @@ def test_what_one_sensor_does_not_state_is_assumed_for_all_and_said_to_be(serve,
     assert sensor.source.endswith("a period of 5 s assumed")
 
 
-def test_sensors_that_are_not_there_do_no_harm(serve, opened):
+def test_missing_sensors_are_ignored(serve, opened):
     resources = with_sensors({"Reading": 500.0})
     del resources[f"{CHASSIS}/Sensors/PS0"]
 
     assert watts(opened(serve(resources))) == 500.0
 
 
-# --- who it is, and of which node ---
+# --- the device and its node ---
 
 
-def test_the_device_is_the_nodes_power_by_its_supplies(serve, opened):
+def test_device_is_node_power_by_supplies(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
     device = reader.device
 
@@ -346,27 +346,27 @@ def test_the_device_is_the_nodes_power_by_its_supplies(serve, opened):
     assert 0 < device.sensor.call_s < 5
 
 
-def test_a_controller_at_a_loopback_address_is_each_nodes_own(serve, opened):
+def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
     assert opened(serve(TWO_SUPPLIES)).device.energy_key == ""
 
 
-def test_nodes_that_ask_one_controller_share_the_key_of_its_energy(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.node_power.redfish.is_own", lambda _: False)  # as of an address on a network
+def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
+    monkeypatch.setattr("effllm.node_power.redfish.is_own", lambda _: False)  # as for an address on a network
     service = serve(TWO_SUPPLIES)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 
     assert keys == {f"psu:127.0.0.1:{service.port}/redfish/v1"}
 
 
-def test_the_nodes_name_stands_in_the_url_up_to_its_first_dot(credentials):
+def test_host_in_the_url_is_the_node_name_up_to_its_first_dot(credentials):
     with pytest.raises(DeviceUnavailable, match=r"Redfish at node7-bmc\.invalid: "):
         open_reader("node7.cluster.example", "https://{host}-bmc.invalid/redfish/v1", credentials())
 
 
-# --- who asks ---
+# --- authentication ---
 
 
-def test_a_wrong_password_is_told_in_one_line_without_it(serve, credentials):
+def test_wrong_password_is_reported_in_one_line_without_it(serve, credentials):
     service = serve(TWO_SUPPLIES, password="another")
 
     assert why_not(service.url, credentials()).endswith(
@@ -375,7 +375,7 @@ def test_a_wrong_password_is_told_in_one_line_without_it(serve, credentials):
     assert len(service.asked) == 1
 
 
-def test_a_user_who_is_refused_later_is_not_tried_again_and_again(serve, opened):
+def test_user_rejected_later_is_retried_after_ten_minutes(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     service.password = "changed"
@@ -388,17 +388,17 @@ def test_a_user_who_is_refused_later_is_not_tried_again_and_again(serve, opened)
     assert len(service.asked) == num_asked
 
 
-def test_a_user_without_the_right_to_read_is_told_which_to_ask_for(serve, credentials):
+def test_missing_privilege_is_named(serve, credentials):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: handler.answer(403, {})})
 
     assert "may not read /redfish/v1/Chassis (403): give it the privilege Login" in why_not(service.url, credentials())
 
 
-def test_without_credentials_a_service_that_wants_some_says_so(serve):
+def test_missing_credentials_are_reported(serve):
     assert why_not(serve(TWO_SUPPLIES).url, None).endswith("asks for a user (401): name a credentials file")
 
 
-def test_a_service_that_wants_no_user_gets_none(serve):
+def test_service_without_authentication_gets_no_user(serve):
     service = serve(TWO_SUPPLIES, password=None)
     reader = open_reader("node1", service.url)
 
@@ -421,7 +421,7 @@ def test_a_session_is_opened_once_used_and_ended(serve, opened, credentials):
     assert service.tokens == set()
 
 
-def test_a_session_that_expires_is_opened_again(serve, opened, credentials):
+def test_expired_session_is_opened_again(serve, opened, credentials):
     service = serve(TWO_SUPPLIES)
     reader = opened(service, file=credentials(authentication="session"))
     service.tokens.clear()
@@ -429,7 +429,7 @@ def test_a_session_that_expires_is_opened_again(serve, opened, credentials):
     assert watts(reader) == pytest.approx(1958.5)
 
 
-def test_a_session_for_a_wrong_password_is_refused_in_one_line(serve, credentials):
+def test_session_with_a_wrong_password_is_reported_in_one_line(serve, credentials):
     service = serve(TWO_SUPPLIES, password="another")
 
     assert "(401)" in why_not(service.url, credentials(authentication="session"))
@@ -452,21 +452,21 @@ def fingerprint(certificate):
     return ":".join(digits[n : n + 2] for n in range(0, 64, 2))
 
 
-def test_a_certificate_that_nobody_vouches_for_is_not_believed_and_hears_no_password(serve, credentials, certificate):
+def test_untrusted_certificate_gets_no_password(serve, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
 
     assert "certificate is not believed" in why_not(service.url, credentials())
     assert service.asked == []
 
 
-def test_a_certificate_that_the_named_file_vouches_for_is_believed(serve, opened, credentials, certificate):
+def test_certificate_signed_by_ca_file_is_trusted(serve, opened, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
     reader = opened(service, file=credentials(ca_file=certificate.parent / "certificate.pem"))
 
     assert watts(reader) == pytest.approx(1958.5)
 
 
-def test_a_certificate_is_believed_by_its_fingerprint_whatever_name_it_has(serve, opened, credentials, certificate):
+def test_fingerprint_makes_a_certificate_of_any_name_trusted(serve, opened, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
     service.url = service.url.replace("127.0.0.1", "localhost")  # the certificate is for 127.0.0.1
 
@@ -481,7 +481,7 @@ def test_a_certificate_for_another_name_is_not_trusted(serve, credentials, certi
     assert service.asked == []
 
 
-def test_another_certificate_than_the_pinned_one_hears_no_password(serve, credentials, certificate):
+def test_certificate_with_another_fingerprint_gets_no_password(serve, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
     text = why_not(service.url, credentials(fingerprint="00" * 32))
 
@@ -489,18 +489,18 @@ def test_another_certificate_than_the_pinned_one_hears_no_password(serve, creden
     assert service.asked == []
 
 
-def test_a_file_of_authorities_that_is_none_is_told_before_anything_is_sent(serve, credentials, tmp_path):
+def test_missing_ca_file_is_reported_before_sending(serve, credentials, tmp_path):
     service = serve(TWO_SUPPLIES)
     url = service.url.replace("http:", "https:")
 
     assert "ca_file" in why_not(url, credentials(ca_file=tmp_path / "nowhere.pem"))
 
 
-def test_plain_http_leaves_this_machine_never(credentials):
+def test_plain_http_is_used_only_on_this_machine(credentials):
     assert "in the clear" in why_not("http://192.0.2.7/redfish/v1", credentials())
 
 
-def test_a_user_in_the_url_is_refused_without_repeating_it(credentials):
+def test_user_in_the_url_is_rejected_without_repeating_it(credentials):
     text = why_not("https://root:calvin@bmc.example/redfish/v1", credentials())
 
     assert "credentials file" in text
@@ -510,7 +510,7 @@ def test_a_user_in_the_url_is_refused_without_repeating_it(credentials):
 @pytest.mark.parametrize(
     "url", ["https://", "https://bmc:port", "https://bmc/redfish/v1?x=1", "https://[::1", "https://127.0.0.1:9/metrics"]
 )
-def test_what_is_no_url_of_a_redfish_service_is_told(credentials, url):
+def test_invalid_url_is_reported(credentials, url):
     assert why_not(url, credentials(), limit_s=0.5).startswith("node power: ")
 
 
@@ -521,14 +521,14 @@ def test_proxies_of_the_environment_are_not_used(serve, opened, monkeypatch):
     assert watts(opened(serve(TWO_SUPPLIES))) == pytest.approx(1958.5)
 
 
-# --- services in a bad mood ---
+# --- faulty services ---
 
 
 def raw(handler, body, status="200 OK"):
     handler.wfile.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
-def test_a_service_that_hangs_costs_the_limit_and_no_more_and_recovers(serve, opened):
+def test_hanging_service_ends_at_the_timeout_and_recovers(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service, limit_s=0.4)
     metrics = service.resources[f"{SECOND}/Metrics"]
@@ -556,7 +556,7 @@ def drip_headers(handler):
 
 
 @pytest.mark.parametrize("slowly", [drip, drip_headers])
-def test_a_byte_now_and_then_does_not_stretch_the_limit(serve, credentials, slowly):
+def test_slow_bytes_do_not_extend_the_timeout(serve, credentials, slowly):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": slowly})
     began_s = time.monotonic()
 
@@ -564,14 +564,14 @@ def test_a_byte_now_and_then_does_not_stretch_the_limit(serve, credentials, slow
     assert time.monotonic() - began_s < 10.0
 
 
-def test_a_slow_body_over_tls_ends_at_the_limit(serve, credentials, certificate):
+def test_slow_body_over_tls_ends_at_the_timeout(serve, credentials, certificate):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": drip}, certificate=certificate)
     file = credentials(ca_file=certificate.parent / "certificate.pem")
 
     assert why_not(service.url, file, limit_s=2.0).endswith("no answer within 2 s")
 
 
-def test_a_slow_body_without_announced_length_is_no_answer(serve, credentials):
+def test_slow_body_without_length_is_no_answer(serve, credentials):
     def slow(handler):
         handler.close_connection = True
         handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")
@@ -591,7 +591,7 @@ def test_without_urllib3_the_pip_line_is_named(monkeypatch):
         node.open()
 
 
-def test_nobody_at_the_address_is_told(serve, credentials):
+def test_refused_connection_is_reported(serve, credentials):
     with Service({}) as service:
         url = service.url
 
@@ -611,19 +611,19 @@ def test_nobody_at_the_address_is_told(serve, credentials):
         b"null",
     ],
 )
-def test_garbage_is_a_reason_and_no_crash(serve, credentials, body):
+def test_garbage_is_reported(serve, credentials, body):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/Chassis": lambda handler: raw(handler, body)})
 
     assert "/redfish/v1/Chassis is no Redfish resource of this kind" in why_not(service.url, credentials())
 
 
-def test_what_is_not_http_is_a_reason_and_no_crash(serve, credentials):
+def test_answer_that_is_not_http_is_reported(serve, credentials):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": lambda handler: handler.wfile.write(b"SSH-2.0-dropbear\r\n" * 3)})
 
     assert "no HTTP answer: BadStatusLine" in why_not(service.url, credentials())
 
 
-def test_a_body_that_is_cut_short_is_a_reason_and_no_reading(serve, credentials):
+def test_truncated_body_is_reported(serve, credentials):
     def cut(handler):
         handler.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"Chassis"')
         handler.close_connection = True
@@ -633,7 +633,7 @@ def test_a_body_that_is_cut_short_is_a_reason_and_no_reading(serve, credentials)
     assert "the answer to /redfish/v1/ breaks off" in why_not(service.url, credentials())
 
 
-def test_a_body_without_end_is_read_up_to_a_mebibyte(serve, credentials):
+def test_endless_body_is_read_up_to_a_mebibyte(serve, credentials):
     sent = []
 
     def flood(handler):
@@ -651,13 +651,13 @@ def test_a_body_without_end_is_read_up_to_a_mebibyte(serve, credentials):
     assert sum(sent) < 20 * MAX_BYTES
 
 
-def test_a_redirect_to_a_stranger_is_not_followed_and_the_stranger_hears_nothing(serve, credentials):
-    stranger = serve({**TWO_SUPPLIES}, password=None)
-    target = {"Location": stranger.url + "/"}
+def test_redirect_to_another_service_is_not_followed(serve, credentials):
+    other = serve({**TWO_SUPPLIES}, password=None)
+    target = {"Location": other.url + "/"}
     service = serve({"/redfish/v1/": lambda handler: handler.answer(307, {}, target)})
 
     assert "points to another one (127.0.0.1), which is not followed" in why_not(service.url, credentials())
-    assert stranger.num_connections == 0
+    assert other.num_connections == 0
 
 
 def test_a_redirect_on_the_same_service_is_followed(serve, opened):
@@ -675,7 +675,7 @@ def test_redirects_in_a_circle_end(serve, credentials):
 
 
 @pytest.mark.parametrize("elsewhere", ["http://127.0.0.1:1/steal", "//evil.example/x", "relative"])
-def test_a_pointer_to_elsewhere_is_not_followed(serve, credentials, elsewhere):
+def test_link_to_another_service_is_not_followed(serve, credentials, elsewhere):
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": {"Chassis": link(elsewhere)}})
 
     assert "which is no path on it" in why_not(service.url, credentials())
@@ -691,21 +691,21 @@ def test_one_connection_serves_all_readings(serve, opened):
     assert service.num_connections == 1
 
 
-def test_a_connection_that_the_service_ended_meanwhile_is_opened_again(serve, opened):
+def test_connection_closed_by_the_service_is_opened_again(serve, opened):
     service = serve({**TWO_SUPPLIES})
     reader = opened(service)
     metrics = service.resources[f"{SECOND}/Metrics"]
 
     def last_answer(handler):
         handler.answer(200, metrics)
-        handler.close_connection = True  # without having said so
+        handler.close_connection = True  # without announcing it
 
     service.resources[f"{SECOND}/Metrics"] = last_answer
 
     assert [watts(reader) for _ in range(3)] == pytest.approx([1958.5] * 3)
 
 
-def test_a_service_of_the_older_protocol_is_read_too(serve, opened):
+def test_service_with_older_http_is_read(serve, opened):
     def old(document):
         def answer(handler):
             handler.protocol_version = "HTTP/1.0"
@@ -719,7 +719,7 @@ def test_a_service_of_the_older_protocol_is_read_too(serve, opened):
     assert watts(opened(service)) == pytest.approx(1958.5)
 
 
-def test_closing_twice_and_reading_after_is_no_crash(serve, opened):
+def test_closing_twice_and_reading_afterwards_works(serve, opened):
     reader = opened(serve(TWO_SUPPLIES))
     reader.close()
     reader.close()

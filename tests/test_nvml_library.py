@@ -144,7 +144,7 @@ answer = [
     assert ask(trace, code) == [1, "MIG-a", 1, "GPU-a"]
 
 
-def test_a_lost_device_stays_lost_until_nvml_starts_anew(trace):
+def test_lost_device_stays_lost_until_nvml_is_initialised_again(trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     faults = f"{trace.path}.faults"
     code = f"""
@@ -191,7 +191,7 @@ WAVE = square(100.0, 700.0, 0.37, 0.6)
     ],
     ids=lambda settings: "-".join(settings) or "exact",
 )
-def test_the_sensors_show_what_python_says_that_they_show(trace, settings):
+def test_sensors_show_the_values_computed_in_python(trace, settings):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00", **({"power": WAVE} | settings)))
     now_s = time.monotonic()
     moments = [now_s - 50 + 0.7391 * i for i in range(60)] + [-1.234, -0.037]  # before the clock began
@@ -217,14 +217,14 @@ def test_a_burst_or_a_step_has_the_integral_of_its_values():
         assert {100.0 <= value <= 700.0 for value in fine} == {True}
 
 
-def test_bursts_come_without_rhythm_but_each_period_has_its_own():
+def test_bursts_are_irregular_but_one_per_period():
     curve = bursts(0.0, 1.0, 1.0, 0.25)
 
     assert [curve.integral(n, n + 1.0) for n in range(1000, 1020)] == pytest.approx([0.25] * 20)
     assert len({round(curve.integral(n, n + 0.5), 3) for n in range(1000, 1020)}) > 5
 
 
-def test_a_sensor_that_measures_a_quarter_of_its_time_can_miss_every_burst():
+def test_sensor_with_a_duty_of_a_quarter_can_miss_every_burst():
     # Each tick of 100 ms has 50 ms at 700 W, then 50 ms at 100 W: 400 W, of which the last 25 ms show 100 W.
     fooled = Gpu("GPU-a", power=square(100.0, 700.0, 0.1), tick_s=0.1, duty_s=0.025).traced()
     t = time.monotonic()
@@ -285,7 +285,7 @@ answer = [before, first.timestamp / 1e6, second.timestamp / 1e6, time.time()]
     assert before_s - 0.001 <= first_s <= second_s - 0.01 <= after_s
 
 
-def test_clocks_temperature_throttling_and_errors_are_those_of_the_trace(trace):
+def test_clocks_temperature_throttling_and_errors_match_the_trace(trace):
     trace.write(
         Gpu(
             "GPU-a", "0:01:00", sm_clock_mhz=flat(1755.0), memory_clock_mhz=flat(2619.0), temperature_c=flat(61.0),
@@ -305,7 +305,7 @@ answer += [errors(handle, 0, 0), errors(handle, 1, 0)]
     assert ask(trace, code) == [1755, 1755, 2619, "error 3", 1755, "error 3", 61, 61, 4, 4, 7, 2]
 
 
-def test_what_a_board_does_not_have_is_not_supported(trace):
+def test_missing_features_of_a_board_are_not_supported(trace):
     trace.write(Gpu("GPU-a", sm_clock_mhz=None, memory_clock_mhz=None, temperature_c=None, unsupported=("ecc",)))
     code = """
 answer = [
@@ -334,7 +334,7 @@ answer = [[size >> 30 for size in sizes], result(pynvml.nvmlDeviceGetMemoryInfo,
     assert ask(trace, code) == [[11, 69, 10, 1, 69], "error 25"]
 
 
-def test_a_device_says_what_it_is(trace):
+def test_device_identity_is_that_of_the_trace(trace):
     about = {"name": "NVIDIA H100 80GB HBM3", "serial": "1650522003", "module_id": 3, "architecture": 9}
     trace.write(Gpu("GPU-a", "00000000:5E:00.0", power_limit_default_w=650.0, **about), driver="570.86.15")
     code = """
@@ -382,7 +382,7 @@ answer += metrics(sample(1000.0), sample(1000.75), 2, 3, 5, 10, 20, 60)
     ]
 
 
-def test_gpm_has_nothing_to_say_of_samples_that_are_close_or_of_two_devices(trace):
+def test_gpm_rejects_close_samples_and_those_of_two_devices(trace):
     trace.write(Gpu("GPU-a", "0:01:00", **GPM), Gpu("GPU-b", "0:02:00", **GPM))
     code = f"""{GPM_CODE}
 other = pynvml.nvmlGpmSampleGet(pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlGpmSampleAlloc())
@@ -406,7 +406,7 @@ answer = [*metrics(first, last, 2, 5), result(sample, 1.0, pynvml.nvmlGpmMigSamp
     assert ask(trace, code) == [pytest.approx(90.0), "error 3", "error 6"]
 
 
-def test_a_slice_says_which_part_of_its_gpu_it_is(trace):
+def test_slice_reports_its_share_of_the_gpu(trace):
     trace.write(
         Gpu("GPU-a", "0:01:00"),
         Gpu("MIG-a", parent=0, instance=2, slices=3, memory_total=40 * GIB),
@@ -441,7 +441,7 @@ def wait(milliseconds=0):
 """
 
 
-def test_an_event_happens_once_and_to_those_who_listen(trace):
+def test_event_is_delivered_once_to_registered_listeners(trace):
     trace.write(Gpu("GPU-a", "0:01:00"), Gpu("GPU-b", "0:02:00"))
     code = f"""{EVENTS_CODE}
 answer = [pynvml.nvmlDeviceGetSupportedEventTypes(handle), wait()[0]]
@@ -476,7 +476,7 @@ answer += [*wait(30_000), time.monotonic()]
     assert event_s <= after_s
 
 
-def test_a_frozen_counter_goes_on_where_it_would_have_been(trace):
+def test_frozen_counter_continues_at_its_true_value(trace):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00", power=WAVE))
     code = """
 read = pynvml.nvmlDeviceGetTotalEnergyConsumption
@@ -494,7 +494,7 @@ answer += [time.monotonic(), read(handle)]
 
 
 @pytest.mark.parametrize(("verb", "offset_j"), [("back 500", -500), ("jump 500", 500)])
-def test_a_counter_reads_wrong_by_so_much_while_the_fault_lasts(trace, verb, offset_j):
+def test_counter_has_an_offset_while_the_fault_lasts(trace, verb, offset_j):
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0)))
     code = f"""
 read, now = pynvml.nvmlDeviceGetTotalEnergyConsumption, time.monotonic()
@@ -547,7 +547,7 @@ answer += [lasts("0 energy hang 0.1"), lasts("0 power hang 0.1 0 1")]
         ("gpm", []),
     ],
 )
-def test_a_name_of_calls_means_all_that_begin_with_it(trace, word, failing):
+def test_call_name_of_a_fault_is_a_prefix(trace, word, failing):
     trace.write(Gpu("GPU-a", "0:01:00"))
     code = f"""
 names = "MemoryInfo UtilizationRates PowerUsage TotalEnergyConsumption EnforcedPowerLimit PowerManagementLimit "
@@ -587,7 +587,7 @@ answer += [result(pynvml.{call}) == "error 999"]
     assert ask(trace, code) == ["error 999", False]
 
 
-def test_the_slices_of_a_lost_gpu_are_lost_too(trace):
+def test_slices_of_a_lost_gpu_are_lost(trace):
     trace.write(Gpu("GPU-a", "0:01:00"), Gpu("MIG-a", parent=0), Gpu("GPU-b", "0:02:00"))
     code = """
 handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in ("MIG-a", "GPU-a", "GPU-b")]
@@ -632,7 +632,7 @@ answer = sorted(times)[1000]
     assert ask(trace, code) < 100e-6
 
 
-def test_a_remote_reader_gives_back_whatever_its_reader_says(trace):
+def test_remote_reader_returns_the_results_of_its_reader(trace):
     [gpu] = trace.write(Gpu("GPU-a", "0:01:00"))
 
     with trace.reader(Site(cuda_uuid=gpu.uuid)) as reader:

@@ -1,4 +1,4 @@
-"""Another user of a job's host, who finds the aggregator's port on loopback and comes before a rank does."""
+"""Another user of a job's host finds the aggregator's port on loopback and connects before a rank does."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def rank_of_job(launch, rank, **settings):
 
 @pytest.fixture
 def intruder():
-    """Return a way to speak as rank 1 of a job, as often as a connection is made, and what is answered."""
+    """Return a function that connects repeatedly as rank 1 of a job and returns the answers."""
     context, links, plain = make_context(), [], []
 
     def intrude(job, keys):
@@ -40,7 +40,7 @@ def intruder():
         link.connect()
         answers = []
         if keys is None:
-            # A peer of ZeroMQ often hangs up first, as an agent does that is killed meanwhile; this one waits.
+            # A peer of ZeroMQ often disconnects first, as a killed agent does; this one waits.
             plain.append(socket.create_connection(("127.0.0.1", port)))
             plain[-1].sendall(GREETING)
 

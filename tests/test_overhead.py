@@ -1,4 +1,4 @@
-"""What measuring costs is a metric: it adds up over processes and attempts."""
+"""The cost of measuring is a metric: it adds up over processes and attempts."""
 
 import pytest
 from builders import hello, reports, row
@@ -15,7 +15,7 @@ def served(ledger=None, job="job"):
     return Aggregator(Config(), job, ledger.attempt if ledger else 1, 1000.0, ledger)
 
 
-def test_what_agents_say_of_themselves_is_summed_and_never_goes_back():
+def test_overhead_of_agents_is_summed_and_never_decreases():
     aggregator = served()
     for rank in range(2):
         assert aggregator.hello(hello(rank), 0.0, 1000.0) == ""
@@ -28,7 +28,7 @@ def test_what_agents_say_of_themselves_is_summed_and_never_goes_back():
     assert (spent.agents_cpu_s, spent.sent_bytes, spent.recorder_cpu_s) == (3.25, 4500, 0.875)
 
 
-def test_it_adds_up_over_replaced_aggregators_and_agents_and_over_attempts():
+def test_overhead_adds_up_over_replacements_and_attempts():
     first = served()
     first.hello(hello(0, 1), 0.0, 1000.0)
     first.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100), 10.0, 1010.0)
@@ -51,7 +51,7 @@ def test_it_adds_up_over_replaced_aggregators_and_agents_and_over_attempts():
     assert spent.agents_cpu_s == 1.75 + 0.25 + 2.0
     assert spent.sent_bytes == 175 + 25 + 200
     assert (spent.aggregator_cpu_s, spent.received_bytes) == (5.0 + 0.5 + 1.0, 110 + 60 + 210)
-    assert spent.recorder_cpu_s is None, "no agent has told it"
+    assert spent.recorder_cpu_s is None, "no agent has reported it"
 
 
 def test_each_window_has_it_as_metrics():
@@ -70,5 +70,5 @@ def test_each_window_has_it_as_metrics():
     assert metrics.describe("health/recorder_cpu_ratio").unit == "ratio"
 
 
-def test_a_pair_of_stamps_is_measured_where_it_runs():
+def test_cost_of_a_pair_of_stamps_is_measured():
     assert 0.0 < pair_s() < 0.01

@@ -1,4 +1,4 @@
-"""runs/own_files.py: whatever somebody else lays in the way is neither followed, nor written to, nor waited for."""
+"""runs/own_files.py: files that another user puts in the way are not followed, written to or waited for."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ from effllm.runs import own_files
 from effllm.runs.run_lock import Holder, status_of, take
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which root alone can")
-STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes owners of files, which only root can")
+OTHER_USER = 12345
 
 
 def mode(path):
@@ -21,7 +21,7 @@ def mode(path):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o027])
-def test_folders_and_files_are_the_users_alone_whatever_the_umask(tmp_path, umask):
+def test_folders_and_files_are_private_under_any_umask(tmp_path, umask):
     folder = tmp_path / "runs" / "deep" / "mine"
     before = os.umask(umask)
     try:
@@ -37,7 +37,7 @@ def test_folders_and_files_are_the_users_alone_whatever_the_umask(tmp_path, umas
 
 @pytest.mark.faults
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_a_whole_job_leaves_nothing_that_others_can_read(launch, tmp_path, umask):
+def test_job_leaves_nothing_that_others_can_read(launch, tmp_path, umask):
     before = os.umask(umask)
     try:
         job = launch.python("loop.py", run_dir=tmp_path / "new" / "runs", run_name="mine").done()
@@ -81,7 +81,7 @@ def device(path):
 
 def others(path):
     path.write_text("precious\n")
-    os.chown(path, STRANGER, STRANGER)
+    os.chown(path, OTHER_USER, OTHER_USER)
 
 
 def placed_by_root(place):
@@ -93,7 +93,7 @@ THINGS = [pipe, link, link_to_nothing, second_name, folder, placed_by_root(devic
 
 @pytest.mark.parametrize("place", THINGS)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND])
-def test_what_is_no_file_of_our_own_is_not_opened(tmp_path, place, flags):
+def test_file_that_is_not_our_own_is_not_opened(tmp_path, place, flags):
     place(tmp_path / "file")
 
     with pytest.raises(OSError):
@@ -106,7 +106,7 @@ def test_what_is_no_file_of_our_own_is_not_opened(tmp_path, place, flags):
 
 @pytest.mark.parametrize("place", [pipe, link, second_name])
 @pytest.mark.parametrize("name", ["events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl"])
-def test_a_sink_does_not_write_through_what_lies_in_the_place_of_its_files(tmp_path, place, name):
+def test_run_folder_does_not_write_through_foreign_files(tmp_path, place, name):
     place(tmp_path / name)
 
     with pytest.raises(OSError, match=r"no file of our own|Too many levels"):
@@ -119,7 +119,7 @@ def test_a_sink_does_not_write_through_what_lies_in_the_place_of_its_files(tmp_p
 @pytest.mark.parametrize("place", [pipe, link, second_name])
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["summary.json", "run.json", "state.json"])
-def test_a_file_that_is_replaced_is_neither_waited_for_nor_written_through(tmp_path, place, name):
+def test_replaced_file_neither_blocks_nor_is_written_through(tmp_path, place, name):
     place(tmp_path / name)
 
     if name == "run.json":
@@ -135,7 +135,7 @@ def test_a_file_that_is_replaced_is_neither_waited_for_nor_written_through(tmp_p
 
 
 @pytest.mark.parametrize("place", [pipe, link, second_name])
-def test_a_lock_that_is_no_file_of_ours_is_not_taken(tmp_path, place):
+def test_lock_that_is_not_our_own_file_is_not_taken(tmp_path, place):
     place(tmp_path / "lock")
 
     with pytest.raises(OSError):
@@ -144,10 +144,10 @@ def test_a_lock_that_is_no_file_of_ours_is_not_taken(tmp_path, place):
 
 @needs_root
 @pytest.mark.faults
-def test_a_folder_of_another_user_is_refused_by_name(tmp_path):
+def test_folder_of_another_user_is_rejected_by_name(tmp_path):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    os.chown(theirs, STRANGER, STRANGER)
+    os.chown(theirs, OTHER_USER, OTHER_USER)
 
     with pytest.raises(PermissionError, match="it belongs to another user"):
         own_files.make_folder(theirs)
@@ -157,7 +157,7 @@ def test_a_folder_of_another_user_is_refused_by_name(tmp_path):
         open_run_folder(theirs, {})
 
 
-def test_a_folder_that_everybody_can_write_to_is_refused(tmp_path):
+def test_world_writable_folder_is_rejected(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
 
@@ -182,7 +182,7 @@ def test_a_run_in_a_folder_like_tmp_is_our_own(public):
 @needs_root
 @pytest.mark.faults
 @pytest.mark.parametrize("kind", ["folder", "link to a folder", "link to our own folder"])
-def test_what_another_user_laid_on_the_way_in_a_folder_like_tmp_is_refused(public, tmp_path, kind):
+def test_link_or_folder_of_another_user_in_tmp_is_rejected(public, tmp_path, kind):
     ours = tmp_path / "ours"
     ours.mkdir()
     if kind == "folder":
@@ -191,18 +191,18 @@ def test_what_another_user_laid_on_the_way_in_a_folder_like_tmp_is_refused(publi
         target = ours if kind.endswith("our own folder") else tmp_path / "elsewhere"
         target.mkdir(exist_ok=True)
         (public / "runs").symlink_to(target)
-    os.chown(public / "runs", STRANGER, STRANGER, follow_symlinks=False)
+    os.chown(public / "runs", OTHER_USER, OTHER_USER, follow_symlinks=False)
 
     with pytest.raises(PermissionError, match="runs belongs to another user"):
         own_files.make_folder(public / "runs" / "mine")
 
 
-# --- folders of a group, as projects have them ---
+# --- folders of a group, as in projects ---
 
 
 @pytest.fixture
 def project(tmp_path):
-    """Return a folder of mode 2770, and beside it one of ours that holds a run."""
+    """Return a folder of mode 2770, beside one of ours that contains a run."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project").chmod(0o2770)
     (tmp_path / "precious" / "mine").mkdir(parents=True)
@@ -213,12 +213,12 @@ def project(tmp_path):
 
 def link_of_another(path, target):
     path.symlink_to(target)
-    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+    os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
 
 
 def folder_of_another(path, mode):
     path.mkdir()
-    os.chown(path, STRANGER, STRANGER)
+    os.chown(path, OTHER_USER, OTHER_USER)
     path.chmod(mode)
 
 
@@ -237,7 +237,7 @@ def test_run_in_a_folder_of_a_group_is_our_own(project):
 
 
 @needs_root
-def test_folder_of_a_colleague_in_a_group_is_passed(project):
+def test_folder_of_a_group_member_is_passed(project):
     folder_of_another(project / "experiments", 0o2770)
 
     own_files.make_folder(project / "experiments" / "runs" / "mine")
@@ -245,10 +245,10 @@ def test_folder_of_a_colleague_in_a_group_is_passed(project):
 
 @needs_root
 @pytest.mark.parametrize("way", ["runs", "experiments/runs", "own/runs"])
-def test_link_of_another_in_a_folder_of_a_group_is_refused(project, way):
+def test_link_of_another_in_a_folder_of_a_group_is_rejected(project, way):
     if way == "experiments/runs":  # a colleague's own folder, to which the group cannot write
         folder_of_another(project / "experiments", 0o755)
-    elif way == "own/runs":  # a link of our own, which leads over one of another
+    elif way == "own/runs":  # a link of our own to a link of another user
         (project / "own").symlink_to(project / "links")
         (project / "links").mkdir(mode=0o2770)
         (project / "links").chmod(0o2770)
@@ -265,14 +265,14 @@ def test_link_of_another_in_a_folder_of_a_group_is_refused(project, way):
 
 
 @needs_root
-def test_open_folder_of_another_in_a_group_is_refused(project):
+def test_open_folder_of_another_in_a_group_is_rejected(project):
     folder_of_another(project / "open", 0o2777)
 
     with pytest.raises(PermissionError, match="open belongs to another user"):
         own_files.make_folder(project / "open" / "mine")
 
 
-def test_run_folder_that_its_group_can_write_is_refused(project):
+def test_group_writable_run_folder_is_rejected(project):
     (project / "mine").mkdir()
     (project / "mine").chmod(0o2770)
 
@@ -290,7 +290,7 @@ def test_link_of_our_own_in_a_folder_of_a_group_is_followed(project):
 
 
 @needs_root
-def test_link_that_takes_the_place_of_the_run_folder_is_not_followed(project):
+def test_link_that_replaces_the_run_folder_is_not_followed(project):
     store = RunFolder(project / "runs" / "mine", {"job": "x"})
     (project / "runs").rename(project / "moved")
     link_of_another(project / "runs", project.parent / "precious")
@@ -337,7 +337,7 @@ def test_no_descriptor_is_left_open(project):
 
 @needs_root
 @pytest.mark.faults
-def test_job_leaves_a_run_behind_the_link_of_another_alone(launch, project):
+def test_job_does_not_touch_a_run_behind_a_foreign_link(launch, project):
     link_of_another(project / "runs", project.parent / "precious")
     job = launch.python("loop.py", run_dir=project / "runs", run_name="mine").done()
 
@@ -363,7 +363,7 @@ def test_a_link_of_our_own_is_followed(tmp_path):
     ],
     ids=ascii,
 )  # fmt: skip
-def test_a_name_that_plays_games_with_paths_is_refused(name):
+def test_name_with_path_parts_is_rejected(name):
     with pytest.raises(ConfigError, match="EFFICIENTLLM_RUN_NAME="):
         read_config({"EFFICIENTLLM_RUN_NAME": name})
 
@@ -371,11 +371,11 @@ def test_a_name_that_plays_games_with_paths_is_refused(name):
 @needs_root
 @pytest.mark.faults
 @pytest.mark.faults
-def test_a_job_whose_run_folder_was_laid_there_by_another_user_says_so_and_trains_on(launch, public):
+def test_run_folder_of_another_user_is_reported_and_training_goes_on(launch, public):
     (public / "runs").mkdir()
     (public / "runs" / "mine").mkdir()
     for path in (public / "runs" / "mine", public / "runs"):
-        os.chown(path, STRANGER, STRANGER)
+        os.chown(path, OTHER_USER, OTHER_USER)
     job = launch.python("loop.py", run_dir=public / "runs", run_name="mine").done()
 
     assert len(job.blocks) == 2
@@ -384,7 +384,7 @@ def test_a_job_whose_run_folder_was_laid_there_by_another_user_says_so_and_train
 
 
 @pytest.mark.faults
-def test_a_pipe_in_the_place_of_a_summary_holds_nobody_up(launch, tmp_path):
+def test_pipe_in_place_of_a_summary_blocks_nothing(launch, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     os.mkfifo(tmp_path / "runs" / "mine" / "summary.json")
     job = launch.python("loop.py", run_name="mine").done()
@@ -392,12 +392,12 @@ def test_a_pipe_in_the_place_of_a_summary_holds_nobody_up(launch, tmp_path):
     assert job.ledger.summary.tokens == 2000
 
 
-# --- file systems that show what is ours as another's ---
+# --- file systems that show our files as another user's ---
 
 
 @pytest.fixture
 def shown_as(monkeypatch):
-    """Have the file system of a folder show every file and folder as one user's, with one mode, as SMB may."""
+    """Make the file system of a folder show one owner and one mode for all entries, as SMB may."""
     real = {"stat": os.stat, "fstat": os.fstat, "lstat": os.lstat}
 
     def show(folder, user, mode):
@@ -417,8 +417,8 @@ def shown_as(monkeypatch):
     return show
 
 
-@pytest.mark.parametrize("user", [0, 65534, STRANGER])
-def test_what_a_file_system_shows_as_one_users_is_ours_if_what_we_make_is_too(tmp_path, shown_as, user):
+@pytest.mark.parametrize("user", [0, 65534, OTHER_USER])
+def test_file_system_with_one_owner_for_all_files_is_accepted(tmp_path, shown_as, user):
     folder = tmp_path / "share" / "runs"
     own_files.make_folder(folder)
     (folder / "file").write_bytes(b"x")
@@ -426,4 +426,4 @@ def test_what_a_file_system_shows_as_one_users_is_ours_if_what_we_make_is_too(tm
 
     own_files.make_folder(folder)
     assert own_files.read_file(folder / "file") == b"x"
-    assert [path.name for path in folder.iterdir()] == ["file"], "what was made to look is gone"
+    assert [path.name for path in folder.iterdir()] == ["file"], "the file made for the check is removed"

@@ -1,4 +1,4 @@
-"""Who counts the iterations of a process."""
+"""The owner that counts the iterations of a process."""
 
 import pytest
 
@@ -7,12 +7,12 @@ from effllm.training.ownership import ACCELERATE, CORE, EXPLICIT, FRAMEWORK, OPT
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch):
+def unowned(monkeypatch):
     monkeypatch.setattr(ownership, "_level", 99)
     monkeypatch.setattr(ownership, "_name", "")
 
 
-def test_the_first_to_claim_counts_and_may_claim_again():
+def test_first_claim_counts_and_can_be_repeated():
     assert ownership.claim(OPTIMIZER, "torch")
     assert ownership.claim(OPTIMIZER, "torch")
     assert ownership.holds(OPTIMIZER, "torch")
@@ -22,7 +22,7 @@ def test_the_first_to_claim_counts_and_may_claim_again():
 @pytest.mark.parametrize(
     ("nearer", "farther"), [(EXPLICIT, FRAMEWORK), (FRAMEWORK, CORE), (CORE, ACCELERATE), (ACCELERATE, OPTIMIZER)]
 )
-def test_whoever_stands_nearer_to_the_person_takes_over_and_keeps_it(nearer, farther):
+def test_more_explicit_owner_takes_over_and_keeps_it(nearer, farther):
     assert ownership.claim(farther, "far")
     assert ownership.claim(nearer, "near")
     assert not ownership.holds(farther, "far")
@@ -30,14 +30,14 @@ def test_whoever_stands_nearer_to_the_person_takes_over_and_keeps_it(nearer, far
     assert ownership.holds(nearer, "near")
 
 
-def test_of_two_that_are_as_near_the_first_counts():
+def test_first_of_two_equal_owners_counts():
     assert ownership.claim(FRAMEWORK, "one")
     assert not ownership.claim(FRAMEWORK, "other")
 
 
-def test_what_is_given_up_can_be_claimed_by_anybody():
+def test_released_ownership_can_be_claimed():
     ownership.claim(FRAMEWORK, "one")
-    ownership.release(FRAMEWORK, "other")  # which has nothing to give up
+    ownership.release(FRAMEWORK, "other")  # it holds nothing to release
     assert ownership.holder() == "one"
 
     ownership.release(FRAMEWORK, "one")

@@ -1,4 +1,4 @@
-"""effllm/network/peers.py: a connection speaks for the rank and agent of its HELLO, and for no more than its share."""
+"""effllm/network/peers.py: a connection sends for the rank and agent of its HELLO, within its rate."""
 
 import time
 from itertools import pairwise
@@ -65,14 +65,14 @@ def of_rank(rank, agent=None):
 
 
 @pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
-def test_a_connection_speaks_for_the_rank_of_its_hello(peers, message):
+def test_connection_may_send_for_the_rank_of_its_hello(peers, message):
     assert peers.objection(b"a", message) == ""
     assert peers.take_events() == []
     assert peers.refused == {}
 
 
 @pytest.mark.parametrize("message", [*of_rank(1), *of_rank(0, "agent-1")], ids=lambda message: type(message).__name__)
-def test_a_connection_that_speaks_for_another_rank_or_agent_is_refused_counted_and_named(peers, message):
+def test_message_for_another_rank_or_agent_is_rejected_and_named(peers, message):
     assert peers.objection(b"a", message).startswith("rank 0 on node-0 spoke for ")
     assert peers.objection(b"a", message)
 
@@ -82,7 +82,7 @@ def test_a_connection_that_speaks_for_another_rank_or_agent_is_refused_counted_a
     assert peers.refused == {IMPOSTOR: 2}
 
 
-def test_one_row_of_another_rank_is_enough_to_refuse_a_frame(peers):
+def test_one_row_of_another_rank_rejects_the_frame(peers):
     assert "spoke for rank 1" in peers.objection(b"a", reports(row(0), row(1)))
 
 
@@ -93,10 +93,10 @@ def test_a_connection_cannot_introduce_itself_as_two_ranks_or_agents(peers):
 
 
 @pytest.mark.parametrize("message", of_rank(0), ids=lambda message: type(message).__name__)
-def test_what_comes_before_a_hello_is_refused_though_it_names_a_rank_that_is_there(peers, message):
-    peers.admits(b"stranger", 10, 1.0)
+def test_message_before_hello_is_rejected(peers, message):
+    peers.admits(b"unknown", 10, 1.0)
 
-    refused = [peers.objection(b"stranger", message) for _ in range(5)]
+    refused = [peers.objection(b"unknown", message) for _ in range(5)]
 
     assert all(refused)
     assert peers.refused == {STRANGER: 5}
@@ -105,35 +105,35 @@ def test_what_comes_before_a_hello_is_refused_though_it_names_a_rank_that_is_the
     assert event.text == "a connection without a HELLO sent something else first"
 
 
-def test_an_aggregator_of_the_next_attempt_is_no_rank_and_needs_no_hello(peers):
+def test_aggregator_of_the_next_attempt_needs_no_hello(peers):
     peers.admits(b"next", 10, 1.0)
 
     assert peers.objection(b"next", Supersede("run", "job")) == ""
 
 
-def test_an_agent_that_connects_again_takes_the_place_of_its_old_connection(peers):
+def test_new_connection_of_an_agent_replaces_the_old_one(peers):
     peers.admits(b"new", 300, 5.0)
     assert peers.objection(b"new", hello(0)) == ""
     peers.introduce(b"new", hello(0), 5.0)
 
     assert peers.of_rank(0) == b"new"
     assert peers.objection(b"new", of_rank(0)[0]) == ""
-    assert peers.objection(b"a", of_rank(0)[0]), "the old connection is nobody's any more"
+    assert peers.objection(b"a", of_rank(0)[0]), "the old connection belongs to no agent now"
     assert len(peers) == 2
 
 
-def test_connections_that_never_introduce_themselves_are_forgotten(peers):
+def test_connections_without_hello_are_bounded(peers):
     for number in range(30_000):
         assert peers.admits(b"x%d" % number, 10, 1.0)
 
     assert len(peers) <= MAX_UNSEEN_PEERS + 2
-    assert peers.objection(b"a", of_rank(0)[0]) == "", "ranks are not forgotten for strangers"
+    assert peers.objection(b"a", of_rank(0)[0]) == "", "connections of ranks are kept"
 
 
 # --- rates ---
 
 
-def test_what_an_agent_has_kept_through_an_outage_passes_at_once(peers):
+def test_history_kept_through_an_outage_passes_at_once(peers):
     frames, in_a_frame = -(-HISTORY // MAX_ROWS), 250 * MAX_ROWS
 
     assert all(peers.admits(b"a", in_a_frame, 100.0) for _ in range(frames))
@@ -141,11 +141,11 @@ def test_what_an_agent_has_kept_through_an_outage_passes_at_once(peers):
     assert all(peers.admits(b"b", ROW_BYTES, 100.0) for _ in range(HISTORY))
 
 
-def test_a_rate_is_kept_for_ever_by_whoever_does_not_exceed_it(peers):
+def test_peer_within_its_rate_is_never_throttled(peers):
     assert all(peers.admits(b"a", 300, number / FRAMES_PER_S) for number in range(20_000))
 
 
-def test_more_frames_than_that_are_dropped_counted_and_told_once(peers):
+def test_excess_frames_are_dropped_counted_and_reported_once(peers):
     passed = sum(peers.admits(b"a", 10, 0.0) for _ in range(BURST + 500))
 
     assert passed == BURST
@@ -154,35 +154,35 @@ def test_more_frames_than_that_are_dropped_counted_and_told_once(peers):
     assert (event.rank, event.text) == (0, "rank 0 on node-0 sends too much, and is not heard for a while")
 
 
-def test_more_bytes_than_that_are_dropped(peers):
+def test_excess_bytes_are_dropped(peers):
     room = BURST_BYTES + HISTORY * ROW_BYTES
     passed = sum(peers.admits(b"a", MAX_BYTES, 0.0) for _ in range(300))
 
     assert passed == room // MAX_BYTES
 
 
-def test_a_stranger_may_say_little(peers):
-    assert sum(peers.admits(b"stranger", 10, 0.0) for _ in range(1000)) == STRANGER_FRAMES
+def test_peer_without_hello_has_a_small_allowance(peers):
+    assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == STRANGER_FRAMES
     assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
 
 
-def test_one_peer_that_sends_too_much_takes_nothing_from_another(peers):
+def test_throttled_peer_does_not_affect_another(peers):
     for _ in range(10 * BURST):
         peers.admits(b"a", 1000, 0.0)
 
     assert all(peers.admits(b"b", 300, 0.0) for _ in range(BURST))
 
 
-def test_after_a_frame_was_dropped_nothing_is_heard_until_all_is_sent_again(peers):
+def test_after_a_drop_frames_are_rejected_until_all_is_resent(peers):
     while peers.admits(b"a", 10, 0.0):
         pass
     late = of_rank(0)[0]
     assert not peers.admits(b"a", 10, 1.0), "50 more may pass, but nothing is decoded"
     assert "sent again" in peers.objection(b"a", late)
     assert peers.admits(b"a", 300, 1.0, is_hello=True)
-    assert not peers.is_to_send_again(b"a", 1.0), "what it has to send again would be too much again"
+    assert not peers.is_to_send_again(b"a", 1.0), "resending would exceed the rate again"
     assert peers.is_to_send_again(b"a", 3.0)
-    assert not peers.is_to_send_again(b"a", 3.0 + AGAIN_EVERY_S / 2), "told once a second at most"
+    assert not peers.is_to_send_again(b"a", 3.0 + AGAIN_EVERY_S / 2), "at most once a second"
 
     assert peers.objection(b"a", hello(0)) == ""
     peers.introduce(b"a", hello(0), 4.0)
@@ -191,7 +191,7 @@ def test_after_a_frame_was_dropped_nothing_is_heard_until_all_is_sent_again(peer
     assert not peers.is_to_send_again(b"a", 9.0)
 
 
-def test_a_new_connection_of_a_rank_is_no_new_allowance(peers):
+def test_new_connection_of_a_rank_gets_no_new_allowance(peers):
     while peers.admits(b"a", 10, 0.0):
         pass
     assert peers.admits(b"new", 300, 1.0, is_hello=True)
@@ -202,11 +202,11 @@ def test_a_new_connection_of_a_rank_is_no_new_allowance(peers):
 
 
 @pytest.mark.parametrize("message", [hello(), hello(facts={"a": "b"}), *of_rank(0)], ids=lambda one: type(one).__name__)
-def test_a_hello_is_known_before_it_is_decoded(message):
+def test_hello_is_recognised_before_decoding(message):
     assert is_hello(encode(message)) == isinstance(message, Hello)
 
 
-# --- what a member of the job may say, and what it costs the others ---
+# --- limits for members of the job ---
 
 
 def aggregator_of(*hellos):
@@ -216,7 +216,7 @@ def aggregator_of(*hellos):
     return aggregator
 
 
-def test_a_line_from_a_rank_is_told_as_one_line_without_escape_sequences():
+def test_text_from_a_rank_becomes_one_line_without_escapes():
     aggregator = aggregator_of(hello(0))
     forged = Event(1.0, "warning", "\x1b[2J\r\n[EfficientLLM] Run completed")
     aggregator.agent_event(AgentEvent("agent-0", 0, forged), 1.0, 1001.0)
@@ -224,32 +224,32 @@ def test_a_line_from_a_rank_is_told_as_one_line_without_escape_sequences():
     assert aggregator.take_events()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
 
 
-def test_a_rank_that_talks_without_end_is_cut_short_and_silences_nobody():
+def test_events_of_one_rank_are_limited_and_others_pass():
     aggregator = aggregator_of(hello(0), hello(1))
     for number in range(5000):
         aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), 1.0, 1001.0)
     aggregator.agent_event(AgentEvent("agent-1", 1, Event(1.0, "warning", "the loss is nan")), 1.0, 1001.0)
     aggregator.reject(1001.0, "no frame")
 
-    told = [event.text for event in aggregator.take_events()]
-    assert sum(text.startswith("rank 0: ") for text in told) == MAX_PER_MINUTE
-    assert told[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
+    texts = [event.text for event in aggregator.take_events()]
+    assert sum(text.startswith("rank 0: ") for text in texts) == MAX_PER_MINUTE
+    assert texts[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
 
 
 def test_a_rank_with_ever_more_devices_is_rejected():
     aggregator = aggregator_of(hello(0))
-    told = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MAX_DEVICES)]
+    answers = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MAX_DEVICES)]
 
-    assert told[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
-    assert told[-1] == f"it has introduced more than {MAX_DEVICES} devices"
+    assert answers[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
+    assert answers[-1] == f"it has introduced more than {MAX_DEVICES} devices"
     assert aggregator.hello(hello(0), 0.0, 1000.0) == "", "devices that are known may be introduced again"
 
 
 # --- a real aggregator ---
 
 
-class Voice:
-    """An agent by hand on a real aggregator."""
+class HandAgent:
+    """A hand-written agent on a real aggregator."""
 
     def __init__(self, context, port):
         self.socket = context.socket(zmq.DEALER)
@@ -276,7 +276,7 @@ def voice():
     context, voices = zmq.Context(), []
 
     def speak(port):
-        voices.append(Voice(context, port))
+        voices.append(HandAgent(context, port))
         return voices[-1]
 
     yield speak
@@ -291,7 +291,7 @@ def introduction(rank, world_size=2):
 
 @pytest.mark.faults
 @pytest.mark.fault("unauthenticated-peers")
-def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(launch, voice):
+def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, voice):
     aggregator = launch.aggregator()
     zero, one = voice(aggregator.port), voice(aggregator.port)
     for rank, agent in enumerate((zero, one)):
@@ -303,7 +303,7 @@ def test_a_rank_of_the_job_that_speaks_for_another_changes_nothing_and_is_named(
     assert other.hear("Refused").reason.startswith("rank 5 lies outside")
     assert other.hear("Refused").reason == "it belongs to another job"
 
-    # It knows the other's id, which nobody should, and is a member of the job.
+    # It is a member of the job and has the other's id, which should be secret.
     stolen = row(1, agent="secret-1", tokens=10**9, devices=())
     zero.say(reports(stolen), Bye("secret-1", 1, "failed", 10))
     zero.say(reports(row(0, agent="secret-0", devices=())))
@@ -336,7 +336,7 @@ def test_windows_are_written_while_further_frames_wait(launch, voice):
     while confirmed[-1] < 2000:
         confirmed.append(agent.hear("Ack", within_s=120.0).sequence)
 
-    # Frames that are taken for as long as there are some were confirmed all at once.
+    # Without a limit on the frames of one turn, all of them were confirmed at once.
     assert max(after - before for before, after in pairwise(confirmed)) < 1000
     agent.say(Bye("secret-0", 0, "completed", 20_000))
     agent.hear("ByeSeen")
@@ -345,7 +345,7 @@ def test_windows_are_written_while_further_frames_wait(launch, voice):
 
 @pytest.mark.faults
 @pytest.mark.fault("hostile-frames")
-def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_missing(launch, voice):
+def test_throttled_rank_resends_dropped_reports(launch, voice):
     aggregator = launch.aggregator(history_size=16, log_interval=10)
     agent = voice(aggregator.port)
     agent.say(introduction(0, 1))
@@ -357,15 +357,15 @@ def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_m
     agent.say(*[MAGIC + b"\xc1"] * 3000)  # far beyond its burst of 528
     agent.say(reports(*rows[10:]))
 
-    def is_told_to_send_again():
+    def must_send_again():
         agent.say(Heartbeat("secret-0", 0, 1, "x", 0.0))
-        while agent.socket.poll(100):  # acknowledgements come at any time
+        while agent.socket.poll(100):  # acknowledgements arrive at any time
             message = decode_from_aggregator(agent.socket.recv())
             if isinstance(message, Welcome):
                 return message.again
         return False
 
-    jobs.until(is_told_to_send_again)
+    jobs.until(must_send_again)
     agent.say(introduction(0, 1), reports(*rows), Bye("secret-0", 0, "completed", 200))
     agent.hear("ByeSeen")
     assert not aggregator.job.left(within_s=8.0)
@@ -378,7 +378,7 @@ def test_a_rank_that_was_throttled_sends_again_what_was_dropped_and_nothing_is_m
 
 @pytest.mark.faults
 @pytest.mark.fault("hostile-frames")
-def test_a_real_agent_that_is_told_so_introduces_itself_and_sends_all_that_was_not_confirmed(launch):
+def test_agent_resends_hello_and_unconfirmed_reports_on_request(launch):
     context = make_context()
     server = ServerSocket(context)
     port = server.listen("tcp://127.0.0.1:*").rpartition(":")[2]
@@ -410,4 +410,4 @@ def test_a_real_agent_that_is_told_so_introduces_itself_and_sends_all_that_was_n
         context.destroy(linger=0)
 
     assert before[:3] == [1, 2, 3]
-    assert after[:2] == [2, 3], "the one that was confirmed is not among them"
+    assert after[:2] == [2, 3], "the confirmed one is not among them"
