@@ -13,8 +13,8 @@ from typing import Any
 from effllm.place import Place
 from effllm.training import ownership
 from effllm.training.counted import Counted
-from effllm.training.facts import count as positive_count
-from effllm.training.facts import positive, text
+from effllm.training.declared import count as positive_count
+from effllm.training.declared import positive, text
 from effllm.training.lifecycle import Lifecycle
 from effllm.training.recorder import Recorder
 from effllm.training.values import NAN, EfficientLLMMetrics
@@ -145,7 +145,7 @@ class MetricsCollector:
             counts[1] = counts[1] or samples
             recorder.end(*counts)
             if loss is not None:
-                recorder.loss(self.declared.first_iteration + recorder.ordinal, loss)
+                recorder.loss(self.declared.facts.first_iteration + recorder.ordinal, loss)
 
     def _claim(self) -> None:
         """Take the count from the hooks of frameworks: the loop itself counts."""
@@ -153,8 +153,8 @@ class MetricsCollector:
 
     def record_step_start(self) -> None:
         """Stamp the start of a step: `record_iteration_start` by LLaMA-Factory's name."""
-        if "style" not in self.declared.values["run"]:
-            self.declared.learn(run={"style": "Step"})
+        if "style" not in self.declared.facts.run:
+            self.declared.learn_run({"style": "Step"})
         self.record_iteration_start()
 
     def record_step_end(self, tokens_processed: int | None = None, samples_processed: int | None = None) -> None:
@@ -200,7 +200,7 @@ class MetricsCollector:
             The contract's six tags, ``nan`` where a value is not measured (yet).
         """
         iteration, writer = step if iteration is None else iteration, tb_writer if writer is None else writer
-        if not self.declared.values.get("is_numbered") and self.is_collecting:
+        if not self.declared.facts.is_numbered and self.is_collecting:
             self.declared.learn(is_numbered=True)  # once: a restart of the job derives from it what is done again
         return self.log_own(iteration, loss, writer)
 
@@ -227,16 +227,16 @@ class MetricsCollector:
     def set_model_parameters(self, model_parameters: int | None = None, *, num_parameters: int | None = None) -> None:
         """Set how many parameters the whole model has; ``num_parameters`` is LLaMA-Factory's name for it."""
         given = num_parameters if model_parameters is None else model_parameters
-        self.declared.learn(parameters={"total": positive_count(given), "is_share": False})
+        self.declared.learn_parameters(given)
 
     def set_batch_config(self, sequence_length: int, batch_size: int) -> None:
         """Say how much one step processes on this rank, for loops that do not count."""
         self._batch = (int(sequence_length) * int(batch_size), int(batch_size))
-        self.declared.learn(run={"sequence_length": int(sequence_length), "batch_size": int(batch_size)})
+        self.declared.learn_run({"sequence_length": int(sequence_length), "batch_size": int(batch_size)})
 
     def record_facts(self, **facts: str | float | bool | None) -> None:
         """Add to the run's facts in ``run.json``; those of rank 0 are used."""
-        self.declared.learn(run=facts)
+        self.declared.learn_run(facts)
 
     def calculate_amu(self) -> float:
         """Return the average memory utilization in GB."""
@@ -341,7 +341,7 @@ def initialize_efficientllm_metrics(
     collector.lifecycle.configure(collection_interval, place)
     collector.end_requests()
     if parameter_share is not None:
-        collector.declared.learn_parameters(parameter_share)
+        collector.declared.learn_share(parameter_share)
     elif model_parameters is not None:
         collector.set_model_parameters(model_parameters)
     collector.declared.learn_first(first_iteration, is_numbered, keeps_earlier=collector.is_collecting)
@@ -349,8 +349,9 @@ def initialize_efficientllm_metrics(
         total_iterations=positive_count(total_iterations) if total_iterations else None,
         flops_per_token=positive(flops_per_token),
         hardware_flops_per_token=positive(hardware_flops_per_token),
-        run=dict(facts or {}),
     )
+    if facts:
+        collector.declared.learn_run(facts)
     if sequence_length and batch_size:
         collector.set_batch_config(sequence_length, batch_size)
     if not collector.is_collecting:

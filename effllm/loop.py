@@ -90,7 +90,7 @@ class Monitor:
         """End an iteration and begin the next; return the newest values of the whole job."""
         self._collector.record_iteration_end(tokens, samples)
         self._done += 1
-        values = self._collector.log_own(self._collector.declared.first_iteration + self._done, loss)
+        values = self._collector.log_own(self._collector.declared.facts.first_iteration + self._done, loss)
         self._collector.record_iteration_start()
         return values
 

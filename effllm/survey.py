@@ -33,7 +33,8 @@ from effllm.records.wire import Heartbeat
 from effllm.spawn import pidfd
 from effllm.switches import PREFIX, is_enabled
 from effllm.training.recorder import Recorder
-from effllm.training.ring import RingError, RingWriter, make_memory, ring_bytes
+from effllm.training.ring import RingWriter, ring_bytes
+from effllm.training.shared_memory import RingError, make_memory
 
 READS = 15
 READS_APART_S = 0.02

@@ -28,7 +28,10 @@ from effllm.runs.run_lock import holder_of, status_of
 from effllm.runs.runfolder import read_events, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
 from effllm.training import ring
-from effllm.training.ring import Board, RingError, RingReader
+from effllm.training.board import Board, JobState
+from effllm.training.facts import FoundAddress, RankFacts
+from effllm.training.ring import RingReader
+from effllm.training.shared_memory import DOCUMENT_HEADER, RingError, checksum
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -120,7 +123,7 @@ def ring_(data: bytes) -> None:
             board = Board(os.dup(descriptor))
         except RingError:
             return
-        assert isinstance(board.read(), dict)
+        assert isinstance(board.read(), JobState)
         board.close()
     finally:
         os.close(descriptor)
@@ -136,8 +139,8 @@ def _ring_of(data: bytes) -> bytes:
         part = data[number * share : (number + 1) * share][: ring._PAGE]
         memory[at : at + len(part)] = part
     for at, room in ((ring._FACTS_AT, ring._FACTS_BYTES), (ring._ADDRESS_AT, ring._ADDRESS_BYTES)):
-        payload = bytes(memory[at + ring._DOCUMENT.size : at + ring._DOCUMENT.size + min(share, room // 2)])
-        ring._DOCUMENT.pack_into(memory, at, 1, len(payload), ring._checksum(1, payload))
+        payload = bytes(memory[at + DOCUMENT_HEADER.size : at + DOCUMENT_HEADER.size + min(share, room // 2)])
+        DOCUMENT_HEADER.pack_into(memory, at, 1, len(payload), checksum(1, payload))
     return bytes(memory[: ring.ring_bytes(16)])
 
 
@@ -155,10 +158,10 @@ def _records_of(data: bytes) -> bytes:
         )
         often = ring._OFTEN.pack(number, ordinal, start_ns, end_ns, *totals[:2], *totals[5:9])
         about = ring._ABOUT.pack(kind, what, about_number, value)
-        seldom = ring._SELDOM.pack(*totals[2:5], totals[9], totals[11], totals[10], totals[12])
-        checksum = ring.zlib.crc32(often, ring.zlib.crc32(about, ring.zlib.crc32(seldom)))
+        rare = ring._RARE.pack(*totals[2:5], totals[9], totals[11], totals[10], totals[12])
+        checksum = ring.zlib.crc32(often, ring.zlib.crc32(about, ring.zlib.crc32(rare)))
         at = ring._SLOTS_AT + number * ring._SLOT_BYTES
-        ring._SEALED.pack_into(memory, at, often, about, seldom, checksum)
+        ring._SEALED.pack_into(memory, at, often, about, rare, checksum)
     ring._NEWEST.pack_into(memory, ring._NEWEST_AT, count)
     return bytes(memory)
 
@@ -175,8 +178,8 @@ def _read_ring(reader: RingReader) -> None:
     assert ring.STATE_NAMES[state]
     assert MARKED_PHASES[what]
     assert ordinal >= 0
-    for document in (reader.facts(), reader.address()):
-        assert document is None or isinstance(document, dict)
+    assert isinstance(reader.facts(), RankFacts | None)
+    assert isinstance(reader.address(), FoundAddress | None)
     reader.close()
 
 

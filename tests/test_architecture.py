@@ -30,12 +30,12 @@ FLOORS = """
 1.0     devices  energy.tick_clock  hardware  health.clock  metrics
 1.0     network.interface  network.transport
 1.0     runs.plain_text  runs.redaction  runs.run_lock  runs.runfolder  spawn  switches  training.facts
-1.0     training.ownership  training.ring  training.without_metrics
+1.0     training.ownership  training.shared_memory  training.without_metrics
 1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   runs.provenance
 1.0.2   place
-1.0.1   training.ptracer
+1.0.1   training.board  training.declared  training.ptracer  training.ring
 1.0.2   health.waste  runs.folder_size
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  node_power.redfish_sources

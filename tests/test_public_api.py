@@ -20,6 +20,7 @@ from effllm import collector as module
 from effllm import efficientllm_metrics as original
 from effllm.collector import MetricsCollector
 from effllm.network.transport import decode_from_agent, encode
+from effllm.training.facts import DeclaredParameters, RankFacts, from_document, to_document
 
 TAGS = {
     "efficientllm/amu_gb",
@@ -232,12 +233,12 @@ def off(monkeypatch):
 def test_both_originals_positions_of_initialize_are_served(off):
     megatron = effllm.initialize_efficientllm_metrics(1000, 0.25)
     assert megatron.lifecycle.overrides["collection_interval_s"] == 0.25
-    assert megatron.declared.parameters == {"total": 1000, "is_share": False}
+    assert megatron.declared.facts.parameters == DeclaredParameters(total=1000)
 
     llama_factory = effllm.initialize_efficientllm_metrics(2000, 4096, 8, 0.5)
     assert llama_factory is megatron
     assert llama_factory.lifecycle.overrides["collection_interval_s"] == 0.5
-    assert llama_factory.declared.values["run"] == {"sequence_length": 4096, "batch_size": 8}
+    assert llama_factory.declared.facts.run == {"sequence_length": 4096, "batch_size": 8}
     assert llama_factory._batch == (4096 * 8, 8)
 
     effllm.initialize_efficientllm_metrics(model_parameters=1, sequence_length=2, batch_size=3, collection_interval=4.0)
@@ -247,7 +248,7 @@ def test_both_originals_positions_of_initialize_are_served(off):
 def test_a_share_of_the_parameters_is_marked_as_one(off):
     collector = effllm.initialize_efficientllm_metrics(parameter_share={"total": 5, "trainable": 0})
 
-    assert collector.declared.parameters == {"total": 5, "trainable": 0, "active": None, "is_share": True}
+    assert collector.declared.facts.parameters == DeclaredParameters(total=5, trainable=0, is_share=True)
 
 
 class Hostile:
@@ -255,6 +256,10 @@ class Hostile:
         raise RuntimeError
 
     __repr__ = __int__ = __float__ = __str__
+
+
+def carried(facts):
+    return from_document(RankFacts, json.loads(json.dumps(to_document(facts))))
 
 
 ODD = [Path("/data"), {"layers": 12}, 2**70, [1, "a", None], float("nan"), b"x", "\udc80", Hostile(), print, {1, 2}]
@@ -268,8 +273,8 @@ def test_a_fact_of_any_kind_can_be_carried_to_the_run_folder(off, value):
     collector.record_facts(b=value)
     collector.set_model_parameters(value)
 
-    facts = json.loads(json.dumps(collector.declared.values))
-    frame = hello(facts=facts["run"], flops_per_token=facts.get("flops_per_token"))
+    facts = carried(collector.declared.facts)
+    frame = hello(facts=facts.run, flops_per_token=facts.flops_per_token)
     assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from effllm.records.counters import FIELDS, Counters
 from effllm.records.rank import MARKED_PHASES
 from effllm.timeline import KINDS
 from effllm.training import ring
-from effllm.training.ring import Board, RingError, RingReader, RingWriter
+from effllm.training.facts import DeclaredParameters, FoundAddress, RankFacts, to_document
+from effllm.training.ring import RingReader, RingWriter
+from effllm.training.shared_memory import DOCUMENT_HEADER, RingError
 
 
 @pytest.fixture
@@ -72,12 +75,12 @@ LONGS = st.integers(0, 2**62)
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(LONGS, min_size=9, max_size=9), st.lists(LONGS, min_size=7, max_size=7), LONGS, st.integers(0, 2**53))
-def test_the_short_way_to_write_an_iteration_writes_what_the_long_one_does(often, seldom, own_ns, arrival_ns):
+def test_the_short_way_to_write_an_iteration_writes_what_the_long_one_does(often, rare, own_ns, arrival_ns):
     ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = sorted(often)
-    counted = counters(*frequent, *seldom[5:])
+    counted = counters(*frequent, *rare[5:])
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
-    writer.take(seldom[:4], seldom[4], counted)
+    writer.take(rare[:4], rare[4], counted)
 
     writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counted, own_ns, arrival_ns)
     assert reader.state() == (ring.BETWEEN, ordinal, end_ns, 0)
@@ -104,7 +107,7 @@ def test_an_overrun_loses_detail_and_never_a_token(bursts):
         seen += len(slots)
         newest = slots[-1] if slots else newest
 
-        # Whatever was overwritten is counted, and the newest record has the tokens of all before it.
+        # What was overwritten is counted, and the newest record has the tokens of all before it.
         assert seen + reader.overrun == written
         assert newest is None or newest.counts[0] == 100 * written
     reader.close()
@@ -210,7 +213,7 @@ def test_the_state_of_the_loop_comes_back(writer, reader):
 
 
 def test_facts_come_back_once_for_each_change(writer, reader):
-    facts = {"parameters": {"total": 7_000_000_000}, "text": "Größe \udc80", "none": None}
+    facts = RankFacts(parameters=DeclaredParameters(total=7_000_000_000), host="Größe \udc80", warnings=("a", "b"))
 
     assert reader.facts() is None
     assert writer.write_facts(facts)
@@ -219,67 +222,33 @@ def test_facts_come_back_once_for_each_change(writer, reader):
 
 
 def test_facts_that_are_too_large_are_refused_and_the_old_ones_stay(writer, reader):
-    writer.write_facts({"a": 1})
+    writer.write_facts(RankFacts(host="a"))
 
-    assert not writer.write_facts({"a": "x" * 64 * 1024})
-    assert reader.facts() == {"a": 1}
+    assert not writer.write_facts(RankFacts(host="x" * 64 * 1024))
+    assert reader.facts() == RankFacts(host="a")
 
 
 def test_the_largest_facts_touch_neither_the_address_nor_the_first_record(writer, reader):
-    writer.write_address({"endpoint": "tcp://127.0.0.1:1"})
+    address = FoundAddress(endpoint="tcp://127.0.0.1:1")
+    writer.write_address(address)
     put(writer, 1)
-    room = ring._FACTS_BYTES - ring._DOCUMENT.size - len('{"a":""}')
+    empty = json.dumps(to_document(RankFacts()), separators=(",", ":"))
+    room = ring._FACTS_BYTES - DOCUMENT_HEADER.size - len(empty)
 
-    assert writer.write_facts({"a": "x" * room})
-    assert not writer.write_facts({"a": "x" * (room + 1)})
-    assert reader.address() == {"endpoint": "tcp://127.0.0.1:1"}
+    assert writer.write_facts(RankFacts(host="x" * room))
+    assert not writer.write_facts(RankFacts(host="x" * (room + 1)))
+    assert reader.address() == address
     assert [slot.ordinal for slot in reader.read()] == [1]
 
 
-@pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
-def test_a_header_that_is_half_stored_is_no_document(writer, reader, header):
-    writer.write_facts({"a": 1})
-    reader.facts()
-    # struct.pack_into clears its place and then stores field by field
-    os.pwrite(writer.descriptor, ring._DOCUMENT.pack(*header), ring._FACTS_AT)
-
-    assert reader.facts() is None
-
-
-def test_half_written_facts_are_not_read(writer, reader):
-    writer.write_facts({"a": 1})
-    at = ring._FACTS_AT + ring._DOCUMENT.size
-    os.pwrite(writer.descriptor, b'{"a":2', at)  # the payload is there, its checksum not yet
-
-    assert reader.facts() is None
-    os.pwrite(writer.descriptor, b'{"a":1', at)
-    assert reader.facts() == {"a": 1}
-
-
-def test_the_board_shows_the_newest_whole_document():
-    board = Board()
-    other = Board(os.dup(board.descriptor))
-
-    assert other.read() == {}
-    assert board.write({"report": 1})
-    assert other.read() == other.read() == {"report": 1}
-    assert board.write({"report": 2})
-    os.pwrite(board.descriptor, b"!", ring._DOCUMENT.size)
-    assert other.read() == {"report": 1}, "a half-written document hides the one before"
-    assert not board.write({"text": "x" * 32 * 1024})
-    board.close()
-    other.close()
-
-
 def test_closing_twice_is_allowed():
-    writer, board = RingWriter(16), Board()
+    writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
     for _ in range(2):
         reader.close()
         writer.close()
-        board.close()
 
-    assert writer.descriptor == board.descriptor == -1
+    assert writer.descriptor == -1
 
 
 @pytest.mark.parametrize("size", [0, 10, ring.ring_bytes(16)])
@@ -318,7 +287,9 @@ def test_no_room_for_the_ring_is_an_error_of_ours_and_leaves_nothing_open(monkey
 def test_a_limit_on_file_sizes_is_an_error_of_ours():
     # In a process of its own, because the limit cannot be raised again and its signal would kill us.
     program = (
-        "import resource, signal; from effllm.training.ring import RingError, RingWriter\n"
+        "import resource, signal\n"
+        "from effllm.training.ring import RingWriter\n"
+        "from effllm.training.shared_memory import RingError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: RingWriter(1000)\n"
@@ -384,27 +355,9 @@ def test_a_state_that_cannot_be_leaves_the_last_one(writer, reader, look):
     assert reader.state() == (ring.STEP, 7, 11, 0)
 
 
-@pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":' * 5000])
-def test_a_document_that_is_no_object_of_json_is_as_if_it_were_not_there(writer, reader, payload):
-    at = ring._FACTS_AT
-    writer._map[at + ring._DOCUMENT.size : at + ring._DOCUMENT.size + len(payload)] = payload
-    ring._DOCUMENT.pack_into(writer._map, at, 1, len(payload), ring._checksum(1, payload))
-
-    assert reader.facts() is None
-
-
 @pytest.mark.parametrize("resize", [0, ring.ring_bytes(16) - 1, ring.ring_bytes(16) + 4096])
-def test_nobody_can_resize_the_memory_under_whoever_maps_it(writer, resize):
+def test_mapped_memory_cannot_be_resized(writer, resize):
     with pytest.raises(PermissionError):
         os.ftruncate(writer.descriptor, resize)
     with pytest.raises(PermissionError):
         fcntl.fcntl(writer.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-
-
-def test_memory_that_is_too_short_for_a_board_is_refused():
-    descriptor = ring.make_memory("short", 100)
-    try:
-        with pytest.raises(RingError, match="not a board"):
-            Board(descriptor)
-    finally:
-        os.close(descriptor)

@@ -172,8 +172,8 @@ def test_the_calls_do_nothing_where_nothing_is_collected(monkeypatch):
     effllm.sync_point()
     effllm.set_peer_group("stage 3", "replica 0")
 
-    facts = effllm.get_metrics_collector().declared.values
-    assert (facts["peer_group"], facts["replica"]) == ("stage 3", "replica 0")
+    facts = effllm.get_metrics_collector().declared.facts
+    assert (facts.peer_group, facts.replica) == ("stage 3", "replica 0")
 
 
 @pytest.mark.parametrize("name", [None, 7, "x" * 10_000, object()])
@@ -181,5 +181,5 @@ def test_whatever_a_group_is_named_it_fits_the_wire(monkeypatch, name):
     monkeypatch.setattr(module, "_collector", None)
     effllm.set_peer_group(name)
 
-    group = effllm.get_metrics_collector().declared.values["peer_group"]
+    group = effllm.get_metrics_collector().declared.facts.peer_group
     assert isinstance(group, str) and len(group) <= 200

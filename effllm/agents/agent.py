@@ -27,7 +27,8 @@ from effllm.agents.rank_devices import RankDevices
 from effllm.agents.trainer import Trainer
 from effllm.network import discovery
 from effllm.runs.plain_text import one_line
-from effllm.training.ring import Board, RingReader
+from effllm.training.board import Board
+from effllm.training.ring import RingReader
 
 LAST_WORDS_S = 4.0
 AGGREGATOR_ENDS_S = 4.7
@@ -110,10 +111,10 @@ class Agent:
 
     def _take_facts(self, conversation: Conversation) -> None:
         address = self._trainer.take_address()
-        if "failed" in address:
-            self._notices.no_metrics(address["failed"])
-        elif "refused" in address:
-            self._notices.refused_at_rank_0(one_line(address["refused"]))
+        if address.failed:
+            self._notices.no_metrics(address.failed)
+        elif address.refused:
+            self._notices.refused_at_rank_0(one_line(address.refused))
         if (warnings := self._trainer.take_facts()) is not None:
             for text in warnings:
                 self._events.report("warning", text)
@@ -143,8 +144,8 @@ class Agent:
         self._children.stop_inspection()
         self._devices.stop()
         self._events.close()
-        if path := self._trainer.facts.get("address_file"):
-            discovery.remove(Path(path), self._trainer.job)
+        if path := self._trainer.facts.address_file:
+            discovery.remove(Path(path), self._trainer.facts.job)
         self._connection.close()
 
     @property

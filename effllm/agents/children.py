@@ -35,22 +35,22 @@ class Children:
     def start_aggregator(self) -> None:
         """Start the aggregator where the trainer has made its socket."""
         facts = self._trainer.facts
-        listen = facts.get("listen_descriptor", -1)
+        listen = facts.listen_descriptor
         if listen < 0:
             return
         orders = Orders(
-            config=facts["config"],
-            job=facts["job"],
-            endpoint=facts["endpoint"],
-            folder=facts["run_folder"],
+            config=dict(facts.config),
+            job=facts.job,
+            endpoint=facts.endpoint,
+            folder=facts.run_folder,
             by_agent=True,
             listen_descriptor=listen,
-            stdout_descriptor=facts["stdout_descriptor"],
+            stdout_descriptor=facts.stdout_descriptor,
             trainer_descriptor=self._trainer.descriptor,
-            facts=facts.get("run", {}),
-            run=name_of_run(self._trainer.place, facts["host"]),
-            secured=bool(facts.get("secured")),
-            salt=facts["job"],
+            facts=dict(facts.run),
+            run=name_of_run(facts.place, facts.host),
+            secured=facts.secured,
+            salt=facts.job,
         )
         self._aggregator = AggregatorChild(orders, self._events.add)
         self._aggregator.start()
@@ -82,7 +82,7 @@ class Children:
 
     def inspect(self, run_folder: str) -> None:
         """Have the agent's own trainer inspected, in a process of its own: the job has stalled."""
-        number = self._trainer.ring.state()[1] + self._trainer.first_iteration
+        number = self._trainer.ring.state()[1] + self._trainer.facts.first_iteration
         orders = InspectionOrders(
             pid=self._trainer.pid,
             rank=self._trainer.rank,

@@ -30,13 +30,13 @@ class Connection:
 
     def follow(self) -> bool:
         """Connect to the address that is known now; return whether an earlier link was given up for it."""
-        endpoint, job = self._trainer.endpoint, self._trainer.job
+        endpoint, job = self._trainer.facts.endpoint, self._trainer.facts.job
         if not endpoint or (endpoint, job) == (self.endpoint, self._job):
             return False
         self.endpoint, self._job = endpoint, job
         was_linked = self.disconnect()
         keys: AgentKeys | None = None
-        if self._trainer.facts.get("secured"):
+        if self._trainer.facts.secured:
             try:
                 keys = AgentKeys.of(secret.read(secret_path(self._trainer.config)), job)
             except secret.SecretError as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec
 
 from effllm.agents.children import Children
 from effllm.agents.connection import Connection
@@ -30,6 +31,7 @@ from effllm.records.wire import (
     Stack,
     Welcome,
 )
+from effllm.training.board import JobState
 
 HEARTBEAT_S = 5.0
 HELLO_AGAIN_S = 2.0
@@ -62,7 +64,7 @@ class Conversation:
         self._trainer, self._measuring, self._connection = trainer, measuring, connection
         self._children, self._events, self._notices = children, events, notices
         self._outbox = measuring.outbox
-        self._clock = Exchanges(trainer.place["world_size"], trainer.rank)  # with the aggregator's
+        self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # with the aggregator's
         self._received: list[tuple[int, FromAggregator]] = []  # when, and what, since the last turn
         self._welcome: Welcome | None = None
         self.refused = ""  # why the aggregator wants nothing from this rank
@@ -200,12 +202,12 @@ class Conversation:
         offset = self._clock.offset(time.monotonic_ns())
         message = heartbeat(self._trainer, self._measuring, now_s, offset)
         if now_s >= self._clock.due_s(now_s):  # last of all, for the time counts
-            message = replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
+            message = msgspec.structs.replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
         link.send(message)
 
     def _cost(self) -> tuple[float, int, float | None]:
         """Return what this rank's measuring has cost: our CPU seconds, bytes, and the recorder's seconds, estimated."""
-        pair_s = self._trainer.facts.get("recorder_pair_s")
+        pair_s = self._trainer.facts.recorder_pair_s
         return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.last_ordinal
 
     # --- what comes ---
@@ -216,8 +218,8 @@ class Conversation:
         elif isinstance(message, Ack):
             self._outbox.acknowledged(message.sequence)
             if message.report:
-                document = {"report": message.report, "iteration": message.iteration, "values": message.values}
-                self._trainer.board.write({**document, "welcome": self._connection.endpoint})
+                state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
+                self._trainer.board.write(state)
         elif isinstance(message, Rejected):
             self._give_up(message)
         elif isinstance(message, ByeSeen):
@@ -231,7 +233,7 @@ class Conversation:
         self._welcome = welcome
         board, endpoint = self._trainer.board, self._connection.endpoint
         if board.welcome() != endpoint:  # for which the trainer's search is waiting
-            board.write({**board.read(), "welcome": endpoint})
+            board.write(replace(board.read(), welcome=endpoint))
         if welcome.again:
             self._outbox.send_again()
             self._bye_sent = False

@@ -38,7 +38,7 @@ class Measuring:
             agent=trainer.agent,
             rank=trainer.rank,
             log_interval=trainer.config.log_interval,
-            offset=trainer.first_iteration,
+            offset=trainer.facts.first_iteration,
             origin_ns=origin_ns,
             unix_minus_monotonic_s=time.time() - time.monotonic(),
         )
@@ -109,7 +109,7 @@ class Measuring:
         self._add(self._trainer.ring.read())
         edges_ns = [*self._cutter.moments_ns, self._trainer.ring.state()[2]]
         if self.devices.missing_baseline:
-            edges_ns += self._trainer.facts.get("baseline_ns") or []
+            edges_ns += self._trainer.facts.baseline_ns
         for one in series:
             one.fold(edges_ns, until_ns)
 

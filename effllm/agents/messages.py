@@ -10,36 +10,34 @@ from effllm.health.clock import Offset
 from effllm.health.hang import WAITING
 from effllm.records.rank import MARKED_PHASES, ParameterCount
 from effllm.records.wire import Heartbeat, Hello
+from effllm.training.facts import to_document
 from effllm.training.ring import BETWEEN, PHASE_STATE, STARTUP, STATE_NAMES
 
 
 def hello(trainer: Trainer, measuring: Measuring) -> Hello:
     """Return the introduction of a rank, with all that is known of it by now."""
     facts = trainer.facts
-    given = facts.get("parameters", {})
     return Hello(
-        job=facts["job"],
+        job=facts.job,
         agent=trainer.agent,
         rank=trainer.rank,
-        local_rank=trainer.place["local_rank"],
-        world_size=trainer.place["world_size"],
-        host=facts["host"],
+        local_rank=trainer.place.local_rank,
+        world_size=trainer.place.world_size,
+        host=facts.host,
         role=trainer.config.role,
         devices=tuple(series.device for series in measuring.devices.series),
-        parameters=ParameterCount(
-            given.get("total"), given.get("trainable"), given.get("active"), bool(given.get("is_share"))
-        ),
+        parameters=ParameterCount(**to_document(facts.parameters)),
         log_interval=trainer.config.log_interval,
         trainer_pid=trainer.pid,
-        offset=trainer.first_iteration,
-        total_iterations=facts.get("total_iterations"),
-        flops_per_token=facts.get("flops_per_token"),
-        facts=facts.get("run", {}) if trainer.rank == 0 else {},
+        offset=facts.first_iteration,
+        total_iterations=facts.total_iterations,
+        flops_per_token=facts.flops_per_token,
+        facts=dict(facts.run) if trainer.rank == 0 else {},
         version=__version__,
-        hardware_flops_per_token=facts.get("hardware_flops_per_token"),
-        is_numbered=bool(facts.get("is_numbered")),
-        peer_group=facts.get("peer_group", ""),
-        replica=facts.get("replica", ""),
+        hardware_flops_per_token=facts.hardware_flops_per_token,
+        is_numbered=facts.is_numbered,
+        peer_group=facts.peer_group,
+        replica=facts.replica,
         time_s=measuring.time_s(),
         start_time_s=measuring.start_time_s,
     )
@@ -56,7 +54,7 @@ def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offs
     """
     state, ordinal, since_ns, phase = trainer.ring.state()
     name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
-    if state in (STARTUP, BETWEEN) and trainer.facts.get("serves_requests"):
+    if state in (STARTUP, BETWEEN) and trainer.facts.serves_requests:
         name = WAITING
     newest = measuring.devices.newest
     return Heartbeat(

@@ -55,7 +55,7 @@ class Notices:
         if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
             return
         self._is_explained = True
-        where = self._trainer.endpoint
+        where = self._trainer.facts.endpoint
         text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
@@ -63,7 +63,7 @@ class Notices:
 
     def undelivered(self, num_reports: int) -> None:
         """Report at the end that reports could not be delivered."""
-        text = f"{num_reports} reports could not be delivered to {self._trainer.endpoint or 'no address'}"
+        text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'no address'}"
         self._events.report("agent", text)
         if self._trainer.is_first_of_host:
             write_notice(f"rank {self._trainer.rank}: {text}")

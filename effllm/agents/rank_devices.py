@@ -37,7 +37,7 @@ class RankDevices:
         self.wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # written where a sample was waited for
         self._interval_s = trainer.config.collection_interval_s
         self._calibrations = cache_folder() / "calibration"
-        self._gpus = _visible_gpus(trainer.facts.get("gpus", []), trainer.facts.get("visible_devices"))
+        self._gpus = _visible_gpus(trainer.facts.gpus, trainer.facts.visible_devices)
         self._tracks = [self._track(self._open)]
         self._tracks += [self._track(partial(self._open_other, index)) for index in self._gpus[1:]]
         self._has_changed = False  # a device was opened or calibrated
@@ -83,8 +83,8 @@ class RankDevices:
     def take(self) -> None:
         """Take the samples that have come, and report what happened to the devices."""
         changed = [track.take() for track in self._tracks]
-        if (stretch := self._trainer.facts.get("baseline_ns")) and not self._has_baseline:
-            self._has_baseline = all(track.note_baseline(*stretch) for track in self._tracks if track.series)
+        if len(idle_ns := self._trainer.facts.baseline_ns) == 2 and not self._has_baseline:
+            self._has_baseline = all(track.note_baseline(*idle_ns) for track in self._tracks if track.series)
             changed.append(self._has_baseline)
         self._has_changed = self._has_changed or any(changed)
         now_ns, time_s = time.monotonic_ns(), time.time()
@@ -128,14 +128,14 @@ class RankDevices:
             index = self._gpus[0]
         facts = self._trainer.facts
         site = Site(
-            local_rank=self._trainer.place["local_rank"] if index is None else index,
+            local_rank=self._trainer.place.local_rank if index is None else index,
             trainer_pid=self._trainer.pid,
-            host=facts["host"],
-            cuda_uuid=facts.get("cuda_uuid", "") if index is None else "",
-            cuda_pci_bus_id=facts.get("cuda_pci_bus_id", "") if index is None else "",
-            visible_devices=facts.get("visible_devices"),
-            hip_visible_devices=facts.get("hip_visible_devices"),
-            rocr_visible_devices=facts.get("rocr_visible_devices"),
+            host=facts.host,
+            cuda_uuid=facts.cuda_uuid if index is None else "",
+            cuda_pci_bus_id=facts.cuda_pci_bus_id if index is None else "",
+            visible_devices=facts.visible_devices,
+            hip_visible_devices=facts.hip_visible_devices,
+            rocr_visible_devices=facts.rocr_visible_devices,
             power_scope=self._trainer.config.power_scope,
             excluded_pids=frozenset((os.getpid(),)),
         )
@@ -155,7 +155,7 @@ class RankDevices:
         if not self._trainer.is_first_of_host or (own is not None and own.simulated):
             return
         credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
-        for opener in node_power.openers(config.node_power, self._trainer.facts["host"], credentials):
+        for opener in node_power.openers(config.node_power, self._trainer.facts.host, credentials):
             if opener.name == "cpu" and own is not None and own.kind == "host":
                 continue  # it reads them itself
             interval_s = max(opener.interval_s, self._interval_s)

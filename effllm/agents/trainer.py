@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import uuid
-from typing import Any
+from dataclasses import replace
 
 from effllm.config import Config
-from effllm.training.ring import Board, RingReader
+from effllm.place import Place
+from effllm.training.board import Board
+from effllm.training.facts import FoundAddress, RankFacts, from_document
+from effllm.training.ring import RingReader
+from effllm.training.shared_memory import RingError
 
 
 class Trainer:
@@ -17,56 +21,50 @@ class Trainer:
         ring: what it records; its facts must be there.
         board: shows it the values of the whole job.
         descriptor: a pidfd of it, or -1 where the kernel has none.
+
+    Raises:
+        RingError: the ring has no facts.
     """
 
     def __init__(self, ring: RingReader, board: Board, descriptor: int) -> None:
         self.ring, self.board, self.descriptor = ring, board, descriptor
-        self.facts: dict[str, Any] = ring.facts() or {}
-        self.config = Config.from_dict(self.facts["config"])
-        self.place: dict[str, Any] = self.facts["place"]
-        self.rank: int = self.place["rank"]
-        self.pid: int = self.facts["trainer_pid"]
+        facts = ring.facts()
+        if facts is None or not facts.place:
+            raise RingError("the ring has no facts of its rank")
+        self.facts = facts
+        self.config = from_document(Config, facts.config)
+        self.place = from_document(Place, facts.place)
+        self.rank = self.place.rank
+        self.pid = facts.trainer_pid
         self.agent = uuid.uuid4().hex[:16]  # names the agent in all messages
-        self._address: dict[str, str] = {}  # found after the start
+        self._address = FoundAddress()  # found after the start
 
     @property
     def is_first_of_host(self) -> bool:
         """Whether its agent is the one that reports for the whole host."""
-        return bool(self.place["local_rank"] == 0)
-
-    @property
-    def endpoint(self) -> str:
-        """Address of the aggregator, empty as long as it is not known."""
-        return str(self.facts.get("endpoint", ""))
-
-    @property
-    def job(self) -> str:
-        """Name of the job that the aggregator at `endpoint` serves."""
-        return str(self.facts.get("job", ""))
-
-    @property
-    def first_iteration(self) -> int:
-        """What is added to the ordinal of an iteration for the number that is shown."""
-        return int(self.facts.get("first_iteration", 0))
+        return self.place.local_rank == 0
 
     def is_gone(self) -> bool:
         """Whether it has ended, where no pidfd shows that."""
         return self.descriptor < 0 and os.getppid() != self.pid
 
-    def take_address(self) -> dict[str, str]:
-        """Return what rank 0 has published since the last call; `failed` or `refused` is why there is no address."""
-        address: dict[str, str] = self.ring.address() or {}
-        if address and not address.keys() & {"failed", "refused"}:
-            self._address = address
-            self.facts.update(address)
-        return address
+    def take_address(self) -> FoundAddress:
+        """Return what was found since the last call; an empty record where nothing was."""
+        found = self.ring.address() or FoundAddress()
+        if found.endpoint:
+            self._address = found
+            self.facts = self._with_address(self.facts)
+        return found
 
-    def take_facts(self) -> list[str] | None:
+    def take_facts(self) -> tuple[str, ...] | None:
         """Take facts that have changed; return new warnings of the trainer, or ``None`` where no fact has changed."""
         facts = self.ring.facts()
         if facts is None:
             return None
-        num_known = len(self.facts.get("warnings", []))
-        self.facts = facts | self._address
-        new: list[str] = facts.get("warnings", [])[num_known:]
-        return new
+        num_known = len(self.facts.warnings)
+        self.facts = self._with_address(facts)
+        return facts.warnings[num_known:]
+
+    def _with_address(self, facts: RankFacts) -> RankFacts:
+        found = self._address
+        return replace(facts, endpoint=found.endpoint, job=found.job) if found.endpoint else facts

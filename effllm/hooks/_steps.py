@@ -50,14 +50,14 @@ class Steps:
     def may_say_parameters(self) -> bool:
         """Whether the training script has not said how many parameters the model has."""
         collector = get_metrics_collector()
-        return not collector.declared.has_parameters or collector.declared.parameters is Steps._parameters
+        return not collector.declared.has_parameters or collector.declared.facts.parameters is Steps._parameters
 
     def say_parameters(self, share: Mapping[str, int]) -> None:
         """Say them, where they became known when training had begun."""
         collector = get_metrics_collector()
         if self.is_owner and collector.is_collecting and self.may_say_parameters:
             initialize_efficientllm_metrics(parameter_share=share)
-            Steps._parameters = collector.declared.parameters
+            Steps._parameters = collector.declared.facts.parameters
 
     def begin(
         self,
@@ -94,7 +94,7 @@ class Steps:
             place=place(),
         )
         if parameters is not None or parameter_share is not None:
-            Steps._parameters = collector.declared.parameters
+            Steps._parameters = collector.declared.facts.parameters
         return collector.is_collecting
 
     def start(self) -> None:

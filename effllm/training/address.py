@@ -16,7 +16,9 @@ from typing import Any
 from effllm.config import Config, secret_path
 from effllm.network import descriptors, discovery, interface, secret
 from effllm.place import Place
-from effllm.training.ring import Board
+from effllm.training.board import Board
+from effllm.training.declared import Declared
+from effllm.training.facts import FoundAddress, from_document
 
 
 class AggregatorAddress:
@@ -25,8 +27,8 @@ class AggregatorAddress:
     Args:
         config: of this rank.
         place: of this rank.
-        facts: get the endpoint, the job, and whether its reports have keys.
-        write: takes what a search found, or ``failed`` with a line; perhaps in the thread that searches.
+        declared: gets the endpoint, the job, and whether its reports have keys.
+        write: takes what a search found; perhaps in the thread that searches.
         board: on which the aggregator's welcome is read.
     """
 
@@ -36,11 +38,11 @@ class AggregatorAddress:
         self,
         config: Config,
         place: Place,
-        facts: dict[str, Any],
-        write: Callable[[dict[str, str]], None],
+        declared: Declared,
+        write: Callable[[FoundAddress], None],
         board: Board,
     ) -> None:
-        self._config, self._place, self._facts = config, place, facts
+        self._config, self._place, self._declared = config, place, declared
         self._write, self._board = write, board
         self.listener: socket.socket | None = None  #: of rank 0, for the aggregator
 
@@ -51,13 +53,13 @@ class AggregatorAddress:
             DiscoveryError: rank 0 has no address, or the aggregator could not serve so many ranks.
             OSError: rank 0 cannot listen, or the secret cannot be read.
         """
-        facts, config = self._facts, self._config
-        facts["secured"] = is_secured = discovery.is_secured(config) and self._has_secret()
+        is_secured = discovery.is_secured(self._config) and self._has_secret()
         config = self._config
+        self._declared.set(secured=is_secured)
         if config.endpoint:
             if is_secured:
                 secret.read(secret_path(config))
-            facts["endpoint"] = config.endpoint
+            self._declared.set(endpoint=config.endpoint)
             self._warn_of_openness()
             return lambda: None
         AggregatorAddress._generation += 1
@@ -66,12 +68,11 @@ class AggregatorAddress:
             assert source is not None
             search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
             return search.start
-        facts["endpoint"] = self._listen(source, is_secured)
-        facts["job"] = secrets.token_hex(8)
+        record = {"endpoint": self._listen(source, is_secured), "job": secrets.token_hex(8)}
+        self._declared.set(**record)
         self._warn_of_openness()
         if source is not None:
-            record = {"endpoint": facts["endpoint"], "job": facts["job"]}
-            facts["address_file"] = str(getattr(source, "path", ""))
+            self._declared.set(address_file=str(getattr(source, "path", "")))
             if is_secured:
                 record = secret.sign(secret.read(secret_path(config)), record, source.key)
             discovery.publish(source, record, self._not_found)
@@ -108,21 +109,21 @@ class AggregatorAddress:
             if place.rank == 0:
                 print_line(f"reports have no keys, other users of this host can forge them: {error}")
             return False
-        self._facts["config"] = self._config.to_dict()
+        self._declared.set(config=self._config.to_dict())
         return True
 
     def _warn_of_openness(self) -> None:
-        endpoint = self._facts["endpoint"]
-        if self._place.rank == 0 and not self._facts["secured"] and (line := discovery.openness(endpoint)):
+        facts = self._declared.facts
+        if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
             print_line(line)
 
     # These may run in the thread that searches.
 
     def _found(self, record: Mapping[str, str]) -> None:
-        self._write(dict(record))
+        self._write(from_document(FoundAddress, record))
 
     def _not_found(self, line: str) -> None:
-        self._write({"failed": line})
+        self._write(FoundAddress(failed=line))
 
     def _is_welcome(self, endpoint: str) -> bool:
         try:

@@ -1,112 +1,139 @@
-"""What a training script declares, made into what JSON and the wire can carry; never raises."""
+"""What a rank states of itself, from its training process to its agent; standard library alone.
+
+These records travel as JSON through shared memory, which is not trusted. `from_document` ignores unknown names, and
+gives a field that is missing or has another type its default.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+_MAX_WHOLE = 2**63  # what the wire can carry
 
 
-class Declared:
-    """What the training script and the hooks declare of this rank and its run.
+@dataclass(frozen=True)
+class DeclaredParameters:
+    """Parameters of the whole model, or (``is_share``) of what this rank alone contributes."""
 
-    Args:
-        changed: called after each change, so that the agent gets it.
-    """
-
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
-        self._changed = changed
-        #: By name; `Session` adds its own, and sends all of them to the agent.
-        self.values: dict[str, Any] = {"parameters": {}, "run": {}, "first_iteration": 0, "warnings": []}
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """What is known of the model's parameters; another object after each declaration of them."""
-        return self.values["parameters"]  # type: ignore[no-any-return]
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether it is known how many parameters the model has."""
-        return self.parameters.get("total") is not None
-
-    @property
-    def first_iteration(self) -> int:
-        """How many iterations earlier runs of the job have done."""
-        return int(self.values["first_iteration"])
-
-    def learn(self, **facts: Any) -> None:
-        """Add facts: a mapping to the one of that name, others in the place of it; ``None`` adds nothing."""
-        for name, value in facts.items():
-            if isinstance(value, Mapping):
-                declared = {text(key): plain(one) for key, one in value.items()}
-                self.values[name] = {**self.values.get(name, {}), **declared}
-            elif value is not None:
-                self.values[name] = value
-        self._changed()
-
-    def learn_parameters(self, share: Mapping[str, Any]) -> None:
-        """Add what this rank contributes to the model: the sum over all ranks is the model."""
-        counts = {kind: 0 if share.get(kind) == 0 else count(share.get(kind)) for kind in _SHARES}
-        self.learn(parameters={**counts, "is_share": True})
-
-    def learn_first(self, first_iteration: Any, is_numbered: bool | None, *, keeps_earlier: bool) -> None:
-        """Add how many iterations earlier runs of the job have done.
-
-        Args:
-            first_iteration: so many.
-            is_numbered: whether it is known, and not guessed; ``None``: known where it is above 0.
-            keeps_earlier: whether 0 leaves what was declared before.
-        """
-        first = count(first_iteration)
-        is_known = (True if first else None) if is_numbered is None else is_numbered
-        self.learn(first_iteration=first or (None if keeps_earlier else 0), is_numbered=is_known)
-
-    def forget_training(self) -> None:
-        """Remove what an earlier training in this process has declared of itself alone."""
-        self.values.update(dict.fromkeys(("total_iterations", "flops_per_token", "hardware_flops_per_token")))
-        self.values.update(first_iteration=0, is_numbered=False)
-        for name in ("evaluation_in_iterations", "iterations_not_measured"):
-            self.values["run"].pop(name, None)
-
-    def forget_requests(self) -> None:
-        """Remove what a process that infers has declared, before it trains."""
-        self.values["run"].pop("framework", None)
-        self.values["gpus"] = []
+    total: int | None = None
+    trainable: int | None = None
+    active: int | None = None
+    is_share: bool = False
 
 
-_SHARES = ("total", "trainable", "active")
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank states of itself; ``None``, 0 or empty is not known."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)  # fields of `Config`
+    place: Mapping[str, Any] = field(default_factory=dict)  # fields of `Place`
+    host: str = ""
+    trainer_pid: int = 0
+    job: str = ""
+    endpoint: str = ""  # of the aggregator
+    secured: bool = False  # with keys from the user's secret
+    run_folder: str = ""
+    address_file: str = ""  # that rank 0 has published its address in
+    listen_descriptor: int = -1  # of the aggregator's socket, at rank 0 ...
+    stdout_descriptor: int = -1  # ... and of the job's stdout
+    # The rank's devices.
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
+    hip_visible_devices: str | None = None
+    rocr_visible_devices: str | None = None
+    cuda_uuid: str = ""  # of torch's current device ...
+    cuda_pci_bus_id: str = ""  # ... by either name
+    gpus: tuple[int, ...] = ()  # those of a process that infers, by their places in CUDA_VISIBLE_DEVICES
+    baseline_ns: tuple[int, ...] = ()  # start and end of the idle time before the first iteration
+    recorder_pair_s: float | None = None  # that a start and an end of an iteration take
+    # What the training script and the hooks have declared.
+    parameters: DeclaredParameters = DeclaredParameters()
+    run: Mapping[str, Any] = field(default_factory=dict)  # facts of the run, for run.json
+    first_iteration: int = 0  # iterations that earlier runs of the job have done
+    is_numbered: bool = False  # whether that is known, and not guessed
+    total_iterations: int | None = None
+    flops_per_token: float | None = None
+    hardware_flops_per_token: float | None = None
+    peer_group: str = ""
+    replica: str = ""
+    serves_requests: bool = False
+    warnings: tuple[str, ...] = ()  # lines for the user, each once
 
 
-def count(value: Any) -> int | None:
-    """Return a count above 0, or ``None`` for what is none."""
-    try:
-        number = int(value)
-    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
-        return None
-    return number if 0 < number < 2**62 else None
+@dataclass(frozen=True)
+class FoundAddress:
+    """What the search for the aggregator's address came to: an endpoint and its job, or why there is none."""
+
+    endpoint: str = ""
+    job: str = ""
+    failed: str = ""  # on this rank
+    refused: str = ""  # by rank 0
 
 
-def positive(value: Any) -> float | None:
-    """Return a finite number above 0, or ``None`` for what is none."""
-    try:
-        number = float(value)
-    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
-        return None
-    return number if 0 < number < float("inf") else None
+T = TypeVar("T")
 
 
-def plain(value: Any) -> Any:
-    """Return a fact as JSON and the wire can carry it: as it is, or as text."""
-    if value is None or isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < 2**63 else str(value)
-    return [text(one) for one in value] if isinstance(value, (list, tuple)) else text(value)
+def to_document(record: Any) -> dict[str, Any]:
+    """Return a record of dataclasses as what JSON can carry."""
+    return {name: to_document(value) if is_dataclass(value) else value for name, value in vars(record).items()}
 
 
-def text(value: Any) -> str:
-    """Return a value as text that can be encoded."""
-    try:
-        shown = str(value)
-    except Exception:  # noqa: BLE001 - an object of the caller's, which must not end the loop
-        shown = f"<{type(value).__name__}>"
-    return shown.encode("utf-8", "replace").decode()  # bytes of the command line that are no text are surrogates
+def from_document(kind: type[T], document: Mapping[str, Any]) -> T:
+    """Return a record of a kind; a field that is missing, or has another type, has its default."""
+    found = {}
+    for one in fields(kind):  # type: ignore[arg-type] # which kinds are dataclasses, mypy cannot express
+        value = document.get(one.name)
+        if value is not None and (read := _READERS[str(one.type).removesuffix(" | None")](value)) is not None:
+            found[one.name] = read
+    return kind(**found)
+
+
+def _bool(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _int(value: Any) -> int | None:
+    return value if type(value) is int and abs(value) < _MAX_WHOLE else None
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, float) or _int(value) is not None else None
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _dict(value: Any) -> dict[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def _floats(value: Any) -> dict[str, float] | None:
+    known = _dict(value)
+    return None if known is None or None in map(_float, known.values()) else known
+
+
+def _parameters(value: Any) -> DeclaredParameters | None:
+    return None if _dict(value) is None else from_document(DeclaredParameters, value)
+
+
+def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
+    def read_all(value: Any) -> tuple[Any, ...] | None:
+        return None if not isinstance(value, list) or None in map(read, value) else tuple(value)
+
+    return read_all
+
+
+#: By the annotation of a field: returns a value of this type, or ``None`` for one of another.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "bool": _bool,
+    "int": _int,
+    "float": _float,
+    "str": _str,
+    "tuple[int, ...]": _tuple_of(_int),
+    "tuple[str, ...]": _tuple_of(_str),
+    "Mapping[str, Any]": _dict,
+    "Mapping[str, float]": _floats,
+    "DeclaredParameters": _parameters,
+}

@@ -16,10 +16,10 @@ from effllm.config import Config, ConfigError, read_config
 from effllm.network.discovery import DiscoveryError
 from effllm.place import Place, read_place
 from effllm.switches import is_off, this_process
-from effllm.training.facts import Declared
+from effllm.training.declared import Declared
 from effllm.training.recorder import Recorder
-from effllm.training.ring import RingError
 from effllm.training.session import AgentError, Session
+from effllm.training.shared_memory import RingError
 from effllm.training.values import JobValues
 from effllm.training.without_metrics import repeat_at_exit
 
@@ -56,7 +56,7 @@ class Lifecycle:
             self._place = self._given_place or read_place(this_process())
             self.config = _config_with(self.overrides)
             self._values = JobValues()  # a new run counts its own reports
-            self._session = Session(self.config, self._place, self.declared.values)
+            self._session = Session(self.config, self._place, self.declared)
             self.recorder = self._session.recorder
             self._session.start()
             repeat_at_exit("")
@@ -69,7 +69,8 @@ class Lifecycle:
 
     def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
         """Start for a process that infers; a training in it ends that, and has a run of its own."""
-        self.declared.learn(run=facts, gpus=list(gpus), serves_requests=True)
+        self.declared.learn(gpus=tuple(gpus), serves_requests=True)
+        self.declared.learn_run(facts)
         self.start()
         self.is_for_requests = self.recorder is not None
 
@@ -83,7 +84,8 @@ class Lifecycle:
         self.values().replace(session.final_values(began_s))
         self._session = self.recorder = None
         session.close()
-        self.is_for_requests = self.declared.values["serves_requests"] = False
+        self.is_for_requests = False
+        self.declared.set(serves_requests=False)
 
     def values(self) -> JobValues:
         """Return the newest values."""
@@ -98,10 +100,10 @@ class Lifecycle:
 
     def greet(self) -> None:
         """Print the original's two lines, on rank 0, where a session runs."""
-        config, given = self.config, self.declared.parameters
+        config, given = self.config, self.declared.facts.parameters
         if config is None or self.recorder is None or self._place.rank != 0:
             return
-        known = given.get("total") if not given.get("is_share") else None
+        known = None if given.is_share else given.total
         model = f"model with {known:,} parameters" if known else "model"
         about = f"Collection interval: {config.collection_interval_s}s, History size: {config.history_size}"
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -111,7 +113,7 @@ class Lifecycle:
 
     def _send(self) -> None:
         if self._session is not None:
-            self._session.tell(self.declared.values)
+            self._session.send_facts()
 
 
 def _config_with(overrides: Mapping[str, Any]) -> Config:

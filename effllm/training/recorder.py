@@ -15,6 +15,7 @@ from typing import Any
 
 from effllm.records.counters import Counters
 from effllm.training import ring
+from effllm.training.shared_memory import RingError
 
 _PHASES = ("evaluation", "checkpoint", "other", "generation")
 _MAX_TOTAL = 2**62  # what a running total can hold
@@ -465,7 +466,7 @@ def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
     """
     try:
         writer = ring.RingWriter(16)
-    except ring.RingError:
+    except RingError:
         return None
     recorder = Recorder(writer, pairs + 1)
     took_ns = []

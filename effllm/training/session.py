@@ -28,13 +28,17 @@ from effllm.spawn import pidfd, spawn
 from effllm.switches import this_process
 from effllm.training import ptracer
 from effllm.training.address import AggregatorAddress, print_line
-from effllm.training.facts import text
+from effllm.training.board import Board
+from effllm.training.declared import Declared, text
+from effllm.training.facts import FoundAddress
 from effllm.training.recorder import Recorder, pair_s
-from effllm.training.ring import Board, RingError, RingWriter
+from effllm.training.ring import RingWriter
+from effllm.training.shared_memory import RingError
 
 READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
 FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
 OTHER_RANKS_END_S = 1.0
+MAX_WARNINGS = 20
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -46,9 +50,9 @@ class AgentError(OSError):
 class Session:
     """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
 
-    def __init__(self, config: Config, place: Place, facts: dict[str, Any]) -> None:
+    def __init__(self, config: Config, place: Place, declared: Declared) -> None:
         self._config, self._place = config, place
-        self._facts = facts
+        self._declared = declared
         self._pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._trainer = self._wake = self._ready = -1
@@ -60,11 +64,11 @@ class Session:
             self._ring.close()
             raise
         self.recorder = self._open_recorder()
-        self._address = AggregatorAddress(config, place, facts, self._write_address, self.board)
+        self._address = AggregatorAddress(config, place, declared, self._write_address, self.board)
 
     def _open_recorder(self) -> Recorder:
         config, torch = self._config, sys.modules.get("torch")
-        about = (self._ring, config.log_interval, self._facts["first_iteration"], self._wake_agent, self.warn)
+        about = (self._ring, config.log_interval, self._declared.facts.first_iteration, self._wake_agent, self.warn)
         version = getattr(torch, "version", None)
         has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         if not config.profile_every and not has_device:
@@ -78,16 +82,15 @@ class Session:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._trainer = pidfd(os.getpid())
-        self._facts.update(self._own_facts())
-        self._facts["recorder_pair_s"] = pair_s()
+        self._declared.set(**self._own_facts())
         if self._place.rank == 0 and not self._config.endpoint:
             self._choose_run_folder()
         find = self._address.find()
         listener, stdout = self._address.listener, -1
         if listener is not None:
             stdout = os.dup(1)
-            self._facts |= {"listen_descriptor": listener.fileno(), "stdout_descriptor": stdout}
-        self.tell(self._facts)
+            self._declared.set(listen_descriptor=listener.fileno(), stdout_descriptor=stdout)
+        self.send_facts()
         arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
         arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
         inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
@@ -122,8 +125,8 @@ class Session:
         if seconds > 0:
             begin_ns = time.monotonic_ns()
             time.sleep(seconds)
-            self._facts["baseline_ns"] = [begin_ns, time.monotonic_ns()]
-            self.tell(self._facts)
+            self._declared.set(baseline_ns=(begin_ns, time.monotonic_ns()))
+            self.send_facts()
 
     def _own_facts(self) -> dict[str, Any]:
         return {
@@ -134,42 +137,47 @@ class Session:
             "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
             "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
             "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
+            **_cuda_identity(),
+            "recorder_pair_s": pair_s(),
+            # What an earlier session may have left.
             "job": "",
             "endpoint": "",
             "run_folder": "",
             "secured": False,
             "address_file": "",
-            **_cuda_identity(),
+            "listen_descriptor": -1,
+            "stdout_descriptor": -1,
+            "baseline_ns": (),
         }
 
     def _choose_run_folder(self) -> None:
-        facts, place = self._facts, self._place
-        facts["run_folder"] = _run_folder(self._config, place)
-        if not facts["run_folder"]:
+        place = self._place
+        run = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **self._declared.facts.run}
+        self._declared.set(run_folder=_run_folder(self._config, place), run=run)
+        if not self._declared.facts.run_folder:
             print_line(
                 "no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another"
             )
-        facts["run"] = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **facts["run"]}
 
-    def _write_address(self, record: dict[str, str]) -> None:
+    def _write_address(self, address: FoundAddress) -> None:
         # Perhaps in the thread that searches: it touches nothing that the loop's thread writes.
         with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over
-            self._ring.write_address(record)
+            self._ring.write_address(address)
             self._wake_agent()
 
-    def tell(self, facts: dict[str, Any]) -> None:
-        """Let the agent know the facts."""
-        if not self._closed and not self._ring.write_facts(facts):
-            facts["run"] = {}  # whatever fills the area, it is what the caller declared
-            self._ring.write_facts(facts)
+    def send_facts(self) -> None:
+        """Send the facts to the agent."""
+        if not self._closed and not self._ring.write_facts(self._declared.facts):
+            self._declared.set(run={})  # what fills the area is what the caller declared
+            self._ring.write_facts(self._declared.facts)
         self._wake_agent()
 
     def warn(self, line: str) -> None:
         """Have the agent say one line, once; nothing is printed on the training thread."""
-        warnings = self._facts["warnings"]
-        if line not in warnings and len(warnings) < 20:
-            warnings.append(line)
-            self.tell(self._facts)
+        warnings = self._declared.facts.warnings
+        if line not in warnings and len(warnings) < MAX_WARNINGS:
+            self._declared.set(warnings=(*warnings, line))
+            self.send_facts()
 
     def _wake_agent(self) -> None:
         if self._wake >= 0 and not self._closed:
@@ -191,8 +199,8 @@ class Session:
         with contextlib.suppress(OSError):
             text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
             os.write(2, f"[EfficientLLM] {text}\n".encode())
-        if rank == 0 and self._place.world_size > 1 and self._facts["run_folder"]:
-            while time.monotonic() < until_s and _is_locked(Path(self._facts["run_folder"]) / "lock"):
+        if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
+            while time.monotonic() < until_s and _is_locked(Path(folder) / "lock"):
                 time.sleep(0.05)
 
     def final_values(self, since_s: float) -> dict[str, float]:
@@ -200,7 +208,7 @@ class Session:
 
         The last that the aggregator says over the wire may be lost when both ends are ending.
         """
-        folder = self._facts.get("run_folder")
+        folder = self._declared.facts.run_folder
         if not folder:
             return {}
         try:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from effllm.training.ring import Board
+from effllm.training.board import Board
 
 NAN = float("nan")
 
@@ -49,10 +49,9 @@ class JobValues:
 
     def read(self, board: Board) -> None:
         """Read the newest report, if there is one."""
-        document = board.read()
-        self._report = document.get("report", self._report)
-        self._iteration = document.get("iteration", self._iteration)
-        self._by_tag = document.get("values", self._by_tag)
+        state = board.read()
+        if state.report:
+            self._report, self._iteration, self._by_tag = state.report, state.iteration, state.values
 
     def replace(self, by_tag: Mapping[str, float]) -> None:
         """Set the values that the summary of the run has; nothing changes where it has none."""

@@ -1,0 +1,80 @@
+"""effllm/training/facts.py: facts of a rank as JSON, which another version or a hostile writer may have made."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from effllm.config import Config
+from effllm.place import Place
+from effllm.training.board import JobState
+from effllm.training.facts import DeclaredParameters, FoundAddress, RankFacts, from_document, to_document
+
+FULL = RankFacts(
+    config=Config().to_dict(),
+    place={"rank": 3},
+    parameters=DeclaredParameters(total=7, is_share=True),
+    gpus=(0, 2),
+    baseline_ns=(1, 2),
+    run={"model": "small", "layers": 12, "none": None},
+    flops_per_token=6e9,
+    warnings=("a", "b"),
+)
+
+
+def carried(record):
+    return from_document(type(record), json.loads(json.dumps(to_document(record))))
+
+
+@pytest.mark.parametrize(
+    "record", [RankFacts(), FULL, FoundAddress("tcp://127.0.0.1:1", "a"), JobState(3, 4, {"al": 1})]
+)
+def test_a_record_comes_back_as_it_was(record):
+    assert carried(record) == record
+
+
+@pytest.mark.parametrize("record", [Config(sinks=("console",), peak_tflops=989.0), Place(rank=3, run_id="a")])
+def test_settings_and_place_come_back_as_they_were(record):
+    assert from_document(type(record), json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_what_an_older_writer_lacks_has_its_default_and_what_a_newer_one_adds_is_ignored():
+    assert from_document(RankFacts, {"host": "a", "colour": "red", "total_iterations": None}) == RankFacts(host="a")
+
+
+WRONG = [None, "text", "7", -1.5, True, 2**63, [], ["a", None], [1.5], {}, {"a": "b"}, {"total": "many", "is_share": 1}]
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(RankFacts)])
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+def test_a_value_of_another_type_leaves_the_default(name, value):
+    facts = from_document(RankFacts, {"host": "a", "trainer_pid": 7, name: value})
+
+    default, found = getattr(RankFacts(), name), getattr(facts, name)
+    assert default is None or type(found) is type(default) or name in ("config", "place", "run")
+    assert carried(facts) == facts
+    assert facts.host == "a" or name == "host"
+    assert facts.trainer_pid == 7 or name == "trainer_pid"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("first_iteration", True),
+        ("first_iteration", 2**63),
+        ("secured", 1),
+        ("flops_per_token", "6e9"),
+        ("flops_per_token", 10**400),
+        ("gpus", [0, "1"]),
+        ("warnings", "text"),
+        ("run", [["a", 1]]),
+        ("parameters", 7),
+        ("parameters", {"total": "many", "is_share": "yes"}),
+    ],
+)
+def test_a_wrong_value_is_as_if_it_were_missing(name, value):
+    assert from_document(RankFacts, {name: value}) == RankFacts()
+
+
+def test_values_of_the_job_that_are_no_numbers_are_as_if_they_were_missing():
+    assert from_document(JobState, {"report": 2, "values": {"al": "fast"}}) == JobState(report=2)

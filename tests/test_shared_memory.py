@@ -1,0 +1,90 @@
+"""effllm/training/shared_memory.py and board.py: a document is read whole, or not at all."""
+
+import os
+
+import pytest
+
+from effllm.training.board import BOARD_BYTES, Board, JobState
+from effllm.training.shared_memory import DOCUMENT_HEADER, RingError, SharedDocument, checksum, make_memory
+
+HEADER = DOCUMENT_HEADER.size
+
+
+@pytest.fixture
+def memory():
+    return bytearray(1024)
+
+
+@pytest.fixture
+def document(memory):
+    return SharedDocument(memory, 64, 256)
+
+
+@pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
+def test_a_header_that_is_half_stored_is_no_document(memory, document, header):
+    document.write({"a": 1})
+    document.take()
+    DOCUMENT_HEADER.pack_into(memory, 64, *header)  # struct.pack_into clears its place and then stores field by field
+
+    assert document.take() is None
+
+
+def test_a_half_written_document_is_not_read(memory, document):
+    document.write({"a": 1})
+    payload = slice(64 + HEADER, 64 + HEADER + 6)
+    memory[payload] = b'{"a":2'  # the payload is there, its checksum not yet
+
+    assert document.take() is document.read() is None
+    memory[payload] = b'{"a":1'
+    assert document.read() == document.take() == document.read() == {"a": 1}
+    assert document.take() is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":' * 40])
+def test_a_payload_that_is_no_object_of_json_is_no_document(memory, document, payload):
+    memory[64 + HEADER : 64 + HEADER + len(payload)] = payload
+    DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
+
+    assert document.take() is None
+
+
+def test_json_that_is_too_deep_is_no_document():
+    memory, payload = bytearray(64 * 1024), b'{"a":' * 5000
+    memory[HEADER : HEADER + len(payload)] = payload
+    DOCUMENT_HEADER.pack_into(memory, 0, 1, len(payload), checksum(1, payload))
+
+    assert SharedDocument(memory, 0, len(memory)).take() is None
+
+
+def test_a_length_beyond_the_room_is_no_document(memory, document):
+    payload = bytes(memory[64 + HEADER :])
+    DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
+
+    assert document.take() is None
+
+
+def test_the_board_shows_the_newest_whole_state():
+    board = Board()
+    other = Board(os.dup(board.descriptor))
+
+    assert other.read() == JobState()
+    assert board.write(JobState(1, 10, {"amu_gb": 2.5}))
+    assert other.read() == other.read() == JobState(1, 10, {"amu_gb": 2.5})
+    assert board.write(JobState(2, welcome="tcp://127.0.0.1:1"))
+    assert other.welcome() == "tcp://127.0.0.1:1"
+    os.pwrite(board.descriptor, b"!", HEADER)
+    assert other.read().report == 1, "a half-written document hides the one before"
+    assert not board.write(JobState(welcome="x" * BOARD_BYTES))
+    for _ in range(2):
+        board.close()
+        other.close()
+    assert board.descriptor == -1
+
+
+def test_memory_that_is_too_short_for_a_board_is_refused():
+    descriptor = make_memory("short", 100)
+    try:
+        with pytest.raises(RingError, match="not a board"):
+            Board(descriptor)
+    finally:
+        os.close(descriptor)
