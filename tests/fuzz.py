@@ -22,6 +22,7 @@ from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
+from effllm.records.clock import Now
 from effllm.records.rank import MARKED_PHASES
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
 from effllm.runs.run_lock import holder_of, status_of
@@ -47,9 +48,9 @@ def frames(data: bytes) -> None:
     peers, aggregator = Peers(16), Aggregator(Config(), "job", 1, 1000.0)
     first = hello(0, world_size=2)
     for one in (first, hello(1, world_size=2)):
-        assert aggregator.hello(one, 0.0, 1000.0) == ""
+        assert aggregator.hello(one, Now(0.0, 1000.0)) == ""
     for window in (1, 2):
-        aggregator.reports(Reports((row(1, window),)), 0.5, 1000.5)
+        aggregator.reports(Reports((row(1, window),)), Now(0.5, 1000.5))
     assert peers.admits(b"a", len(data), 0.0)
     peers.introduce(b"a", first, 0.0)
     peers.admits(b"b", len(data), 0.0)
@@ -59,14 +60,14 @@ def frames(data: bytes) -> None:
         deliver(aggregator, received)
     for window in (3, 4, 10**6):
         for rank in (0, 1):
-            aggregator.reports(Reports((row(rank, window),)), 2.0, 1002.0)
+            aggregator.reports(Reports((row(rank, window),)), Now(2.0, 1002.0))
     for now_s in (3.0, 100.0, 10_000.0):
-        aggregator.tick(now_s, 1000.0 + now_s)
+        aggregator.tick(Now(now_s, 1000.0 + now_s))
     aggregator.close_all()
-    for closed in aggregator.take_closed():
+    for closed in aggregator.closed.take():
         values = {tag: value for tag, value in closed.report.values.items() if math.isfinite(value)}  # as sinks do
         assert _is_json(msgspec.structs.replace(closed.report, values=values))
-    for event in aggregator.take_events():
+    for event in aggregator.events.take():
         assert event.text.isprintable()
         assert _is_json(event)
     summary = aggregator.summary(1100.0, ended=True)
@@ -91,13 +92,13 @@ def deliver(aggregator: Aggregator, message: object) -> None:
     calls = {
         Hello: "hello",
         Reports: "reports",
-        Heartbeat: "beat",
+        Heartbeat: "heartbeat",
         AgentEvent: "agent_event",
         Bye: "bye",
         Stack: "stack",
     }
     if call := calls.get(type(message)):
-        getattr(aggregator, call)(message, 1.0, 1001.0)
+        getattr(aggregator, call)(message, Now(1.0, 1001.0))
 
 
 def _is_json(record: object) -> bool:
@@ -209,8 +210,8 @@ def runfolder(data: bytes) -> None:
 def _go_on(ledger: object) -> None:
     """Continue an aggregator from a restored state."""
     aggregator = Aggregator(Config(), "job", 1, 1000.0, ledger)  # type: ignore[arg-type]
-    aggregator.hello(hello(0, world_size=2), 0.0, 1000.0)
-    assert math.isfinite(aggregator.attempt)
+    aggregator.hello(hello(0, world_size=2), Now(0.0, 1000.0))
+    assert math.isfinite(aggregator.ledger.attempt)
 
 
 def _in_memory() -> str | None:

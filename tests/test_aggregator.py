@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.aggregation.aggregator import MAX_LATE, MAX_PENDING_BYTES, RECENT, Aggregator
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.closed_windows import RECENT
 from effllm.aggregation.ledger import restore
+from effllm.aggregation.open_windows import MAX_LATE, MAX_PENDING_BYTES
 from effllm.aggregation.presence import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.config import Config
 from effllm.network.transport import Outbox
+from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
 from effllm.records.job import Straggler
 from effllm.records.rank import Event, ParameterCount, RankReport, Sensor
@@ -33,22 +36,25 @@ class Job:
 
     def join(self, *ranks, **changes):
         for rank in ranks or range(self.world_size):
-            assert self.aggregator.hello(hello(rank, self.world_size, **changes), self.now_s, self.now_s + 1000.0) == ""
+            assert (
+                self.aggregator.hello(hello(rank, self.world_size, **changes), Now(self.now_s, self.now_s + 1000.0))
+                == ""
+            )
         return self
 
     def refused(self, rank, **changes):
-        return self.aggregator.hello(hello(rank, **{"world_size": self.world_size, **changes}), self.now_s, 1000.0)
+        return self.aggregator.hello(hello(rank, **{"world_size": self.world_size, **changes}), Now(self.now_s, 1000.0))
 
     def send(self, *rows, **changes):
-        self.aggregator.reports(reports(*rows, **changes), self.now_s, self.now_s + 1000.0)
+        self.aggregator.reports(reports(*rows, **changes), Now(self.now_s, self.now_s + 1000.0))
 
     def beat(self, rank, lost=0):
-        self.aggregator.beat(
-            Heartbeat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), self.now_s, self.now_s + 1000.0
+        self.aggregator.heartbeat(
+            Heartbeat(f"agent-{rank}", rank, 1, "in an iteration", 0.0, lost), Now(self.now_s, self.now_s + 1000.0)
         )
 
     def bye(self, rank, status="completed"):
-        return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), self.now_s, self.now_s + 1000.0)
+        return self.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), Now(self.now_s, self.now_s + 1000.0))
 
     def wait(self, seconds, *alive):
         """Let seconds pass, one by one; the ranks that are alive beat in each of them."""
@@ -56,13 +62,13 @@ class Job:
             self.now_s += 1.0
             for rank in alive:
                 self.beat(rank)
-            self.aggregator.tick(self.now_s, self.now_s + 1000.0)
+            self.aggregator.tick(Now(self.now_s, self.now_s + 1000.0))
 
     def closed(self):
-        return [one.report for one in self.aggregator.take_closed()]
+        return [one.report for one in self.aggregator.closed.take()]
 
     def events(self, kind=None):
-        return [event for event in self.aggregator.take_events() if kind in (None, event.kind)]
+        return [event for event in self.aggregator.events.take() if kind in (None, event.kind)]
 
     def summary(self, ended=False):
         return self.aggregator.summary(self.now_s + 1000.0, ended)
@@ -74,20 +80,20 @@ class Job:
 def test_rank_after_the_death_of_rank_0_is_of_the_next_attempt():
     job = Job(3).join(0, 1)
 
-    assert job.aggregator.is_too_late(hello(1, 3, agent="another"))
-    assert job.aggregator.is_too_late(hello(2, 3))
-    assert not job.aggregator.is_too_late(hello(1, 3)), "it is known"
+    assert job.aggregator.roster.is_too_late(hello(1, 3, agent="another"))
+    assert job.aggregator.roster.is_too_late(hello(2, 3))
+    assert not job.aggregator.roster.is_too_late(hello(1, 3)), "it is known"
     job.bye(0, "killed")
-    assert job.aggregator.is_too_late(hello(2, 3))
+    assert job.aggregator.roster.is_too_late(hello(2, 3))
 
 
 def test_late_agent_of_a_short_job_is_of_that_job():
     job = Job(2)
-    assert not job.aggregator.is_too_late(hello(0, 2)), "the trainer ended before any agent joined"
+    assert not job.aggregator.roster.is_too_late(hello(0, 2)), "the trainer ended before any agent joined"
 
     job.join(0)
     job.bye(0)
-    assert not job.aggregator.is_too_late(hello(1, 2)), "the trainer completed"
+    assert not job.aggregator.roster.is_too_late(hello(1, 2)), "the trainer completed"
 
 
 # --- closing -----------------------------------------------------------------------------------
@@ -247,10 +253,10 @@ def test_open_windows_close_in_order_at_the_end():
 def test_all_silent_when_every_remaining_rank_is_silent():
     job = Job().join()
     job.bye(0)
-    assert not job.aggregator.all_silent(job.now_s)
+    assert not job.aggregator.presence.all_silent(job.now_s)
     job.wait(16)
 
-    assert job.aggregator.all_silent(job.now_s)
+    assert job.aggregator.presence.all_silent(job.now_s)
 
 
 # --- late reports and duplicates -----------------------------------------------------------------
@@ -278,7 +284,7 @@ def test_late_report_corrects_totals_and_not_its_window():
     assert not [tag for tag in correction.values if tag.startswith("window/")]
     assert (correction.coverage.reports_late, correction.coverage.gpus_measured) == (1, 2)
     assert correction.time_by_class == {"iterations": 11.5}, "the mean of 10 and 13"
-    assert job.aggregator.report_count == 2
+    assert job.aggregator.ledger.reports == 2
     assert [event.rank for event in job.events("late")] == [1]
 
 
@@ -286,7 +292,7 @@ def test_late_report_corrects_totals_and_not_its_window():
 def test_correction_gives_out_only_the_late_row():
     job, _ = late_job()
     job.send(row(1, busy_s=12.0))
-    (correction,) = job.aggregator.take_closed()
+    (correction,) = job.aggregator.closed.take()
 
     assert [one.rank for one in correction.rows] == [1]
 
@@ -450,9 +456,9 @@ def test_same_agent_may_send_hello_again():
 def test_aggregator_without_a_job_takes_the_first_one():
     aggregator = Aggregator(Config(), "", 1, 0.0)
 
-    assert aggregator.hello(hello(0, job="first"), 0.0, 0.0) == ""
-    assert aggregator.job == "first"
-    assert aggregator.hello(hello(1, job="second"), 0.0, 0.0) == "it belongs to another job"
+    assert aggregator.hello(hello(0, job="first"), Now(0.0, 0.0)) == ""
+    assert aggregator.ledger.job == "first"
+    assert aggregator.hello(hello(1, job="second"), Now(0.0, 0.0)) == "it belongs to another job"
 
 
 def test_parameter_disagreement_is_one_event_and_first_is_used():
@@ -460,13 +466,13 @@ def test_parameter_disagreement_is_one_event_and_first_is_used():
 
     (event,) = job.events("disagreement")
     assert "ranks 0 and 1 disagree" in event.text
-    assert job.aggregator.parameters() == 1000
+    assert job.aggregator.roster.job.parameters == 1000
 
 
 def test_a_rank_may_correct_its_own_count():
     job = Job().join(0, parameters=ParameterCount()).join(0).join(0, parameters=ParameterCount(total=5000))
 
-    assert job.aggregator.parameters() == 5000
+    assert job.aggregator.roster.job.parameters == 5000
     assert job.events("disagreement") == []
 
 
@@ -475,10 +481,10 @@ def test_parameter_shares_are_summed_when_all_ranks_joined():
     job.join(0, parameters=ParameterCount(100, 90, 80, is_share=True)).join(
         1, parameters=ParameterCount(0, 0, 0, is_share=True)
     )
-    assert job.aggregator.parameters() is None
+    assert job.aggregator.roster.job.parameters is None
     job.join(2, parameters=ParameterCount(200, is_share=True))
 
-    assert job.aggregator.parameters() == 300
+    assert job.aggregator.roster.job.parameters == 300
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("total", 300), ("trainable", 30), ("active", None)])
@@ -488,7 +494,7 @@ def test_the_configured_kind_of_parameters_is_the_divisor(kind, expected):
         1, parameters=ParameterCount(200, 20, is_share=True)
     )
 
-    assert job.aggregator.parameters() == expected
+    assert job.aggregator.roster.job.parameters == expected
     assert job.summary().parameters_kind == kind
 
 
@@ -505,8 +511,8 @@ def test_host_has_a_sensor_if_one_of_its_ranks_reads_it():
 def test_equal_device_errors_are_each_recorded_and_counted():
     job = Job().join()
     for text in ("Xid 79", "Xid 79", "Xid 48"):
-        job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, "xid", text)), 0.0, 1000.0)
-    job.aggregator.agent_event(AgentEvent("another", 0, Event(1000.0, "xid", "Xid 1")), 0.0, 1000.0)
+        job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, "xid", text)), Now(0.0, 1000.0))
+    job.aggregator.agent_event(AgentEvent("another", 0, Event(1000.0, "xid", "Xid 1")), Now(0.0, 1000.0))
 
     assert [event.text for event in job.events("xid")] == ["rank 0: Xid 79", "rank 0: Xid 79", "rank 0: Xid 48"]
     assert job.summary().events["xid"] == 3
@@ -515,7 +521,9 @@ def test_equal_device_errors_are_each_recorded_and_counted():
 def test_event_keeps_its_time_rank_and_device():
     job = Job().join()
     fault = Event(1030.0, "xid", "Xid 79", device="GPU-7", count=2)
-    job.aggregator.agent_event(AgentEvent("agent-1", 1, fault), 2000.0, 3000.0)  # after an outage of the aggregator
+    job.aggregator.agent_event(
+        AgentEvent("agent-1", 1, fault), Now(2000.0, 3000.0)
+    )  # after an outage of the aggregator
 
     (event,) = job.events("xid")
     assert (event.time_s, event.rank, event.device, event.count) == (1030.0, 1, "GPU-7", 2)
@@ -524,7 +532,7 @@ def test_event_keeps_its_time_rank_and_device():
 @pytest.mark.parametrize(("event_s", "time_s"), [(9e9, 3000.0), (-1e30, 1000.0)])
 def test_event_time_is_clamped_to_the_job(event_s, time_s):
     job = Job().join()
-    job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(event_s, "xid", "Xid 79")), 2000.0, 3000.0)
+    job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(event_s, "xid", "Xid 79")), Now(2000.0, 3000.0))
 
     assert job.events("xid")[0].time_s == time_s
 
@@ -550,7 +558,7 @@ def test_million_events_of_many_ranks_are_below_10_megabytes():
     for number in range(1000):
         for rank in range(ranks):
             fault = Event(1000.0, "ecc", f"{number} uncorrected memory errors", device=f"GPU-{rank}", count=5)
-            job.aggregator.agent_event(AgentEvent(f"agent-{rank}", rank, fault), 0.0, 1000.0)
+            job.aggregator.agent_event(AgentEvent(f"agent-{rank}", rank, fault), Now(0.0, 1000.0))
     job.wait(61, *range(ranks))
 
     lines = job.events("ecc")
@@ -562,7 +570,7 @@ def test_suppressed_events_are_counted_at_the_end_of_the_job():
     job = Job().join()
     for _ in range(250):
         fault = Event(1000.0, "ecc", "1 uncorrected memory errors")
-        job.aggregator.agent_event(AgentEvent("agent-1", 1, fault), 0.0, 1000.0)
+        job.aggregator.agent_event(AgentEvent("agent-1", 1, fault), Now(0.0, 1000.0))
     job.aggregator.close_all()
 
     last = job.events("ecc")[-1]
@@ -610,7 +618,7 @@ def test_event_kinds_above_a_hundred_are_counted_together():
     job = Job().join()
     for number in range(300):
         kind = "".join(chr(ord("a") + int(digit)) for digit in str(number))
-        job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, kind, "text")), 0.0, 1000.0)
+        job.aggregator.agent_event(AgentEvent("agent-0", 0, Event(1000.0, kind, "text")), Now(0.0, 1000.0))
 
     counts = job.summary().events
     assert len(counts) <= 102
@@ -917,9 +925,9 @@ def test_only_reports_of_closed_windows_are_acknowledged():
     job.send(row(0, 1), row(0, 2), row(0, 3))
     job.send(row(1, 1))
 
-    (closed,) = job.aggregator.take_closed()
+    (closed,) = job.aggregator.closed.take()
     assert [one.rank for one in closed.rows] == [0, 1]
-    assert job.aggregator.safe() == {0: 1, 1: 1}
+    assert job.aggregator.open.safe() == {0: 1, 1: 1}
 
 
 def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
@@ -928,10 +936,10 @@ def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
     snapshot = restore(first.aggregator.snapshot()).next_attempt("second job")
     aggregator = Aggregator(Config(warmup_iterations=10), "second job", snapshot.attempt, 2000.0, snapshot)
 
-    assert aggregator.hello(hello(0, 1, job="second job", agent="new"), 0.0, 2000.0) == ""
-    aggregator.reports(reports(row(0, 1, agent="new"), row(0, 2, agent="new")), 0.0, 2000.0)
+    assert aggregator.hello(hello(0, 1, job="second job", agent="new"), Now(0.0, 2000.0)) == ""
+    aggregator.reports(reports(row(0, 1, agent="new"), row(0, 2, agent="new")), Now(0.0, 2000.0))
 
-    closed = [one.report for one in aggregator.take_closed()]
+    closed = [one.report for one in aggregator.closed.take()]
     assert [(report.attempt, report.window, report.warming_up) for report in closed] == [(2, 1, True), (2, 2, False)]
     assert [report.run.tokens for report in closed] == [2000, 3000]
     assert [report.job.tokens for report in closed] == [5000, 6000]
@@ -985,7 +993,7 @@ class CrashingJob:
             self.job.bye(rank)
 
     def hand_out(self):
-        self.server.hand_out(self.job.now_s, self.job.now_s + 1000.0)
+        self.server.hand_out(Now(self.job.now_s, self.job.now_s + 1000.0))
 
     def write(self):
         """Write the oldest state that waits."""
@@ -1121,7 +1129,7 @@ def test_ten_thousand_ranks_give_reports_of_the_usual_size():
     ranks = 10_000
     job = Job(ranks)
     for rank in range(ranks):
-        assert job.aggregator.hello(hello(rank, ranks), 0.0, 1000.0) == ""
+        assert job.aggregator.hello(hello(rank, ranks), Now(0.0, 1000.0)) == ""
     numbers = count(1)
     for window in (1, 2, 3):
         for rank in range(ranks):
@@ -1398,7 +1406,7 @@ def test_total_of_all_reports_has_a_value_and_full_coverage():
 def test_total_without_a_window_has_only_a_coverage(without, reason):
     job = whole_run(without=without)
     for rank in range(2):
-        job.aggregator.bye(Bye(f"agent-{rank}", rank, "killed", 40, end_time_s=1040.0), job.now_s, 1040.0)
+        job.aggregator.bye(Bye(f"agent-{rank}", rank, "killed", 40, end_time_s=1040.0), Now(job.now_s, 1040.0))
     summary = job.summary(ended=True)
 
     assert (summary.energy.total_joules, totals_in(summary)) == (None, [])
@@ -1448,11 +1456,11 @@ def test_reports_that_arrive_are_not_counted_as_lost():
 def test_windows_of_few_ranks_close_a_few_at_a_time():
     job = Job(2).join()
     job.send(*(row(1, window) for window in range(1, 201)))
-    job.aggregator.bye(Bye("agent-0", 0, "completed", 0), 1.0, 1001.0)
+    job.aggregator.bye(Bye("agent-0", 0, "completed", 0), Now(1.0, 1001.0))
 
     num_closed = [len(job.closed())]
-    while job.aggregator.is_closing:
-        job.aggregator.tick(1.0, 1001.0)
+    while job.aggregator.open.is_closing:
+        job.aggregator.tick(Now(1.0, 1001.0))
         num_closed.append(len(job.closed()))
     assert sum(num_closed) == 200
     assert max(num_closed) < 40
@@ -1461,15 +1469,15 @@ def test_windows_of_few_ranks_close_a_few_at_a_time():
 
 def test_rank_far_ahead_keeps_no_more_reports_than_an_agent():
     job = Job(2, history_size=50).join()
-    taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0) for window in range(1, 200)]
+    taken = [job.aggregator.reports(reports(row(1, window)), Now(0.0, 1000.0)) for window in range(1, 200)]
 
     assert taken.count(True) == 50
-    assert len(job.aggregator._pending) == 50
+    assert len(job.aggregator.open._windows) == 50
     for window in range(1, 51):
         job.send(row(0, window))
     # What was not taken is sent again.
     assert len(job.closed()) == 50
-    assert job.aggregator.reports(reports(*(row(1, window) for window in range(51, 101))), 0.0, 1000.0)
+    assert job.aggregator.reports(reports(*(row(1, window) for window in range(51, 101))), Now(0.0, 1000.0))
     job.send(*(row(0, window) for window in range(51, 101)))
     assert job.summary().tokens == 2 * 100 * 1000
     assert job.summary().coverage.reports_lost == 0
@@ -1478,7 +1486,7 @@ def test_rank_far_ahead_keeps_no_more_reports_than_an_agent():
 def test_waiting_reports_of_a_rank_are_bounded_in_bytes():
     job = Job(2, history_size=1000).join()
     size = 100 * 1024
-    taken = [job.aggregator.reports(reports(row(1, window)), 0.0, 1000.0, size) for window in range(1, 200)]
+    taken = [job.aggregator.reports(reports(row(1, window)), Now(Now(0.0, 1000.0), size)) for window in range(1, 200)]
 
     assert taken.count(True) == MAX_PENDING_BYTES // size
 
@@ -1502,7 +1510,7 @@ def test_late_reports_are_taken_in_small_parts():
     for window in range(1, 201):
         job.send(row(0, window, final=window == 200))
     job.aggregator.close_all()
-    job.aggregator._most_late = MAX_LATE
+    job.aggregator.open._max_late = MAX_LATE
     job.closed()
     job.send(*(row(1, window, final=window == 200) for window in range(1, 201)))
 

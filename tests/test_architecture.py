@@ -20,7 +20,7 @@ MODULES = {
 # From the bottom to the top; a module may import what stands on a line below its own.
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  records  runs  server  store  training
-0.1     records.counters  records.energy
+0.1     records.clock  records.counters  records.energy
 0.2     records.rank
 0.3     records.job  records.wire
 0.5     event_limit  runs.own_files  timeline
@@ -69,6 +69,9 @@ FLOORS = """
 1.5     aggregation.roster  aggregation.spread  health.losses
 1.6     aggregation.reporting  health.stalls
 1.7     health.straggler_watch  health.energy_watch
+1.8     aggregation.event_log
+1.8     aggregation.open_windows
+1.9     aggregation.closed_windows
 2.0     agents.sampler  aggregation.aggregator  aggregation.simulation  network.discovery
 2.0     sinks  training.device_time  training.recorder  training.torch_profile
 2.1     agents.track  preflight  sinks.*  store.*  training.watched_recorder

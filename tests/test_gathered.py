@@ -8,6 +8,7 @@ from effllm.aggregation.gathered import Gathered
 from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.rows import Rows
 from effllm.config import Config
+from effllm.records.clock import Now
 from effllm.records.rank import Gauge
 
 
@@ -87,13 +88,13 @@ def test_other_layouts_recompute_from_the_rows(why, rows, devices):
 def test_second_row_of_a_rank_in_a_window_replaces_the_first():
     aggregator = Aggregator(Config(), "job", 1, 0.0)
     for rank in range(2):
-        assert aggregator.hello(hello(rank, 2), 0.0, 0.0) == ""
+        assert aggregator.hello(hello(rank, 2), Now(0.0, 0.0)) == ""
     for sequence in (1, 2):
         again = row(0, 1, sequence=sequence, devices=(read("GPU-0", 40.0 + 10.0 * sequence),))
-        aggregator.reports(reports(again), 1.0, 1.0)
-    aggregator.reports(reports(row(1, 1, devices=(read("GPU-1", 55.0),))), 1.0, 1.0)
+        aggregator.reports(reports(again), Now(1.0, 1.0))
+    aggregator.reports(reports(row(1, 1, devices=(read("GPU-1", 55.0),))), Now(1.0, 1.0))
 
-    (closed,) = aggregator.take_closed()
+    (closed,) = aggregator.closed.take()
 
     assert closed.report.last.temperature_max_c == 61.0
     assert closed.report.last.power_histogram_s == {60: 10.0, 55: 10.0}

@@ -12,6 +12,7 @@ from effllm.aggregation.goodput_tiles import Axis, Tiles
 from effllm.aggregation.ledger import restore
 from effllm.aggregation.rows import Rows
 from effllm.config import Config
+from effllm.records.clock import Now
 from effllm.records.wire import Bye, Heartbeat
 from effllm.runs.summary_text import summary_text
 
@@ -47,14 +48,14 @@ class Run:
                 is_numbered=is_numbered,
                 **changes,
             )
-            assert self.aggregator.hello(message, self.now_s, self.time_s) == ""
+            assert self.aggregator.hello(message, Now(self.now_s, self.time_s)) == ""
         self.offset = offset
         return self
 
     def send(self, rank, window, **changes):
         shown = {"iteration_shown": changes.get("iteration_last", 10 * window) + self.offset}
         one = row(rank, window, **{"agent": self.agent(rank), **shown, **changes})
-        self.aggregator.reports(reports(one), self.now_s, self.time_s)
+        self.aggregator.reports(reports(one), Now(self.now_s, self.time_s))
 
     def window(self, number, *ranks, **changes):
         """Let ten seconds pass and the ranks report them."""
@@ -65,7 +66,7 @@ class Run:
 
     def bye(self, *ranks, status="killed"):
         for rank in ranks or range(self.world_size):
-            self.aggregator.bye(Bye(self.agent(rank), rank, status, 10), self.now_s, self.time_s)
+            self.aggregator.bye(Bye(self.agent(rank), rank, status, 10), Now(self.now_s, self.time_s))
         return self
 
     def restore(self):
@@ -252,7 +253,7 @@ def test_time_after_the_last_report_of_a_lost_host_is_unknown():
     run.send(0, 2)
     for _ in range(3):
         run.wait(10)
-        run.aggregator.tick(run.now_s, run.time_s)
+        run.aggregator.tick(Now(run.now_s, run.time_s))
     run.send(0, 3, busy_s=28.0, wait_s=2.0)
 
     # Rank 1 sent no report after its first ten seconds of fifty.
@@ -286,10 +287,10 @@ def test_attempt_begins_with_its_earliest_row():
 
 def test_straggling_and_hangs_are_taken_from_enclosing_classes():
     run = Run().join().window(1).window(2)
-    ledger = run.aggregator._ledger
+    ledger = run.aggregator.ledger
     ledger.goodput.attempt.note_straggling(2, 3.0)
     ledger.note_hang(30.0)  # in the third window
-    assert run.wait(40).aggregator.tick(run.now_s, run.time_s) is None
+    assert run.wait(40).aggregator.tick(Now(run.now_s, run.time_s)) is None
     assert run.seconds(ended=False)["hang"] == pytest.approx(30.0), "no report has it yet"
     for rank in range(2):
         run.send(rank, 3, busy_s=38.0, wait_s=2.0)
@@ -304,7 +305,7 @@ def test_straggling_and_hangs_are_taken_from_enclosing_classes():
 
 def test_hang_that_ended_in_a_kill_is_taken_from_shutdown():
     run = Run(1).join().window(1)
-    run.aggregator._ledger.note_hang(30.0)
+    run.aggregator.ledger.note_hang(30.0)
     run.wait(35)
     device = device_window("GPU-0", wall=full(35.0), phases={"shutdown": full(35.0)})
     run.send(
@@ -320,7 +321,7 @@ def test_hang_that_ended_in_a_kill_is_taken_from_shutdown():
 
 def test_straggling_is_at_most_the_kept_time():
     run = Run(1).join().window(1)
-    run.aggregator._ledger.goodput.attempt.note_straggling(1, 50.0)
+    run.aggregator.ledger.goodput.attempt.note_straggling(1, 50.0)
 
     assert run.seconds() == pytest.approx({"straggling": 9.0, "data": 1.0})
 
@@ -351,7 +352,7 @@ def test_a_clock_that_was_set_back_makes_no_gap_negative_and_is_an_event():
     run.restart().join(offset=10).window(1)
 
     assert run.goodput(ended=False).seconds["restart_gap"] == 0.0
-    assert [event.kind for event in run.aggregator.take_events() if event.kind == "clock"] == ["clock"]
+    assert [event.kind for event in run.aggregator.events.take() if event.kind == "clock"] == ["clock"]
     assert adds_up(run.goodput(ended=False))
 
 
@@ -361,7 +362,7 @@ def test_gap_on_the_same_boot_uses_the_monotonic_clock():
     run.restart().join(offset=10).window(1)
 
     assert run.goodput(ended=False).seconds["restart_gap"] == pytest.approx(5.0)
-    (text,) = [event.text for event in run.aggregator.take_events() if event.kind == "clock"]
+    (text,) = [event.text for event in run.aggregator.events.take() if event.kind == "clock"]
     assert "set by +3600 s" in text
 
 
@@ -467,12 +468,12 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
         elif step in ("wait", "tick"):
             run.wait(data.draw(st.floats(0.0, 100.0)))
             if step == "tick":
-                run.aggregator.tick(run.now_s, run.time_s)
+                run.aggregator.tick(Now(run.now_s, run.time_s))
         elif step == "hang":
-            run.aggregator._ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
+            run.aggregator.ledger.note_hang(data.draw(st.floats(0.0, 50.0)))
         elif step == "straggling":
             window = data.draw(st.integers(0, number + 1))
-            run.aggregator._ledger.goodput.attempt.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
+            run.aggregator.ledger.goodput.attempt.note_straggling(window, data.draw(st.floats(0.0, 50.0)))
         elif step == "clock":
             run.time_s += data.draw(st.floats(-5000.0, 5000.0))
             run.boot = data.draw(st.sampled_from(["boot", "another"]))
@@ -523,7 +524,7 @@ def test_delayed_messages_do_not_lengthen_the_run(says_bye):
 def test_lost_rank_ends_with_its_last_message():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
     beat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
-    run.aggregator.beat(beat, run.now_s, run.time_s)
+    run.aggregator.heartbeat(beat, Now(run.now_s, run.time_s))
     goodput = run.wait(50).goodput()
 
     assert goodput.elapsed_s == pytest.approx(15.0)
@@ -534,7 +535,7 @@ def test_lost_rank_ends_with_its_last_message():
 def test_rank_keeps_its_length_without_first_and_last_report():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).wait(15)
     run.window(2, sequence=2)
-    run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), run.now_s + 99.0, run.time_s + 99.0)
+    run.aggregator.bye(Bye(run.agent(0), 0, "killed", 30, end_time_s=1030.0), Now(run.now_s + 99.0, run.time_s + 99.0))
     goodput = run.goodput()
 
     assert goodput.elapsed_s == pytest.approx(30.0)

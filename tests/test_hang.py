@@ -24,7 +24,7 @@ class Job:
             )
 
     def beat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
-        self.hang.beat(Heartbeat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
+        self.hang.heartbeat(Heartbeat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
 
     def all_beat(self, ordinal: int, state: str, since_s: float, now_s: float, ranks=range(4), **changes: Any) -> None:
         for rank in ranks:

@@ -7,10 +7,12 @@ import msgspec
 import pytest
 from builders import device_window, full, hello, reports, row
 
-from effllm.aggregation.aggregator import MAX_PENDING_BYTES, Aggregator
+from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.joining import MAX_WAIT_S, join
 from effllm.aggregation.ledger import restore
+from effllm.aggregation.open_windows import MAX_PENDING_BYTES
 from effllm.config import MIN_WINDOW_S, Config, read_config
+from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Gauge, Integrals
 from effllm.records.wire import Bye
@@ -38,20 +40,20 @@ class Job:
         self.aggregator = Aggregator(config, "job", 1, 1000.0, snapshot)
         self.now_s = 0.0
         for rank in range(world_size):
-            assert not self.aggregator.hello(hello(rank, world_size), self.now_s, 1000.0)
+            assert not self.aggregator.hello(hello(rank, world_size), Now(self.now_s, 1000.0))
 
     def send(self, *rows):
-        return self.aggregator.reports(reports(*rows), self.now_s, 1000.0 + self.now_s)
+        return self.aggregator.reports(reports(*rows), Now(self.now_s, 1000.0 + self.now_s))
 
     def tick(self, seconds=0.0):
         self.now_s += seconds
-        self.aggregator.tick(self.now_s, 1000.0 + self.now_s)
+        self.aggregator.tick(Now(self.now_s, 1000.0 + self.now_s))
 
     def bye(self, rank):
-        self.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 10), self.now_s, 1000.0 + self.now_s)
+        self.aggregator.bye(Bye(f"agent-{rank}", rank, "completed", 10), Now(self.now_s, 1000.0 + self.now_s))
 
     def closed(self):
-        return self.aggregator.take_closed()
+        return self.aggregator.closed.take()
 
 
 def test_only_an_unset_interval_is_joined():
@@ -139,7 +141,7 @@ def test_a_restart_counts_each_row_once():
     for at in range(0, 230, 10):
         job.send(*rows[0][at : at + 10])
         job.send(*rows[1][at : at + 10])
-    safe = job.aggregator.safe()
+    safe = job.aggregator.open.safe()
     assert len(job.closed()) == 2
     assert safe == {0: 200, 1: 200}
 
@@ -159,18 +161,18 @@ def test_a_restart_counts_each_row_once():
 def test_waiting_rows_are_not_safe():
     job = Job(2)
     job.send(*(short(0, window) for window in range(1, 121)))
-    assert job.aggregator.safe() == {0: 0, 1: 0}
+    assert job.aggregator.open.safe() == {0: 0, 1: 0}
     job.send(*(short(1, window) for window in range(1, 121)))
-    assert job.aggregator.safe() == {0: 100, 1: 100}
+    assert job.aggregator.open.safe() == {0: 100, 1: 100}
 
 
 def test_a_joined_row_is_not_safe_before_its_window_closes():
     job = Job(3)
     for rank in (0, 1):
         job.send(*(short(rank, window) for window in range(1, 101)))
-    assert job.aggregator.safe() == {0: 0, 1: 0, 2: 0}
+    assert job.aggregator.open.safe() == {0: 0, 1: 0, 2: 0}
     job.send(*(short(2, window) for window in range(1, 101)))
-    assert job.aggregator.safe() == {0: 100, 1: 100, 2: 100}
+    assert job.aggregator.open.safe() == {0: 100, 1: 100, 2: 100}
 
 
 def test_pause_does_not_hold_back_received_rows():
@@ -218,7 +220,7 @@ def test_one_rank_far_ahead_does_not_hold_the_others_back():
 def test_a_full_rank_loses_nothing():
     job = Job(1)
     rows = [short(0, window, 0.0001) for window in range(1, 1501)]
-    taken = [job.aggregator.reports(reports(one), 0.0, 1000.0, MAX_PENDING_BYTES // 100) for one in rows]
+    taken = [job.aggregator.reports(reports(one), Now(Now(0.0, 1000.0), MAX_PENDING_BYTES // 100)) for one in rows]
     assert all(taken)
     job.aggregator.close_all()
     assert job.closed()[-1].report.run.tokens == 1500 * 1000

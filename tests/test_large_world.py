@@ -11,6 +11,7 @@ from effllm.aggregation.columns import from_json, to_json
 from effllm.aggregation.ledger import Ledger, restore
 from effllm.aggregation.pacing import Pace
 from effllm.config import Config
+from effllm.records.clock import Now
 from effllm.records.job import Straggler
 from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import MAX_ROWS, outliers
@@ -21,17 +22,17 @@ RANKS = 1200
 def aggregator_of(ranks, ledger=None):
     aggregator = Aggregator(Config(), "job", 1, 0.0, ledger)
     for rank in range(ranks):
-        assert aggregator.hello(hello(rank, ranks, host=f"node{rank // 8}"), 0.0, 0.0) == ""
+        assert aggregator.hello(hello(rank, ranks, host=f"node{rank // 8}"), Now(0.0, 0.0)) == ""
     return aggregator
 
 
 def report(aggregator, window, ranks, now_s, **changes):
     for rank in ranks:
-        aggregator.reports(reports(row(rank, window, **changes)), now_s, now_s)
+        aggregator.reports(reports(row(rank, window, **changes)), Now(now_s, now_s))
 
 
 def closed_reports(aggregator):
-    return [one.report for one in aggregator.take_closed()]
+    return [one.report for one in aggregator.closed.take()]
 
 
 # --- the pace -----------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def test_rank_with_unread_reports_is_not_late(is_behind, closes_at_s):
 
     closed_at_s = []
     for now_s in range(3, 40):
-        aggregator.tick(float(now_s), 0.0, heard_until_s=2.5 if is_behind else None)
+        aggregator.tick(Now(float(now_s), 0.0), heard_until_s=2.5 if is_behind else None)
         closed_at_s += [now_s for _ in closed_reports(aggregator)]
 
     # Rank 1 sent at 1 s and counts as lost after 15 s; the aggregator may be 15 s behind.
@@ -110,8 +111,8 @@ def test_late_rows_are_merged_together_and_joules_counted_once():
         report(aggregator, window, range(10, RANKS), 1.0 + window)
     for now_s in range(5, 60):
         for rank in range(RANKS):
-            aggregator.beat(Heartbeat(f"agent-{rank}", rank, 1, "", 0.0), float(now_s), 0.0)
-        aggregator.tick(float(now_s), float(now_s))
+            aggregator.heartbeat(Heartbeat(f"agent-{rank}", rank, 1, "", 0.0), Now(float(now_s), 0.0))
+        aggregator.tick(Now(float(now_s), float(now_s)))
     first, *others = closed_reports(aggregator)
     assert [one.coverage.ranks_reporting for one in (first, *others)] == [RANKS, RANKS - 10, RANKS - 10]
     assert others[-1].job.energy_j == 1000.0 * RANKS, "windows with holes are in no sum"
@@ -119,9 +120,9 @@ def test_late_rows_are_merged_together_and_joules_counted_once():
     report(aggregator, 2, range(10), 60.0)
     report(aggregator, 3, range(10), 60.0)
     assert closed_reports(aggregator) == [], "late rows wait for more"
-    safe = aggregator.safe()
+    safe = aggregator.open.safe()
     assert (safe[0], safe[10]) == (1, 3), "waiting rows are not acknowledged"
-    aggregator.tick(61.0, 61.0)
+    aggregator.tick(Now(61.0, 61.0))
 
     corrections = closed_reports(aggregator)
     assert [(one.window, one.correction) for one in corrections] == [(2, True), (3, True)]
@@ -129,8 +130,8 @@ def test_late_rows_are_merged_together_and_joules_counted_once():
     assert (job.tokens, job.energy_complete) == (3 * 1000 * RANKS, True)
     assert job.energy_j == pytest.approx(3 * 1000.0 * RANKS)
     assert job.energy_tokens == job.tokens
-    assert aggregator.safe()[0] == 3
-    late = [event for event in aggregator.take_events() if event.kind == "late"]
+    assert aggregator.open.safe()[0] == 3
+    late = [event for event in aggregator.events.take() if event.kind == "late"]
     assert len(late) == 2
     assert late[0].text.startswith("10 ranks reported window 2 after it had closed: 0, 1, 2")
 
@@ -183,7 +184,7 @@ def test_slowest_rank_is_compared_with_the_exact_median():
     own_s = [0.5 + rank / RANKS / 100 for rank in range(RANKS - 1)] + [0.6]
     for window in (1, 2, 3):
         for rank in range(RANKS):
-            aggregator.reports(reports(row(rank, window, own_steps=10, own_median_s=own_s[rank])), 1.0, 1.0)
+            aggregator.reports(reports(row(rank, window, own_steps=10, own_median_s=own_s[rank])), Now(1.0, 1.0))
 
     *_, last = closed_reports(aggregator)
 

@@ -8,6 +8,7 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.config import Config
 from effllm.health.lost_agents import LostAgents
 from effllm.network.transport import AgentLink, ServerSocket, make_context
+from effllm.records.clock import Now
 from effllm.records.wire import Ack, Bye
 
 
@@ -54,17 +55,17 @@ def test_socket_separates_closed_peers_from_slow_readers(context):
 def test_ending_job_does_not_wait_for_lost_ranks():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     for rank in (0, 1):
-        assert aggregator.hello(hello(rank), 0.0, 1000.0) == ""
-    assert aggregator.awaited(before_s=1.0) == [0, 1]
-    aggregator.bye(Bye("agent-0", 0, "completed", 0), 5.0, 1005.0)
-    assert aggregator.awaited(before_s=6.0) == [1]
+        assert aggregator.hello(hello(rank), Now(0.0, 1000.0)) == ""
+    assert aggregator.presence.awaited(before_s=1.0) == [0, 1]
+    aggregator.bye(Bye("agent-0", 0, "completed", 0), Now(5.0, 1005.0))
+    assert aggregator.presence.awaited(before_s=6.0) == [1]
     assert not aggregator.finished(8.0)
-    assert not aggregator.nobody_is_there
+    assert not aggregator.presence.is_deserted
     aggregator.give_up(1, 1008.0)
 
     assert aggregator.finished(8.0)
-    assert aggregator.nobody_is_there
+    assert aggregator.presence.is_deserted
     assert aggregator.summary(1008.0, ended=True).status == "killed"
-    assert [event.text for event in aggregator.take_events() if event.kind == "silent"] == [
+    assert [event.text for event in aggregator.events.take() if event.kind == "silent"] == [
         "rank 1: its agent has gone without a farewell"
     ]

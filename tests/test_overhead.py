@@ -7,6 +7,7 @@ from effllm import metrics
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
+from effllm.records.clock import Now
 from effllm.records.wire import Bye
 from effllm.training.recorder import pair_s
 
@@ -18,11 +19,11 @@ def served(ledger=None, job="job"):
 def test_overhead_of_agents_is_summed_and_never_decreases():
     aggregator = served()
     for rank in range(2):
-        assert aggregator.hello(hello(rank), 0.0, 1000.0) == ""
-    aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=1000, recorder_cpu_s=0.25), 10.0, 1010.0)
-    aggregator.reports(reports(row(1), agent_cpu_s=2.0, sent_bytes=3000, recorder_cpu_s=0.5), 10.0, 1010.0)
-    aggregator.reports(reports(row(1), agent_cpu_s=1.5, sent_bytes=2000), 10.0, 1010.0)  # sent again
-    aggregator.bye(Bye("agent-0", 0, "completed", 10, 0, 1.25, 1500, 0.375), 11.0, 1011.0)
+        assert aggregator.hello(hello(rank), Now(0.0, 1000.0)) == ""
+    aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=1000, recorder_cpu_s=0.25), Now(10.0, 1010.0))
+    aggregator.reports(reports(row(1), agent_cpu_s=2.0, sent_bytes=3000, recorder_cpu_s=0.5), Now(10.0, 1010.0))
+    aggregator.reports(reports(row(1), agent_cpu_s=1.5, sent_bytes=2000), Now(10.0, 1010.0))  # sent again
+    aggregator.bye(Bye("agent-0", 0, "completed", 10, 0, 1.25, 1500, 0.375), Now(11.0, 1011.0))
     spent = aggregator.summary(1011.0, True).overhead
 
     assert (spent.agents_cpu_s, spent.sent_bytes, spent.recorder_cpu_s) == (3.25, 4500, 0.875)
@@ -30,22 +31,22 @@ def test_overhead_of_agents_is_summed_and_never_decreases():
 
 def test_overhead_adds_up_over_replacements_and_attempts():
     first = served()
-    first.hello(hello(0, 1), 0.0, 1000.0)
-    first.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100), 10.0, 1010.0)
-    first.note_own(5.0, 110)
+    first.hello(hello(0, 1), Now(0.0, 1000.0))
+    first.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100), Now(10.0, 1010.0))
+    first.ledger.note_own(5.0, 110)
 
     second = served(restore(first.snapshot()))
-    second.hello(hello(0, 1), 11.0, 1011.0)
-    second.reports(reports(row(0, 2), agent_cpu_s=1.5, sent_bytes=150), 20.0, 1020.0)
-    second.note_own(0.5, 60)
-    second.bye(Bye("agent-0", 0, "killed", 20, 0, 1.75, 175), 20.0, 1020.0)
-    second.hello(hello(0, 1, agent="other"), 21.0, 1021.0)
-    second.reports(reports(row(0, 3, agent="other"), agent_cpu_s=0.25, sent_bytes=25), 30.0, 1030.0)
+    second.hello(hello(0, 1), Now(11.0, 1011.0))
+    second.reports(reports(row(0, 2), agent_cpu_s=1.5, sent_bytes=150), Now(20.0, 1020.0))
+    second.ledger.note_own(0.5, 60)
+    second.bye(Bye("agent-0", 0, "killed", 20, 0, 1.75, 175), Now(20.0, 1020.0))
+    second.hello(hello(0, 1, agent="other"), Now(21.0, 1021.0))
+    second.reports(reports(row(0, 3, agent="other"), agent_cpu_s=0.25, sent_bytes=25), Now(30.0, 1030.0))
 
     third = served(restore(second.snapshot()).next_attempt("again"), "again")
-    third.hello(hello(0, 1, job="again", agent="new"), 31.0, 1031.0)
-    third.reports(reports(row(0, agent="new"), agent_cpu_s=2.0, sent_bytes=200), 41.0, 1041.0)
-    third.note_own(1.0, 210)
+    third.hello(hello(0, 1, job="again", agent="new"), Now(31.0, 1031.0))
+    third.reports(reports(row(0, agent="new"), agent_cpu_s=2.0, sent_bytes=200), Now(41.0, 1041.0))
+    third.ledger.note_own(1.0, 210)
     spent = third.summary(1041.0, True).overhead
 
     assert spent.agents_cpu_s == 1.75 + 0.25 + 2.0
@@ -56,10 +57,10 @@ def test_overhead_adds_up_over_replacements_and_attempts():
 
 def test_each_window_has_it_as_metrics():
     aggregator = served()
-    aggregator.hello(hello(0, 1), 0.0, 1000.0)
-    aggregator.note_own(0.5, 0)
-    aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100, recorder_cpu_s=0.001), 10.0, 1010.0)
-    ((report, *_),) = aggregator.take_closed()
+    aggregator.hello(hello(0, 1), Now(0.0, 1000.0))
+    aggregator.ledger.note_own(0.5, 0)
+    aggregator.reports(reports(row(0), agent_cpu_s=1.0, sent_bytes=100, recorder_cpu_s=0.001), Now(10.0, 1010.0))
+    ((report, *_),) = aggregator.closed.take()
 
     # Of ten seconds of one rank.
     assert report.values["health/agent_cpu_ratio"] == 0.1

@@ -37,6 +37,7 @@ from effllm.network.transport import (
     is_hello,
     make_context,
 )
+from effllm.records.clock import Now
 from effllm.records.rank import MAX_DEVICES, Event
 from effllm.records.wire import Ack, AgentEvent, Bye, Heartbeat, Hello, Reports, Supersede, Welcome
 
@@ -212,37 +213,37 @@ def test_hello_is_recognised_before_decoding(message):
 def aggregator_of(*hellos):
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     for one in hellos:
-        assert aggregator.hello(one, 0.0, 1000.0) == ""
+        assert aggregator.hello(one, Now(0.0, 1000.0)) == ""
     return aggregator
 
 
 def test_text_from_a_rank_becomes_one_line_without_escapes():
     aggregator = aggregator_of(hello(0))
     forged = Event(1.0, "warning", "\x1b[2J\r\n[EfficientLLM] Run completed")
-    aggregator.agent_event(AgentEvent("agent-0", 0, forged), 1.0, 1001.0)
+    aggregator.agent_event(AgentEvent("agent-0", 0, forged), Now(1.0, 1001.0))
 
-    assert aggregator.take_events()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
+    assert aggregator.events.take()[-1].text == "rank 0: [2J [EfficientLLM] Run completed"
 
 
 def test_events_of_one_rank_are_limited_and_others_pass():
     aggregator = aggregator_of(hello(0), hello(1))
     for number in range(5000):
-        aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), 1.0, 1001.0)
-    aggregator.agent_event(AgentEvent("agent-1", 1, Event(1.0, "warning", "the loss is nan")), 1.0, 1001.0)
+        aggregator.agent_event(AgentEvent("agent-0", 0, Event(1.0, "agent", f"line {number}")), Now(1.0, 1001.0))
+    aggregator.agent_event(AgentEvent("agent-1", 1, Event(1.0, "warning", "the loss is nan")), Now(1.0, 1001.0))
     aggregator.reject(1001.0, "no frame")
 
-    texts = [event.text for event in aggregator.take_events()]
+    texts = [event.text for event in aggregator.events.take()]
     assert sum(text.startswith("rank 0: ") for text in texts) == MAX_PER_MINUTE
     assert texts[-2:] == ["rank 1: the loss is nan", "a frame was rejected: no frame"]
 
 
 def test_a_rank_with_ever_more_devices_is_rejected():
     aggregator = aggregator_of(hello(0))
-    answers = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), 0.0, 1000.0) for n in range(MAX_DEVICES)]
+    answers = [aggregator.hello(hello(0, devices=(gpu(f"GPU-new-{n}"),)), Now(0.0, 1000.0)) for n in range(MAX_DEVICES)]
 
     assert answers[: MAX_DEVICES - 1] == [""] * (MAX_DEVICES - 1)
     assert answers[-1] == f"it has introduced more than {MAX_DEVICES} devices"
-    assert aggregator.hello(hello(0), 0.0, 1000.0) == "", "devices that are known may be introduced again"
+    assert aggregator.hello(hello(0), Now(0.0, 1000.0)) == "", "devices that are known may be introduced again"
 
 
 # --- a real aggregator ---

@@ -7,6 +7,7 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.config import VARIABLES, Config
 from effllm.energy.power_scope import CHOICES, choose, keep, scopes
+from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals
 from effllm.records.wire import Bye
@@ -168,7 +169,7 @@ class Cluster:
     def introduce(self, rank, *more):
         self.nodes[rank] = (*self.nodes[rank], *more)
         message = hello(rank, len(self.nodes), devices=self.nodes[rank], host=f"node{rank}")
-        assert self.aggregator.hello(message, 0.0, 1000.0) == ""
+        assert self.aggregator.hello(message, Now(0.0, 1000.0)) == ""
 
     def window(self, number, watts=None, without=()):
         """Close a window of 10 s in which each device draws 100 W, or what is said, and some are not read."""
@@ -180,8 +181,8 @@ class Cluster:
                 for one in devices
                 if one.key not in without
             )
-            self.aggregator.reports(reports(row(rank, number, devices=windows)), 0.0, 1000.0)
-        [closed] = self.aggregator.take_closed()
+            self.aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
+        [closed] = self.aggregator.closed.take()
         return closed.report
 
     def summary(self):
@@ -220,9 +221,9 @@ def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
     supply = device_window("psu:node0", wall=wall, power_peak_w=3000.0, power_histogram_s={300: 10.0})
     one = device_window("GPU-0", power_peak_w=500.0, power_histogram_s={50: 10.0})
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
-    aggregator.reports(reports(row(0, 1, devices=(one, supply))), 0.0, 1000.0)
+    aggregator.reports(reports(row(0, 1, devices=(one, supply))), Now(0.0, 1000.0))
 
-    report = aggregator.take_closed()[0].report
+    report = aggregator.closed.take()[0].report
     assert report.coverage.memory == report.coverage.utilization == 1.0
     assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
     assert (report.run.power_peak_w, report.run.power_histogram_s) == (500.0, {50: 10.0})
@@ -260,9 +261,9 @@ def test_a_sensor_that_tells_nothing_of_the_first_window_does_not_make_a_hole_of
 def test_the_scope_is_the_widest_that_was_measured_for_most_of_the_first_window(covered_s, label, coverage):
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
     late = device_window("psu:node0", wall=Integrals(EnergyAmount(1000.0, covered_s)))
-    aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), 0.0, 1000.0)
+    aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), Now(0.0, 1000.0))
 
-    report = aggregator.take_closed()[0].report
+    report = aggregator.closed.take()[0].report
     assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
 
 
@@ -287,19 +288,19 @@ def test_a_supply_that_is_not_read_in_a_window_is_judged_by_the_least_coverage(l
 
 def send(aggregator, rank, number, *keys):
     windows = tuple(device_window(key) for key in keys)
-    aggregator.reports(reports(row(rank, number, devices=windows)), 0.0, 1000.0)
+    aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
 
 
 def test_a_node_that_comes_late_without_the_scope_is_a_hole():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
-    aggregator.hello(hello(0, devices=(gpu("GPU-0"), psu()), host="node0"), 0.0, 1000.0)
+    aggregator.hello(hello(0, devices=(gpu("GPU-0"), psu()), host="node0"), Now(0.0, 1000.0))
     send(aggregator, 0, 1, "GPU-0", "psu:node0")
     aggregator.close_all()
-    aggregator.hello(hello(1, devices=(gpu("GPU-1"),), host="node1"), 0.0, 1000.0)
+    aggregator.hello(hello(1, devices=(gpu("GPU-1"),), host="node1"), Now(0.0, 1000.0))
     send(aggregator, 0, 2, "GPU-0", "psu:node0")
     send(aggregator, 1, 2, "GPU-1")
 
-    report = aggregator.take_closed()[-1].report
+    report = aggregator.closed.take()[-1].report
     assert (report.power_scope, report.coverage.energy) == ("node-psu", pytest.approx(0.5))
 
 
@@ -332,13 +333,13 @@ def test_a_nodes_sensor_whose_reader_has_left_is_a_hole_while_others_go_on():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     nodes = {0: ("node0", gpu("GPU-0"), psu()), 1: ("node0", gpu("GPU-1")), 2: ("node1", gpu("GPU-2"), psu("node1"))}
     for rank, (host, *devices) in nodes.items():
-        aggregator.hello(hello(rank, 3, devices=tuple(devices), host=host), 0.0, 1000.0)
+        aggregator.hello(hello(rank, 3, devices=tuple(devices), host=host), Now(0.0, 1000.0))
     for rank, (_, *devices) in nodes.items():
         send(aggregator, rank, 1, *(device.key for device in devices))
-    aggregator.bye(Bye("agent-0", 0, "completed", 10), 0.0, 1000.0)
+    aggregator.bye(Bye("agent-0", 0, "completed", 10), Now(0.0, 1000.0))
     for rank in (1, 2):
         send(aggregator, rank, 2, *(device.key for device in nodes[rank][1:]))
 
-    reports_of = [closed.report for closed in aggregator.take_closed()]
+    reports_of = [closed.report for closed in aggregator.closed.take()]
     assert [report.coverage.energy for report in reports_of] == [1.0, 0.5]
     assert [report.power_scope for report in reports_of] == ["node-psu", "node-psu"]

@@ -23,6 +23,7 @@ from effllm.aggregation.rows import Rows
 from effllm.config import Config
 from effllm.devices import DeviceUnavailable
 from effllm.network.transport import Outbox
+from effllm.records.clock import Now
 from effllm.records.rank import Sample
 from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import RunFolder
@@ -68,7 +69,7 @@ class Week:
         self.now_s = 0.0
         self.events = 0
         for rank in range(RANKS):
-            assert self.aggregator.hello(hello(rank, RANKS), 0.0, 0.0) == ""
+            assert self.aggregator.hello(hello(rank, RANKS), Now(0.0, 0.0)) == ""
 
     def window(self, number):
         """One window, with what happens now and then: a rank that is late, one that is silent, garbage, duplicates."""
@@ -80,25 +81,25 @@ class Week:
             for rank in range(RANKS)
         ]
         for one in rows[: RANKS - late]:
-            aggregator.reports(reports(one), self.now_s, self.now_s)
+            aggregator.reports(reports(one), Now(self.now_s, self.now_s))
         if late:
             for _ in range(40):  # its agent is away for 200 s
                 self.now_s += 5.0
                 for rank in range(RANKS - 1):
                     beat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
-                    aggregator.beat(beat, self.now_s, self.now_s)
-                aggregator.tick(self.now_s, self.now_s)
-            aggregator.reports(reports(rows[-1]), self.now_s, self.now_s)
+                    aggregator.heartbeat(beat, Now(self.now_s, self.now_s))
+                aggregator.tick(Now(self.now_s, self.now_s))
+            aggregator.reports(reports(rows[-1]), Now(self.now_s, self.now_s))
         if number % 100 == 0:
-            aggregator.reports(reports(rows[0]), self.now_s, self.now_s)
+            aggregator.reports(reports(rows[0]), Now(self.now_s, self.now_s))
             aggregator.reject(self.now_s, f"garbage {number}")
-        aggregator.tick(self.now_s, self.now_s)
-        for closed in aggregator.take_closed():
+        aggregator.tick(Now(self.now_s, self.now_s))
+        for closed in aggregator.closed.take():
             self.store.write(closed.report, closed.rows)
-        for event in aggregator.take_events():
+        for event in aggregator.events.take():
             self.events += 1
             self.store.write_events([event])
-        aggregator.take_asked()
+        aggregator.stalls.take_asked()
         self.store.save_state(aggregator.snapshot())
 
 

@@ -10,6 +10,7 @@ from builders import device_window, full, gpu, hello, reports, row
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.spread import spread_of
 from effllm.config import Config
+from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.job import Spread
 from effllm.records.rank import Integrals
@@ -18,10 +19,10 @@ from effllm.records.rank import Integrals
 def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
     aggregator = Aggregator(Config(), "job", 1, 0.0)
     for rank in range(world_size):
-        assert aggregator.hello(hello(rank, world_size, devices=devices(rank)), 0.0, 0.0) == ""
+        assert aggregator.hello(hello(rank, world_size, devices=devices(rank)), Now(0.0, 0.0)) == ""
     for one in rows:
-        aggregator.reports(reports(one), 1.0, 1.0)
-    (closed,) = aggregator.take_closed()
+        aggregator.reports(reports(one), Now(1.0, 1.0))
+    (closed,) = aggregator.closed.take()
     return closed.report
 
 
@@ -107,12 +108,12 @@ def test_without_gpus_there_are_steps_alone():
 def test_a_correction_tells_no_spread():
     aggregator = Aggregator(Config(), "job", 1, 0.0)
     for rank in range(2):
-        assert aggregator.hello(hello(rank), 0.0, 0.0) == ""
-    aggregator.reports(reports(row(0)), 1.0, 1.0)
-    aggregator.tick(100.0, 100.0)
-    aggregator.reports(reports(row(1)), 101.0, 101.0)
+        assert aggregator.hello(hello(rank), Now(0.0, 0.0)) == ""
+    aggregator.reports(reports(row(0)), Now(1.0, 1.0))
+    aggregator.tick(Now(100.0, 100.0))
+    aggregator.reports(reports(row(1)), Now(101.0, 101.0))
 
-    first, correction = [one.report for one in aggregator.take_closed()]
+    first, correction = [one.report for one in aggregator.closed.take()]
 
     assert first.spread["step_seconds"].count == 1
     assert correction.correction

@@ -6,6 +6,7 @@ from builders import gpu, hello, row
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.ledger import restore
 from effllm.config import Config
+from effllm.records.clock import Now
 from effllm.records.wire import Bye, Heartbeat, Reports, Stack
 
 UNIX_S = 1_700_000_000.0
@@ -18,17 +19,17 @@ class Job:
     def __init__(self, ranks: int = 4, **changes) -> None:
         self.aggregator = Aggregator(Config(), "job", 1, UNIX_S)
         for rank in range(ranks):
-            self.aggregator.hello(hello(rank, ranks, devices=(gpu(f"GPU-{rank}"),), **changes), 0.0, UNIX_S)
+            self.aggregator.hello(hello(rank, ranks, devices=(gpu(f"GPU-{rank}"),), **changes), Now(0.0, UNIX_S))
         self.beat(dict.fromkeys(range(ranks), (0, "startup")), 0.0, 0.0)
         for rank in range(ranks):
             reported = row(rank, 1, iteration_shown=1010, agent=f"agent-{rank}", devices=())
-            self.aggregator.reports(Reports((reported,)), 100.0, UNIX_S + 100)
+            self.aggregator.reports(Reports((reported,)), Now(100.0, UNIX_S + 100))
         self.events()
 
     def beat(self, positions, since_s: float, now_s: float, **changes) -> None:
         for rank, (ordinal, state) in positions.items():
             beat = Heartbeat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
-            self.aggregator.beat(beat, now_s, UNIX_S + now_s)
+            self.aggregator.heartbeat(beat, Now(now_s, UNIX_S + now_s))
 
     def stall(self, positions, since_s: float = 100.0, until_s: float = 141.0, from_s=None, **changes) -> None:
         now_s = since_s if from_s is None else from_s
@@ -39,14 +40,14 @@ class Job:
             now_s += 0.5
 
     def tick(self, now_s: float) -> None:
-        self.aggregator.tick(now_s, UNIX_S + now_s)
+        self.aggregator.tick(Now(now_s, UNIX_S + now_s))
 
     def stack(self, rank: int, now_s: float = 142.0, **changes) -> None:
         given = {"ordinal": 11, "text": f"the stack of rank {rank}\n", "top": "all_reduce (dist.py:88)", **changes}
-        self.aggregator.stack(Stack(f"agent-{rank}", rank, **given), now_s, UNIX_S + now_s)
+        self.aggregator.stack(Stack(f"agent-{rank}", rank, **given), Now(now_s, UNIX_S + now_s))
 
     def events(self) -> list[tuple[str, str]]:
-        reported = [(event.kind, event.text) for event in self.aggregator.take_events()]
+        reported = [(event.kind, event.text) for event in self.aggregator.events.take()]
         return [event for event in reported if event[0] not in ("joined", "not_measured", "mfu")]
 
     def summary(self, ended: bool = True):
@@ -69,18 +70,18 @@ def test_event_has_logged_iteration_numbers_host_and_device():
 def test_stacks_of_ranks_behind_and_one_other_are_asked_once():
     job = Job()
     job.stall(BEHIND, until_s=500.0)
-    asked = job.aggregator.take_asked()
+    asked = job.aggregator.stalls.take_asked()
 
     assert sorted(asked) == [0, 2]
     assert [kind for kind, _ in job.events()] == ["stalled", "stack", "stalled"]  # and again after five minutes
-    assert job.aggregator.take_asked() == []
+    assert job.aggregator.stalls.take_asked() == []
 
 
 def test_at_most_nine_agents_are_asked():
     job = Job(ranks=40)
     job.stall({rank: (10, BETWEEN) if rank < 30 else (11, STEP) for rank in range(40)})
 
-    assert sorted(job.aggregator.take_asked()) == [*range(8), 30]
+    assert sorted(job.aggregator.stalls.take_asked()) == [*range(8), 30]
 
 
 def test_stacks_become_files_and_one_event_when_all_have_come():
@@ -91,7 +92,7 @@ def test_stacks_become_files_and_one_event_when_all_have_come():
     assert job.events() == []
     job.stack(0)
 
-    assert [(file.name, file.text) for file in job.aggregator.take_stacks()] == [
+    assert [(file.name, file.text) for file in job.aggregator.stalls.take_files()] == [
         ("rank-2-iteration-1010.txt", "the stack of rank 2\n"),
         ("rank-0-iteration-1011.txt", "the stack of rank 0\n"),
     ]
@@ -101,7 +102,7 @@ def test_stacks_become_files_and_one_event_when_all_have_come():
             "stacks are in stacks/ of the run folder: rank 2: load (data.py:7); rank 0: all_reduce (dist.py:88)",
         )
     ]
-    assert job.aggregator.take_stacks() == []
+    assert job.aggregator.stalls.take_files() == []
 
 
 def test_missing_stack_does_not_hold_up_the_event():
@@ -123,7 +124,7 @@ def test_stack_that_was_not_asked_for_is_dropped(who):
     job.stack(who)
 
     assert job.aggregator.garbage == before + 1
-    assert job.aggregator.take_stacks() == []
+    assert job.aggregator.stalls.take_files() == []
 
 
 def test_a_stack_is_taken_once():
@@ -132,7 +133,7 @@ def test_a_stack_is_taken_once():
     job.stack(2)
     job.stack(2)
 
-    assert len(job.aggregator.take_stacks()) == 1
+    assert len(job.aggregator.stalls.take_files()) == 1
     assert job.aggregator.garbage == 1
 
 
@@ -153,11 +154,11 @@ def test_summary_has_stalled_time_during_and_after_a_stall():
 def test_two_stalls_add_up_and_each_asks_for_stacks():
     job = Job()
     job.stall(BEHIND)
-    first = job.aggregator.take_asked()
+    first = job.aggregator.stalls.take_asked()
     job.beat(dict.fromkeys(range(4), (12, STEP)), 150.0, 150.0)
     job.tick(150.5)
     job.stall(dict.fromkeys(range(4), (12, STEP)), since_s=150.0, until_s=190.0)
-    second = job.aggregator.take_asked()
+    second = job.aggregator.stalls.take_asked()
     job.beat(dict.fromkeys(range(4), (13, STEP)), 195.0, 195.0)
     job.tick(195.5)
 
@@ -166,7 +167,7 @@ def test_two_stalls_add_up_and_each_asks_for_stacks():
 
 
 def bye(job: Job, rank: int, status: str, now_s: float) -> None:
-    job.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), now_s, UNIX_S + now_s)
+    job.aggregator.bye(Bye(f"agent-{rank}", rank, status, 10), Now(now_s, UNIX_S + now_s))
 
 
 def test_job_killed_in_a_stall_has_stalled():
@@ -211,13 +212,13 @@ def test_rank_of_a_dead_agent_is_silent_not_stalled():
     (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
     assert stalled.startswith("stalled: all 3 ranks at iteration 1011 for 3")
     assert "; rank 2 (node node0, GPU-2): no heartbeat for " in stalled
-    assert 2 not in job.aggregator.take_asked()
+    assert 2 not in job.aggregator.stalls.take_asked()
 
 
 def test_rank_that_came_back_has_not_left():
     job = Job()
     bye(job, 3, "killed", 100.0)
-    job.aggregator.hello(hello(3, 4, agent="another", devices=()), 101.0, UNIX_S + 101)
+    job.aggregator.hello(hello(3, 4, agent="another", devices=()), Now(101.0, UNIX_S + 101))
     job.stall({rank: place for rank, place in BEHIND.items() if rank != 3}, from_s=105.0)
 
     (stalled,) = [text for kind, text in job.events() if kind == "stalled"]
@@ -231,7 +232,7 @@ def test_replacement_counts_the_time_of_a_stall_once():
     assert job.summary().metrics["health/stalled_s"].value > 40
     job.aggregator = Aggregator(Config(), "job", 1, UNIX_S, restore(state))
     for rank in range(4):
-        job.aggregator.hello(hello(rank, 4), 150.0, UNIX_S + 150)
+        job.aggregator.hello(hello(rank, 4), Now(150.0, UNIX_S + 150))
     job.beat(BEHIND, 100.0, 150.0)
     job.tick(150.5)
 

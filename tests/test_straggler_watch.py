@@ -10,6 +10,7 @@ from effllm.aggregation.ledger import restore
 from effllm.config import Config
 from effllm.health.clock import DRIFT
 from effllm.network.transport import decode_from_aggregator, encode
+from effllm.records.clock import Now
 from effllm.records.job import StragglerVerdict
 from effllm.records.wire import Clock, Heartbeat
 from effllm.runs.summary_text import summary_text
@@ -24,28 +25,28 @@ class Job:
         for rank in self.ranks:
             changes = {name: value(rank) for name, value in hellos.items()}
             message = hello(rank, ranks, host=f"node{rank // 2}", **changes)
-            assert self.aggregator.hello(message, 0.0, 1000.0) == ""
+            assert self.aggregator.hello(message, Now(0.0, 1000.0)) == ""
 
     def run(self, first, last, slow=2, own_s=0.6):
         for window in range(first, last + 1):
             for rank in self.ranks:
                 own = own_s if rank == slow else 0.5 + 0.001 * rank
                 one = row(rank, window, own_steps=10, own_step_s=10 * own, own_median_s=own)
-                self.aggregator.reports(reports(one), 10.0 * window, 1000.0 + 10.0 * window)
+                self.aggregator.reports(reports(one), Now(10.0 * window, 1000.0 + 10.0 * window))
         return self
 
     def closed(self):
-        return [one.report for one in self.aggregator.take_closed()]
+        return [one.report for one in self.aggregator.closed.take()]
 
     def events_of(self, *kinds):
-        return [event for event in self.aggregator.take_events() if event.kind in kinds]
+        return [event for event in self.aggregator.events.take() if event.kind in kinds]
 
     def summary(self):
         return self.aggregator.summary(2000.0, ended=True)
 
     def beat(self, rank, now_s, offset_s, error_s):
         message = Heartbeat(f"agent-{rank}", rank, 1, "", 0.0, offset_s=offset_s, offset_error_s=error_s)
-        self.aggregator.beat(message, now_s, 1000.0 + now_s)
+        self.aggregator.heartbeat(message, Now(now_s, 1000.0 + now_s))
 
 
 def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
@@ -102,7 +103,7 @@ def test_a_sensor_of_the_node_is_not_the_device_of_a_rank():
 def test_where_no_rank_tells_its_own_time_there_is_no_number_of_stragglers():
     job = Job()
     for rank in job.ranks:
-        job.aggregator.reports(reports(row(rank)), 10.0, 1010.0)
+        job.aggregator.reports(reports(row(rank)), Now(10.0, 1010.0))
 
     (report,) = job.closed()
     assert report.last.straggling_s is None
@@ -123,7 +124,7 @@ def test_the_error_of_the_worst_clock_is_published_and_grows_with_age():
 def test_another_agent_of_a_rank_has_another_clock():
     job = Job()
     job.beat(0, 1.0, 1e6, 1e-5)
-    job.aggregator.hello(hello(0, 4, agent="another"), 100.0, 1100.0)
+    job.aggregator.hello(hello(0, 4, agent="another"), Now(100.0, 1100.0))
     job.run(1, 1)  # which the other agent's reports do not complete
     job.aggregator.close_all()
 
@@ -142,7 +143,7 @@ def test_the_hot_reason_of_a_rank_is_found_in_its_reports():
                 own_median_s=0.6 if rank == 2 else 0.5,
                 devices=(device_window(f"GPU-{rank}", throttle_covered_s=10.0, **hot),),
             )
-            job.aggregator.reports(reports(one), 10.0 * window, 1000.0)
+            job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0))
 
     (event,) = job.events_of("straggler")
     assert " since iteration 1: thermal slowdown; cost " in event.text
@@ -158,7 +159,7 @@ def test_a_verdict_is_bounded_however_many_are_slow():
         for rank in job.ranks:
             own = 0.6 if rank < 40 else 0.5
             one = row(rank, window, own_steps=10, own_median_s=own)
-            job.aggregator.reports(reports(one), 10.0 * window, 1000.0)
+            job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0))
 
     last = job.closed()[-1]
     assert len(last.stragglers) == 16 and last.last.stragglers == 40

@@ -40,6 +40,15 @@ class RankState(Struct):
     newest_gap_before: int = 0  # ... that are missing before this sequence
     is_over: bool = False  # its last report was taken
 
+    def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
+        """Take what the rank's agent and recorder have cost so far; an older message does not lower it."""
+        if agent_cpu_s > self.agent_cpu_s:
+            self.agent_cpu_s = agent_cpu_s
+        if sent_bytes > self.sent_bytes:
+            self.sent_bytes = sent_bytes
+        if recorder_cpu_s is not None:
+            self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, recorder_cpu_s)
+
     def take(self, sequence: int, final: bool = False) -> None:
         """Note that a report has come, and what is missing before it."""
         self.is_over = self.is_over or final
@@ -194,6 +203,10 @@ class Ledger(Struct):
         if seconds > 0:
             self.hang_s += seconds
             self.goodput.attempt.note_hang(self.closed + 1, seconds)
+
+    def note_own(self, cpu_s: float, received_bytes: int) -> None:
+        """Take what the aggregator's process has cost so far."""
+        self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes
 
     def count_slowest(self, rank: int) -> None:
         """Count one more window in which a rank was the slowest."""

@@ -136,6 +136,6 @@ class Presence:
         return all(now_s - heard_s > SILENT_AFTER_S for heard_s in heard)
 
     @property
-    def nobody_is_there(self) -> bool:
+    def is_deserted(self) -> bool:
         """Whether ranks have come, and all of them have left or are silent."""
         return bool(self._heard_s) and len(self._silent | self.gone) >= len(self._heard_s)

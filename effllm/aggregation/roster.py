@@ -109,6 +109,15 @@ class Roster:
         known = self._ledger.ranks.get(rank)
         return known if known is not None and known.agent == agent else None
 
+    def is_too_late(self, message: Hello) -> bool:
+        """Whether an agent whose HELLO comes after rank 0's trainer has ended is rather one of the next attempt.
+
+        It may be a late one of ours where that trainer completed, or was over before rank 0's agent came.
+        """
+        first = self._ledger.ranks.get(0)
+        is_known = self.rank_of(message.rank, message.agent) is not None
+        return not is_known and first is not None and first.bye != "completed"
+
     def absent(self, reporting: Collection[int]) -> set[int]:
         """Return the ranks of the world that neither report nor have left."""
         if len(reporting) == self._ledger.world_size:

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 import msgspec
 import zmq
 
-from effllm.aggregation.aggregator import Aggregator, Closed
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.closed_windows import Closed
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.pacing import is_large, keep_every_s, pause_s
 from effllm.config import Config, secret_path
@@ -30,6 +31,7 @@ from effllm.network.discovery import openness
 from effllm.network.door import Door
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
+from effllm.records.clock import Now
 from effllm.records.job import Summary
 from effllm.records.rank import Event
 from effllm.records.wire import Hello, Rejected, Supersede
@@ -127,7 +129,7 @@ class Server:
         self._aggregator = aggregator = Aggregator(config, orders.job, attempt, time.time(), state, boot_id())
         facts = self._facts.values
         charts = _event_files(config, folder, facts)
-        self._outputs = Outputs(Run(config, aggregator.attempt, folder, charts, self._stdout, facts, self._warn))
+        self._outputs = Outputs(Run(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn))
         self._messages = Messages(
             self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede
         )
@@ -162,31 +164,31 @@ class Server:
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
-                self._tick(now_s)
+                self._tick(Now(now_s, time.time()))
                 if self._end.is_over(now_s):
                     return
-                if self._aggregator.is_closing:
+                if self._aggregator.open.is_closing:
                     next_tick_s = now_s
-            if now_s >= next_summary_s or self._aggregator.is_stalled != self._was_stalled:
+            if now_s >= next_summary_s or self._aggregator.stalls.is_status != self._was_stalled:
                 next_summary_s = now_s + SUMMARY_EVERY_S
                 self._collect()
-                self._was_stalled = self._aggregator.is_stalled
+                self._was_stalled = self._aggregator.stalls.is_status
                 self._outputs.write_summary(self._summary(ended=False))
-            self._hand_out(now_s)
+            self._hand_out()
             if self._aggregator.finished(now_s):
                 return
 
     def _receive(self) -> None:
         for line in self._door.look(time.monotonic()):
-            self._aggregator.record(Event(time.time(), "refused", line))
+            self._aggregator.events.record(Event(time.time(), "refused", line))
         if self._messages.receive():
             self._heard_until_s = time.monotonic()
-            if seconds := max(pause_s(self._aggregator.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):
+            if seconds := max(pause_s(self._aggregator.ledger.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):
                 time.sleep(seconds)
 
-    def _admit(self, peer: bytes, message: Hello, objection: str, now_s: float, time_s: float) -> Rejected | None:
+    def _admit(self, peer: bytes, message: Hello, objection: str, now: Now) -> Rejected | None:
         is_trainer_gone = self._end.has_trainer_ended()
-        refused = self._admission.hello(peer, message, objection, is_trainer_gone, now_s, time_s)
+        refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
         if refused is None:
             self._has_learned = True
             if self._facts.learn(message) and is_large(message.world_size):  # before the first windows come
@@ -206,34 +208,34 @@ class Server:
             self._has_learned = False
             gc.freeze()
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, now: Now) -> None:
         self._admission.report()
-        self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
-        self._end.give_up_lost(now_s)
-        self._aggregator.tick(now_s, time.time(), self._heard_until_s)
+        self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
+        self._end.give_up_lost(now.mono_s)
+        self._aggregator.tick(now, self._heard_until_s)
         # Those of ten thousand ranks are 8 MB.
-        self._update_facts(max(keep_every_s(self._aggregator.world_size), FACTS_EVERY_S))
-        if now_s < self._killed_until_s:  # what will be true if we are killed before the next one
+        self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
+        if now.mono_s < self._killed_until_s:  # what will be true if we are killed before the next one
             self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
 
     def _update_facts(self, every_s: float = 0.0) -> None:
-        facts = self._facts.take(time.monotonic(), every_s, self._aggregator.parameters)
+        facts = self._facts.take(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
         if facts is not None:
             self._outputs.update_facts(facts)
 
-    def _hand_out(self, now_s: float) -> None:
+    def _hand_out(self) -> None:
         for item in self._inbox.take():
             if isinstance(item, Event):
-                self._aggregator.record(item)
+                self._aggregator.events.record(item)
             elif isinstance(item, GitFacts):
                 self._facts.add_git(item)
             else:
                 self._acknowledgement.saved(item)
-        self._acknowledgement.hand_out(now_s, time.time())
-        if events := self._aggregator.take_events():
+        self._acknowledgement.hand_out(Now.read())
+        if events := self._aggregator.events.take():
             self._outputs.write_events(events)
         self._messages.request_stacks()
-        if files := self._aggregator.take_stacks():
+        if files := self._aggregator.stalls.take_files():
             self._outputs.write_stacks(files)
 
     def _write(self, closed: Sequence[Closed]) -> None:
@@ -251,9 +253,9 @@ class Server:
     # --- the end ---
 
     def _summary(self, ended: bool) -> Summary:
-        self._aggregator.note_own(time.process_time(), self._socket.received_bytes)
+        self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
         summary = self._aggregator.summary(time.time(), ended)
-        is_refused = ended and self._admission.has_shortage and not self._aggregator.world_size
+        is_refused = ended and self._admission.has_shortage and not self._aggregator.ledger.world_size
         return msgspec.structs.replace(
             summary,
             events={**summary.events, **self._admission.counts},
@@ -263,10 +265,10 @@ class Server:
 
     def _finish(self) -> str:
         self._aggregator.close_all()
-        self._tick(time.monotonic())
-        self._hand_out(time.monotonic())
+        self._tick(Now.read())
+        self._hand_out()
         self._facts.stop_git()
-        has_heard = self._aggregator.world_size or self._admission.has_shortage
+        has_heard = self._aggregator.ledger.world_size or self._admission.has_shortage
         if not has_heard and self._orders.trainer_descriptor < 0:
             self._outputs.discard(STORE_STOP_S)
             return UNUSED
@@ -274,14 +276,14 @@ class Server:
         deadline_s = time.monotonic() + STORE_STOP_S
         # The store last: its summary counts what the sinks have not written by then.
         self._outputs.stop_sinks(self._summary(ended=True), SINKS_STOP_S)
-        self._hand_out(time.monotonic())
+        self._hand_out()
         summary = self._summary(ended=True)
         # The state has the farewells: the next attempt reads in it how this one ended.
         self._outputs.stop_store(self._aggregator.snapshot(), summary)
         if not self._outputs.join_store(deadline_s - time.monotonic()):
             self._release_output()
             self._outputs.join_store(DISK_WAIT_S)
-        self._hand_out(time.monotonic())
+        self._hand_out()
         if summary.status == "completed" and self._folder is not None:
             remove_state(self._folder)
         return summary.status

@@ -137,7 +137,7 @@ class Hang:
             self._alone.pop(rank, None)
             del self.ranks[rank]
 
-    def beat(self, beat: Heartbeat, now_s: float) -> None:
+    def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
         """Take a heartbeat with a rank's position."""
         position = self.ranks.get(beat.rank)
         if position is None:

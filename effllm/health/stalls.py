@@ -10,6 +10,7 @@ from effllm.aggregation.roster import Roster
 from effllm.config import Config
 from effllm.health.hang import Hang, Stall
 from effllm.health.stall_text import MAX_NAMED, Names, resumed_text, stall_text
+from effllm.records.clock import Now
 from effllm.records.rank import Event, RankReport
 from effllm.records.wire import Heartbeat, Hello, Stack
 
@@ -56,9 +57,9 @@ class Stalls:
         last = message.total_iterations - message.offset if message.total_iterations else None
         self._hang.join(message.rank, message.role, last, is_new, now_s)
 
-    def beat(self, message: Heartbeat, now_s: float) -> None:
+    def heartbeat(self, message: Heartbeat, now_s: float) -> None:
         """Take a heartbeat with a rank's position."""
-        self._hang.beat(message, now_s)
+        self._hang.heartbeat(message, now_s)
 
     def row(self, row: RankReport, now_s: float) -> None:
         """Take a window of a rank."""
@@ -85,20 +86,20 @@ class Stalls:
         self._report_stacks(time_s)
         return True
 
-    def tick(self, now_s: float, time_s: float) -> None:
+    def tick(self, now: Now) -> None:
         """Let time pass."""
-        for verdict in self._hang.check(now_s, self._roster.presence.silent):
+        for verdict in self._hang.check(now.mono_s, self._roster.presence.silent):
             if isinstance(verdict, Stall):
-                self._report_stall(verdict, now_s, time_s)
+                self._report_stall(verdict, now)
             else:
-                self._report(Event(time_s, "resumed", resumed_text(verdict), verdict.rank))
+                self._report(Event(now.unix_s, "resumed", resumed_text(verdict), verdict.rank))
                 self._asked, self._tops, self._is_reported = {}, {}, False
-        overdue = [rank for rank, until_s in self._asked.items() if now_s > until_s]
+        overdue = [rank for rank, until_s in self._asked.items() if now.mono_s > until_s]
         for rank in overdue:
             del self._asked[rank]
             self._tops[rank] = "its agent has not answered"
         if overdue:
-            self._report_stacks(time_s)
+            self._report_stacks(now.unix_s)
 
     # --- what goes out ---
 
@@ -132,20 +133,19 @@ class Stalls:
             return self._shown_minus_ordinal
         return next((hello.offset for hello in self._roster.hellos.values()), 0)
 
-    def _report_stall(self, stall: Stall, now_s: float, time_s: float) -> None:
+    def _report_stall(self, stall: Stall, now: Now) -> None:
         roster, world_size = self._roster, self._ledger.world_size
-        silent_s = {
-            rank: now_s - roster.presence.heard_s[rank] for rank in roster.presence.silent if rank not in self._left
-        }
+        heard_s, silent = roster.presence.heard_s, roster.presence.silent
+        silent_s = {rank: now.mono_s - heard_s[rank] for rank in silent if rank not in self._left}
         left = {rank: status for rank, status in self._left.items() if rank < world_size}
         missing = max(world_size - len(roster.hellos), 0)
         names = Names(self._where, self._offset)
-        text = stall_text(stall, self._hang.ranks, names, now_s, silent_s, left, missing)
+        text = stall_text(stall, self._hang.ranks, names, now.mono_s, silent_s, left, missing)
         behind = stall.groups[0][1]
-        self._report(Event(time_s, "stalled", text, behind[0] if len(behind) == 1 else None))
+        self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
         if not stall.is_partial and not self._is_reported:
             self._is_reported, self._failed_before = True, "failed" in self._left.values()
-        self._ask(stall, now_s)
+        self._ask(stall, now.mono_s)
 
     def _ask(self, stall: Stall, now_s: float) -> None:
         """Ask for the stacks of those behind, and of one of the others, once for each stall."""

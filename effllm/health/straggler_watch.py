@@ -41,7 +41,7 @@ class StragglerWatch:
             ),
         )
 
-    def beat(self, message: Heartbeat, now_s: float) -> None:
+    def heartbeat(self, message: Heartbeat, now_s: float) -> None:
         """Take where a rank's clock stands."""
         if message.offset_s is not None and message.offset_error_s is not None:
             self._clocks.set(message.rank, Offset(message.offset_s, message.offset_error_s), now_s)

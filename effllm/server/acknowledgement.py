@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from effllm.aggregation.aggregator import Aggregator, Closed
+from effllm.aggregation.aggregator import Aggregator
+from effllm.aggregation.closed_windows import Closed
 from effllm.aggregation.pacing import Pace, is_large
+from effllm.records.clock import Now
 
 MAX_UNSAVED = 64  # states that are not written yet
 
@@ -43,27 +45,22 @@ class Acknowledgement:
         self._unsaved: list[Sequences] = []  # of states that are being written, oldest first
         self._acknowledged: Sequences = {}
 
-    def hand_out(self, now_s: float, time_s: float) -> None:
-        """Write the windows that closed, and the state where that is due.
-
-        Args:
-            now_s: the time.
-            time_s: unix time.
-        """
+    def hand_out(self, now: Now) -> None:
+        """Write the windows that closed, and the state where that is due."""
         aggregator = self._aggregator
-        has_closed, is_slow = self._put(aggregator.take_closed()), is_large(aggregator.world_size)
+        has_closed, is_slow = self._put(aggregator.closed.take()), is_large(aggregator.ledger.world_size)
         if has_closed and (is_slow or len(self._unsaved) > 1):  # their acknowledgement takes its time
             self._show()
-        if not self._pace.is_due(now_s, aggregator.world_size, aggregator.is_ending):
+        if not self._pace.is_due(now.mono_s, aggregator.ledger.world_size, aggregator.presence.num_left > 0):
             return
-        aggregator.settle(now_s, time_s)
-        self._put(aggregator.take_closed())
-        self._pace.kept(now_s)
+        aggregator.settle(now)
+        self._put(aggregator.closed.take())
+        self._pace.kept(now.mono_s)
         self.save_state()
 
     def save_state(self) -> None:
         """Write the state as it is."""
-        sequences = self._aggregator.safe()
+        sequences = self._aggregator.open.safe()
         if self._save is None:
             self._acknowledge(sequences)
             return
@@ -91,7 +88,7 @@ class Acknowledgement:
 
     def _show(self) -> None:
         """Send the ranks whose loops show values those of the newest report, and no new acknowledgement."""
-        shown = {0, self._aggregator.world_size - 1}
+        shown = {0, self._aggregator.ledger.world_size - 1}
         self._send({rank: self._acknowledged.get(rank, 0) for rank in shown})
 
     def _relieve(self) -> None:

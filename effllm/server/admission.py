@@ -9,6 +9,7 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.network.descriptors import needed, raise_limit
 from effllm.network.door import Door
 from effllm.network.peers import Peers
+from effllm.records.clock import Now
 from effllm.records.rank import Event
 from effllm.records.wire import Hello, Rejected
 
@@ -32,9 +33,7 @@ class Admission:
         self.has_shortage = False  # of descriptors: the job was refused
         self.has_refused_all = False  # of a job of one rank, which has no other agents
 
-    def hello(
-        self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now_s: float, time_s: float
-    ) -> Rejected | None:
+    def hello(self, peer: bytes, message: Hello, objection: str, is_trainer_gone: bool, now: Now) -> Rejected | None:
         """Take an introduction; return what to answer where it is refused.
 
         Args:
@@ -42,31 +41,30 @@ class Admission:
             message: the introduction.
             objection: why `Peers` refuses it, or empty.
             is_trainer_gone: rank 0's trainer has ended.
-            now_s: the time.
-            time_s: unix time.
+            now: the time.
         """
         reason = objection
-        if not reason and is_trainer_gone and self._aggregator.is_too_late(message):
+        if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(message):
             reason = "this attempt is over"
-        if not reason and (shortage := self._shortage(message, now_s)):
+        if not reason and (shortage := self._shortage(message, now.mono_s)):
             self._peers.turn_away()
             # Agents of a larger job would go on to search for an aggregator.
             self.has_refused_all = self.has_refused_all or message.world_size == 1
             return Rejected(shortage, whole_job=True)
-        reason = reason or self._aggregator.hello(message, now_s, time_s)
+        reason = reason or self._aggregator.hello(message, now)
         if reason:
             self._peers.turn_away()
             return Rejected(reason, again=is_trainer_gone)
-        self._peers.introduce(peer, message, now_s)
+        self._peers.introduce(peer, message, now.mono_s)
         return None
 
     def report(self) -> None:
         """Record what was rejected since the last call."""
         for event in self._peers.take_events():
-            self._aggregator.record(event)
+            self._aggregator.events.record(event)
         if repeated := self._peers.take_repeated() + self._door.take_repeated():
             text = "peers that were rejected before were rejected again"
-            self._aggregator.record(Event(time.time(), "refused", text, count=repeated))
+            self._aggregator.events.record(Event(time.time(), "refused", text, count=repeated))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -76,7 +74,7 @@ class Admission:
     def _shortage(self, hello: Hello, now_s: float) -> str:
         """Raise the limit of open files for the world of a rank that may join; return why that fails, or empty."""
         world_size = hello.world_size
-        if world_size <= self._has_room_for or not self._aggregator.may_join(hello, now_s):
+        if world_size <= self._has_room_for or self._aggregator.roster.objection(hello, now_s):
             return ""
         shortage = raise_limit(needed(world_size))
         if not shortage:

@@ -25,7 +25,7 @@ class JobEnd:
     """
 
     def __init__(self, aggregator: Aggregator, orders: Orders, reaches: Callable[[int], bool]) -> None:
-        self._aggregator = aggregator
+        self._aggregator, self._presence = aggregator, aggregator.presence
         self._orders = orders
         self._reaches = reaches
         self._lost = LostAgents()
@@ -45,8 +45,8 @@ class JobEnd:
 
     def give_up_lost(self, now_s: float) -> None:
         """When the job ends, stop waiting for agents that were killed."""
-        if self._aggregator.is_ending or self._trainer_ended_s is not None:
-            awaited = self._aggregator.awaited(before_s=now_s - quiet_s(self._aggregator.world_size))
+        if self._presence.num_left > 0 or self._trainer_ended_s is not None:
+            awaited = self._presence.awaited(before_s=now_s - quiet_s(self._aggregator.ledger.world_size))
             for rank in self._lost.look(now_s, awaited, self._reaches):
                 self._aggregator.give_up(rank, time.time())
 
@@ -60,7 +60,7 @@ class JobEnd:
             if self.has_trainer_ended():
                 self._trainer_ended_s = now_s
             return False
-        if self._aggregator.nobody_is_there and not self._aggregator.is_ending:
+        if self._presence.is_deserted and not self._presence.num_left:
             return True  # all were seen to have gone
         is_long = now_s - self._trainer_ended_s > SILENT_AFTER_S or os.getppid() != self._agent
-        return is_long and self._aggregator.all_silent(now_s)
+        return is_long and self._presence.all_silent(now_s)

@@ -9,6 +9,7 @@ from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.pacing import report_every_s
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
+from effllm.records.clock import Now
 from effllm.records.wire import (
     Ack,
     AgentEvent,
@@ -50,7 +51,7 @@ class Messages:
         peers: Peers,
         aggregator: Aggregator,
         folder: str,
-        admit: Callable[[bytes, Hello, str, float, float], Rejected | None],
+        admit: Callable[[bytes, Hello, str, Now], Rejected | None],
         supersede: Callable[[Supersede], None],
     ) -> None:
         self._socket = socket
@@ -87,9 +88,9 @@ class Messages:
 
     def acknowledge(self, sequences: Sequences) -> None:
         """Send ranks the sequence up to which their reports are safe, and the newest values."""
-        report = self._aggregator.last_report
+        report = self._aggregator.closed.last_report
         values = {tag: value for tag, value in report.values.items() if "/" not in tag} if report else {}
-        iteration, count = report.iteration if report else 0, self._aggregator.report_count
+        iteration, count = report.iteration if report else 0, self._aggregator.ledger.reports
         frames: dict[int, bytes] = {}  # ten thousand ranks are at few sequences
         for rank, sequence in sequences.items():
             peer = self._peers.of_rank(rank)
@@ -101,7 +102,7 @@ class Messages:
 
     def request_stacks(self) -> None:
         """Ask agents what their trainers are doing, where the aggregator wants it."""
-        for rank in self._aggregator.take_asked():
+        for rank in self._aggregator.stalls.take_asked():
             if (peer := self._peers.of_rank(rank)) is not None:
                 self._socket.send(peer, Inspect("the job has stalled"))
 
@@ -113,31 +114,31 @@ class Messages:
     def _ask_again(self, peer: bytes, now_s: float) -> None:
         """Have a peer whose frames were dropped begin anew with a HELLO, once it has room again."""
         if self._peers.is_to_send_again(peer, now_s):
-            self._socket.send(peer, Welcome(self._aggregator.attempt, self._folder, again=True))
+            self._socket.send(peer, Welcome(self._aggregator.ledger.attempt, self._folder, again=True))
 
     def _take(self, peer: bytes, message: FromAgent, now_s: float, num_bytes: int) -> None:
-        time_s, aggregator = time.time(), self._aggregator
+        aggregator, now = self._aggregator, Now(now_s, time.time())
         objection = self._peers.objection(peer, message)
         if isinstance(message, Reports) and not objection:  # ten thousand a second, before all else
-            if not aggregator.reports(message, now_s, time_s, num_bytes):
+            if not aggregator.reports(message, now, num_bytes):
                 self._peers.hold(peer)  # it sends again what was not taken
             return
         if isinstance(message, Supersede):
             self._supersede(message)
         elif isinstance(message, Hello):
             every_s = report_every_s(message.world_size)
-            refused = self._admit(peer, message, objection, now_s, time_s)
-            self._socket.send(peer, refused or Welcome(aggregator.attempt, self._folder, report_every_s=every_s))
+            refused = self._admit(peer, message, objection, now)
+            self._socket.send(peer, refused or Welcome(aggregator.ledger.attempt, self._folder, report_every_s=every_s))
         elif objection:
             self._ask_again(peer, now_s)
         elif isinstance(message, Heartbeat):
             if message.sent_ns:
                 now_ns = time.monotonic_ns()  # it is answered as it is received
                 self._socket.send(peer, Clock(message.sent_ns, now_ns, now_ns))
-            aggregator.beat(message, now_s, time_s)
+            aggregator.heartbeat(message, now)
         elif isinstance(message, AgentEvent):
-            aggregator.agent_event(message, now_s, time_s)
+            aggregator.agent_event(message, now)
         elif isinstance(message, Stack):
-            aggregator.stack(message, now_s, time_s)
-        elif isinstance(message, Bye) and aggregator.bye(message, now_s, time_s):
+            aggregator.stack(message, now)
+        elif isinstance(message, Bye) and aggregator.bye(message, now):
             self._socket.send(peer, ByeSeen(message.rank))

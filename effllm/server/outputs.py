@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from effllm.aggregation.aggregator import Closed
+from effllm.aggregation.closed_windows import Closed
 from effllm.health.stalls import StackFile
 from effllm.records.job import Summary
 from effllm.records.rank import Event
