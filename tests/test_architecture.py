@@ -48,9 +48,10 @@ FLOORS = """
 1.1     health.lost_agents  measurable  network.peers  node_power  runs.summary_text
 1.1     devices._amd_counter  devices._amd_library
 1.2     devices._amd_readings
-1.2     agents.events  agents.window  devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
+1.2     agents.events  agents.iteration_values  agents.series
+1.2     devices._nvml_chip  devices._nvml_gpm  devices._nvml_power  devices._nvml_watch
 1.2     energy.calibration  health.stall_text  runs.window_text
-1.2.0.5 agents.notices  runs.closing_text
+1.2.0.5 agents.notices  agents.window  runs.closing_text
 1.2.1   devices._amd_identity  devices._nvml_slices
 1.2.2   devices.*
 1.2.2.5 aggregation.columns  aggregation.gathered
@@ -161,7 +162,7 @@ def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
 
 def test_there_are_modules_to_look_at():
     assert {"effllm", "effllm.records.rank", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
-    assert "effllm.agents.window" in set(imports("effllm.aggregation.account"))
+    assert "effllm.records.rank" in set(imports("effllm.aggregation.account"))
     assert "effllm.metrics" in set(imports("effllm.aggregation.reporting")), "from effllm import metrics"
 
 

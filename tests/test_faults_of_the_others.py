@@ -20,7 +20,7 @@ from nvml_library import GIB, Gpu, Trace, flat, square
 from powercap_tree import Powercap
 
 from effllm.agents.sampler import Sampler
-from effllm.agents.window import Series
+from effllm.agents.series import Series
 from effllm.devices import Reader, Site, host
 from effllm.devices.nvml import choose_uuid
 from effllm.energy.calibration import Calibration, calibrate, store
@@ -414,7 +414,7 @@ def test_zeus_3_readings_are_kept_for_the_window_that_is_open_and_no_longer():
         one.add(Sample(second * NS + 1, 1.0, 0.5, 100.0, 100.0 * second))
         if second % 10 == 9:
             one.forget_before(second * NS + 1)
-            kept.append(len(one._samples) + len(one._energy._readings))
+            kept.append(len(one._samples) + len(one.energy._readings))
 
     assert max(kept[10:]) < 20
 
@@ -450,7 +450,7 @@ def test_zeus_6_a_counter_without_ticks_does_not_make_anybody_read_at_full_speed
     assert len(reads) <= 2.6 / 0.002  # two checks at the start, of two milliseconds a read
     one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
     fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
-    assert len(one.reads_for(NS)) == 1
+    assert len(one.energy.reads_for(NS)) == 1
 
 
 def test_zeus_6_a_stuck_sensor_is_told_of_and_does_not_pass_for_constant_power(trace):

@@ -7,7 +7,8 @@ import pytest
 from builders import gpu, looping
 from pytest import approx
 
-from effllm.agents.window import Series, WindowCutter
+from effllm.agents.series import Series
+from effllm.agents.window import WindowCutter
 from effllm.energy.readings import runs_between
 from effllm.energy.sensor_timing import MIN_MARGIN_NS
 from effllm.records.rank import Integrals, Sample, Sensor
@@ -47,7 +48,7 @@ class Device:
 
 def series(**changes) -> Series:
     sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, is_held=True)
-    return Series(gpu(sensor=sensor, power_limit_w=700.0, **changes), longest_gap_s=5.0)
+    return Series(gpu(sensor=sensor, power_limit_w=700.0, **changes), max_gap_s=5.0)
 
 
 def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(), counter=lambda at_s: True) -> int:
@@ -77,7 +78,7 @@ def test_a_day_of_samples_takes_no_more_memory_than_a_minute_and_the_window_says
 
     assert plain.num_kept == len(range(10, DAY_S + 1, 4))
     assert most < 120
-    assert len(folding._energy._readings) < 240
+    assert len(folding.energy._readings) < 240
     whole, kept = (one.window(edges_ns[0], end_ns, {}) for one in (folding, plain))
     alike(whole.wall, kept.wall)
     assert whole.wall.energy.joules == approx(
@@ -205,5 +206,5 @@ def test_readings_near_an_edge_are_kept_for_as_long_as_slow_sensors_need():
     fast = Series(gpu(sensor=Sensor(tick_s=0.1)), 5.0)
     slow = Series(gpu(sensor=Sensor(tick_s=30.0, lag_s=5.0)), 5.0)
 
-    assert fast._energy.margin_ns == MIN_MARGIN_NS
-    assert slow._energy.margin_ns == 186 * NS
+    assert fast.energy.margin_ns == MIN_MARGIN_NS
+    assert slow.energy.margin_ns == 186 * NS

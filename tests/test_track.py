@@ -160,13 +160,13 @@ def test_what_is_learnt_of_a_sensor_reaches_the_series_that_is_there(tracked):
     track = tracked(reader, calibrate=learn)
     track.take()
     edge_ns = track.series.newest_ns
-    assert len(track.series.reads_for(edge_ns)) == 1
+    assert len(track.series.energy.reads_for(edge_ns)) == 1
     learnt.set()
     until(lambda: reader.device.sensor.tick_s)
 
     assert track.take(), "which is news"
     assert track.series.device.sensor.tick_s == 0.04
-    assert len(track.series.reads_for(edge_ns)) == 18
+    assert len(track.series.energy.reads_for(edge_ns)) == 18
 
 
 def test_a_tick_that_readings_contradict_is_learnt_again_once(tracked, wake):

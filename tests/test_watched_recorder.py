@@ -7,7 +7,7 @@ import builders
 import pytest
 from pytest import approx
 
-from effllm.agents.window import WindowCutter, add_profiles
+from effllm.agents.window import WindowCutter
 from effllm.aggregation.account import Account
 from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
@@ -282,7 +282,7 @@ def test_the_sums_of_ranks_add_up_and_computation_with_exposed_is_al():
     ])  # fmt: skip
     totals = account.totals()
 
-    assert totals.profile == add_profiles(profile, other)
+    assert totals.profile == profile + other
     assert totals.profile.kinds == {"dp": (0.6, approx(0.3)), "tp": (0.1, 0.0)}
     # AL is 9 s in 10 iterations, 0.9; exposed 0.3 of 1.5 s, a fifth of it.
     assert exposed_seconds(totals) == approx(0.18)

@@ -8,7 +8,8 @@ from builders import GIB, MADE_NS, NS, amount, gpu, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.agents.window import Series, WindowCutter, add, iterations_only, subtract
+from effllm.agents.series import Series
+from effllm.agents.window import WindowCutter
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import DeviceWindow, Integrals, Sample
 from effllm.training import ring
@@ -89,7 +90,7 @@ def test_integrals_of_neighbouring_stretches_add_up_whatever_was_read(steps_ms, 
     total = one.integrals(1, at_ns + 1)
     parts = Integrals()
     for a, b in pairwise(edges):
-        parts = add(parts, one.integrals(a, b))
+        parts = parts + one.integrals(a, b)
 
     pairs = {name: (getattr(parts, name), getattr(total, name)) for name in SUMS}
     pairs |= {name: (getattr(parts.energy, name), getattr(total.energy, name)) for name in ENERGY_SUMS}
@@ -147,12 +148,10 @@ def test_forgetting_keeps_what_later_stretches_need():
 
 def test_what_is_left_of_a_subtraction_is_never_negative():
     # 0.1 + 0.2 is a little more than 0.3; a negative integral would cost the whole frame it is sent in.
-    left = subtract(
-        Integrals(amount(0.3, 3.0), 0.3, 3.0, 0.3, 3.0),
-        [Integrals(amount(0.1 + 0.2, 1.0), 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)],
-    )
+    whole = Integrals(amount(0.3, 3.0), 0.3, 3.0, 0.3, 3.0)
+    part = Integrals(amount(0.1 + 0.2, 1.0), 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)
 
-    assert left == Integrals(amount(0.0, 2.0), 0.0, 2.0, 0.0, 2.0)
+    assert whole - part == Integrals(amount(0.0, 2.0), 0.0, 2.0, 0.0, 2.0)
 
 
 # --- windows -----------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ def test_start_up_and_shut_down_are_phases_with_joules_of_their_own():
     assert (row.busy_s, row.wait_s, row.wall_s) == pytest.approx((2.0, 0.5, 9.0))
     joules = {name: part.energy.joules for name, part in row.devices[0].phases.items()}
     assert joules == pytest.approx({"checkpoint": 200.0, "startup": 250.0, "shutdown": 200.0})
-    assert iterations_only(row.devices[0]).energy.joules == pytest.approx(250.0)
+    assert row.devices[0].iterations.energy.joules == pytest.approx(250.0)
 
 
 def test_a_run_without_an_iteration_is_all_start_up():
@@ -431,9 +430,9 @@ def test_seconds_and_joules_of_a_row_are_each_in_one_class(run, log_interval):
         # Each class's integrals cover exactly its seconds, so no joule is in two of them.
         for name, seconds in row.phases_s.items():
             assert window.phases[name].energy.covered_s == close(seconds), name
-        assert iterations_only(window).energy.covered_s == close(row.time_s)
+        assert window.iterations.energy.covered_s == close(row.time_s)
         parts = [part.energy.joules or 0.0 for part in window.phases.values()]
-        assert (window.wall.energy.joules or 0.0) == close(sum(parts) + (iterations_only(window).energy.joules or 0.0))
+        assert (window.wall.energy.joules or 0.0) == close(sum(parts) + (window.iterations.energy.joules or 0.0))
 
 
 @settings(deadline=None, max_examples=80)
@@ -456,7 +455,7 @@ def test_windows_of_any_length_have_the_same_totals(run, log_interval):
     slots, samples, end_ns = run
 
     def totals(rows):
-        walls, parts = [row.devices[0].wall for row in rows], [iterations_only(row.devices[0]) for row in rows]
+        walls, parts = [row.devices[0].wall for row in rows], [row.devices[0].iterations for row in rows]
         return {
             **{name: sum(getattr(row, name) for row in rows) for name in ("tokens", "samples", "iterations")},
             **{name: sum(getattr(row, name) for row in rows) for name in ("wall_s", "busy_s", "wait_s")},
@@ -490,7 +489,7 @@ def test_cutting_as_records_come_gives_the_rows_of_cutting_them_at_the_end(run, 
 def test_iterations_only_of_a_window_without_phases_is_the_window():
     wall = Integrals(amount(10.0, 2.0), 4.0, 2.0, 1.0, 2.0)
 
-    assert iterations_only(DeviceWindow("GPU-0", wall)) == wall
+    assert DeviceWindow("GPU-0", wall).iterations == wall
 
 
 def test_the_phase_names_of_the_ring_are_those_of_the_rows():

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from effllm import node_power
 from effllm.agents.sampler import Sampler
+from effllm.agents.series import Series
 from effllm.agents.track import Track
 from effllm.agents.trainer import Trainer
-from effllm.agents.window import Series
 from effllm.config import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.energy.calibration import assumed, calibrate

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from effllm.agents.sampler import Sampler
-from effllm.agents.window import Series
+from effllm.agents.series import Series
 from effllm.energy.calibration import keep_lag, kept_lag_s
 from effllm.records.rank import Device, Event, Sample
 
@@ -35,7 +35,7 @@ class Track:
         self._contradicted = ""  # what was kept and is not so, until it is reported
         self._is_prompt = interval_s <= MAX_PROMPT_S
         self.series: Series | None = None  # None until the device is open
-        self._longest_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
+        self._max_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
         self._asked_ns = 0  # the last edge that was asked for
         self._is_stale = False
         self._has_learnt_again = False
@@ -47,16 +47,16 @@ class Track:
             self.series.allow_gap(MAX_GAP_INTERVALS * self.sampler.slowed_s)
         for item in self.sampler.take():
             if self.series is None and self.sampler.device is not None:
-                self.series = Series(self.sampler.device, self._longest_gap_s)
+                self.series = Series(self.sampler.device, self._max_gap_s)
                 is_new = True
             if isinstance(item, Sample) and self.series is not None:
                 self.series.add(item)
             elif isinstance(item, Device) and self.series is not None:
                 self.series.calibrate(item)
                 if self._calibrations and (kept_s := kept_lag_s(self._calibrations, item)) is not None:
-                    self.series.expect_lag(kept_s)
+                    self.series.energy.expect_lag(kept_s)
                 is_new = True
-        if self.series is not None and self.series.is_contradicted and not self._has_learnt_again:
+        if self.series is not None and self.series.energy.is_contradicted and not self._has_learnt_again:
             self._has_learnt_again = True  # a sensor that jitters contradicts that too, and two seconds are enough
             self.sampler.learn_again()
         self._keep_lag()
@@ -65,7 +65,7 @@ class Track:
     def _keep_lag(self) -> None:
         if self.series is None or self._calibrations is None or self._has_kept_lag:
             return
-        if (lag_s := self.series.found_lag_s()) is not None:
+        if (lag_s := self.series.energy.found_lag_s()) is not None:
             self._has_kept_lag = True
             self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
 
@@ -75,7 +75,7 @@ class Track:
             return
         since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
         self._asked_ns = edge_ns
-        times = self.series.reads_for(edge_ns) if self.series else [edge_ns]
+        times = self.series.energy.reads_for(edge_ns) if self.series else [edge_ns]
         self.sampler.ask(times, within_s=max(since_s, 0.0))
 
     def is_settled(self, edge_ns: int) -> bool:

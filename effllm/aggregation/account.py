@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from effllm.agents.window import add_profiles
 from effllm.aggregation.columns import Array, Table, fields_of, means
 from effllm.aggregation.gathered import GaugeSums, GpuReadings
 from effllm.aggregation.merged import Merged
@@ -19,7 +18,7 @@ from effllm.energy.energy_account import AMOUNT, EnergyTotals, WindowEnergy
 from effllm.records.counters import by_name
 from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterTotals, Counted
-from effllm.records.rank import Profile, RankReport
+from effllm.records.rank import Profile, RankReport, add_profiles
 
 _JOB = "job"  # whose energy that of all devices is
 

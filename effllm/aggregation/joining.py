@@ -8,14 +8,13 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from effllm.agents.window import add, add_profiles
 from effllm.records.counters import FIELDS
-from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport
+from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 
 MAX_WAIT_S = 2.5  # windows that came wait for so long for more of them, and twice as long for most of the ranks
 MAX_ENDS = 1024  # ends of joined windows that are kept, for late rows
@@ -174,9 +173,6 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
     if len(rows) == 1:
         return first if first.window == window else replace(first, window=window)
     medians_s = [row.own_median_s for row in rows if row.own_median_s is not None]
-    profile = None
-    for row in rows:
-        profile = add_profiles(profile, row.profile)
     return replace(
         last,
         **{name: sum(getattr(row, name) for row in rows) for name in _SUMS},
@@ -190,7 +186,7 @@ def join(rows: Sequence[RankReport], window: int) -> RankReport:
         devices=_devices(rows),
         final=any(row.final for row in rows),
         reset=any(row.reset for row in rows),
-        profile=profile,
+        profile=add_profiles(*(row.profile for row in rows)),
         own_median_s=statistics.median(medians_s) if medians_s else None,
     )
 
@@ -232,13 +228,12 @@ def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
     gauges: dict[str, Gauge] = {}
     for part in parts:
         for name, integrals in part.phases.items():
-            phases[name] = add(phases[name], integrals) if name in phases else integrals
+            phases[name] = phases[name] + integrals if name in phases else integrals
         for name, gauge in part.gauges.items():
-            known = gauges.get(name)
-            gauges[name] = gauge if known is None else _gauge(known, gauge)
+            gauges[name] = gauges[name] + gauge if name in gauges else gauge
     return DeviceWindow(
         device=parts[0].device,
-        wall=reduce(partial(add, is_next=True), [part.wall for part in parts]),
+        wall=reduce(Integrals.then, [part.wall for part in parts]),
         phases=phases,
         memory_peak_bytes=_most(part.memory_peak_bytes for part in parts),
         power_peak_w=_most(part.power_peak_w for part in parts),
@@ -248,11 +243,6 @@ def _device(parts: Sequence[DeviceWindow]) -> DeviceWindow:
         throttle_covered_s=sum(part.throttle_covered_s for part in parts),
         power_histogram_s=_sums(part.power_histogram_s for part in parts),
     )
-
-
-def _gauge(one: Gauge, other: Gauge) -> Gauge:
-    value_seconds, covered_s = one.value_seconds + other.value_seconds, one.covered_s + other.covered_s
-    return Gauge(value_seconds, covered_s, min(one.least, other.least), max(one.most, other.most))
 
 
 def _worst(methods: set[str]) -> str | None:

@@ -13,7 +13,6 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from effllm.agents.window import iterations_only
 from effllm.aggregation.columns import Array, Positions, fields_of, means
 from effllm.aggregation.gathered import GpuReadings
 from effllm.aggregation.rows import Rows
@@ -223,7 +222,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
     iterations = DeviceColumns(*map(np.copy, wall))
     for at, one in enumerate(windows):
         if one.phases:
-            only = DeviceColumns.of([iterations_only(one)])
+            only = DeviceColumns.of([one.iterations])
             iterations.energy[at], iterations.levels[at] = only.energy[0], only.levels[0]
             phases_j[at] = {name: part.energy.joules for name, part in one.phases.items()}
     peaks = fields_of(windows, ("memory_peak_bytes",))[:, 0]
@@ -232,7 +231,7 @@ def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], mem
         if key in expected.shared:
             is_whole = members.get(key, set()) <= {row.rank for row, _ in pairs}
             wall.levels[at] = _shared([one.wall for _, one in pairs], is_whole)
-            iterations.levels[at] = _shared([iterations_only(one) for _, one in pairs], is_whole)
+            iterations.levels[at] = _shared([one.iterations for _, one in pairs], is_whole)
             peaks[at] = fields_of([one for _, one in pairs], ("memory_peak_bytes",)).sum() if is_whole else np.nan
         elif key in several:
             peaks[at] = np.fmax.reduce(fields_of([one for _, one in pairs], ("memory_peak_bytes",))[:, 0])

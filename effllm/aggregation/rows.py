@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property, reduce
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
 
-from effllm.agents.window import add_profiles
 from effllm.aggregation.columns import Array, fields_of
 from effllm.aggregation.gathered import Gathered, GpuReadings
 from effllm.records.counters import FIELDS
-from effllm.records.rank import Profile, RankReport
+from effllm.records.rank import Profile, RankReport, add_profiles
 
 
 class Rows(list[RankReport]):
@@ -58,7 +57,7 @@ class Rows(list[RankReport]):
     @cached_property
     def profile(self) -> Profile | None:
         """Their profiled iterations."""
-        return reduce(add_profiles, filter(None, map(attrgetter("profile"), self)), None)
+        return add_profiles(*map(attrgetter("profile"), self))
 
     @cached_property
     def phases_s(self) -> dict[str, float]:

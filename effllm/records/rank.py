@@ -7,12 +7,14 @@ may only be appended, never moved.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add, sub
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct, defstruct
 
 from effllm.records.counters import FIELDS, Counters
-from effllm.records.energy import NOT_MEASURED, Amount, EnergyAmount
+from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED, Amount, EnergyAmount
 
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
@@ -170,6 +172,41 @@ class Integrals(Struct, frozen=True, array_like=True, gc=False):
     utilization_seconds: Amount | None = None
     utilization_covered_s: Amount = 0.0
 
+    def __add__(self, later: Integrals) -> Integrals:
+        """Return the integrals over this stretch and a later one that does not begin where this one ends."""
+        return Integrals(self.energy + later.energy, *self._levels_with(later))
+
+    def then(self, later: Integrals) -> Integrals:
+        """Return the integrals over this stretch and the one that begins where this one ends."""
+        return Integrals(self.energy.then(later.energy), *self._levels_with(later))
+
+    def __sub__(self, part: Integrals) -> Integrals:
+        """Return the integrals over what is left without a part that lies inside."""
+        memory = _left(self.memory_byte_seconds, self.memory_covered_s, part.memory_byte_seconds, part.memory_covered_s)
+        utilization = _left(
+            self.utilization_seconds, self.utilization_covered_s, part.utilization_seconds, part.utilization_covered_s
+        )
+        return Integrals(self.energy - part.energy, *memory, *utilization)
+
+    def _levels_with(self, later: Integrals) -> tuple[float | None, float, float | None, float]:
+        return (
+            _sum(self.memory_byte_seconds, later.memory_byte_seconds),
+            self.memory_covered_s + later.memory_covered_s,
+            _sum(self.utilization_seconds, later.utilization_seconds),
+            self.utilization_covered_s + later.utilization_covered_s,
+        )
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _left(whole: float | None, whole_s: float, part: float | None, part_s: float) -> tuple[float | None, float]:
+    if whole is None or part is None:
+        return whole, whole_s
+    covered_s = whole_s - part_s
+    return (max(whole - part, 0.0), covered_s) if covered_s > MIN_COVERED_S else (None, 0.0)
+
 
 class Gauge(Struct, frozen=True, array_like=True, gc=False):
     """A gauge over a stretch: its time integral, the seconds that this covers, and its extremes."""
@@ -178,6 +215,11 @@ class Gauge(Struct, frozen=True, array_like=True, gc=False):
     covered_s: Amount
     least: Number
     most: Number
+
+    def __add__(self, other: Gauge) -> Gauge:
+        """Return the gauge over both stretches."""
+        value_seconds, covered_s = self.value_seconds + other.value_seconds, self.covered_s + other.covered_s
+        return Gauge(value_seconds, covered_s, min(self.least, other.least), max(self.most, other.most))
 
 
 #: Bars of the histogram of power; what is above belongs to the last one: no GPU draws 4 kW.
@@ -200,6 +242,11 @@ class DeviceWindow(Struct, frozen=True, array_like=True, gc=False):
     # Seconds by power, in steps of POWER_STEP_W.
     power_histogram_s: Annotated[dict[PowerBar, Amount], Meta(max_length=NUM_POWER_BARS)] = {}
 
+    @property
+    def iterations(self) -> Integrals:
+        """What the device did in the iterations of the window: everything less the phases."""
+        return reduce(sub, self.phases.values(), self.wall)
+
 
 #: Width of a bar of the histogram of power, from which percentiles are taken.
 POWER_STEP_W = 10.0
@@ -219,6 +266,28 @@ class Profile(Struct, frozen=True):
     cost_s: Amount = 0.0  # of profiling, between the iterations
     # Communication and exposed, by timeline.KINDS.
     kinds: Annotated[dict[Word, tuple[Amount, Amount]], Meta(max_length=32)] = {}
+
+    def __add__(self, other: Profile) -> Profile:
+        """Return the sums of both."""
+        kinds = dict(self.kinds)
+        for kind, (communication_s, exposed_s) in other.kinds.items():
+            before = kinds.get(kind, (0.0, 0.0))
+            kinds[kind] = (before[0] + communication_s, before[1] + exposed_s)
+        return Profile(
+            iterations=self.iterations + other.iterations,
+            time_s=self.time_s + other.time_s,
+            communication_s=self.communication_s + other.communication_s,
+            exposed_s=self.exposed_s + other.exposed_s,
+            computing_s=self.computing_s + other.computing_s,
+            cost_s=self.cost_s + other.cost_s,
+            kinds=kinds,
+        )
+
+
+def add_profiles(*profiles: Profile | None) -> Profile | None:
+    """Return the sum of those that are known; ``None`` where none is."""
+    known = [profile for profile in profiles if profile is not None]
+    return reduce(add, known) if known else None
 
 
 class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
