@@ -5,70 +5,100 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from effllm.metrics import METRICS
 from effllm.records.counters import FIELDS
-from effllm.records.job import ClusterTotals, Overhead
+from effllm.records.job import (
+    ClusterTotals,
+    Counts,
+    DeviceTotals,
+    GoodputTotals,
+    HealthTotals,
+    JobConstants,
+    JobEnergy,
+    LoopTimes,
+    Overhead,
+)
 from effllm.records.rank import Profile
 
-_COUNTS: dict[str, Any] = {**dict.fromkeys(FIELDS, 1), "tokens_processed": 2}
-_WHOLE = ClusterTotals(
-    parameters=1, iterations=1, time_s=1.0, slowest_step_s=1.0, slowest_iterations=1, wait_s=0.0,
-    generation_s=1.0,
-    memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
-    utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
-    energy_j=1.0, energy_time_s=1.0, energy_tokens=1, energy_samples=1, energy_iterations=1,
-    energy_complete=True, energy_measured_j=1.0, energy_gpus_j=1.0, energy_error_j=0.1, energy_gain_error_j=0.1,
-    gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0, hardware_flops_per_token=1.0,
-    power_limit_w=1.0, power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
-    temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
-    profile=Profile(1, 1.0), device_steps=1, device_step_s=1.0,
-    baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
-    stalled_s=0.0, clock_error_s=1.0, straggling_s=1.0, straggling_j=1.0, elapsed_s=1.0, rank_seconds=1.0,
-    class_s=dict.fromkeys(("kept", "redone", "restart_gap", "startup", "checkpoint", "unknown"), 1.0),
-    class_j={"redone": 1.0, "straggling": 1.0, "hang": 1.0},
-    overhead=Overhead(1.0, 1.0, 1.0, 1, 1), **_COUNTS,
+_COUNTS = Counts(iterations=1, **{**dict.fromkeys(FIELDS, 1), "tokens_processed": 2})
+#: Totals on which every metric has a value.
+_COMPLETE = ClusterTotals(
+    counts=_COUNTS,
+    loop=LoopTimes(1.0, 1.0, 1, wait_s=0.0, generation_s=1.0, device_steps=1, device_step_s=1.0),
+    energy=JobEnergy(
+        1.0, inside_j2=0.01, gain_j=0.1, time_s=1.0, counts=_COUNTS, is_complete=True, measured_j=1.0, gpus_j=1.0
+    ),
+    devices=DeviceTotals(
+        memory_mean_bytes=1.0, memory_min_bytes=1.0, memory_max_bytes=1.0, memory_peak_bytes=1.0,
+        utilization_mean=1.0, utilization_min=1.0, utilization_max=1.0,
+        power_peak_w=1.0, power_histogram_s={0: 1.0}, throttled_s=0.0, throttle_covered_s=1.0,
+        temperature_max_c=1.0, sm_clock_hz=1.0, sm_activity=1.0, tensor_activity=1.0, dram_activity=1.0,
+    ),
+    health=HealthTotals(clock_error_s=1.0, straggling_s=1.0, straggling_j=1.0, stalled_s=0.0),
+    goodput=GoodputTotals(
+        1.0,
+        dict.fromkeys(("kept", "redone", "restart_gap", "startup", "checkpoint", "unknown"), 1.0),
+        {"redone": 1.0, "straggling": 1.0, "hang": 1.0},
+        1.0,
+    ),
+    constants=JobConstants(
+        parameters=1, gpus=1, world_size=1, peak_flops_per_s=1.0, flops_per_token=1.0, hardware_flops_per_token=1.0,
+        power_limit_w=1.0, baseline_w=1.0, carbon_g_per_kwh=1.0, price_per_kwh=1.0, price_per_gpu_hour=1.0,
+    ),
+    profile=Profile(1, 1.0),
+    overhead=Overhead(1.0, 1.0, 1.0, 1, 1),
 )  # fmt: skip
 
-GAUGES: dict[str, dict[str, Any]] = {
-    "power": {"power_peak_w": None, "power_histogram_s": {}},
-    "power limit": {"power_limit_w": None},
-    "throttling": {"throttled_s": None, "throttle_covered_s": 0.0},
-    "temperature": {"temperature_max_c": None},
-    "clocks": {"sm_clock_hz": None},
-    "activity": {"sm_activity": None, "tensor_activity": None, "dram_activity": None},
+#: Fields of `ClusterTotals`, or of one of its groups by the group's name, as they are without something.
+Lack = dict[str, Any]
+
+GAUGES: dict[str, Lack] = {
+    "power": {"devices": {"power_peak_w": None, "power_histogram_s": {}}},
+    "power limit": {"constants": {"power_limit_w": None}},
+    "throttling": {"devices": {"throttled_s": None, "throttle_covered_s": 0.0}},
+    "temperature": {"devices": {"temperature_max_c": None}},
+    "clocks": {"devices": {"sm_clock_hz": None}},
+    "activity": {"devices": {"sm_activity": None, "tensor_activity": None, "dram_activity": None}},
 }
 
-#: What a metric may need -> how the totals look without it.
-NEEDS: dict[str, dict[str, Any]] = {
-    "gpu": {"gpus": 0, "energy_gpus_j": None, "device_steps": 0}
-    | {name: no for blank in GAUGES.values() for name, no in blank.items()},
-    "memory": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")},
-    "utilization": {f"utilization_{kind}": None for kind in ("mean", "min", "max")},
-    "energy": {f"energy_{kind}": None for kind in ("j", "gpus_j", "measured_j", "error_j", "gain_error_j")}
-    | {"energy_complete": False, "straggling_j": None, "class_j": {}},
+#: What a metric may need -> the totals without it.
+NEEDS: dict[str, Lack] = {
+    "gpu": {
+        "constants": {"gpus": 0, "power_limit_w": None},
+        "energy": {"gpus_j": None},
+        "loop": {"device_steps": 0},
+        "devices": {name: no for lack in GAUGES.values() for name, no in lack.get("devices", {}).items()},
+    },
+    "memory": {"devices": {f"memory_{kind}_bytes": None for kind in ("mean", "min", "max", "peak")}},
+    "utilization": {"devices": {f"utilization_{kind}": None for kind in ("mean", "min", "max")}},
+    "energy": {"energy": JobEnergy(), "health": {"straggling_j": None}, "goodput": {"class_j": {}}},
     **GAUGES,
-    "iterations": {"time_s": 0.0, "slowest_iterations": 0, "iterations": 0, "energy_time_s": 0.0},
-    "tokens": {"tokens": 0, "energy_tokens": 0},
-    "samples": {"samples": 0, "energy_samples": 0},
-    "parameters": {"parameters": None},
-    "FLOPs": {"flops_per_token": None},
-    "hardware FLOPs": {"hardware_flops_per_token": None},
-    "peak": {"peak_flops_per_s": None},
-    "generated tokens": {"generated_tokens": 0, "generation_s": 0.0},
+    "iterations": {
+        "loop": {"time_s": 0.0, "slowest_iterations": 0},
+        "counts": {"iterations": 0},
+        "energy": {"time_s": 0.0},
+    },
+    "tokens": {"counts": {"tokens": 0}, "energy": {"counts": replace(_COUNTS, tokens=0)}},
+    "samples": {"counts": {"samples": 0}, "energy": {"counts": replace(_COUNTS, samples=0)}},
+    "parameters": {"constants": {"parameters": None}},
+    "FLOPs": {"constants": {"flops_per_token": None}},
+    "hardware FLOPs": {"constants": {"hardware_flops_per_token": None}},
+    "peak": {"constants": {"peak_flops_per_s": None}},
+    "generated tokens": {"counts": {"generated_tokens": 0}, "loop": {"generation_s": 0.0}},
     "profile": {"profile": None},
-    "steps on CUDA": {"device_steps": 0},
-    "baseline": {"baseline_w": None},
-    "carbon intensity": {"carbon_g_per_kwh": None},
-    "price": {"price_per_kwh": None},
-    "rent": {"price_per_gpu_hour": None},
-    "where it stands": {"stalled_s": None},
-    "own time": {"straggling_s": None},
-    "elapsed time": {"elapsed_s": 0.0, "rank_seconds": 0.0},
+    "steps on CUDA": {"loop": {"device_steps": 0}},
+    "baseline": {"constants": {"baseline_w": None}},
+    "carbon intensity": {"constants": {"carbon_g_per_kwh": None}},
+    "price": {"constants": {"price_per_kwh": None}},
+    "rent": {"constants": {"price_per_gpu_hour": None}},
+    "where it stands": {"health": {"stalled_s": None}},
+    "own time": {"health": {"straggling_s": None}},
+    "elapsed time": {"goodput": {"elapsed_s": 0.0, "rank_seconds": 0.0}},
     "own cost": {"overhead": None},
-    "clocks of ranks": {"clock_error_s": None},
+    "clocks of ranks": {"health": {"clock_error_s": None}},
 }
 
 #: Read from the device, beside its gauges.
@@ -127,7 +157,14 @@ def needs_of(name: str) -> list[str]:
     ['iterations', 'tokens', 'parameters']
     """
     formula = METRICS[name].formula
-    return [need for need, blank in NEEDS.items() if formula(msgspec.structs.replace(_WHOLE, **blank)) is None]
+    return [need for need, lack in NEEDS.items() if formula(_without(lack)) is None]
+
+
+def _without(lack: Lack) -> ClusterTotals:
+    changed = {
+        name: replace(getattr(_COMPLETE, name), **no) if isinstance(no, dict) else no for name, no in lack.items()
+    }
+    return replace(_COMPLETE, **changed)
 
 
 def measurable(name: str, sources: Mapping[str, InputSource]) -> Measurable:

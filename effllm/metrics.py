@@ -96,11 +96,11 @@ def metric(
 
 
 def _memory_error_gb(totals: ClusterTotals) -> float | None:
-    return None if totals.memory_error_bytes is None else totals.memory_error_bytes / GIB
+    return None if totals.devices.memory_error_bytes is None else totals.devices.memory_error_bytes / GIB
 
 
 def _utilization_error(totals: ClusterTotals) -> float | None:
-    return totals.utilization_error
+    return totals.devices.utilization_error
 
 
 # --- the contract: the original's seven, in the order of its block -------------------------------
@@ -109,43 +109,43 @@ def _utilization_error(totals: ClusterTotals) -> float | None:
 @metric("GB", console="AMU (GB): {:.2f}", error=_memory_error_gb)
 def amu_gb(totals: ClusterTotals) -> float | None:
     """Average memory utilization: memory in use, averaged over time and then over devices (2^30 bytes; Eq. 1)."""
-    return None if totals.memory_mean_bytes is None else totals.memory_mean_bytes / GIB
+    return None if totals.devices.memory_mean_bytes is None else totals.devices.memory_mean_bytes / GIB
 
 
 @metric("ratio", console="PCU (Ratio): {:.3f}", error=_utilization_error)
 def pcu_ratio(totals: ClusterTotals) -> float | None:
     """Peak compute utilization: share of time in which the device was busy; despite its name a mean (Eq. 2)."""
-    return totals.utilization_mean
+    return totals.devices.utilization_mean
 
 
 @metric("s/iteration", console="AL (Seconds): {:.4f}")
 def al_seconds(totals: ClusterTotals) -> float | None:
     """Average latency: computation and communication of a step, mean over steps, of the slowest rank (Eq. 3)."""
-    return _ratio(totals.slowest_step_s, totals.slowest_iterations)
+    return _ratio(totals.loop.slowest_step_s, totals.loop.slowest_iterations)
 
 
 @metric("tokens/parameter/s", console="TT (Tokens/Param/Sec): {:.2e}")
 def tt_tokens_per_param_per_sec(totals: ClusterTotals) -> float | None:
     """Token throughput of the whole job divided by its parameters (Eq. 4)."""
-    return _per_parameter(totals.tokens, totals)
+    return _per_parameter(totals.counts.tokens, totals)
 
 
 @metric("samples/parameter/s", console="ST (Samples/Param/Sec): {:.2e}")
 def st_samples_per_param_per_sec(totals: ClusterTotals) -> float | None:
     """Sample throughput of the whole job divided by its parameters (Eq. 5)."""
-    return _per_parameter(totals.samples, totals)
+    return _per_parameter(totals.counts.samples, totals)
 
 
 @metric("W", console="AEC (Watts): {:.2f}")
 def aec_watts(totals: ClusterTotals) -> float | None:
     """Average energy consumption: mean power of the whole job, despite its name (Eq. 8)."""
-    return _energy_ratio(totals, totals.energy_j, totals.energy_time_s)
+    return _energy_ratio(totals, totals.energy.joules, totals.energy.time_s)
 
 
 @metric("tokens/s", console="IT (Tokens/Sec): {:.2f}")
 def it_tokens_per_sec(totals: ClusterTotals) -> float | None:
     """Inference throughput: generated tokens per second of generation, not divided by parameters (Eq. 6)."""
-    return inference_throughput(totals.generated_tokens, totals.generation_s)
+    return inference_throughput(totals.counts.generated_tokens, totals.loop.generation_s)
 
 
 # --- beside the seven ----------------------------------------------------------------------------
@@ -154,8 +154,8 @@ def it_tokens_per_sec(totals: ClusterTotals) -> float | None:
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
     """Mean power of one GPU, whatever else the scope of AEC holds. What rankings use."""
-    power = _energy_ratio(totals, totals.energy_gpus_j, totals.energy_time_s)
-    return None if power is None else _ratio(power, totals.gpus)
+    power = _energy_ratio(totals, totals.energy.gpus_j, totals.energy.time_s)
+    return None if power is None else _ratio(power, totals.constants.gpus)
 
 
 @metric("W", group="energy", bases=("run",))
@@ -173,20 +173,20 @@ def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
 @metric("W", group="energy", bases=("run",), chart=False)
 def peak_watts_per_gpu(totals: ClusterTotals) -> float | None:
     """Largest power reading of any GPU, run to date."""
-    return totals.power_peak_w
+    return totals.devices.power_peak_w
 
 
 @metric("ratio", group="energy", bases=("window",), chart=False)
 def power_limit_ratio(totals: ClusterTotals) -> float | None:
     """Mean power of the GPUs over their enforced power limits."""
-    power = _energy_ratio(totals, totals.energy_gpus_j, totals.energy_time_s)
-    return None if power is None or not totals.power_limit_w else power / totals.power_limit_w
+    power = _energy_ratio(totals, totals.energy.gpus_j, totals.energy.time_s)
+    return None if power is None or not totals.constants.power_limit_w else power / totals.constants.power_limit_w
 
 
 @metric("ratio", group="energy", bases=("run",), chart=False)
 def timing_error_ratio(totals: ClusterTotals) -> float | None:
     """Random part of the error of energy, run to date: where edges fall between readings (95 %)."""
-    return _error_ratio(totals.energy_error_j, totals.energy_j)
+    return _error_ratio(totals.energy.error_j, totals.energy.joules)
 
 
 def is_energy_known(totals: ClusterTotals) -> bool:
@@ -197,43 +197,43 @@ def is_energy_known(totals: ClusterTotals) -> bool:
 @metric("ratio", group="energy", bases=("run",))
 def sensor_error_ratio(totals: ClusterTotals) -> float | None:
     """Systematic part of the error of energy: the gain of the sensors (95 %); it does not average out."""
-    return _error_ratio(totals.energy_gain_error_j, totals.energy_j)
+    return _error_ratio(totals.energy.gain_j, totals.energy.joules)
 
 
 @metric("J", group="energy", bases=("job",))
 def total_joules(totals: ClusterTotals) -> float | None:
     """Energy of the run so far; no value where a part of it was not measured."""
-    return totals.energy_j if totals.energy_complete else None
+    return totals.energy.joules if totals.energy.is_complete else None
 
 
 @metric("J", group="energy", bases=("job",))
 def measured_joules(totals: ClusterTotals) -> float | None:
     """Energy that was measured, which is less than the total where there are holes."""
-    return totals.energy_measured_j
+    return totals.energy.measured_j
 
 
 @metric("J/token", group="energy", bases=("window", "run"))
 def joules_per_token(totals: ClusterTotals) -> float | None:
     """Energy of a token: the same windows above and below the line."""
-    return _energy_ratio(totals, totals.energy_j, totals.energy_tokens)
+    return _energy_ratio(totals, totals.energy.joules, totals.energy.counts.tokens)
 
 
 @metric("J/iteration", group="energy", bases=("window",), chart=False)
 def joules_per_iteration(totals: ClusterTotals) -> float | None:
     """Energy of an iteration of the whole job."""
-    return _energy_ratio(totals, totals.energy_j, totals.energy_iterations)
+    return _energy_ratio(totals, totals.energy.joules, totals.energy.counts.iterations)
 
 
 @metric("J/sample", group="energy", bases=("window",), chart=False)
 def joules_per_sample(totals: ClusterTotals) -> float | None:
     """Energy of a sample."""
-    return _energy_ratio(totals, totals.energy_j, totals.energy_samples)
+    return _energy_ratio(totals, totals.energy.joules, totals.energy.counts.samples)
 
 
 @metric("J/token", group="energy", bases=("job",), chart=False)
 def joules_per_generated_token(totals: ClusterTotals) -> float | None:
     """Energy of the whole run over the tokens that it generated; no value where a part of it was not measured."""
-    return _measured_ratio(total_joules(totals), totals.generated_tokens)
+    return _measured_ratio(total_joules(totals), totals.counts.generated_tokens)
 
 
 @metric("Wh", group="energy", bases=("job",), chart=False, in_windows=False)
@@ -253,69 +253,75 @@ def joules_per_10k_tokens(totals: ClusterTotals) -> float | None:
 @metric("tokens/J", group="energy", bases=("window",), chart=False, in_windows=False)
 def tokens_per_joule(totals: ClusterTotals) -> float | None:
     """Tokens of a joule."""
-    return _ratio(totals.energy_tokens, totals.energy_j) if totals.energy_tokens and totals.energy_j else None
+    return (
+        _ratio(totals.energy.counts.tokens, totals.energy.joules)
+        if totals.energy.counts.tokens and totals.energy.joules
+        else None
+    )
 
 
 @metric("J", group="energy", bases=("run",), chart=False)
 def joules_above_baseline(totals: ClusterTotals) -> float | None:
     """Energy above what the idle devices drew before the first iteration; beside the energy, never instead of it."""
-    if totals.energy_j is None or totals.baseline_w is None:
+    if totals.energy.joules is None or totals.constants.baseline_w is None:
         return None
-    return totals.energy_j - totals.baseline_w * totals.energy_time_s
+    return totals.energy.joules - totals.constants.baseline_w * totals.energy.time_s
 
 
 @metric("kg CO2e", group="energy", bases=("job",))
 def co2_kg(totals: ClusterTotals) -> float | None:
     """Emissions of the energy so far: kWh times PUE times the carbon intensity that was given."""
-    if total_joules(totals) is None or totals.carbon_g_per_kwh is None:
+    if total_joules(totals) is None or totals.constants.carbon_g_per_kwh is None:
         return None
-    return _site_kwh(totals) * totals.carbon_g_per_kwh / 1e3
+    return _site_kwh(totals) * totals.constants.carbon_g_per_kwh / 1e3
 
 
 @metric("money", group="energy", bases=("job",), chart=False)
 def electricity_cost(totals: ClusterTotals) -> float | None:
     """Price of the energy so far, in the currency of the price that was given: kWh times PUE times it."""
-    if total_joules(totals) is None or totals.price_per_kwh is None:
+    if total_joules(totals) is None or totals.constants.price_per_kwh is None:
         return None
-    return _site_kwh(totals) * totals.price_per_kwh
+    return _site_kwh(totals) * totals.constants.price_per_kwh
 
 
 @metric("money", group="energy", bases=("job",), chart=False)
 def gpu_cost(totals: ClusterTotals) -> float | None:
     """Rent of the GPUs so far, in the currency of the price that was given."""
-    if totals.price_per_gpu_hour is None or not totals.gpus:
+    if totals.constants.price_per_gpu_hour is None or not totals.constants.gpus:
         return None
-    return totals.gpus * totals.time_s / 3600 * totals.price_per_gpu_hour
+    return totals.constants.gpus * totals.loop.time_s / 3600 * totals.constants.price_per_gpu_hour
 
 
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second(totals: ClusterTotals) -> float | None:
     """Tokens of the whole job per second, padding left out where the loop counts it."""
-    return _counted_ratio(totals.tokens, totals.time_s)
+    return _counted_ratio(totals.counts.tokens, totals.loop.time_s)
 
 
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
     """Tokens per second and GPU; per rank where there are no GPUs."""
-    return _counted_ratio(totals.tokens, totals.time_s * (totals.gpus or totals.world_size))
+    return _counted_ratio(
+        totals.counts.tokens, totals.loop.time_s * (totals.constants.gpus or totals.constants.world_size)
+    )
 
 
 @metric("samples/s", group="throughput", bases=("window",))
 def samples_per_second(totals: ClusterTotals) -> float | None:
     """Samples of the whole job per second."""
-    return _counted_ratio(totals.samples, totals.time_s)
+    return _counted_ratio(totals.counts.samples, totals.loop.time_s)
 
 
 @metric("s/iteration", group="throughput", bases=("window",))
 def seconds_per_iteration(totals: ClusterTotals) -> float | None:
     """Iteration time: data wait and step, from the end of one iteration to the end of the next."""
-    return _ratio(totals.time_s, totals.iterations)
+    return _ratio(totals.loop.time_s, totals.counts.iterations)
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def data_wait_ratio(totals: ClusterTotals) -> float | None:
     """Share of iteration time spent between steps, waiting for data."""
-    return _ratio(totals.wait_s, totals.time_s)
+    return _ratio(totals.loop.wait_s, totals.loop.time_s)
 
 
 @metric("ratio", group="throughput", bases=("window",))
@@ -347,7 +353,7 @@ def communication_seconds(totals: ClusterTotals) -> float | None:
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def device_step_seconds(totals: ClusterTotals) -> float | None:
     """Step on the CUDA device, between events on its stream; mean over steps, of the slowest rank."""
-    return _ratio(totals.device_step_s, totals.device_steps)
+    return _ratio(totals.loop.device_step_s, totals.loop.device_steps)
 
 
 @metric("s", group="throughput", bases=("window",), chart=False)
@@ -359,103 +365,103 @@ def profiling_seconds(totals: ClusterTotals) -> float | None:
 @metric("ratio", group="throughput", bases=("window",))
 def padding_ratio(totals: ClusterTotals) -> float | None:
     """Share of the processed positions that are padding; no value where the loop counted no padding."""
-    if not totals.tokens or totals.tokens_processed <= totals.tokens:
+    if not totals.counts.tokens or totals.counts.tokens_processed <= totals.counts.tokens:
         return None
-    return 1.0 - totals.tokens / totals.tokens_processed
+    return 1.0 - totals.counts.tokens / totals.counts.tokens_processed
 
 
 @metric("TFLOP/s", group="throughput", bases=("window",))
 def tflops_per_gpu(totals: ClusterTotals) -> float | None:
     """Model TFLOP/s of one device, from the FLOPs per token that the loop or a hook declared."""
-    devices = totals.gpus or totals.world_size
-    if totals.flops_per_token is None or not devices:
+    devices = totals.constants.gpus or totals.constants.world_size
+    if totals.constants.flops_per_token is None or not devices:
         return None
-    rate = _counted_ratio(totals.tokens, totals.time_s)
-    return None if rate is None else rate * totals.flops_per_token / devices / 1e12
+    rate = _counted_ratio(totals.counts.tokens, totals.loop.time_s)
+    return None if rate is None else rate * totals.constants.flops_per_token / devices / 1e12
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def mfu_ratio(totals: ClusterTotals) -> float | None:
     """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): model FLOP/s over the job's peak."""
-    return _possible(share_of_peak(totals, totals.flops_per_token))
+    return _possible(share_of_peak(totals, totals.constants.flops_per_token))
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def hfu_ratio(totals: ClusterTotals) -> float | None:
     """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): recomputation counts as well."""
-    return _possible(share_of_peak(totals, totals.hardware_flops_per_token))
+    return _possible(share_of_peak(totals, totals.constants.hardware_flops_per_token))
 
 
 @metric("GB", group="memory", bases=("run",))
 def peak_gb(totals: ClusterTotals) -> float | None:
     """Largest memory reading on any device, run to date (2^30 bytes)."""
-    return None if totals.memory_peak_bytes is None else totals.memory_peak_bytes / GIB
+    return None if totals.devices.memory_peak_bytes is None else totals.devices.memory_peak_bytes / GIB
 
 
 @metric("GB", group="memory", bases=("window",))
 def smallest_mean_gb(totals: ClusterTotals) -> float | None:
     """Memory of the device that uses least of it, mean over the window (2^30 bytes)."""
-    return None if totals.memory_min_bytes is None else totals.memory_min_bytes / GIB
+    return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GIB
 
 
 @metric("GB", group="memory", bases=("window",))
 def largest_mean_gb(totals: ClusterTotals) -> float | None:
     """Memory of the device that uses most of it, mean over the window (2^30 bytes)."""
-    return None if totals.memory_max_bytes is None else totals.memory_max_bytes / GIB
+    return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GIB
 
 
 @metric("ratio", group="health", bases=("window",))
 def least_utilization_ratio(totals: ClusterTotals) -> float | None:
     """Utilization of the least busy device in the window."""
-    return totals.utilization_min
+    return totals.devices.utilization_min
 
 
 @metric("ratio", group="health", bases=("window",))
 def throttled_ratio(totals: ClusterTotals) -> float | None:
     """Share of GPU time in which heat or the board slowed a clock down; the power limit does not count."""
-    return _measured_ratio(totals.throttled_s, totals.throttle_covered_s)
+    return _measured_ratio(totals.devices.throttled_s, totals.devices.throttle_covered_s)
 
 
 @metric("degC", group="health", bases=("window",))
 def hottest_c(totals: ClusterTotals) -> float | None:
     """Highest temperature reading of any GPU in the window."""
-    return totals.temperature_max_c
+    return totals.devices.temperature_max_c
 
 
 @metric("MHz", group="health", bases=("window",))
 def sm_clock_mhz(totals: ClusterTotals) -> float | None:
     """Clock of the streaming multiprocessors, mean over the window and the GPUs."""
-    return None if totals.sm_clock_hz is None else totals.sm_clock_hz / 1e6
+    return None if totals.devices.sm_clock_hz is None else totals.devices.sm_clock_hz / 1e6
 
 
 @metric("ratio", group="health", bases=("window",))
 def sm_activity_ratio(totals: ClusterTotals) -> float | None:
     """Share of SMs and time with work on them (GPM, Hopper and later); utilization tells only that some kernel ran."""
-    return totals.sm_activity
+    return totals.devices.sm_activity
 
 
 @metric("ratio", group="health", bases=("window",))
 def tensor_activity_ratio(totals: ClusterTotals) -> float | None:
     """Share of time in which tensor cores worked (GPM, Hopper and later)."""
-    return totals.tensor_activity
+    return totals.devices.tensor_activity
 
 
 @metric("ratio", group="health", bases=("window",))
 def dram_activity_ratio(totals: ClusterTotals) -> float | None:
     """Share of the memory's bandwidth in use (GPM, Hopper and later)."""
-    return totals.dram_activity
+    return totals.devices.dram_activity
 
 
 @metric("s", group="health", bases=("window",), chart=False)
 def clock_error_s(totals: ClusterTotals) -> float | None:
     """Bound of the error of clocks' offsets to the aggregator's, of the rank where it is largest."""
-    return totals.clock_error_s
+    return totals.health.clock_error_s
 
 
 @metric("s", group="health", bases=("job",))
 def stalled_s(totals: ClusterTotals) -> float | None:
     """Time for which the whole job stood, no rank's loop moving: it is told of while it lasts."""
-    return totals.stalled_s
+    return totals.health.stalled_s
 
 
 # --- what measuring costs -------------------------------------------------------------------------
@@ -465,28 +471,28 @@ def stalled_s(totals: ClusterTotals) -> float | None:
 def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
     """CPU seconds of the agents over the elapsed time of their ranks: a share of one core each."""
     spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.agents_cpu_s, totals.rank_seconds)
+    return None if spent is None else _measured_ratio(spent.agents_cpu_s, totals.goodput.rank_seconds)
 
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
     """CPU seconds in the loops' own calls, estimated from what one took at the start, over the ranks' elapsed time."""
     spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.recorder_cpu_s, totals.rank_seconds)
+    return None if spent is None else _measured_ratio(spent.recorder_cpu_s, totals.goodput.rank_seconds)
 
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def aggregator_cpu_ratio(totals: ClusterTotals) -> float | None:
     """CPU seconds of the aggregator and its sinks over the elapsed time: a share of one core."""
     spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.aggregator_cpu_s, totals.elapsed_s)
+    return None if spent is None else _measured_ratio(spent.aggregator_cpu_s, totals.goodput.elapsed_s)
 
 
 @metric("bytes/s", group="health", bases=("job",), chart=False)
 def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
     """Bytes that an agent sends, over the elapsed time, mean over ranks."""
     spent = totals.overhead
-    return None if spent is None else _measured_ratio(spent.sent_bytes, totals.rank_seconds)
+    return None if spent is None else _measured_ratio(spent.sent_bytes, totals.goodput.rank_seconds)
 
 
 # --- where the elapsed time of the job went: docs/goodput.md --------------------------------------
@@ -495,7 +501,9 @@ def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
 @metric("ratio", group="goodput", bases=("job",))
 def ratio(totals: ClusterTotals) -> float | None:
     """Goodput: share of the elapsed time, over all attempts, in iterations that were kept and in generation."""
-    return _ratio(sum(totals.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.elapsed_s)
+    return _ratio(
+        sum(totals.goodput.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.goodput.elapsed_s
+    )
 
 
 @metric("ratio", group="goodput", bases=("job",), chart=False)
@@ -531,32 +539,32 @@ def unknown_ratio(totals: ClusterTotals) -> float | None:
 @metric("J", group="goodput", bases=("job",), chart=False)
 def lost_joules(totals: ClusterTotals) -> float | None:
     """Measured energy of what was lost: iterations done again, straggling, hangs."""
-    lost = [totals.class_j.get(name) for name in ("redone", "straggling", "hang")]
+    lost = [totals.goodput.class_j.get(name) for name in ("redone", "straggling", "hang")]
     return None if None in lost else sum(joules for joules in lost if joules is not None)
 
 
 @metric("ranks", group="straggler", bases=("window",), chart=False)
 def named_ranks(totals: ClusterTotals) -> float | None:
     """Ranks that are named as stragglers at the end of the window; no value where no rank has a sync point."""
-    return None if totals.straggling_s is None else float(totals.stragglers)
+    return None if totals.health.straggling_s is None else float(totals.health.stragglers)
 
 
 @metric("ratio", group="straggler", bases=("window",), chart=False)
 def waiting_ratio(totals: ClusterTotals) -> float | None:
     """Share of iteration time in which the job waited for whoever is named as a straggler."""
-    return _measured_ratio(totals.straggling_s, totals.time_s)
+    return _measured_ratio(totals.health.straggling_s, totals.loop.time_s)
 
 
 @metric("GPU-s", group="straggler", bases=("job",), chart=False)
 def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
     """What all ranks together have waited for stragglers, once they stood out."""
-    return None if totals.straggling_s is None else totals.straggling_gpu_s
+    return None if totals.health.straggling_s is None else totals.health.straggling_gpu_s
 
 
 @metric("J", group="straggler", bases=("job",), chart=False)
 def waiting_joules(totals: ClusterTotals) -> float | None:
     """What the devices of those that waited have drawn for it, by their mean power in those windows."""
-    return None if totals.straggling_s is None else totals.straggling_j
+    return None if totals.health.straggling_s is None else totals.health.straggling_j
 
 
 # --- for single requests and for sets of runs: not in any report ---------------------------------
@@ -610,9 +618,9 @@ def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, flo
             value = entry.formula(totals)
             if value is not None and entry.error is not None and (error := entry.error(totals)) is not None:
                 found[entry.tag(base)] = (error, 0.0)
-            if value is None or not totals.energy_j or totals.energy_error_j is None:
+            if value is None or not totals.energy.joules:
                 continue
-            shares = (totals.energy_error_j / totals.energy_j, (totals.energy_gain_error_j or 0.0) / totals.energy_j)
+            shares = (totals.energy.error_j / totals.energy.joules, totals.energy.gain_j / totals.energy.joules)
             random = _moved(entry.formula, totals, value, shares[0], gain=False)
             systematic = _moved(entry.formula, totals, value, shares[1], gain=True)
             if random or systematic:
@@ -622,20 +630,29 @@ def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, flo
 
 def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, gain: bool) -> float:
     scale = 1 + share
+    energy, devices = totals.energy, totals.devices
     moved = replace(
         totals,
-        energy_j=_scaled(totals.energy_j, scale),
-        energy_gpus_j=_scaled(totals.energy_gpus_j, scale),
-        energy_measured_j=_scaled(totals.energy_measured_j, scale),
-        energy_error_j=_scaled(totals.energy_error_j, scale),
-        energy_gain_error_j=_scaled(totals.energy_gain_error_j, scale),
+        energy=replace(
+            energy,
+            joules=_scaled(energy.joules, scale),
+            gpus_j=_scaled(energy.gpus_j, scale),
+            measured_j=_scaled(energy.measured_j, scale),
+            gain_j=energy.gain_j * scale,
+            start_j2=energy.start_j2 * scale**2,
+            end_j2=energy.end_j2 * scale**2,
+            inside_j2=energy.inside_j2 * scale**2,
+        ),
     )
-    if gain:  # what the same sensors said of power is off by the same factor
+    if gain:  # the power readings of the same sensors have the same factor
         moved = replace(
             moved,
-            baseline_w=_scaled(totals.baseline_w, scale),
-            power_peak_w=_scaled(totals.power_peak_w, scale),
-            power_histogram_s={(step + 0.5) * scale - 0.5: s for step, s in totals.power_histogram_s.items()},
+            constants=replace(totals.constants, baseline_w=_scaled(totals.constants.baseline_w, scale)),
+            devices=replace(
+                devices,
+                power_peak_w=_scaled(devices.power_peak_w, scale),
+                power_histogram_s={(bar + 0.5) * scale - 0.5: s for bar, s in devices.power_histogram_s.items()},
+            ),
         )
     after = formula(moved)
     change = 0.0 if after is None else abs(after - value)
@@ -648,22 +665,22 @@ def _scaled(value: float | None, scale: float) -> float | None:
 
 def power_percentile(totals: ClusterTotals, share: float) -> float | None:
     """Return the power below which GPUs spent a share of their time: the middle of a bar, at most the peak."""
-    whole_s = sum(totals.power_histogram_s.values())
+    whole_s = sum(totals.devices.power_histogram_s.values())
     passed_s = 0.0
-    for step, seconds in sorted(totals.power_histogram_s.items()):
+    for step, seconds in sorted(totals.devices.power_histogram_s.items()):
         passed_s += seconds
         if passed_s >= share * whole_s:
             middle_w = (step + 0.5) * POWER_STEP_W
-            return middle_w if totals.power_peak_w is None else min(middle_w, totals.power_peak_w)
+            return middle_w if totals.devices.power_peak_w is None else min(middle_w, totals.devices.power_peak_w)
     return None
 
 
 def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float | None:
     """Return FLOP/s over the job's peak, by the FLOPs of a token: a utilization, unless one of these is wrong."""
-    rate = _counted_ratio(totals.tokens, totals.time_s)
-    if rate is None or flops_per_token is None or not totals.peak_flops_per_s:
+    rate = _counted_ratio(totals.counts.tokens, totals.loop.time_s)
+    if rate is None or flops_per_token is None or not totals.constants.peak_flops_per_s:
         return None
-    return rate * flops_per_token / totals.peak_flops_per_s
+    return rate * flops_per_token / totals.constants.peak_flops_per_s
 
 
 def headline() -> Iterable[Metric]:
@@ -681,7 +698,7 @@ def _ratio(above: float, below: float) -> float | None:
 
 
 def _share_of_elapsed(totals: ClusterTotals, name: str) -> float | None:
-    return _ratio(totals.class_s[name], totals.elapsed_s) if name in totals.class_s else None
+    return _ratio(totals.goodput.class_s[name], totals.goodput.elapsed_s) if name in totals.goodput.class_s else None
 
 
 def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:
@@ -697,8 +714,8 @@ def _energy_ratio(totals: ClusterTotals, joules: float | None, below: float) -> 
     return _measured_ratio(joules, below) if is_energy_known(totals) else None
 
 
-def _error_ratio(error: float | None, value: float | None) -> float | None:
-    return None if error is None or not value else error / value
+def _error_ratio(error: float, value: float | None) -> float | None:
+    return error / value if value else None
 
 
 def _possible(share: float | None) -> float | None:
@@ -706,7 +723,7 @@ def _possible(share: float | None) -> float | None:
 
 
 def _site_kwh(totals: ClusterTotals) -> float:
-    return (totals.energy_j or 0.0) / (1e3 * J_PER_WH) * totals.pue
+    return (totals.energy.joules or 0.0) / (1e3 * J_PER_WH) * totals.constants.pue
 
 
 def _counted_ratio(count: float, below: float) -> float | None:
@@ -715,5 +732,5 @@ def _counted_ratio(count: float, below: float) -> float | None:
 
 
 def _per_parameter(count: int, totals: ClusterTotals) -> float | None:
-    rate = _counted_ratio(count, totals.time_s)
-    return None if rate is None or not totals.parameters else rate / totals.parameters
+    rate = _counted_ratio(count, totals.loop.time_s)
+    return None if rate is None or not totals.constants.parameters else rate / totals.constants.parameters

@@ -22,6 +22,7 @@ from effllm.records.job import (
     Value,
 )
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
+from effllm.runs.runfolder import keys_of, totals_of
 from effllm.sinks import Run
 
 GIB = 2**30
@@ -39,11 +40,21 @@ def make_run(folder: Path | None = None, stdout: Any = None, **changes: Any) -> 
     return Run(**{**{name: getattr(run, name) for name in run.__dataclass_fields__}, **changes})
 
 
+def make_totals(**keys: Any) -> ClusterTotals:
+    """Return totals by the keys that they have in a line of a run folder, with the constants of the job."""
+    return totals_of(keys)
+
+
+def with_keys(totals: ClusterTotals, **keys: Any) -> ClusterTotals:
+    """Return totals with other values for some of these keys."""
+    return totals_of({**keys_of(totals), **msgspec.structs.asdict(totals.constants), **keys})
+
+
 def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
     """Return what a 7B model on ``gpus`` GPUs does in so many iterations of 0.412 s."""
     time_s = 0.412 * iterations
     tokens = 65_536 * iterations
-    return ClusterTotals(
+    return make_totals(
         parameters=7_000_000_000,
         iterations=iterations,
         time_s=time_s,
@@ -81,7 +92,7 @@ def totals(iterations: int, gpus: int = 8) -> ClusterTotals:
 
 def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
     """Return totals on which every metric there is has a value."""
-    return msgspec.structs.replace(
+    return with_keys(
         totals(iterations, gpus),
         generated_tokens=5000,
         generation_s=2.0,
@@ -121,7 +132,7 @@ def complete_totals(iterations: int = 10, gpus: int = 8) -> ClusterTotals:
 def make_report(iteration: int = 100, **changes: Any) -> ClusterReport:
     """Return the window of ten iterations that ends at ``iteration``."""
     run, last = changes.pop("run", totals(iteration)), changes.pop("last", totals(10))
-    job = changes.pop("job", msgspec.structs.replace(run, time_s=run.time_s + 60, energy_time_s=run.time_s + 60))
+    job = changes.pop("job", with_keys(run, time_s=run.loop.time_s + 60, energy_time_s=run.loop.time_s + 60))
     report = ClusterReport(
         attempt=1,
         window=iteration // 10,

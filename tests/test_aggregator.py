@@ -20,7 +20,7 @@ from effllm.config import Config
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
-from effllm.records.job import Straggler
+from effllm.records.job import JobConstants, Straggler
 from effllm.records.rank import Event, ParameterCount, RankReport, Sensor
 from effllm.records.wire import AgentEvent, Bye, Heartbeat
 from effllm.server.acknowledgement import Acknowledgement
@@ -108,7 +108,7 @@ def test_window_closes_when_every_rank_has_reported():
 
     (report,) = job.closed()
     assert (report.window, report.iteration, report.iteration_first, report.iteration_last) == (1, 10, 1, 10)
-    assert report.run.tokens == report.last.tokens == report.job.tokens == 2000
+    assert report.run.counts.tokens == report.last.counts.tokens == report.job.counts.tokens == 2000
     assert report.values["aec_watts"] == pytest.approx(200.0)
     assert (report.coverage.ranks_reporting, report.coverage.gpus_measured, report.coverage.energy) == (2, 2, 1.0)
 
@@ -122,7 +122,7 @@ def test_windows_close_in_order_and_once():
     job.send(row(1, 3))
     job.wait(60, 0, 1)
 
-    assert [(report.window, report.run.tokens) for report in job.closed()] == [(1, 2000), (2, 4000), (3, 6000)]
+    assert [(report.window, report.run.counts.tokens) for report in job.closed()] == [(1, 2000), (2, 4000), (3, 6000)]
 
 
 def test_overdue_window_closes_and_lists_missing_ranks():
@@ -182,7 +182,7 @@ def test_gpu_of_a_departed_rank_is_not_expected():
     energy = job.summary().energy
     assert (energy.total_joules, energy.measured_joules) == (None, pytest.approx(3000.0))
     assert energy.iterations_coverage == pytest.approx(0.75)
-    assert second.run.energy_j == pytest.approx(3000.0), "the windows have their sums"
+    assert second.run.energy.joules == pytest.approx(3000.0), "the windows have their sums"
 
 
 def test_absent_rank_is_waited_for_during_startup():
@@ -195,8 +195,8 @@ def test_absent_rank_is_waited_for_during_startup():
     (report,) = job.closed()
     assert report.coverage.missing_ranks == (1,)
     assert report.coverage.gpus_expected == 2
-    assert report.run.energy_j is None, "the energy of an absent rank is unknown"
-    assert report.run.tokens == 1000
+    assert report.run.energy.joules is None, "the energy of an absent rank is unknown"
+    assert report.run.counts.tokens == 1000
     job.send(row(0, 2))
     job.wait(1, 0)
     assert [report.window for report in job.closed()] == [2], "it is waited for no more"
@@ -279,8 +279,8 @@ def test_late_report_corrects_totals_and_not_its_window():
 
     (correction,) = job.closed()
     assert msgspec.json.encode(report) == shown
-    assert (correction.correction, correction.window, correction.run.tokens) == (True, 1, 2000)
-    assert (correction.run.time_s, report.run.time_s) == (13.0, 10.0)
+    assert (correction.correction, correction.window, correction.run.counts.tokens) == (True, 1, 2000)
+    assert (correction.run.loop.time_s, report.run.loop.time_s) == (13.0, 10.0)
     assert not [tag for tag in correction.values if tag.startswith("window/")]
     assert (correction.coverage.reports_late, correction.coverage.gpus_measured) == (1, 2)
     assert correction.time_by_class == {"iterations": 11.5}, "the mean of 10 and 13"
@@ -299,24 +299,24 @@ def test_correction_gives_out_only_the_late_row():
 
 def test_late_report_completes_the_energy_of_its_window():
     job, report = late_job()
-    assert (report.run.energy_j, report.run.energy_measured_j) == (None, 1000.0)
+    assert (report.run.energy.joules, report.run.energy.measured_j) == (None, 1000.0)
     job.send(row(1))
 
     run = job.closed()[0].run
     # Two GPUs of 100 W over 10 s, and all their tokens in the divisor.
-    assert (run.energy_j, run.energy_measured_j, run.energy_complete) == (2000.0, 2000.0, True)
-    assert (run.energy_tokens, run.energy_samples, run.energy_time_s) == (2000, 20, 10.0)
+    assert (run.energy.joules, run.energy.measured_j, run.energy.is_complete) == (2000.0, 2000.0, True)
+    assert (run.energy.counts.tokens, run.energy.counts.samples, run.energy.time_s) == (2000, 20, 10.0)
     assert job.summary().energy.by_device == {"GPU-0": 1000.0, "GPU-1": 1000.0}
     assert job.summary().energy.by_class == {"iterations": 2000.0}
 
 
 def test_late_report_of_a_covered_window_adds_joules_and_tokens():
     job, report = late_job(min_coverage=0.5)
-    assert (report.run.energy_j, report.run.energy_tokens) == (1000.0, 1000)
+    assert (report.run.energy.joules, report.run.energy.counts.tokens) == (1000.0, 1000)
     job.send(row(1))
 
     run = job.closed()[0].run
-    assert (run.energy_j, run.energy_tokens, run.energy_iterations) == (2000.0, 2000, 10)
+    assert (run.energy.joules, run.energy.counts.tokens, run.energy.counts.iterations) == (2000.0, 2000, 10)
 
 
 def test_late_rank_on_a_shared_gpu_adds_tokens_and_no_energy():
@@ -326,7 +326,12 @@ def test_late_rank_on_a_shared_gpu_adds_tokens_and_no_energy():
     job.send(row(1, devices=(device_window("GPU-0"),)))
 
     run = job.closed()[-1].run
-    assert (run.energy_j, run.energy_measured_j, run.energy_tokens, run.tokens) == (1000.0, 1000.0, 2000, 2000)
+    assert (run.energy.joules, run.energy.measured_j, run.energy.counts.tokens, run.counts.tokens) == (
+        1000.0,
+        1000.0,
+        2000,
+        2000,
+    )
 
 
 def test_late_host_share_completes_the_memory_in_use():
@@ -334,10 +339,10 @@ def test_late_host_share_completes_the_memory_in_use():
     job = Job().join(devices=(host,))
     job.send(row(0, devices=(device_window("node0"),)))
     job.wait(31, 0, 1)
-    assert job.closed()[0].run.memory_mean_bytes is None
+    assert job.closed()[0].run.devices.memory_mean_bytes is None
     job.send(row(1, devices=(device_window("node0"),)))
 
-    assert job.closed()[0].run.memory_mean_bytes == pytest.approx(2 * GIB)
+    assert job.closed()[0].run.devices.memory_mean_bytes == pytest.approx(2 * GIB)
 
 
 def test_late_report_after_a_reset_counts_in_the_job_only():
@@ -349,8 +354,8 @@ def test_late_report_after_a_reset_counts_in_the_job_only():
     job.send(row(1, 2))
 
     report = job.closed()[-1]
-    assert (report.run.tokens, report.job.tokens) == (2000, 4000)
-    assert (report.run.energy_j, report.run.energy_complete) == (2000.0, True)
+    assert (report.run.counts.tokens, report.job.counts.tokens) == (2000, 4000)
+    assert (report.run.energy.joules, report.run.energy.is_complete) == (2000.0, True)
 
 
 def test_late_report_of_the_warm_up_is_not_in_the_run():
@@ -358,7 +363,7 @@ def test_late_report_of_the_warm_up_is_not_in_the_run():
     job.send(row(1))
 
     (correction,) = job.closed()
-    assert (correction.run.tokens, correction.job.tokens) == (0, 2000)
+    assert (correction.run.counts.tokens, correction.job.counts.tokens) == (0, 2000)
 
 
 def test_very_late_report_still_counts_its_tokens():
@@ -371,8 +376,8 @@ def test_very_late_report_still_counts_its_tokens():
     job.send(row(1, 1, sequence=999))
 
     (correction,) = job.closed()
-    assert correction.run.tokens == 1000 * 2 * (RECENT + 2)
-    assert not correction.run.energy_complete
+    assert correction.run.counts.tokens == 1000 * 2 * (RECENT + 2)
+    assert not correction.run.energy.is_complete
     assert correction.coverage.gpus_measured == 2, "the coverage is that of the last window"
 
 
@@ -384,7 +389,7 @@ def test_duplicate_report_is_counted_once():
     job.send(row(0), row(1))
 
     assert job.aggregator.duplicates == 3
-    assert [report.run.tokens for report in job.closed()] == [2000]
+    assert [report.run.counts.tokens for report in job.closed()] == [2000]
 
 
 def test_lost_reports_of_an_agent_are_counted_once():
@@ -444,7 +449,7 @@ def test_agent_replaces_a_silent_or_departed_one():
 
     job.send(row(0, agent="second"))
     job.send(row(1, agent="second"))
-    assert [report.run.tokens for report in job.closed()] == [2000]
+    assert [report.run.counts.tokens for report in job.closed()] == [2000]
 
 
 def test_same_agent_may_send_hello_again():
@@ -594,7 +599,7 @@ def test_nan_losses_are_one_event_per_change_and_all_counted():
     ]
     summary = job.summary()
     assert (summary.losses_not_finite, summary.first_not_finite, summary.loss) == (24, 27, 2.0)
-    assert [report.last.losses_not_finite for report in job.closed()] == [0, 0, 4, 10, 10, 0, 0]
+    assert [report.last.counts.losses_not_finite for report in job.closed()] == [0, 0, 4, 10, 10, 0, 0]
 
 
 def test_job_without_losses_has_no_loss_event():
@@ -639,8 +644,8 @@ def test_warm_up_iterations_are_rounded_up_to_whole_windows():
     closed = run_of(Job(warmup_iterations=15).join(), 3)
 
     assert [report.warming_up for report in closed] == [True, True, False]
-    assert [report.run.tokens for report in closed] == [0, 0, 2000]
-    assert [report.job.tokens for report in closed] == [2000, 4000, 6000]
+    assert [report.run.counts.tokens for report in closed] == [0, 0, 2000]
+    assert [report.job.counts.tokens for report in closed] == [2000, 4000, 6000]
     assert "aec_watts" not in closed[0].values
     assert closed[0].values["job/aec_watts"] == pytest.approx(200.0)
     assert closed[0].values["window/aec_watts"] == pytest.approx(200.0)
@@ -650,7 +655,7 @@ def test_warm_up_seconds_are_iteration_time():
     closed = run_of(Job(warmup_seconds=15.0).join(), 3, phases_s={"evaluation": 100.0})
 
     # Windows of 10 s and an evaluation: the second begins after 10 s, fewer than 15.
-    assert [report.run.tokens for report in closed] == [0, 0, 2000]
+    assert [report.run.counts.tokens for report in closed] == [0, 0, 2000]
 
 
 def test_reset_starts_the_run_anew_after_its_window():
@@ -660,7 +665,7 @@ def test_reset_starts_the_run_anew_after_its_window():
     job.send(row(0, 2))
     job.send(row(1, 2))
 
-    assert [report.run.tokens for report in job.closed()] == [2000, 2000]
+    assert [report.run.counts.tokens for report in job.closed()] == [2000, 2000]
     assert job.summary().tokens == 4000
 
 
@@ -668,7 +673,7 @@ def test_job_has_wall_time_and_run_has_iteration_time():
     changes = {"phases_s": {"evaluation": 5.0}}
     (report,) = run_of(Job().join(), 1, **changes)
 
-    assert (report.run.time_s, report.job.time_s) == (10.0, 15.0)
+    assert (report.run.loop.time_s, report.job.loop.time_s) == (10.0, 15.0)
     assert report.time_by_class == {"iterations": 10.0, "evaluation": 5.0}
 
 
@@ -893,7 +898,7 @@ def test_snapshot_leaves_out_reports_of_open_windows():
     second.wait(5, 0, 1)
     assert second.closed() == [], "rank 0 is waited for: its bye must be sent again"
     second.send(row(0, 1))
-    assert [report.run.tokens for report in second.closed()] == [2000]
+    assert [report.run.counts.tokens for report in second.closed()] == [2000]
     assert second.aggregator.duplicates == 0
 
 
@@ -941,8 +946,8 @@ def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
 
     closed = [one.report for one in aggregator.closed.take()]
     assert [(report.attempt, report.window, report.warming_up) for report in closed] == [(2, 1, True), (2, 2, False)]
-    assert [report.run.tokens for report in closed] == [2000, 3000]
-    assert [report.job.tokens for report in closed] == [5000, 6000]
+    assert [report.run.counts.tokens for report in closed] == [2000, 3000]
+    assert [report.job.counts.tokens for report in closed] == [5000, 6000]
     assert aggregator.summary(3000.0, ended=True).attempts == 2
 
 
@@ -955,7 +960,7 @@ def test_next_attempt_has_own_warm_up_and_ignores_old_reset(warmup_seconds):
 
     # Windows of 10 s: two of them are begun within 15 s.
     expected = [0, 0, 1000] if warmup_seconds else [1000, 2000, 3000]
-    assert [report.run.tokens for report in second.closed()] == expected
+    assert [report.run.counts.tokens for report in second.closed()] == expected
 
 
 class CrashingJob:
@@ -1018,7 +1023,7 @@ class CrashingJob:
             self.job.wait(1)  # late rows are taken a few milliseconds apart
         assert self.job.aggregator.finished(self.job.now_s)
         kept = restore(self.job.aggregator.snapshot())
-        return self.job.summary(ended=True), (kept.run.totals(), kept.whole.totals())
+        return self.job.summary(ended=True), tuple(one.totals(JobConstants()) for one in (kept.run, kept.whole))
 
 
 @st.composite
@@ -1082,9 +1087,9 @@ def test_crash_with_late_reports_loses_or_doubles_nothing(rows, steps, data):
     summary, (_, whole) = crashing.finish()
 
     assert (summary.tokens or 0) == sum(one.tokens for of_rank in rows.values() for one in of_rank)
-    assert whole.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))
+    assert whole.loop.time_s == pytest.approx(max(sum(one.wall_s for one in of_rank) for of_rank in rows.values()))
     energies = [one.devices[0].wall.energy.joules for of_rank in rows.values() for one in of_rank]
-    assert whole.energy_measured_j is None or whole.energy_measured_j <= sum(energies) * (1 + 1e-9)
+    assert whole.energy.measured_j is None or whole.energy.measured_j <= sum(energies) * (1 + 1e-9)
 
 
 @pytest.mark.fault("duplicates")
@@ -1138,7 +1143,7 @@ def test_ten_thousand_ranks_give_reports_of_the_usual_size():
     job.aggregator.close_all()
     closed = job.closed()
 
-    assert [report.run.tokens for report in closed] == [10_000_000, 20_000_000, 29_999_000]
+    assert [report.run.counts.tokens for report in closed] == [10_000_000, 20_000_000, 29_999_000]
     assert closed[-1].coverage.missing_ranks == (4711,)
     assert max(len(msgspec.json.encode(report)) for report in closed) < 10_000
     assert len(closed[-1].values) <= 60
@@ -1191,7 +1196,7 @@ def test_energy_with_an_error_above_20_percent_is_not_shown():
     assert known.values["energy/watts_per_gpu"] == 100.0
     assert "energy/watts_per_gpu" not in unknown.values
     assert "window/aec_watts" not in unknown.values
-    assert unknown.last.energy_j == 1000.0, "what was measured stays in the files"
+    assert unknown.last.energy.joules == 1000.0, "what was measured stays in the files"
     assert metrics.joules_per_token(unknown.last) is None
     assert metrics.joules_per_token(known.last) is not None
 
@@ -1298,10 +1303,10 @@ def test_peak_is_from_the_hardware_table_if_all_gpus_are_in_it():
     job = Job(1).join(devices=(known,), flops_per_token=1e12)
     (report,) = run_of(job, 1)
 
-    assert report.last.peak_flops_per_s == pytest.approx(989.4e12)
+    assert report.last.constants.peak_flops_per_s == pytest.approx(989.4e12)
     assert job.summary().peak == "989.4 TFLOP/s per GPU, dense BF16, NVIDIA H100 80GB HBM3 in the hardware table"
     other = Job(1).join(devices=(known, unknown), flops_per_token=1e12)
-    assert run_of(other, 1)[0].last.peak_flops_per_s is None
+    assert run_of(other, 1)[0].last.constants.peak_flops_per_s is None
     assert other.summary().peak == ""
 
 
@@ -1334,7 +1339,7 @@ def test_total_energy_includes_warm_up_and_shows_it_apart():
     energy = job.summary().energy
 
     assert (energy.total_joules, energy.warmup_joules) == (4000.0, 2000.0)
-    assert job.closed()[-1].run.energy_j == 2000.0
+    assert job.closed()[-1].run.energy.joules == 2000.0
     assert Job(1).join().summary().energy.warmup_joules == 0.0
 
 

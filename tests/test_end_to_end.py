@@ -94,7 +94,7 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     summary, rows = job.ledger.summary, job.ledger.ranks
     aec = summary.metrics["aec_watts"].value
     # A window of which a GPU was not measured, as on a busy machine, has no energy, and its time is not in AEC either.
-    known = {window.window for window in job.ledger.windows if window.last.energy_j is not None}
+    known = {window.window for window in job.ledger.windows if window.last.energy.joules is not None}
     of_known = [row for row in rows if row.window in known]
     time_s, tokens = seconds_of(of_known), sum(row.tokens for row in of_known)
 

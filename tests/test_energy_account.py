@@ -7,6 +7,7 @@ import pytest
 from builders import device_window, gpu, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sink_examples import make_totals, with_keys
 
 from effllm import metrics
 from effllm.aggregation.account import Account
@@ -15,7 +16,7 @@ from effllm.aggregation.merged import merge_devices
 from effllm.aggregation.window_energy import window_energy
 from effllm.energy.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of
 from effllm.records.energy import NORMAL_95, EnergyAmount
-from effllm.records.job import ClusterTotals
+from effllm.records.job import JobConstants
 from effllm.records.rank import Integrals
 
 
@@ -218,20 +219,20 @@ def test_a_job_of_two_gpus_and_two_windows_has_the_error_worked_by_hand():
         merged = merge_devices(rows, devices, {"GPU-0": {0}, "GPU-1": {1}})
         account.add_rows(rows)
         account.add_energy(number, window_energy(merged, devices, 0), rows, 1.0)
-    totals = account.totals(gpus=2)
+    totals = account.totals(JobConstants(gpus=2))
 
     # Each GPU: 4 at its start, 16 at its end, 1 within each of two windows.
-    assert totals.energy_error_j == pytest.approx(1.96 * math.sqrt(2 * (4 + 16 + 2)))
+    assert totals.energy.error_j == pytest.approx(1.96 * math.sqrt(2 * (4 + 16 + 2)))
     # 2 x 1000 J at 5 %, 2 x 2000 J at 10 %
-    assert totals.energy_gain_error_j == pytest.approx(100 + 400)
-    assert (totals.energy_j, totals.energy_estimated_j) == pytest.approx((6000.0, 60.0))
+    assert totals.energy.gain_j == pytest.approx(100 + 400)
+    assert (totals.energy.joules, totals.energy.estimated_j) == pytest.approx((6000.0, 60.0))
     assert metrics.timing_error_ratio(totals) == pytest.approx(1.96 * math.sqrt(44) / 6000)
     assert metrics.sensor_error_ratio(totals) == pytest.approx(500 / 6000)
 
 
 # --- to the metrics ------------------------------------------------------------------------------
 
-TOTALS = ClusterTotals(
+TOTALS = make_totals(
     energy_j=60_000.0,
     energy_gpus_j=50_000.0,
     energy_measured_j=60_000.0,
@@ -292,13 +293,13 @@ def test_what_no_energy_is_in_has_no_error_of_energy():
     for name in ("run_throughput/mfu_ratio", "al_seconds", "energy/gpu_cost", "energy/timing_error_ratio"):
         assert name not in found
     for share in (0.1, 0.05, 0.03, 0.07):
-        gain = msgspec.structs.replace(TOTALS, energy_gain_error_j=share * 60_000.0)
+        gain = with_keys(TOTALS, energy_gain_error_j=share * 60_000.0)
         assert "energy/sensor_error_ratio" not in metrics.errors(gain, gain), "for the rounding of floats"
     assert metrics.mfu_ratio(TOTALS) == pytest.approx(12_000 * 2e5 / 1e10)
 
 
-@pytest.mark.parametrize("lacking", [{"energy_j": None}, {"energy_j": 0.0}, {"energy_error_j": None}])
+@pytest.mark.parametrize("lacking", [{"energy_j": None}, {"energy_j": 0.0}])
 def test_without_an_energy_or_its_error_there_are_no_errors(lacking):
-    totals = msgspec.structs.replace(TOTALS, **lacking)
+    totals = with_keys(TOTALS, **lacking)
 
     assert metrics.errors(totals, totals) == {}

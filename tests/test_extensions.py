@@ -130,7 +130,7 @@ def test_a_new_metric_is_one_decorated_function_and_every_sink_shows_it(monkeypa
     @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
     def million_tokens(totals):
         """Tokens so far, in millions."""
-        return totals.tokens / 1e6 if totals.tokens else None
+        return totals.counts.tokens / 1e6 if totals.counts.tokens else None
 
     report = make_report(100)
     report = msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job))
@@ -140,7 +140,7 @@ def test_a_new_metric_is_one_decorated_function_and_every_sink_shows_it(monkeypa
         sink.write(report)
         sink.close()
 
-    value = report.run.tokens / 1e6
+    value = report.run.counts.tokens / 1e6
     assert f"  Tokens (Millions): {value:.1f}\n" in run.stdout.getvalue()
     (events,) = run.tensorboard_dir.iterdir()
     assert b"efficientllm/million_tokens" in events.read_bytes()

@@ -18,7 +18,7 @@ import pytest
 
 from effllm.network.curve import ServerKeys
 from effllm.network.secret import create
-from effllm.runs.runfolder import WindowRow
+from effllm.runs.runfolder import WindowLine
 from effllm.server.run_facts import MAX_FACTS_BYTES
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
@@ -78,7 +78,7 @@ class Windows:
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
         for line in whole.splitlines():
-            self.seen.append((msgspec.json.decode(line, type=WindowRow).time_s, time.time()))
+            self.seen.append((msgspec.json.decode(line, type=WindowLine).time_s, time.time()))
 
     def watch(self, process):
         """Look until a process has ended."""

@@ -96,5 +96,5 @@ def test_second_row_of_a_rank_in_a_window_replaces_the_first():
 
     (closed,) = aggregator.closed.take()
 
-    assert closed.report.last.temperature_max_c == 61.0
-    assert closed.report.last.power_histogram_s == {60: 10.0, 55: 10.0}
+    assert closed.report.last.devices.temperature_max_c == 61.0
+    assert closed.report.last.devices.power_histogram_s == {60: 10.0, 55: 10.0}

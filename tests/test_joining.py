@@ -125,10 +125,10 @@ def test_totals_are_exact_and_edges_alike_at_any_speed(seed):
         span_s = min(row.end_time_s - row.start_time_s for row in one.rows)
         assert span_s >= 0.999 or one is windows[-1]
     ours, theirs = windows[-1].report, expected[-1].report
-    assert ours.run.tokens == theirs.run.tokens == ranks * last * 1000
-    assert (ours.run.iterations, ours.iteration_last) == (theirs.run.iterations, theirs.iteration_last)
-    assert ours.run.energy_j == pytest.approx(theirs.run.energy_j)
-    assert ours.run.energy_error_j == pytest.approx(theirs.run.energy_error_j)
+    assert ours.run.counts.tokens == theirs.run.counts.tokens == ranks * last * 1000
+    assert (ours.run.counts.iterations, ours.iteration_last) == (theirs.run.counts.iterations, theirs.iteration_last)
+    assert ours.run.energy.joules == pytest.approx(theirs.run.energy.joules)
+    assert ours.run.energy.error_j == pytest.approx(theirs.run.energy.error_j)
     for base in ("run", "job"):
         sums = [msgspec.structs.asdict(getattr(one, base)) for one in (ours, theirs)]
         numbers = [{name: value for name, value in one.items() if isinstance(value, (int, float))} for one in sums]
@@ -152,9 +152,9 @@ def test_a_restart_counts_each_row_once():
     second.tick()
 
     report = second.closed()[-1].report
-    assert report.run.tokens == 2 * 400 * 1000
-    assert report.run.iterations == 4000
-    assert report.run.energy_j == pytest.approx(2 * 400 * full(0.01).energy.joules)
+    assert report.run.counts.tokens == 2 * 400 * 1000
+    assert report.run.counts.iterations == 4000
+    assert report.run.energy.joules == pytest.approx(2 * 400 * full(0.01).energy.joules)
     assert report.window > 2
 
 
@@ -193,7 +193,7 @@ def test_a_rank_that_is_late_is_counted_whole():
     job.send(*(short(2, window) for window in range(1, 41)))
     for _ in range(100):
         job.tick(1.0)
-    assert [one.report.last.tokens for one in job.closed()] == [240 * 1000]
+    assert [one.report.last.counts.tokens for one in job.closed()] == [240 * 1000]
     job.send(*(short(2, window) for window in range(41, 101)))
     job.tick(1.0)
     for window in range(101, 202):
@@ -202,8 +202,8 @@ def test_a_rank_that_is_late_is_counted_whole():
 
     report = job.closed()[-1].report
 
-    assert report.run.tokens == 600 * 1000
-    assert report.run.energy_j == pytest.approx(600 * full(0.01).energy.joules)
+    assert report.run.counts.tokens == 600 * 1000
+    assert report.run.energy.joules == pytest.approx(600 * full(0.01).energy.joules)
 
 
 def test_one_rank_far_ahead_does_not_hold_the_others_back():
@@ -223,7 +223,7 @@ def test_a_full_rank_loses_nothing():
     taken = [job.aggregator.reports(reports(one), Now(Now(0.0, 1000.0), MAX_PENDING_BYTES // 100)) for one in rows]
     assert all(taken)
     job.aggregator.close_all()
-    assert job.closed()[-1].report.run.tokens == 1500 * 1000
+    assert job.closed()[-1].report.run.counts.tokens == 1500 * 1000
 
 
 def test_a_row_has_what_its_parts_have():

@@ -115,7 +115,7 @@ def test_late_rows_are_merged_together_and_joules_counted_once():
         aggregator.tick(Now(float(now_s), float(now_s)))
     first, *others = closed_reports(aggregator)
     assert [one.coverage.ranks_reporting for one in (first, *others)] == [RANKS, RANKS - 10, RANKS - 10]
-    assert others[-1].job.energy_j == 1000.0 * RANKS, "windows with holes are in no sum"
+    assert others[-1].job.energy.joules == 1000.0 * RANKS, "windows with holes are in no sum"
 
     report(aggregator, 2, range(10), 60.0)
     report(aggregator, 3, range(10), 60.0)
@@ -127,9 +127,9 @@ def test_late_rows_are_merged_together_and_joules_counted_once():
     corrections = closed_reports(aggregator)
     assert [(one.window, one.correction) for one in corrections] == [(2, True), (3, True)]
     job = corrections[-1].job
-    assert (job.tokens, job.energy_complete) == (3 * 1000 * RANKS, True)
-    assert job.energy_j == pytest.approx(3 * 1000.0 * RANKS)
-    assert job.energy_tokens == job.tokens
+    assert (job.counts.tokens, job.energy.is_complete) == (3 * 1000 * RANKS, True)
+    assert job.energy.joules == pytest.approx(3 * 1000.0 * RANKS)
+    assert job.energy.counts.tokens == job.counts.tokens
     assert aggregator.open.safe()[0] == 3
     late = [event for event in aggregator.events.take() if event.kind == "late"]
     assert len(late) == 2
@@ -148,7 +148,7 @@ def test_replaced_aggregator_of_a_large_world_has_the_same_sums():
     report(aggregator, 3, range(RANKS), 3.0)
 
     after, expected = closed_reports(other)[-1], closed_reports(aggregator)[-1]
-    assert before.job.tokens == RANKS * (1001 + 1002)
+    assert before.job.counts.tokens == RANKS * (1001 + 1002)
     assert after.job == expected.job
     assert other.summary(3.0, ended=False).energy.by_device == aggregator.summary(3.0, ended=False).energy.by_device
 

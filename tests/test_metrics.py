@@ -1,7 +1,7 @@
 """effllm/metrics.py: each formula by hand, and the one table that every sink uses."""
 
-import msgspec
 import pytest
+from sink_examples import make_totals, with_keys
 
 from effllm import metrics
 from effllm.metrics import METRICS, describe, evaluate, headline
@@ -12,7 +12,7 @@ from effllm.sinks import tensorboard
 GIB = 2**30
 
 # A job of 4 GPUs: 100 iterations in 50 s, of which 40 s are steps of the slowest rank.
-TOTALS = ClusterTotals(
+TOTALS = make_totals(
     parameters=1_000_000,
     iterations=100,
     time_s=50.0,
@@ -152,7 +152,7 @@ BY_HAND = {
     "aggregator_cpu_ratio": 0.015,  # 3 / 200
     "sent_bytes_per_second": 200.0,
 }
-COMPLETE = msgspec.structs.replace(TOTALS, energy_complete=True)
+COMPLETE = with_keys(TOTALS, energy_complete=True)
 
 
 @pytest.mark.parametrize(("name", "expected"), BY_HAND.items())
@@ -173,7 +173,7 @@ def test_unmeasured_metric_has_no_value(name):
 
 def test_evaluate_leaves_out_unmeasured_metrics():
     assert evaluate(NOTHING, NOTHING, NOTHING) == {}
-    some = msgspec.structs.replace(TOTALS, energy_j=None, tokens=0)
+    some = with_keys(TOTALS, energy_j=None, tokens=0)
 
     values = evaluate(some, NOTHING, NOTHING)
 
@@ -184,7 +184,7 @@ def test_evaluate_leaves_out_unmeasured_metrics():
 
 def test_no_tag_has_two_bases():
     bases = {
-        base: msgspec.structs.replace(COMPLETE, time_s=COMPLETE.time_s * factor, energy_j=COMPLETE.energy_j * factor)
+        base: with_keys(COMPLETE, time_s=COMPLETE.loop.time_s * factor, energy_j=COMPLETE.energy.joules * factor)
         for base, factor in (("run", 2), ("window", 3), ("job", 5))
     }
 
@@ -197,8 +197,8 @@ def test_no_tag_has_two_bases():
 
 
 def test_headline_metrics_have_three_bases_and_others_one():
-    job = msgspec.structs.replace(TOTALS, utilization_mean=0.3, energy_complete=True)
-    window = msgspec.structs.replace(TOTALS, utilization_mean=0.6, gpus=2)
+    job = with_keys(TOTALS, utilization_mean=0.3, energy_complete=True)
+    window = with_keys(TOTALS, utilization_mean=0.6, gpus=2)
 
     values = evaluate(TOTALS, window, job)
 
@@ -247,7 +247,7 @@ def test_a_new_metric_is_one_decorated_function(monkeypatch):
     @metrics.metric("iterations", console="Iterations: {:.0f}")
     def number_of_iterations(totals: ClusterTotals) -> float | None:
         """Iterations so far."""
-        return float(totals.iterations)
+        return float(totals.counts.iterations)
 
     @metrics.metric("ratio", group="memory", bases=("window", "run"))
     def spread(totals: ClusterTotals) -> float | None:
@@ -284,42 +284,40 @@ def test_every_metric_has_a_unit_and_a_help_text():
 
 def test_the_mfu_of_a_job_that_runs_at_peak_is_exactly_one():
     # 8 devices of 1e12 FLOP/s, 4e9 FLOPs a token: 2000 tokens/s are all there is.
-    at_peak = msgspec.structs.replace(
-        TOTALS, tokens=200_000, time_s=100.0, peak_flops_per_s=8e12, flops_per_token=4e9, gpus=8
-    )
+    at_peak = with_keys(TOTALS, tokens=200_000, time_s=100.0, peak_flops_per_s=8e12, flops_per_token=4e9, gpus=8)
 
     assert metrics.mfu_ratio(at_peak) == 1.0
     assert metrics.tflops_per_gpu(at_peak) == 1.0
 
 
 def test_an_mfu_above_one_is_no_value():
-    above = msgspec.structs.replace(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
+    above = with_keys(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
 
     assert (metrics.mfu_ratio(above), metrics.hfu_ratio(above)) == (None, None)
     assert metrics.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event reports"
 
 
 def test_mfu_needs_a_peak_and_the_flops_of_a_token():
-    assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, peak_flops_per_s=None)) is None
-    assert metrics.mfu_ratio(msgspec.structs.replace(TOTALS, flops_per_token=None)) is None
+    assert metrics.mfu_ratio(with_keys(TOTALS, peak_flops_per_s=None)) is None
+    assert metrics.mfu_ratio(with_keys(TOTALS, flops_per_token=None)) is None
 
 
 def test_without_counted_tokens_throughput_is_none_not_zero():
-    uncounted = msgspec.structs.replace(TOTALS, tokens=0, samples=0, energy_tokens=0)
+    uncounted = with_keys(TOTALS, tokens=0, samples=0, energy_tokens=0)
 
     for name in ("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second", "joules_per_token"):
         assert METRICS[name].formula(uncounted) is None
 
 
 def test_throughput_per_parameter_needs_the_parameters():
-    assert metrics.tt_tokens_per_param_per_sec(msgspec.structs.replace(TOTALS, parameters=None)) is None
-    assert metrics.st_samples_per_param_per_sec(msgspec.structs.replace(TOTALS, parameters=0)) is None
+    assert metrics.tt_tokens_per_param_per_sec(with_keys(TOTALS, parameters=None)) is None
+    assert metrics.st_samples_per_param_per_sec(with_keys(TOTALS, parameters=0)) is None
 
 
 def test_without_gpus_throughput_is_per_rank():
     # 12,000 tokens/s on 8 ranks
-    assert metrics.tokens_per_second_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) == 1500.0
-    assert metrics.watts_per_gpu(msgspec.structs.replace(TOTALS, gpus=0)) is None
+    assert metrics.tokens_per_second_per_gpu(with_keys(TOTALS, gpus=0)) == 1500.0
+    assert metrics.watts_per_gpu(with_keys(TOTALS, gpus=0)) is None
 
 
 def test_energy_of_the_job_in_wh_and_per_generated_token():
@@ -330,21 +328,21 @@ def test_energy_of_the_job_in_wh_and_per_generated_token():
 def test_emissions_are_kwh_times_pue_times_intensity():
     # 60 kJ are 1/60 kWh: 1/60 * 1.2 * 400 g = 8 g
     assert metrics.co2_kg(COMPLETE) == pytest.approx(0.008)
-    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
-    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
-    assert metrics.co2_kg(msgspec.structs.replace(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
+    assert metrics.co2_kg(with_keys(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
+    assert metrics.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
+    assert metrics.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
 
 
 def test_costs_are_in_the_currency_of_their_prices_and_need_them():
     # 1/60 kWh * 1.2 * 0.25
     assert metrics.electricity_cost(COMPLETE) == pytest.approx(0.005)
-    assert metrics.electricity_cost(msgspec.structs.replace(COMPLETE, price_per_kwh=None)) is None
-    assert metrics.gpu_cost(msgspec.structs.replace(COMPLETE, gpus=0)) is None
-    assert metrics.gpu_cost(msgspec.structs.replace(COMPLETE, price_per_gpu_hour=None)) is None
+    assert metrics.electricity_cost(with_keys(COMPLETE, price_per_kwh=None)) is None
+    assert metrics.gpu_cost(with_keys(COMPLETE, gpus=0)) is None
+    assert metrics.gpu_cost(with_keys(COMPLETE, price_per_gpu_hour=None)) is None
 
 
 def test_joules_above_baseline_may_be_negative():
-    idle = msgspec.structs.replace(TOTALS, baseline_w=2000.0)
+    idle = with_keys(TOTALS, baseline_w=2000.0)
 
     assert metrics.joules_above_baseline(idle) == -20_000.0
     assert metrics.joules_per_token(idle) == metrics.joules_per_token(TOTALS)
@@ -366,15 +364,15 @@ def test_metrics_without_a_chart_are_listed():
 
 
 def test_a_percentile_of_power_is_not_above_the_peak():
-    totals = msgspec.structs.replace(TOTALS, power_histogram_s={50: 10.0}, power_peak_w=501.0)
+    totals = with_keys(TOTALS, power_histogram_s={50: 10.0}, power_peak_w=501.0)
 
     assert metrics.p95_watts_per_gpu(totals) == metrics.median_watts_per_gpu(totals) == 501.0
-    assert metrics.median_watts_per_gpu(msgspec.structs.replace(totals, power_peak_w=509.0)) == 505.0
+    assert metrics.median_watts_per_gpu(with_keys(totals, power_peak_w=509.0)) == 505.0
 
 
 def test_padding_is_unknown_where_only_one_count_is():
-    assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=0)) is None
-    assert metrics.padding_ratio(msgspec.structs.replace(TOTALS, tokens_processed=600_000)) is None
+    assert metrics.padding_ratio(with_keys(TOTALS, tokens_processed=0)) is None
+    assert metrics.padding_ratio(with_keys(TOTALS, tokens_processed=600_000)) is None
 
 
 def test_compression_ratio_is_size_ratio_times_kept_score():

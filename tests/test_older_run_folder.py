@@ -21,9 +21,11 @@ def test_windows_of_an_older_folder_are_read():
     rows = list(windows)
 
     assert (windows.skipped, [row.iteration for row in rows]) == (0, [20, 40, 60, 60])
-    assert [row.last.tokens for row in rows] == [327_680, 327_680, 327_680, 0]
-    assert [row.job.tokens for row in rows] == [327_680, 655_360, 983_040, 983_040]
-    assert {(row.last.parameters, row.run.gpus, row.job.world_size) for row in rows} == {(124_000_000, 2, 2)}
+    assert [row.last.counts.tokens for row in rows] == [327_680, 327_680, 327_680, 0]
+    assert [row.job.counts.tokens for row in rows] == [327_680, 655_360, 983_040, 983_040]
+    assert {(row.last.constants.parameters, row.run.constants.gpus, row.job.constants.world_size) for row in rows} == {
+        (124_000_000, 2, 2)
+    }
     assert rows[0].values == pytest.approx(metrics.evaluate(rows[0].run, rows[0].last, rows[0].job))
 
 
@@ -41,7 +43,7 @@ def test_events_and_summary_of_an_older_folder_are_read():
 
     assert [event.kind for event in read_events(OLDER)] == ["joined", "joined", "left", "left"]
     *_, last = read_windows(OLDER)
-    assert last.job.energy_measured_j == summary.energy.measured_joules
+    assert last.job.energy.measured_j == summary.energy.measured_joules
     assert (summary.status, summary.iterations, summary.tokens) == ("completed", 60, 983_040)
     folder = Path("/data/runs/demo-20261122-224146-a921")
     assert summary_text(summary, folder, folder / "tensorboard") == (OLDER / "summary.txt").read_text()
@@ -54,5 +56,7 @@ def test_an_older_folder_can_be_continued(tmp_path):
     store.close()
 
     rows = list(read_windows(folder))
-    assert [(row.attempt, row.last.parameters) for row in rows] == [(1, 124_000_000)] * 4 + [(2, 7_000_000_000)]
+    assert [(row.attempt, row.last.constants.parameters) for row in rows] == [(1, 124_000_000)] * 4 + [
+        (2, 7_000_000_000)
+    ]
     assert len(list(read_ranks(folder))) == 9

@@ -193,8 +193,8 @@ def test_a_modules_energy_that_two_gpus_show_is_counted_once():
     job = Cluster((module("GPU-0"), module("GPU-1"), cpu()))
     report = job.window(1, {"GPU-0": 900.0, "GPU-1": 900.0})
 
-    assert (report.power_scope, report.last.energy_j) == ("module", 9000.0)
-    assert report.last.energy_gpus_j == 9000.0
+    assert (report.power_scope, report.last.energy.joules) == ("module", 9000.0)
+    assert report.last.energy.gpus_j == 9000.0
     assert job.summary().energy.by_device == {"module:node0:1": 9000.0}
 
 
@@ -202,7 +202,7 @@ def test_the_two_dies_of_a_card_of_which_one_shows_the_energy_are_measured():
     dies = gpu("die-0", energy_key="die-0"), gpu("die-1", energy_key="die-0", energy_method=None, power_scope=None)
     report = Cluster(dies).window(1)
 
-    assert (report.coverage.energy, report.last.energy_j) == (1.0, 1000.0)
+    assert (report.coverage.energy, report.last.energy.joules) == (1.0, 1000.0)
     assert report.values["energy/watts_per_gpu"] == 50.0
 
 
@@ -226,7 +226,7 @@ def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
     report = aggregator.closed.take()[0].report
     assert report.coverage.memory == report.coverage.utilization == 1.0
     assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (1, 1)
-    assert (report.run.power_peak_w, report.run.power_histogram_s) == (500.0, {50: 10.0})
+    assert (report.run.devices.power_peak_w, report.run.devices.power_histogram_s) == (500.0, {50: 10.0})
 
 
 def test_what_is_asked_for_and_not_there_stands_in_what_is_not_measured():
@@ -243,7 +243,7 @@ def test_a_sensor_that_shows_up_after_the_first_window_does_not_change_what_the_
     job.introduce(0, psu())
     report = job.window(2, {"psu:node0": 800.0})
 
-    assert (report.power_scope, report.run.energy_j) == ("gpu", 2000.0)
+    assert (report.power_scope, report.run.energy.joules) == ("gpu", 2000.0)
     assert job.summary().energy.by_device == {"GPU-0": 2000.0}
     assert job.summary().not_measured == (
         "power scope: node-psu was not measured from the start of the run, so gpu stays",
@@ -254,7 +254,7 @@ def test_a_sensor_that_tells_nothing_of_the_first_window_does_not_make_a_hole_of
     job = Cluster((gpu("GPU-0"), cpu(), psu()))
     report = job.window(1, without=("psu:node0",))
 
-    assert (report.power_scope, report.run.energy_complete, report.run.energy_j) == ("gpu+cpu", True, 2000.0)
+    assert (report.power_scope, report.run.energy.is_complete, report.run.energy.joules) == ("gpu+cpu", True, 2000.0)
 
 
 @pytest.mark.parametrize(("covered_s", "label", "coverage"), [(6.0, "node-psu", 0.6), (4.0, "gpu", 1.0)])
@@ -271,7 +271,7 @@ def test_a_scope_that_was_asked_for_stays_though_it_has_a_hole_from_the_start():
     job = Cluster((gpu("GPU-0"), psu()), power_scope="node-psu")
     report = job.window(1, without=("psu:node0",))
 
-    assert (report.power_scope, report.coverage.energy, report.run.energy_j) == ("node-psu", 0.0, None)
+    assert (report.power_scope, report.coverage.energy, report.run.energy.joules) == ("node-psu", 0.0, None)
 
 
 @pytest.mark.parametrize(("least", "expected_j"), [(1.0, None), (0.5, 1000.0)])
@@ -281,7 +281,7 @@ def test_a_supply_that_is_not_read_in_a_window_is_judged_by_the_least_coverage(l
     report = job.window(2, without=("psu:node1",))
 
     assert report.coverage.energy == pytest.approx(0.5)
-    assert report.last.energy_j == expected_j
+    assert report.last.energy.joules == expected_j
     assert job.summary().energy.total_joules is None, "a supply is not in it"
     assert job.summary().energy.measured_joules == pytest.approx(3000.0)
 
@@ -312,7 +312,7 @@ def test_whoever_goes_on_with_a_run_sums_up_the_same(next_attempt):
     second = Cluster((gpu("GPU-0"), cpu(), psu()), ledger=ledger.next_attempt("job") if next_attempt else ledger)
     report = second.window(1 if next_attempt else 2)
 
-    assert (report.power_scope, report.job.energy_j) == ("gpu+cpu", 4000.0)
+    assert (report.power_scope, report.job.energy.joules) == ("gpu+cpu", 4000.0)
 
 
 def test_a_rank_without_a_device_is_a_hole():
@@ -320,13 +320,13 @@ def test_a_rank_without_a_device_is_a_hole():
 
     assert report.coverage.energy == pytest.approx(0.5)
     assert (report.coverage.gpus_expected, report.coverage.gpus_measured) == (2, 1)
-    assert report.run.energy_j is None
+    assert report.run.energy.joules is None
 
 
 def test_a_rank_without_a_device_is_in_the_power_of_its_node():
     report = Cluster((psu(),)).window(1)
 
-    assert (report.power_scope, report.last.energy_j, report.last.energy_gpus_j) == ("node-psu", 1000.0, None)
+    assert (report.power_scope, report.last.energy.joules, report.last.energy.gpus_j) == ("node-psu", 1000.0, None)
 
 
 def test_a_nodes_sensor_whose_reader_has_left_is_a_hole_while_others_go_on():

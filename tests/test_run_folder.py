@@ -16,13 +16,13 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sink_examples import complete_totals, make_report, make_row, make_summary, totals
+from sink_examples import complete_totals, make_report, make_row, make_summary, totals, with_keys
 
 from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
-from effllm.runs.runfolder import RankRow, read_events, read_ranks, read_windows, window_row
+from effllm.runs.runfolder import RankRow, keys_of, read_events, read_ranks, read_windows, window_line
 from effllm.runs.summary_text import summary_text
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
 
@@ -42,7 +42,7 @@ def wide(ranks):
 
 def numbers_of(totals):
     """Return the numbers of totals by name."""
-    return {name: value for name, value in msgspec.structs.asdict(totals).items() if not isinstance(value, dict)}
+    return {name: value for name, value in keys_of(totals).items() if not isinstance(value, dict)}
 
 
 def test_what_is_written_is_read_back(folder):
@@ -91,13 +91,13 @@ def test_every_file_says_once_which_schema_it_has(folder):
 def test_constants_of_the_job_are_written_when_they_change(folder):
     store = RunFolder(folder, {})
     for iteration, parameters in ((100, 7e9), (110, 7e9), (120, 8e9), (130, 8e9)):
-        known = msgspec.structs.replace(totals(10), parameters=int(parameters))
+        known = with_keys(totals(10), parameters=int(parameters))
         store.write(make_report(iteration, run=known, last=known, job=known), ())
 
     lines = [json.loads(line) for line in (folder / "windows-0001.jsonl").read_text().splitlines()]
     assert [line.get("constants", {}).get("parameters") for line in lines] == [7e9, None, 8e9, None]
     assert not any("parameters" in line["last"] for line in lines)
-    assert [row.last.parameters for row in read_windows(folder)] == [7e9, 7e9, 8e9, 8e9]
+    assert [row.last.constants.parameters for row in read_windows(folder)] == [7e9, 7e9, 8e9, 8e9]
 
 
 def test_each_segment_of_windows_has_the_constants(folder):
@@ -108,7 +108,7 @@ def test_each_segment_of_windows_has_the_constants(folder):
 
     rows = list(read_windows(folder))
     assert 10 < len(rows) < 30
-    assert {(row.last.parameters, row.last.gpus) for row in rows} == {(7_000_000_000, 8)}
+    assert {(row.last.constants.parameters, row.last.constants.gpus) for row in rows} == {(7_000_000_000, 8)}
 
 
 def test_totals_to_date_are_written_once_a_minute_and_at_the_end(folder):
@@ -118,7 +118,7 @@ def test_totals_to_date_are_written_once_a_minute_and_at_the_end(folder):
 
     rows = list(read_windows(folder))
     assert [row.iteration for row in rows if row.job] == [10, 160, 300]
-    assert [row.run.tokens for row in rows if row.run] == [totals(at).tokens for at in (10, 160, 300)]
+    assert [row.run.counts.tokens for row in rows if row.run] == [totals(at).counts.tokens for at in (10, 160, 300)]
 
 
 def test_files_are_the_owners_alone_whatever_the_umask(folder):
@@ -412,7 +412,7 @@ def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
 
 @pytest.mark.fault("disk-full")
 def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_the_summary(folder):
-    told, line = [], len(msgspec.json.encode(window_row(make_report(110), has_totals=False)))
+    told, line = [], len(msgspec.json.encode(window_line(make_report(110), has_totals=False)))
     store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=told.append)
     with largest_file(0):
         for iteration in range(110, 160, 10):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pyte
 import pytest
-from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of
+from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of, with_keys
 
 from effllm import metrics
 from effllm.config import Config
@@ -64,10 +64,10 @@ def test_a_report_prints_the_golden_block():
 
 
 def test_a_job_with_holes_on_hosts_prints_the_golden_block():
-    last = msgspec.structs.replace(
+    last = with_keys(
         totals(10), gpus=0, energy_j=None, energy_measured_j=None, energy_gpus_j=None, flops_per_token=None
     )
-    run = msgspec.structs.replace(last, parameters=None, utilization_mean=None)
+    run = with_keys(last, parameters=None, utilization_mean=None)
     report = make_report(
         70,
         run=run,
@@ -125,7 +125,7 @@ def test_scripts_that_take_the_third_field_of_the_last_hit_get_the_blocks_number
 
 
 def watched_energy(**changes):
-    last = msgspec.structs.replace(totals(10), **changes)
+    last = with_keys(totals(10), **changes)
     return [part for part in window_text.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
 
 
@@ -144,7 +144,7 @@ def test_an_error_that_is_not_known_is_left_out():
 
 
 def test_the_coverage_names_the_scope_and_what_was_estimated():
-    run = msgspec.structs.replace(totals(100), energy_estimated_j=0.0201 * totals(100).energy_j)
+    run = with_keys(totals(100), energy_estimated_j=0.0201 * totals(100).energy.joules)
     line = printed(make_report(100, run=run, power_scope="gpu+cpu")).splitlines()[-1]
 
     assert line == "  Ranks: 8/8  GPUs: 8/8  lost 0  late 0  scope gpu+cpu  estimated 2.1 %"
@@ -164,7 +164,7 @@ def test_a_terminal_of_eighty_columns_shows_the_golden_screen():
 
 
 def test_full_on_a_terminal_prints_the_block_in_eighty_columns():
-    last = msgspec.structs.replace(totals(10), energy_error_j=0.2 * totals(10).energy_j)
+    last = with_keys(totals(10), energy_error_j=0.2 * totals(10).energy.joules)
     lines = on_screen(printed(make_report(100, last=last, simulated=True), terminal=True, form="full"))
 
     assert "".join(f"{line}\n" for line in lines) == (GOLDEN / "console_full.txt").read_text()
@@ -472,7 +472,7 @@ def test_what_the_energy_is_of_and_by_what_and_which_part_was_estimated_or_warm_
 def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_has_it():
     profile = Profile(8, 2.0, 1.0, 0.5, 1.4, 0.2)
     summary = summary_text(make_summary(profile=profile), None, None)
-    last = msgspec.structs.replace(make_report().last, profile=profile)
+    last = with_keys(make_report().last, profile=profile)
 
     assert fact(summary, "profiled") == "8 over all ranks: communication 50 % of the time, exposed 25 %"
     assert "  profiled" not in summary_text(make_summary(), None, None)

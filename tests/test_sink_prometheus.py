@@ -16,7 +16,7 @@ from pathlib import Path
 import jobs
 import msgspec
 import pytest
-from sink_examples import complete_totals, make_report, make_run, totals
+from sink_examples import complete_totals, make_report, make_run, totals, with_keys
 
 from effllm import metrics
 from effllm.config import Config
@@ -101,16 +101,16 @@ def test_totals_are_counters_and_coverage_stands_beside_them(sink):
 
     seen = served(sink)
 
-    assert seen["efficientllm_tokens_total",] == report.job.tokens
-    assert seen["efficientllm_iterations_total",] == report.job.iterations
-    assert seen["efficientllm_energy_measured_joules_total",] == report.job.energy_measured_j
+    assert seen["efficientllm_tokens_total",] == report.job.counts.tokens
+    assert seen["efficientllm_iterations_total",] == report.job.counts.iterations
+    assert seen["efficientllm_energy_measured_joules_total",] == report.job.energy.measured_j
     assert seen["efficientllm_reports_lost_total",] == report.coverage.reports_lost
     assert seen["efficientllm_ranks_reporting",] == report.coverage.ranks_reporting
     assert seen["efficientllm_straggler_rank",] == report.straggler.rank
 
 
 def test_what_the_loop_does_not_count_has_no_total(sink):
-    sink.write(make_report(100, job=msgspec.structs.replace(totals(100), tokens=0, samples=0)))
+    sink.write(make_report(100, job=with_keys(totals(100), tokens=0, samples=0)))
 
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
@@ -151,7 +151,7 @@ def test_values_vanish_when_they_are_old_while_totals_stay():
     assert names() >= {"efficientllm_fresh", "efficientllm_report_age_seconds", "efficientllm_tokens_total"}
     assert not names() & {"efficientllm_aec_watts", "efficientllm_ranks_reporting", "efficientllm_loss"}
 
-    values.take(msgspec.structs.replace(report, last=msgspec.structs.replace(report.last, time_s=600.0)))
+    values.take(msgspec.structs.replace(report, last=with_keys(report.last, time_s=600.0)))
     now_s += 1800.0
     assert "efficientllm_aec_watts" in names(), "three windows of ten minutes"
     now_s += 0.1

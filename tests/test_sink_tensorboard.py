@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
-from sink_examples import complete_totals, make_report, make_run, totals
+from sink_examples import complete_totals, make_report, make_run, totals, with_keys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto import event_pb2
@@ -205,7 +204,7 @@ def test_charts_without_any_value_are_not_on_the_page(tmp_path):
 
 
 def test_a_correction_never_goes_back_and_never_touches_the_last_window(tmp_path):
-    run = msgspec.structs.replace(totals(100), memory_mean_bytes=2**30)
+    run = with_keys(totals(100), memory_mean_bytes=2**30)
     back = written(tmp_path, make_report(100), make_report(200), make_report(100, run=run, last=run, correction=True))
 
     steps = [step for step, _ in points(back, "amu_gb")]

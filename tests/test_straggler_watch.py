@@ -59,7 +59,7 @@ def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
     (verdict,) = reports_of[-1].stragglers
     assert (verdict.ranks, verdict.host, verdict.device, verdict.peers) == ((2,), "node1", "GPU-2", 3)
     # The median of 0.5, 0.501, 0.503 and 0.6 is 0.502: in ten iterations three ranks at 100 W wait for 0.98 s.
-    assert reports_of[-1].last.straggling_s == pytest.approx(0.98)
+    assert reports_of[-1].last.health.straggling_s == pytest.approx(0.98)
     assert reports_of[-1].values["straggler/waiting_ratio"] == pytest.approx(0.098)
     summary = job.summary()
     assert summary.stragglers == (verdict,)
@@ -106,7 +106,7 @@ def test_where_no_rank_tells_its_own_time_there_is_no_number_of_stragglers():
         job.aggregator.reports(reports(row(rank)), Now(10.0, 1010.0))
 
     (report,) = job.closed()
-    assert report.last.straggling_s is None
+    assert report.last.health.straggling_s is None
     assert not any(tag.startswith("straggler/") for tag in report.values)
 
 
@@ -162,7 +162,7 @@ def test_a_verdict_is_bounded_however_many_are_slow():
             job.aggregator.reports(reports(one), Now(10.0 * window, 1000.0))
 
     last = job.closed()[-1]
-    assert len(last.stragglers) == 16 and last.last.stragglers == 40
+    assert len(last.stragglers) == 16 and last.last.health.stragglers == 40
     assert all(isinstance(one, StragglerVerdict) for one in last.stragglers)
     assert len(job.events_of("straggler")) == 20, "a line for each node of two"
 

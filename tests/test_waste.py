@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from sink_examples import make_report, totals
+from sink_examples import make_report, totals, with_keys
 
 from effllm.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
 
@@ -22,7 +22,7 @@ class Run:
     def window(self, busy=0.9, tokens=1000, time_s=10.0, gpus=8, **changes):
         self.ordinal += 10
         self.tokens += tokens
-        last = msgspec.structs.replace(
+        last = with_keys(
             totals(10),
             time_s=time_s,
             tokens=tokens,
@@ -42,7 +42,7 @@ class Run:
             iteration_last=self.ordinal,
             last=last,
             coverage=msgspec.structs.replace(REPORT.coverage, gpus_measured=gpus, gpus_expected=gpus),
-            job=msgspec.structs.replace(REPORT.job, tokens=self.tokens),
+            job=with_keys(REPORT.job, tokens=self.tokens),
         )
         self.watch.close(msgspec.structs.replace(report, **changes))
 

@@ -11,6 +11,7 @@ from effllm.agents.window import WindowCutter
 from effllm.aggregation.account import Account
 from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
+from effllm.records.job import JobConstants
 from effllm.records.rank import Profile
 from effllm.timeline import KINDS, Split
 from effllm.training import ring
@@ -280,7 +281,7 @@ def test_the_sums_of_ranks_add_up_and_computation_with_exposed_is_al():
         builders.row(1, profile=other, device_steps=5, device_step_s=4.4),
         builders.row(2),
     ])  # fmt: skip
-    totals = account.totals()
+    totals = account.totals(JobConstants())
 
     assert totals.profile == profile + other
     assert totals.profile.kinds == {"dp": (0.6, approx(0.3)), "tp": (0.1, 0.0)}

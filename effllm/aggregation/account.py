@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -15,9 +14,8 @@ from effllm.aggregation.merged import Merged
 from effllm.aggregation.rows import SUMMED, Rows
 from effllm.aggregation.window_energy import is_covered
 from effllm.energy.energy_account import AMOUNT, EnergyTotals, WindowEnergy
-from effllm.records.counters import by_name
-from effllm.records.energy import NORMAL_95
-from effllm.records.job import ClusterTotals, Counted
+from effllm.records.energy import NORMAL_95, NOT_MEASURED
+from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
 from effllm.records.rank import Profile, RankReport, add_profiles
 
 _JOB = "job"  # whose energy that of all devices is
@@ -51,7 +49,7 @@ class DeviceSums(Table):
     EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
 
 
-class Account(Counted, Struct):
+class Account(Struct):
     """The running sums of a job on one time base.
 
     ``wall`` chooses the base: the whole wall time of the rows, or their iterations alone.
@@ -60,12 +58,10 @@ class Account(Counted, Struct):
     wall: bool = False
     ranks: RankSums = msgspec.field(default_factory=RankSums)
     devices: DeviceSums = msgspec.field(default_factory=DeviceSums)
-    losses_not_finite: int = 0
+    counts: dict[str, int] = {}  # sums of `Rows.counts`
     profile: Profile | None = None
     energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # of the covered windows
-    energy_tokens: int = 0
-    energy_samples: int = 0
-    energy_iterations: int = 0
+    energy_counts: dict[str, int] = {}  # of these windows, with their iterations
     energy_windows: int = 0
     holes: int = 0  # windows whose energy is not in the sum
     partial: int = 0  # windows of which a device is not in it, or only in part; the holes are among them
@@ -84,13 +80,12 @@ class Account(Counted, Struct):
     def add_rows(self, rows: Iterable[RankReport]) -> None:
         """Add the times and counts of rows, each of which may be added once."""
         rows = Rows.of(rows)
-        numbers, counts = rows.numbers, rows.counts
+        numbers = rows.numbers
         columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
         added = np.stack([numbers[name] for name in columns], axis=1)
         at = self.ranks.find(rows.ranks)
         self.ranks.values[at[:, None], _OF_ROWS] += added
-        for name, count in counts.items():
-            setattr(self, name, getattr(self, name) + count)
+        _add(self.counts, rows.counts)
         self.profile = add_profiles(self.profile, rows.profile)
 
     def add_devices(self, merged: Merged, sign: int = 1) -> None:
@@ -138,69 +133,70 @@ class Account(Counted, Struct):
         self.energy.add(window, (_JOB,), fields_of([amount], AMOUNT), sign)
         self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
         self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, least_coverage))
-        self.energy_iterations += sign * rows.iterations
         at = self.ranks.find(rows.ranks)
         self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
-        self.energy_tokens += sign * rows.counts["tokens"]
-        self.energy_samples += sign * rows.counts["samples"]
+        _add(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
 
-    def totals(self, *, sample_s: float | None = None, **known: Any) -> ClusterTotals:
-        """Return what every metric is computed from: sums per rank first, the maximum over ranks last.
+    def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
+        """Return what metrics are computed from: sums per rank first, the maximum over ranks last.
 
         Args:
+            constants: of the job.
             sample_s: time between two samples of a device, where the error of means is to be known.
-            known: fields of the totals that are not sums: parameters, number of GPUs, peak, prices.
         """
+        peaks = self.devices.column("memory_peak_bytes")
         memory = _mean_min_max(*self.devices.values[:, :2].T)
         utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
-        peaks = self.devices.column("memory_peak_bytes")
-        energy = self.energy.total() if self.energy_windows else None
         ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
         longest = int(ranks["time_s"].argmax()) if len(self.ranks) else -1
         slowest = _slowest(ranks["busy_s"], ranks["iterations"])
         slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
         return ClusterTotals(
-            iterations=int(_largest(ranks["iterations"])),
-            time_s=_at(ranks["time_s"], longest),
-            slowest_step_s=_at(ranks["busy_s"], slowest),
-            slowest_iterations=int(_at(ranks["iterations"], slowest)),
-            wait_s=_at(ranks["wait_s"], longest),
-            generation_s=_largest(ranks["generation_s"]),
-            losses_not_finite=self.losses_not_finite,
+            counts=Counts(iterations=int(_largest(ranks["iterations"])), **self.counts),
+            loop=LoopTimes(
+                time_s=_at(ranks["time_s"], longest),
+                slowest_step_s=_at(ranks["busy_s"], slowest),
+                slowest_iterations=int(_at(ranks["iterations"], slowest)),
+                wait_s=_at(ranks["wait_s"], longest),
+                generation_s=_largest(ranks["generation_s"]),
+                device_steps=int(_at(ranks["device_steps"], slowest_device)),
+                device_step_s=_at(ranks["device_step_s"], slowest_device),
+            ),
+            energy=self._energy(),
+            devices=DeviceTotals(
+                memory_mean_bytes=memory[0],
+                memory_min_bytes=memory[1],
+                memory_max_bytes=memory[2],
+                memory_peak_bytes=None if np.isnan(peaks).all() else float(np.nanmax(peaks)),
+                memory_error_bytes=self._sampling_error("memory", sample_s),
+                utilization_mean=utilization[0],
+                utilization_min=utilization[1],
+                utilization_max=utilization[2],
+                utilization_error=self._sampling_error("utilization", sample_s) if constants.gpus else None,
+                power_peak_w=self.power_peak_w,
+                power_histogram_s=dict(self.power_histogram_s),
+                throttled_s=self.throttled_s if self.throttle_covered_s > 0 else None,
+                throttle_covered_s=self.throttle_covered_s,
+                temperature_max_c=self._gauge("temperature_c").most,
+                sm_clock_hz=self._gauge("sm_clock_hz").mean,
+                sm_activity=self._gauge("sm_activity_ratio").mean,
+                tensor_activity=self._gauge("tensor_activity_ratio").mean,
+                dram_activity=self._gauge("dram_activity_ratio").mean,
+            ),
+            constants=constants,
             profile=self.profile,
-            device_steps=int(_at(ranks["device_steps"], slowest_device)),
-            device_step_s=_at(ranks["device_step_s"], slowest_device),
-            memory_mean_bytes=memory[0],
-            memory_min_bytes=memory[1],
-            memory_max_bytes=memory[2],
-            memory_peak_bytes=None if np.isnan(peaks).all() else float(np.nanmax(peaks)),
-            memory_error_bytes=self._sampling_error("memory", sample_s),
-            utilization_error=self._sampling_error("utilization", sample_s) if known.get("gpus") else None,
-            utilization_mean=utilization[0],
-            utilization_min=utilization[1],
-            utilization_max=utilization[2],
-            energy_j=energy.joules if energy else None,
-            energy_gpus_j=self.gpus_j if energy and not self.gpus_holes else None,
-            energy_error_j=energy.error_j if energy else None,
-            energy_gain_error_j=energy.gain_j if energy else None,
-            energy_estimated_j=energy.estimated_j if energy else None,
-            energy_time_s=_largest(ranks["energy_time_s"]),
-            energy_tokens=self.energy_tokens,
-            energy_samples=self.energy_samples,
-            energy_iterations=self.energy_iterations,
-            energy_complete=energy is not None and not self.partial,
-            energy_measured_j=self.measured_j if energy or self.measured_j else None,
-            power_peak_w=self.power_peak_w,
-            power_histogram_s=dict(self.power_histogram_s),
-            throttled_s=self.throttled_s if self.throttle_covered_s > 0 else None,
-            throttle_covered_s=self.throttle_covered_s,
-            temperature_max_c=self._gauge("temperature_c").most,
-            sm_clock_hz=self._gauge("sm_clock_hz").mean,
-            sm_activity=self._gauge("sm_activity_ratio").mean,
-            tensor_activity=self._gauge("tensor_activity_ratio").mean,
-            dram_activity=self._gauge("dram_activity_ratio").mean,
-            **by_name(self),
-            **known,
+        )
+
+    def _energy(self) -> JobEnergy:
+        amount = self.energy.total() if self.energy_windows else NOT_MEASURED
+        is_measured = amount.joules is not None
+        return JobEnergy(
+            *msgspec.structs.astuple(amount),
+            time_s=_largest(self.ranks.column("energy_time_s")),
+            counts=Counts(**self.energy_counts),
+            is_complete=is_measured and not self.partial,
+            measured_j=self.measured_j if is_measured or self.measured_j else None,
+            gpus_j=self.gpus_j if is_measured and not self.gpus_holes else None,
         )
 
     def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
@@ -232,6 +228,11 @@ class Account(Counted, Struct):
 
 #: Columns of a rank's sums that are of all windows, in the order of the columns of rows that enter them.
 _OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
+
+
+def _add(sums: dict[str, int], counts: Mapping[str, int], sign: int = 1) -> None:
+    for name, count in counts.items():
+        sums[name] = sums.get(name, 0) + sign * count
 
 
 def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:

@@ -293,9 +293,11 @@ def restore(state: bytes) -> Ledger:
     """Return the ledger that another process has kept, for this one to go on with.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: it is none, or one of another version.
     """
     ledger = _decode(state)
+    if ledger.schema_version != SCHEMA_VERSION:
+        raise msgspec.ValidationError(f"it has schema_version {ledger.schema_version}, not {SCHEMA_VERSION}")
     ledger.goodput.clock.is_resumed = True
     ledger.spent.aggregator_cpu_s += ledger.serving_cpu_s
     ledger.spent.received_bytes += ledger.serving_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from effllm import metrics
 from effllm.aggregation.account import Account
@@ -18,7 +18,18 @@ from effllm.aggregation.rows import Rows
 from effllm.aggregation.spread import window_spread
 from effllm.aggregation.window_energy import ROUNDING
 from effllm.energy.energy_account import MAX_RANDOM_ERROR, WindowEnergy
-from effllm.records.job import ClusterReport, ClusterTotals, Coverage, EnergySummary, GoodputSummary, Summary, Value
+from effllm.records.job import (
+    ClusterReport,
+    ClusterTotals,
+    Coverage,
+    EnergySummary,
+    GoodputSummary,
+    GoodputTotals,
+    HealthTotals,
+    JobConstants,
+    Summary,
+    Value,
+)
 from effllm.records.rank import RankReport
 
 #: Clocks of nodes agree to much less; this is what lies between two looks at ours.
@@ -54,30 +65,48 @@ class Window(Struct):
         return self.by_rank
 
 
-def totals(account: Account, ledger: Ledger, roster: Roster, lacks: bool = False) -> ClusterTotals:
-    """Return the totals of an account, with what the job is known to be; ``lacks`` where reports are missing in it."""
-    sums = account.totals(
-        sample_s=roster.config.collection_interval_s,
-        parameters=roster.job.parameters,
-        gpus=roster.job.num_gpus,
+def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
+    """Return what holds for all windows of the job, as far as it is known by now."""
+    job, config = roster.job, roster.config
+    return JobConstants(
+        parameters=job.parameters,
+        gpus=job.num_gpus,
         world_size=ledger.world_size,
-        peak_flops_per_s=roster.job.peak_flops_per_s,
-        flops_per_token=roster.job.flops_per_token,
-        hardware_flops_per_token=roster.job.hardware_flops_per_token,
-        power_limit_w=roster.job.power_limit_w,
-        baseline_w=roster.job.baseline_w,
-        carbon_g_per_kwh=roster.config.carbon_intensity,
-        pue=roster.config.pue,
-        price_per_kwh=roster.config.price_per_kwh,
-        price_per_gpu_hour=roster.config.price_per_gpu_hour,
-        stalled_s=ledger.hang_s,
+        peak_flops_per_s=job.peak_flops_per_s,
+        flops_per_token=job.flops_per_token,
+        hardware_flops_per_token=job.hardware_flops_per_token,
+        power_limit_w=job.power_limit_w,
+        baseline_w=job.baseline_w,
+        carbon_g_per_kwh=config.carbon_intensity,
+        pue=config.pue,
+        price_per_kwh=config.price_per_kwh,
+        price_per_gpu_hour=config.price_per_gpu_hour,
+    )
+
+
+def to_date(
+    ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
+) -> tuple[ClusterTotals, ClusterTotals]:
+    """Return the totals on the bases run and job; ``lacks`` where reports are missing in them."""
+    constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
+    health = HealthTotals(
         clock_error_s=ledger.waited.clock_error_s,
-        stragglers=ledger.waited.num_named,
         straggling_s=ledger.straggling_s,
         straggling_gpu_s=ledger.straggling_gpu_s,
         straggling_j=ledger.straggling_j,
+        stalled_s=ledger.hang_s,
+        stragglers=ledger.waited.num_named,
     )
-    return msgspec.structs.replace(sums, energy_complete=sums.energy_complete and not lacks)
+    run, job = (
+        replace(
+            sums,
+            health=health,
+            energy=replace(sums.energy, is_complete=sums.energy.is_complete and not lacks),
+        )
+        for sums in (account.totals(constants, sample_s) for account in (ledger.run, ledger.whole))
+    )
+    elapsed = GoodputTotals(goodput.elapsed_s, goodput.seconds, goodput.joules, sum(goodput.rank_seconds.values()))
+    return run, replace(job, goodput=elapsed, overhead=ledger.overhead())
 
 
 def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
@@ -111,18 +140,6 @@ def _percent(share: float | None) -> str:
     return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"
 
 
-def with_goodput(whole: ClusterTotals, ledger: Ledger, goodput: GoodputSummary) -> ClusterTotals:
-    """Return the totals of a job with where its elapsed time went, and what measuring has cost."""
-    return msgspec.structs.replace(
-        whole,
-        elapsed_s=goodput.elapsed_s,
-        class_s=goodput.seconds,
-        class_j=goodput.joules,
-        rank_seconds=sum(goodput.rank_seconds.values()),
-        overhead=ledger.overhead(),
-    )
-
-
 def report_of(
     window: Window,
     ledger: Ledger,
@@ -140,18 +157,22 @@ def report_of(
     if window.energy:
         account.add_energy(window.number, window.energy, rows, least_coverage)
     lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
-    run, whole = (totals(one, ledger, roster, lacks) for one in (ledger.run, ledger.whole))
-    own = totals(account, ledger, roster)
-    whole = with_goodput(whole, ledger, ledger.goodput.summary(measures_energy=roster.job.measures_energy))
+    run, whole = to_date(ledger, roster, ledger.goodput.summary(measures_energy=roster.job.measures_energy), lacks)
     waited = ledger.waited
-    own = msgspec.structs.replace(
-        own, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
+    own = replace(
+        account.totals(run.constants, roster.config.collection_interval_s),
+        health=replace(
+            run.health,
+            straggling_s=waited.seconds,
+            straggling_gpu_s=waited.rank_seconds,
+            straggling_j=waited.joules,
+        ),
     )
-    shown_of_window = own if own.iterations > 0 and not correction else ClusterTotals()
+    shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
     if window.energy is None and last:  # a row so late that nobody remembers the others of its window
-        coverage = msgspec.structs.replace(last.coverage, reports_late=ledger.late)
+        coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     return ClusterReport(
         attempt=ledger.attempt,
@@ -216,19 +237,18 @@ def summary_of(
 ) -> Summary:
     """Return the run as it stands; ``kind`` says which parameters P is."""
     lacking = _lacking(ledger, ended)
-    run, whole = (totals(one, ledger, roster, bool(lacking)) for one in (ledger.run, ledger.whole))
     status = ledger.status() if ended else "running"
     goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
+    run, whole = to_date(ledger, roster, goodput, bool(lacking))
     shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
     gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))
-    whole = with_goodput(whole, ledger, goodput)
     values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
     return Summary(
         status=status,
         is_over=ended,
-        iterations=whole.iterations,
+        iterations=whole.counts.iterations,
         attempts=ledger.attempt,
-        parameters=run.parameters,
+        parameters=run.constants.parameters,
         parameters_kind=kind,
         metrics={
             tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
@@ -244,13 +264,13 @@ def summary_of(
         time_by_class=ledger.time_by_class(),
         simulated=roster.job.is_simulated,
         not_measured=(*roster.job.not_measured, *gaps, *not_counted(whole), *roster.job.open_shares),
-        tokens=whole.tokens or None,
-        samples=whole.samples or None,
+        tokens=whole.counts.tokens or None,
+        samples=whole.counts.samples or None,
         loss=ledger.loss if ledger.is_loss_finite else None,
-        losses_not_finite=whole.losses_not_finite,
+        losses_not_finite=whole.counts.losses_not_finite,
         first_not_finite=ledger.first_not_finite,
         events=dict(ledger.events),
-        peak=roster.job.peak_source if run.flops_per_token else "",
+        peak=roster.job.peak_source if run.constants.flops_per_token else "",
         profile=run.profile,
         stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
         slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
@@ -268,17 +288,21 @@ def _gaps(
     ended: bool,
 ) -> Iterator[str]:
     """Yield what was measured in part, or not at all, though devices could give it."""
-    if lacking and whole.energy_measured_j is not None and roster.job.measures_energy:
+    if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
         parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
         yield f"total energy: {parts}; {'; '.join(lacking)}"
     if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
         yield f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
-    if roster.job.evaluation_is_in_iterations and whole.iterations and not ledger.time_by_class().get("evaluation"):
+    if (
+        roster.job.evaluation_is_in_iterations
+        and whole.counts.iterations
+        and not ledger.time_by_class().get("evaluation")
+    ):
         yield (
             "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
             "`with effllm.phase('evaluation'):` around it takes it out"
         )
-    if roster.job.begins_with_a_step and whole.iterations:
+    if roster.job.begins_with_a_step and whole.counts.iterations:
         yield "first iteration: the metrics began with its optimizer step; nothing of it is in them"
 
 
@@ -289,30 +313,31 @@ def _energy_summary(
     values: Mapping[str, float],
     shares: tuple[float | None, float | None],
 ) -> EnergySummary:
-    is_measured = roster.job.measures_energy
+    energy, is_measured = whole.energy, roster.job.measures_energy
+    has_total = is_measured and energy.joules is not None
     return EnergySummary(
-        total_joules=whole.energy_j if whole.energy_complete else None,
-        measured_joules=whole.energy_measured_j if is_measured else None,
+        total_joules=energy.joules if energy.is_complete else None,
+        measured_joules=energy.measured_j if is_measured else None,
         scope=roster.job.scope.label,
         method=roster.job.energy_method,
         joules_per_token=values.get("run_energy/joules_per_token"),
         by_device=ledger.devices.joules(),
         error_by_device=ledger.devices.errors_j(),
-        error_joules=whole.energy_error_j if is_measured else None,
-        gain_error=_ratio(whole.energy_gain_error_j, whole.energy_j),
+        error_joules=energy.error_j if has_total else None,
+        gain_error=energy.gain_j / energy.joules if energy.joules else None,
         warmup_joules=ledger.warmup_j if is_measured else None,
-        estimated_joules=whole.energy_estimated_j if is_measured else None,
+        estimated_joules=energy.estimated_j if has_total else None,
         by_class=ledger.energy_by_class() if is_measured else {},
-        time_coverage=shares[0] if whole.energy_measured_j is not None else None,
-        iterations_coverage=shares[1] if whole.energy_measured_j is not None else None,
+        time_coverage=shares[0] if energy.measured_j is not None else None,
+        iterations_coverage=shares[1] if energy.measured_j is not None else None,
     )
 
 
 def not_counted(whole: ClusterTotals) -> Iterator[str]:
     """Yield why there are no tokens or no samples, where iterations or requests ended without them."""
-    counts = {"tokens": whole.tokens or whole.generated_tokens, "samples": whole.samples or whole.generated_tokens}
-    missing = [name for name, count in counts.items() if not count]
-    if whole.iterations and missing:
+    counts = whole.counts
+    missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
+    if counts.iterations and missing:
         calls = ", ".join(f"{name}=..." for name in missing)
         yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
 
@@ -320,7 +345,7 @@ def not_counted(whole: ClusterTotals) -> Iterator[str]:
 def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
     """Yield what speaks against the values of a window, as kind and sentence."""
     last = report.last
-    for name, flops in (("MFU", last.flops_per_token), ("HFU", last.hardware_flops_per_token)):
+    for name, flops in (("MFU", last.constants.flops_per_token), ("HFU", last.constants.hardware_flops_per_token)):
         share = metrics.share_of_peak(last, flops)
         if share is not None and share > 1 + ROUNDING:
             yield (
@@ -334,14 +359,10 @@ def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, float | 
     return (None, None) if parts is None else parts
 
 
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
-
-
 def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:
-    if total is None or not whole.iterations:
+    if total is None or not whole.counts.iterations:
         return None
-    return max(total - shown, 0) * whole.time_s / whole.iterations
+    return max(total - shown, 0) * whole.loop.time_s / whole.counts.iterations
 
 
 def _end_time_s(told_s: float, ledger: Ledger) -> float:

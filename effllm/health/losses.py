@@ -19,7 +19,7 @@ def judge(rows: Rows, ledger: Ledger, time_s: float) -> Event | None:
     elif rows.loss is not None and not ledger.is_loss_finite:
         ledger.is_loss_finite = True
         shown = max(row.iteration_shown for row in rows)
-        total = ledger.whole.losses_not_finite
+        total = ledger.whole.counts.get("losses_not_finite", 0)
         after = f"after {total} losses of the run that were NaN or infinite"
         return Event(time_s, "loss_finite", f"the loss is finite again at iteration {shown}, {after}")
     return None

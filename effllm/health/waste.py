@@ -45,13 +45,13 @@ class WasteWatch:
         """Judge a window that has closed."""
         window = report.last
         is_start = report.iteration_first <= 1 or report.warming_up
-        if is_start or report.final or window.iterations <= 0 or window.generation_s > 0:
+        if is_start or report.final or window.counts.iterations <= 0 or window.loop.generation_s > 0:
             return
         self._judge_gpus(report, window)
         self._judge_tokens(report, window)
 
     def _judge_gpus(self, report: ClusterReport, window: ClusterTotals) -> None:
-        busy = window.utilization_mean
+        busy = window.devices.utilization_mean
         if not report.coverage.gpus_measured or busy is None:
             return
         is_other = busy >= BUSY_FROM if self._is_idle else busy < IDLE_BELOW
@@ -59,11 +59,11 @@ class WasteWatch:
             self._others.clear()
             return
         self._others.append(window)
-        seconds = sum(one.time_s for one in self._others)
+        seconds = sum(one.loop.time_s for one in self._others)
         if len(self._others) < MIN_WINDOWS or seconds < MIN_S:
             return
         self._is_idle = not self._is_idle
-        mean = sum((one.utilization_mean or 0.0) * one.time_s for one in self._others) / seconds
+        mean = sum((one.devices.utilization_mean or 0.0) * one.loop.time_s for one in self._others) / seconds
         span = f"{100 * mean:.0f} % of the last {len(self._others)} windows ({seconds:.0f} s of iterations)"
         if self._is_idle:
             evidence = " and ".join(_evidence(window))
@@ -74,7 +74,7 @@ class WasteWatch:
         self._others.clear()
 
     def _judge_tokens(self, report: ClusterReport, window: ClusterTotals) -> None:
-        if window.tokens or window.prompt_tokens:
+        if window.counts.tokens or window.counts.prompt_tokens:
             self._longest_gap = max(self._longest_gap, self._without_tokens)
             self._without_tokens, self._without_tokens_s = 0, 0.0
             if self._lacks_tokens:
@@ -83,12 +83,12 @@ class WasteWatch:
                 self._report(Event(report.time_s, TOKENS, text))
             return
         self._without_tokens += 1
-        self._without_tokens_s += window.time_s
-        counted = report.job.tokens
+        self._without_tokens_s += window.loop.time_s
+        counted = report.job.counts.tokens
         least = max(MIN_WINDOWS, BURST_GAPS * self._longest_gap + 1) if counted else NEVER_WINDOWS
         if self._lacks_tokens or self._without_tokens < least or self._without_tokens_s < MIN_S:
             return
-        if counted or window.flops_per_token:
+        if counted or window.constants.flops_per_token:
             self._lacks_tokens = True
             since = f"no tokens were counted in the last {self._without_tokens} windows"
             why = f"{counted:,} were before" if counted else "though the FLOPs of a token are known"
@@ -100,7 +100,8 @@ def _evidence(window: ClusterTotals) -> list[str]:
     texts = []
     watts = metrics.watts_per_gpu(window)
     if watts is not None:
-        limit = f" of {window.power_limit_w / window.gpus:.0f} W" if window.power_limit_w and window.gpus else " W"
+        limit_w, gpus = window.constants.power_limit_w, window.constants.gpus
+        limit = f" of {limit_w / gpus:.0f} W" if limit_w and gpus else " W"
         texts.append(f"{watts:.0f}{limit} per GPU")
     wait = metrics.data_wait_ratio(window)
     if wait is not None and wait >= DATA_WAIT_FROM:

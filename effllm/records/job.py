@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, defstruct
 
 from effllm.records.counters import FIELDS, Counters
+from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Profile
 
 #: Of the files in a run folder: one more when a field of theirs changes its meaning or goes away.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 if TYPE_CHECKING:
@@ -36,51 +37,47 @@ class JobConstants(Struct, frozen=True, omit_defaults=True):
     price_per_gpu_hour: float | None = None
 
 
-if TYPE_CHECKING:
-
-    class CountedJob(Counters, JobConstants, frozen=True):
-        """Constants and counts of a job."""
-
-else:
-    CountedJob = defstruct("CountedJob", [(name, int, 0) for name in FIELDS], bases=(JobConstants,), kw_only=True)
-
-
-class ClusterTotals(CountedJob, Struct, frozen=True):
-    """What the whole job did on one time base: the argument of every metric.
-
-    ``time_s`` is T, the maximum over ranks of their summed iteration times (on the job base: of their
-    wall times).  The energy fields cover only windows whose coverage was sufficient.
-    """
+class Counts(Counted, Struct, frozen=True):
+    """What the iterations of some windows counted, over all ranks."""
 
     iterations: int = 0
-    time_s: float = 0.0
+    losses_not_finite: int = 0  # losses that were NaN or infinite
+
+
+class LoopTimes(Struct, frozen=True):
+    """Where the time of the iterations went, on the ranks that took longest."""
+
+    time_s: float = 0.0  # T: maximum over ranks of their summed iteration times (on the base job: of their wall times)
     slowest_step_s: float = 0.0  # of the rank with the largest mean step: its summed steps ...
     slowest_iterations: int = 0  # ... and how many they are
     wait_s: float = 0.0  # of the rank with the largest T
     generation_s: float = 0.0  # of the rank that generated for longest
-    profile: Profile | None = None  # of all ranks
     device_steps: int = 0  # of the rank with the largest mean step on its device ...
     device_step_s: float = 0.0  # ... and their time there
+
+
+class JobEnergy(EnergyAmount, frozen=True, array_like=False, kw_only=True):
+    """The energy of the windows of which enough was measured, and what these windows did."""
+
+    time_s: float = 0.0  # T of these windows
+    counts: Counts = Counts()  # of these windows
+    is_complete: bool = False  # no window was left out: this is the total
+    measured_j: float | None = None  # with the windows that were left out: never a total
+    gpus_j: float | None = None  # that GPUs drew in these windows, whatever the scope of the energy
+
+
+class DeviceTotals(Struct, frozen=True):
+    """The readings of all devices."""
+
     memory_mean_bytes: float | None = None  # mean over devices of their time-weighted means
     memory_min_bytes: float | None = None  # the smallest of those means
     memory_max_bytes: float | None = None
     memory_peak_bytes: float | None = None  # the largest single reading
     memory_error_bytes: float | None = None  # of memory_mean_bytes, from sampling: half-width, 95 %
-    utilization_error: float | None = None  # of utilization_mean, the same; None where it is not sampled
     utilization_mean: float | None = None
     utilization_min: float | None = None
     utilization_max: float | None = None
-    energy_j: float | None = None  # in covered windows
-    energy_time_s: float = 0.0  # T of the covered windows
-    energy_tokens: int = 0  # tokens of the covered windows
-    energy_samples: int = 0
-    energy_iterations: int = 0
-    energy_complete: bool = False  # no window was left out: energy_j is the total
-    energy_measured_j: float | None = None  # with the holes: never a total
-    energy_gpus_j: float | None = None  # that GPUs drew in the covered windows, whatever the scope of energy_j
-    energy_error_j: float | None = None  # of energy_j: random part, half-width, 95 %
-    energy_gain_error_j: float | None = None  # of energy_j: the sensors' gain, half-width, 95 %
-    energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of counters from power
+    utilization_error: float | None = None  # of utilization_mean, from sampling; None where it is not sampled
     power_peak_w: float | None = None  # the largest reading of one GPU
     power_histogram_s: dict[int, float] = {}  # GPU-seconds by power, in steps of POWER_STEP_W
     throttled_s: float | None = None  # GPU-seconds in which heat or the board slowed a clock down
@@ -90,18 +87,50 @@ class ClusterTotals(CountedJob, Struct, frozen=True):
     sm_activity: float | None = None
     tensor_activity: float | None = None
     dram_activity: float | None = None
-    clock_error_s: float | None = None  # of the rank whose clock's offset is known worst, half-width, a bound
+
+
+class HealthTotals(Struct, frozen=True):
+    """The waiting of ranks for each other."""
+
+    clock_error_s: float | None = None  # of the rank whose clock's offset has the largest error: half-width, a bound
     straggling_s: float | None = None  # that all ranks waited for stragglers; None where no rank's own time is known
     straggling_gpu_s: float = 0.0  # the same, summed over the ranks that waited ...
     straggling_j: float | None = None  # ... and what their devices drew then
-    stalled_s: float | None = None  # for which the job has stood, no rank moving, of its whole run
+    stalled_s: float | None = None  # in which no rank of the job made progress, of its whole run
     stragglers: int = 0  # ranks that are named at the end of the window
-    elapsed_s: float = 0.0  # of the whole job, over its attempts: effllm/aggregation/goodput.py
-    class_s: dict[str, float] = {}  # where it went
+
+
+class GoodputTotals(Struct, frozen=True):
+    """The elapsed time of a job by class: effllm/aggregation/goodput.py."""
+
+    elapsed_s: float = 0.0  # over all attempts
+    class_s: dict[str, float] = {}
     class_j: dict[str, float | None] = {}
     rank_seconds: float = 0.0  # elapsed, summed over ranks
+
+
+class Overhead(Struct, frozen=True):
+    """What the measurement itself cost, in CPU seconds over all its processes of a kind."""
+
+    recorder_cpu_s: float | None = None  # an estimate: what a call took at the start, times the calls
+    agents_cpu_s: float | None = None
+    aggregator_cpu_s: float | None = None  # of all that served the run, one after another
+    sent_bytes: int | None = None  # by agents, as they say
+    received_bytes: int | None = None  # by aggregators
+
+
+class ClusterTotals(Struct, frozen=True):
+    """What the whole job did on one time base: the argument of every metric."""
+
+    counts: Counts = Counts()
+    loop: LoopTimes = LoopTimes()
+    energy: JobEnergy = JobEnergy()
+    devices: DeviceTotals = DeviceTotals()
+    health: HealthTotals = HealthTotals()
+    goodput: GoodputTotals = GoodputTotals()
+    constants: JobConstants = JobConstants()  # one object in all totals of a report
+    profile: Profile | None = None  # of all ranks
     overhead: Overhead | None = None
-    losses_not_finite: int = 0  # losses that were NaN or infinite, of all ranks
 
 
 class Straggler(Struct, frozen=True):
@@ -175,7 +204,7 @@ class Spread(Struct, frozen=True):
 
 
 class WindowReport(Struct, frozen=True, omit_defaults=True):
-    """One window of the whole job."""
+    """One window of the whole job, without its totals."""
 
     attempt: int
     window: int
@@ -184,7 +213,6 @@ class WindowReport(Struct, frozen=True, omit_defaults=True):
     iteration_last: int
     time_s: float  # unix, end of the window on the last rank
     loss: float | None
-    last: ClusterTotals  # this window alone
     values: dict[str, float]  # tag without its prefix -> value; what is not measured is not in it
     coverage: Coverage
     straggler: Straggler | None = None  # None where no rank is slower than noise explains, or no own time is known
@@ -207,6 +235,7 @@ class ClusterReport(WindowReport, frozen=True, kw_only=True):
     """One window of the whole job, and the run to date: what every sink is given."""
 
     run: ClusterTotals  # run to date, after warm-up
+    last: ClusterTotals  # this window alone
     job: ClusterTotals  # whole wall time of the run, start-up, phases and warm-up included
 
 
@@ -236,16 +265,6 @@ class EnergySummary(Struct, frozen=True):
     by_class: dict[str, float | None] = {}
     time_coverage: float | None = None  # share of the elapsed time without restart gaps that is in measured_joules ...
     iterations_coverage: float | None = None  # ... and of the iterations; both are means over devices
-
-
-class Overhead(Struct, frozen=True):
-    """What the measurement itself cost, in CPU seconds over all its processes of a kind."""
-
-    recorder_cpu_s: float | None = None  # an estimate: what a call took at the start, times the calls
-    agents_cpu_s: float | None = None
-    aggregator_cpu_s: float | None = None  # of all that served the run, one after another
-    sent_bytes: int | None = None  # by agents, as they say
-    received_bytes: int | None = None  # by aggregators
 
 
 class AttemptSummary(Struct, frozen=True):

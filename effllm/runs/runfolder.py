@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from effllm.records.counters import by_name
+from effllm.records.energy import NORMAL_95
 from effllm.records.job import ClusterReport, ClusterTotals, Counted, JobConstants, WindowReport
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, Profile, RankReport
 
@@ -23,35 +25,89 @@ Row = TypeVar("Row", bound=Struct)
 
 #: Of a number in a line: no sensor gives as many, and further ones are what sums of times and joules round to.
 DIGITS = 12
-_CONSTANTS = {field.name: field.default for field in msgspec.structs.fields(JobConstants)}
 _UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # which need more digits
 
 
-class WindowRow(WindowReport, frozen=True, kw_only=True):
-    """A line of ``windows-*.jsonl``: one window of the whole job.
+class WindowLine(WindowReport, frozen=True, kw_only=True):
+    """A line of ``windows-*.jsonl``: one window of the whole job, with the keys of totals as `keys_of` has them.
 
-    Totals to date stand in the first line, in the last one, in corrections, and in one line every `TOTALS_EVERY_S`.
+    Totals to date are in the first line, in the last one, in corrections, and in one line every `TOTALS_EVERY_S`.
     """
 
+    last: dict[str, Any]
+    run: dict[str, Any] | None = None
+    job: dict[str, Any] | None = None
+    constants: JobConstants | None = None  # of this line and those after it; lines of schema 1 have them in all totals
+
+
+class WindowRow(WindowReport, frozen=True, kw_only=True):
+    """A line of ``windows-*.jsonl`` as it is read."""
+
+    last: ClusterTotals
     run: ClusterTotals | None = None
     job: ClusterTotals | None = None
-    constants: JobConstants | None = None  # of this line and those after it; older files have them in all totals
 
 
-def window_row(report: ClusterReport, *, has_totals: bool) -> WindowRow:
+def window_line(report: ClusterReport, *, has_totals: bool) -> WindowLine:
     """Return the line of a report, without the job's constants, and without totals to date unless asked for."""
-    fields = msgspec.structs.asdict(report)
+    fields = _without_totals(report)
     # JSON has no nan: one in here would make the line unreadable as a whole.
     fields["values"] = {tag: _rounded(value) for tag, value in report.values.items() if math.isfinite(value)}
-    for base in ("run", "last", "job"):
-        totals = msgspec.structs.replace(fields[base], **_CONSTANTS)
-        fields[base] = _short(totals) if has_totals or base == "last" else None
-    return WindowRow(**fields)
+    for base in ("last", "run", "job") if has_totals else ("last",):
+        fields[base] = keys_of(getattr(report, base))
+    return WindowLine(**fields)
 
 
-def constants_of(report: ClusterReport) -> JobConstants:
-    """Return the constants of the job as of a report."""
-    return JobConstants(**{name: getattr(report.job, name) for name in _CONSTANTS})
+def _without_totals(report: WindowReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in WindowReport.__struct_fields__}
+
+
+#: The groups of `ClusterTotals` whose fields are keys of a line; those of `constants` are in another object.
+_GROUPS = ("counts", "loop", "devices", "health", "goodput")
+#: Keys of the energy of totals that are not named like its fields.
+_ENERGY = {"joules": "energy_j", "gain_j": "energy_gain_error_j", "is_complete": "energy_complete"}
+_ENERGY |= {name: f"energy_{name}" for name in ("time_s", "estimated_j", "measured_j", "gpus_j")}
+
+
+def keys_of(totals: ClusterTotals) -> dict[str, Any]:
+    """Return totals as an object of a line: rounded numbers by key, without those that are the defaults."""
+    keys: dict[str, Any] = {}
+    for group in _GROUPS:
+        keys |= _changed(getattr(totals, group))
+    energy = totals.energy
+    keys |= {f"energy_{name}": count for name, count in _changed(energy.counts).items()}
+    keys |= {_ENERGY[name]: value for name, value in _changed(energy).items() if name in _ENERGY}
+    if energy.joules is not None:
+        keys |= {"energy_error_j": _rounded(energy.error_j)}
+    keys |= {name: value for name in ("profile", "overhead") if (value := getattr(totals, name)) is not None}
+    return keys
+
+
+def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) -> ClusterTotals:
+    """Return the totals of an object of a line; undoes `keys_of`.
+
+    Raises:
+        msgspec.ValidationError: a value is of another type.
+    """
+    keys = {key: value for key, value in keys.items() if value is not None}
+    energy = {name: keys[key] for name, key in _ENERGY.items() if key in keys}
+    energy["inside_j2"] = (msgspec.convert(keys.get("energy_error_j", 0.0), float) / NORMAL_95) ** 2
+    energy["counts"] = {key.removeprefix("energy_"): keys[key] for key in keys if key.startswith("energy_")}
+    groups = dict.fromkeys((*_GROUPS, "constants"), keys)
+    totals = msgspec.convert({**keys, **groups, "energy": energy}, ClusterTotals, str_keys=True)
+    return totals if constants is None else msgspec.structs.replace(totals, constants=constants)
+
+
+def _changed(record: Struct) -> dict[str, Any]:
+    """Return the fields of a record that are not the defaults, rounded."""
+    values = zip(_defaults(type(record)), attrgetter(*record.__struct_fields__)(record), strict=True)
+    return {name: _rounded_value(value) for (name, default), value in values if value != default}
+
+
+def _rounded_value(value: Any) -> Any:
+    if isinstance(value, float):
+        return _rounded(value)
+    return {key: _rounded_value(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def _short(row: Row) -> Row:
@@ -63,8 +119,6 @@ def _short(row: Row) -> Row:
             changes[name] = default  # a number is left out only where it is the default as an object
         elif isinstance(value, float) and name not in _UNIX_TIMES:
             changes[name] = _rounded(value)
-        elif name == "power_histogram_s":
-            changes[name] = {bar: _rounded(seconds) for bar, seconds in value.items()}
     return msgspec.structs.replace(row, **changes)
 
 
@@ -212,17 +266,17 @@ class JsonLines(Generic[Row]):
     def __init__(self, paths: Sequence[Path], row: type[Row]) -> None:
         self.skipped = 0
         self._paths = paths
-        self._decoder = msgspec.json.Decoder(row)
+        self._decode: Callable[[bytes], Row] = msgspec.json.Decoder(row).decode
 
     def __iter__(self) -> Iterator[Row]:
         self.skipped = 0
         for path in self._paths:
             with path.open("rb") as file:
                 for line in file:
-                    if line.isspace():  # stands where a writer began anew after a torn line
+                    if line.isspace():  # a writer that begins anew after a torn line leaves one
                         continue
                     try:
-                        row = self._decoder.decode(line)
+                        row = self._decode(line)
                     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                         self.skipped += 1
                         continue
@@ -232,22 +286,28 @@ class JsonLines(Generic[Row]):
 class WindowRows(JsonLines[WindowRow]):
     """The windows of a run, each with the constants that hold for it."""
 
+    def __init__(self, paths: Sequence[Path]) -> None:
+        super().__init__(paths, WindowRow)
+        self._constants: JobConstants | None = None
+        self._decode = self._row
+
     def __iter__(self) -> Iterator[WindowRow]:
-        constants: JobConstants | None = None
-        for row in super().__iter__():
-            constants = row.constants or constants
-            yield _with_constants(row, constants) if constants is not None else row
+        self._constants = None
+        return super().__iter__()
+
+    def _row(self, text: bytes) -> WindowRow:
+        line = _decode_line(text)
+        self._constants = constants = line.constants or self._constants
+        run, job = (totals_of(keys, constants) if keys is not None else None for keys in (line.run, line.job))
+        return WindowRow(**_without_totals(line), last=totals_of(line.last, constants), run=run, job=job)
 
 
-def _with_constants(row: WindowRow, constants: JobConstants) -> WindowRow:
-    replace, known = msgspec.structs.replace, msgspec.structs.asdict(constants)
-    run, job = (replace(one, **known) if one is not None else None for one in (row.run, row.job))
-    return replace(row, run=run, last=replace(row.last, **known), job=job, constants=constants)
+_decode_line = msgspec.json.Decoder(WindowLine).decode
 
 
 def read_windows(folder: Path) -> WindowRows:
     """Read the windows of a run, oldest first."""
-    return WindowRows(segments(folder, "windows"), WindowRow)
+    return WindowRows(segments(folder, "windows"))
 
 
 def read_ranks(folder: Path) -> JsonLines[RankRow]:

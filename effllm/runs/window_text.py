@@ -74,7 +74,7 @@ def _window_line(report: ClusterReport, width: int) -> str:
 def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
     """Yield the parts of the window's line, each with a number: the lower, the longer it is kept."""
     last = report.last
-    device = "GPU" if last.gpus else "rank"
+    device = "GPU" if last.constants.gpus else "rank"
 
     def value(formula: metrics.Formula) -> float | None:
         found = formula(last)
@@ -88,7 +88,7 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         yield 2, f"{number}{prefix} tok/s/{device}"
     if (mfu := value(metrics.mfu_ratio)) is not None:
         yield 3, f"MFU {_percent(mfu)}%"
-    if last.gpus and (busy := value(metrics.pcu_ratio)) is not None:
+    if last.constants.gpus and (busy := value(metrics.pcu_ratio)) is not None:
         yield 4, f"busy {_percent(busy)}%"
     if (watts := value(metrics.watts_per_gpu)) is not None:
         yield 5, f"{readable(watts)}W"
@@ -158,7 +158,7 @@ def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
 
 def is_loss_finite(report: ClusterReport) -> bool:
     """Return whether no loss of the window was NaN or infinite."""
-    return not report.last.losses_not_finite and (report.loss is None or math.isfinite(report.loss))
+    return not report.last.counts.losses_not_finite and (report.loss is None or math.isfinite(report.loss))
 
 
 # --- the long form -------------------------------------------------------------------------------
@@ -177,7 +177,10 @@ def block_lines(report: ClusterReport, width: int = 0) -> list[str]:
 def watched(report: ClusterReport) -> Iterator[str]:
     """Yield the parts of the last window's line, for the person who watches; what is unknown is left out."""
     last = report.last
-    words = {"step": "it" if report.style == "Iteration" else "step", "device": "GPU" if last.gpus else "rank"}
+    words = {
+        "step": "it" if report.style == "Iteration" else "step",
+        "device": "GPU" if last.constants.gpus else "rank",
+    }
     yield report.style.lower() + " " + _place(report)
     if not is_loss_finite(report):
         yield "loss is not finite"
@@ -212,9 +215,9 @@ def coverage_parts(report: ClusterReport) -> Iterator[str]:
     yield f"GPUs: {seen.gpus_measured}/{seen.gpus_expected}"
     yield f"lost {seen.reports_lost}"
     yield f"late {seen.reports_late}"
-    if report.power_scope and (report.last.energy_measured_j is not None or run.energy_measured_j is not None):
+    if report.power_scope and (report.last.energy.measured_j is not None or run.energy.measured_j is not None):
         yield f"scope {report.power_scope}"
-    if run.energy_j and (share := (run.energy_estimated_j or 0.0) / run.energy_j) >= _ESTIMATED:
+    if run.energy.joules and (share := run.energy.estimated_j / run.energy.joules) >= _ESTIMATED:
         yield f"estimated {rounded_up(100 * share)} %"
     if seen.missing_ranks:
         yield f"missing {_named(seen.missing_ranks)}"

@@ -157,7 +157,7 @@ class _Values(Collector):
         """Yield what Prometheus is to see at this moment."""
         with self._lock:
             report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
-        is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.time_s, FRESH_S)
+        is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
         yield self._gauge("fresh", "Whether a report of the job is new enough to be shown.", [({}, float(is_fresh))])
         counted = [({"kind": kind}, float(count)) for kind, count in sorted(events.items())]
         yield self._counter("events", "Events, by kind; their texts are in events.jsonl.", counted)
@@ -204,19 +204,19 @@ def name_of(entry: metrics.Metric) -> tuple[str, float]:
 
 def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
     job = report.job
-    yield "iterations", "Iterations of every attempt.", job.iterations
+    yield "iterations", "Iterations of every attempt.", job.counts.iterations
     counts = (
-        ("tokens", "Tokens without padding, each once.", job.tokens),
-        ("samples", "Samples.", job.samples),
-        ("generated_tokens", "Tokens that were generated.", job.generated_tokens),
+        ("tokens", "Tokens without padding, each once.", job.counts.tokens),
+        ("samples", "Samples.", job.counts.samples),
+        ("generated_tokens", "Tokens that were generated.", job.counts.generated_tokens),
     )
     yield from (one for one in counts if one[2])  # what the loop does not count is not known to be 0
-    yield "losses_not_finite", "Losses that were NaN or infinite, of all ranks.", job.losses_not_finite
-    if job.energy_measured_j is not None:
+    yield "losses_not_finite", "Losses that were NaN or infinite, of all ranks.", job.counts.losses_not_finite
+    if job.energy.measured_j is not None:
         yield (
             "energy_measured_joules",
             "Energy that was measured: of all GPUs only at full coverage.",
-            job.energy_measured_j,
+            job.energy.measured_j,
         )
     yield "reports_lost", "Reports lost.", report.coverage.reports_lost
     yield "reports_late", "Reports that came after their window was closed.", report.coverage.reports_late

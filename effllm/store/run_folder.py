@@ -22,7 +22,7 @@ from effllm.records.rank import Event, RankReport
 from effllm.runs import folder_size, own_files, text_log
 from effllm.runs.folder_size import Growth
 from effllm.runs.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.runs.runfolder import RankRow, constants_of, coverage_of, rank_row, window_row
+from effllm.runs.runfolder import RankRow, coverage_of, rank_row, window_line
 from effllm.runs.summary_text import summary_text
 from effllm.runs.unkept import Written
 from effllm.runs.window_text import block_lines
@@ -127,7 +127,7 @@ class RunFolder:
             has_totals = report.final or report.correction or abs(report.time_s - self._totals_s) >= TOTALS_EVERY_S
             if has_totals:
                 self._totals_s = report.time_s
-            num_bytes = self._windows.put([window_row(report, has_totals=has_totals)], constants_of(report))
+            num_bytes = self._windows.put([window_line(report, has_totals=has_totals)], report.job.constants)
             self._log(report)
         if max(len(rows), report.coverage.ranks_expected) > MAX_ROWS:
             rows = outliers(rows)

@@ -69,7 +69,7 @@ def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
     assert (facts["framework"], facts["zero_stage"]) == ("deepspeed", stage)
     assert not job.our_errors
     # Before ZeRO-3 ranks first wait for each other in the last backward pass; ZeRO-3 gathers in the first forward.
-    assert (job.ledger.windows[-1].run.straggling_s is not None) is (stage < 3)
+    assert (job.ledger.windows[-1].run.health.straggling_s is not None) is (stage < 3)
 
     without = frameworks.run(SCRIPT, stage, ranks=2, environ=CPU, attach="0")
     assert len(losses(job)) == 12

@@ -90,7 +90,7 @@ def test_loop_is_counted_and_changes_no_loss(frameworks, ranks, package):
     assert not [line for line in summary.not_measured if line.startswith("first iteration")]
     assert not job.our_errors
     # With DDP ranks first wait for each other in the last backward pass.
-    assert (job.ledger.windows[-1].run.straggling_s is not None) is (ranks == 2)
+    assert (job.ledger.windows[-1].run.health.straggling_s is not None) is (ranks == 2)
     assert lines(job, "traces") == ["traces 0"]
 
     without = frameworks.run(script(LOOP, package), ranks, ranks=ranks, environ=CPU, attach="0")

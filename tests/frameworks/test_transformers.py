@@ -89,7 +89,7 @@ def test_flops_use_each_batchs_own_width(frameworks):
 
     width = (18 * 3 + 48 * 8) / 66
     run = job.ledger.windows[-1].run
-    assert run.flops_per_token == pytest.approx(6 * (4656 - 64 * 16) + 12 * 16 * width)
+    assert run.constants.flops_per_token == pytest.approx(6 * (4656 - 64 * 16) + 12 * 16 * width)
     assert job.ledger.facts["sequence_length"] == round(width, 1)
 
 
