@@ -448,7 +448,7 @@ def test_sampling_error_of_means_covers_95_percent():
 
 
 def test_constant_memory_has_no_sampling_error():
-    assert sampled(np.ones(100), 8.0 * GIB).memory_error_bytes == 0.0
+    assert sampled(np.ones(100), 8.0 * GIB).devices.memory_error_bytes == 0.0
 
 
 def test_amu_and_pcu_have_errors_in_the_summary():
