@@ -1,4 +1,4 @@
-"""effllm/aggregation/goodput*.py: where the elapsed time went; the classes add up to it, whatever happens."""
+"""effllm/aggregation/goodput*.py: the classes of elapsed time, which always add up to it."""
 
 import pytest
 from builders import device_window, full, hello, reports, row
@@ -208,7 +208,7 @@ def test_unnumbered_iterations_are_never_redone_with_a_remark():
     assert "what was done again is not" in " ".join(summary_text(summary, None, None).split())
 
 
-def test_repeats_of_an_attempt_are_unknown_without_its_number_or_a_later_one():
+def test_repeats_are_unknown_without_the_numbers_of_two_attempts():
     run = Run(1).join().window(1).bye().restart().join(is_numbered=False).window(1).bye()
     run.restart().join(offset=5).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
@@ -267,7 +267,7 @@ def test_dropped_reports_are_unknown_time():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0, "unknown": 20.0})
 
 
-def test_rows_that_come_late_are_placed_where_they_were():
+def test_late_rows_are_placed_at_their_own_time():
     run = Run(1).join().wait(100)
     for number in range(1, 11):
         run.send(0, number)
@@ -345,7 +345,7 @@ def test_replaced_aggregator_continues_the_account():
     assert run.seconds(ended=False) == pytest.approx({"kept": 18.0, "data": 2.0})
 
 
-def test_a_clock_that_was_set_back_makes_no_gap_negative_and_is_an_event():
+def test_clock_set_back_gives_no_negative_gap_and_an_event():
     run = Run().join().window(1).bye()
     run.time_s -= 3600
     run.boot = "another"  # another machine, so unix time is all there is

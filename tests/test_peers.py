@@ -87,7 +87,7 @@ def test_one_row_of_another_rank_rejects_the_frame(peers):
     assert "spoke for rank 1" in peers.objection(b"a", reports(row(0), row(1)))
 
 
-def test_a_connection_cannot_introduce_itself_as_two_ranks_or_agents(peers):
+def test_connection_cannot_be_of_two_ranks_or_agents(peers):
     assert peers.objection(b"a", hello(0)) == ""
     assert "introduced itself as rank 1" in peers.objection(b"a", hello(1))
     assert peers.objection(b"a", hello(0, agent="other"))

@@ -1,4 +1,4 @@
-"""The original's monitor for evaluation harnesses: its names, and not its faults."""
+"""The original's monitor for evaluation harnesses: its names, without its faults."""
 
 import json
 import math
@@ -17,7 +17,7 @@ KEYS = {"AMU", "PCU", "AL", "AEC", "MCR", "total_time", "num_requests"}
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Start no agent: what it measures is looked at further below, in a process of its own."""
+    """Start no agent: tests further below measure with one, in its own process."""
     monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", "off")
     monkeypatch.setattr(collector_module, "_collector", None)
 
@@ -28,7 +28,7 @@ def monitor(scenario="inference", parameters=None):
     return one
 
 
-def test_without_a_request_nothing_is_measured_and_nothing_is_zero():
+def test_without_a_request_every_value_is_nan():
     found = monitor().get_metrics()
 
     assert set(found) == KEYS | {"IT"}
@@ -68,12 +68,12 @@ def test_throughput_per_parameter_needs_the_parameters():
     assert math.isnan(one.get_metrics()["TT"])
 
 
-def test_a_scenario_that_nobody_knows_is_refused_by_name():
+def test_unknown_scenario_is_rejected_by_name():
     with pytest.raises(ValueError, match="'cooking' is none of pretraining"):
         monitor("cooking")
 
 
-def test_a_request_whose_time_was_not_told_has_no_latency_and_ran_since_the_one_before():
+def test_request_without_a_time_has_no_latency():
     one = monitor()
     one.record_request(10, 1, 5)
 
@@ -82,7 +82,7 @@ def test_a_request_whose_time_was_not_told_has_no_latency_and_ran_since_the_one_
     assert found["IT"] > 0
 
 
-def test_a_latency_in_the_place_of_the_samples_is_said_and_not_counted():
+def test_latency_as_positional_samples_warns_and_is_not_counted():
     one = monitor()
     with pytest.warns(UserWarning, match="counts first and times by name"):
         one.record_request(120, 0.73)
@@ -93,7 +93,7 @@ def test_a_latency_in_the_place_of_the_samples_is_said_and_not_counted():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1, "x", None, [1]])
-def test_what_is_no_number_never_raises(bad):
+def test_invalid_numbers_never_raise(bad):
     one = monitor()
     with pytest.warns(UserWarning):
         one.record_request(bad, bad, bad, bad, bad)
@@ -112,7 +112,7 @@ def test_compression_is_size_times_kept_performance():
     assert math.isnan(one.get_metrics()["MCR"])
 
 
-def test_a_million_requests_are_counted_and_not_kept(monkeypatch):
+def test_memory_does_not_grow_with_requests(monkeypatch):
     monkeypatch.setattr(module, "record_request", lambda *_, **__: None)
     one = monitor()
     one.start()
@@ -124,7 +124,7 @@ def test_a_million_requests_are_counted_and_not_kept(monkeypatch):
     assert not any(isinstance(value, (list, dict, set)) for value in vars(one).values())
 
 
-def test_what_is_saved_is_json_with_null_for_what_is_not_measured(tmp_path):
+def test_saved_json_has_null_for_unmeasured_values(tmp_path):
     path = tmp_path / "deep" / "metrics.json"
     with PerformanceMonitorContext("inference", save_path=path) as one:
         one.record_request(10, 1, 5, 0.5)
@@ -136,14 +136,14 @@ def test_what_is_saved_is_json_with_null_for_what_is_not_measured(tmp_path):
     assert (tmp_path / "performance_metrics.json").exists()
 
 
-def test_a_place_that_cannot_be_written_ends_nothing(tmp_path):
+def test_unwritable_path_raises_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     context = PerformanceMonitorContext("inference", save_path=tmp_path / "file" / "metrics.json")
     with pytest.warns(UserWarning, match="could not be written"), context:
         pass
 
 
-def test_the_gpus_are_those_that_the_process_is_shown(monkeypatch):
+def test_gpus_are_the_visible_ones(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert list(PerformanceMonitor(7)._gpus()) == [0, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -35,7 +35,7 @@ OPENMPI = {
     ("launcher", "environ", "run_id"),
     [("torchrun", TORCHRUN, "abc"), ("slurm", SLURM, "777"), ("openmpi", OPENMPI, "")],
 )
-def test_the_variables_of_a_launcher_make_the_place_of_a_rank(launcher, environ, run_id):
+def test_place_is_read_from_the_variables_of_a_launcher(launcher, environ, run_id):
     place = read_place(environ)
 
     assert (place.launcher, place.rank, place.local_rank) == (launcher, 5, 1)
@@ -43,7 +43,7 @@ def test_the_variables_of_a_launcher_make_the_place_of_a_rank(launcher, environ,
     assert place.run_id == run_id
 
 
-def test_torchrun_gives_the_master_and_the_number_of_restarts_as_well():
+def test_torchrun_gives_the_master_and_the_restart_count():
     place = read_place(TORCHRUN)
 
     assert (place.master_addr, place.master_port, place.restart_count) == ("node0", 29500, 2)
@@ -101,7 +101,7 @@ def test_a_place_as_plain_values_is_complete():
     }
 
 
-def test_two_launches_in_one_allocation_are_two():
+def test_launches_in_one_allocation_have_own_ids():
     first, second = ({**SLURM, "SLURM_STEP_ID": step} for step in ("0", "1"))
 
     assert [read_place(one).launch_id for one in (first, second)] == ["777.0", "777.1"]
@@ -120,7 +120,7 @@ def test_program_in_a_batch_script_or_shell_is_one_rank(step):
     assert place.run_id == "777"
 
 
-def test_tasks_that_slurm_started_on_a_node_precede_the_tasks_that_were_requested():
+def test_started_slurm_tasks_precede_requested_ones():
     one_node = {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "", "SLURM_STEP_TASKS_PER_NODE": "8"}
 
     assert read_place(one_node).one_host

@@ -1,4 +1,4 @@
-"""effllm/runs/plain_text.py: what strangers write moves no cursor, forges no line and fills no screen."""
+"""effllm/runs/plain_text.py: text of other processes moves no cursor, forges no line and fills no screen."""
 
 import pytest
 
@@ -17,7 +17,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
-def test_what_is_left_is_printable_and_one_line(text):
+def test_hostile_text_becomes_one_printable_line(text):
     assert one_line(text).isprintable()
     assert len(one_line(text).splitlines()) == 1
 

@@ -115,7 +115,7 @@ def test_a_load_that_switches_is_not_taken_for_a_tick(period_s):
 
     seen = with_power_seen(assumed(GPU), dense)
 
-    assert seen.lag_error_s >= 0.07, "how old a reading may be is as open as before"
+    assert seen.lag_error_s >= 0.07, "the age of a reading is as uncertain as before"
 
 
 # --- the sampler ---
@@ -135,14 +135,14 @@ def test_power_alone_is_read_between_the_samples():
 
 
 @pytest.mark.parametrize("traits", [{"energy_method": COUNTER}, {"is_gpu": False}, {"only_power": True}])
-def test_nothing_else_is_read_so_often(traits):
+def test_other_quantities_are_not_read_as_often(traits):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
 
     assert sampler._next_power_ns(replace(GPU, **traits)) == NEVER_NS
     assert sampler._next_power_ns(GPU) < NEVER_NS
 
 
-def test_slow_calls_are_made_more_seldom(monkeypatch):
+def test_slow_calls_are_made_less_often(monkeypatch):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
     monkeypatch.setattr("effllm.agents.sampler.time.monotonic_ns", lambda: 0)
     sampler._call_s = 0.0024

@@ -1,4 +1,4 @@
-"""effllm/energy/power_scope.py: whose energy is the job's, and what becomes of it in a job."""
+"""effllm/energy/power_scope.py: the devices whose energy is the job's, and their sums in a job."""
 
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
@@ -12,7 +12,7 @@ from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals
 from effllm.records.wire import Bye
 
-# --- what every node has ------------------------------------------------------------------------
+# --- sensors that every node has ------------------------------------------------------------------------
 
 
 def cpu(host="node0", **changes):
@@ -40,7 +40,7 @@ def chosen(*nodes, wanted="auto"):
     return scope.label, set(scope.keys)
 
 
-def test_what_may_be_asked_for_is_what_the_variable_allows():
+def test_choices_are_those_that_the_variable_allows():
     [variable] = [one for one in VARIABLES if one.name == "POWER_SCOPE"]
 
     for choice in CHOICES:
@@ -48,17 +48,17 @@ def test_what_may_be_asked_for_is_what_the_variable_allows():
         assert choice in variable.allowed
 
 
-def test_the_power_supplies_are_taken_where_every_node_tells_theirs():
+def test_supplies_are_chosen_if_every_node_measures_them():
     assert chosen(BOTH, (gpu("GPU-1"), psu("node1"))) == ("node-psu", {"psu:node0", "psu:node1"})
 
 
-def test_gpus_and_cpus_are_taken_where_a_node_does_not_tell_its_supplies():
+def test_gpus_and_cpus_are_chosen_if_a_node_lacks_supplies():
     nodes = BOTH, (gpu("GPU-1"), cpu("node1"))
 
     assert chosen(*nodes) == ("gpu+cpu", {"GPU-0", "GPU-1", "cpu:node0", "cpu:node1"})
 
 
-def test_gpus_alone_are_taken_where_a_node_tells_neither():
+def test_gpus_are_chosen_if_a_node_lacks_cpus_and_supplies():
     assert chosen(BOTH, (gpu("GPU-1"),)) == ("gpu", {"GPU-0", "GPU-1"})
 
 
@@ -80,12 +80,12 @@ def test_a_job_on_cpus_alone_is_not_called_gpu():
     assert chosen((host_device(),), BOTH[:2])[0] == "gpu+cpu"
 
 
-def test_a_gpu_without_a_sensor_is_a_hole_and_not_left_out():
+def test_gpu_without_a_sensor_is_a_gap():
     assert chosen((gpu("GPU-0"), BLIND)) == ("gpu", {"GPU-0", "GPU-blind"})
     assert chosen((gpu("GPU-0"),), (BLIND,)) == ("gpu", {"GPU-0", "GPU-blind"})
 
 
-def test_a_host_without_a_sensor_is_a_hole_too():
+def test_host_without_a_sensor_is_a_gap():
     blind = host_device("node1", energy_method=None)
 
     assert chosen((gpu("GPU-0"),), (blind,)) == ("gpu", {"GPU-0", "node1"})
@@ -97,7 +97,7 @@ def test_two_ways_to_the_supplies_of_one_node_are_one():
     assert (scope.label, len(scope.keys)) == ("node-psu", 1)
 
 
-def test_where_nothing_measures_energy_there_is_no_scope():
+def test_without_energy_sensors_there_is_no_scope():
     assert choose([(BLIND,), ()], "auto").label is None
     assert choose([(BLIND,)], "node-psu").complaint == (
         "power scope: node-psu was asked for, and nothing measures energy"
@@ -106,7 +106,7 @@ def test_where_nothing_measures_energy_there_is_no_scope():
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "gpu+cpu", "node-psu"])
-def test_what_is_asked_for_is_taken_where_every_node_has_it(wanted):
+def test_requested_scope_is_used_if_every_node_has_it(wanted):
     scope = choose([BOTH, (gpu("GPU-1"), cpu("node1"), psu("node1"))], wanted)
 
     assert (scope.label, scope.complaint) == (wanted, "")
@@ -122,32 +122,32 @@ def test_what_is_asked_for_is_taken_where_every_node_has_it(wanted):
         ("gpu", (host_device(),), "cpu"),
     ],
 )
-def test_what_is_asked_for_and_not_there_is_told_with_what_is_used(wanted, node, used):
+def test_missing_requested_scope_is_reported_with_the_used_one(wanted, node, used):
     scope = choose([node], wanted)
 
     assert (scope.label, scope.complaint) == (used, f"power scope: not every node has {wanted}; {used} is used")
 
 
-def test_modules_are_had_by_asking_for_them():
+def test_modules_are_used_on_request():
     assert choose([(module("GPU-0"), psu())], "module").label == "module"
     assert choose([(module("GPU-0"), psu())], "module").complaint == ""
 
 
-def test_a_scope_that_a_run_has_summed_up_is_kept_when_nodes_come_without_it():
+def test_scope_of_a_run_is_kept_when_new_nodes_lack_it():
     scope = keep([BOTH, (gpu("GPU-1"),)], "node-psu", "auto")
 
     assert (scope.label, set(scope.keys), scope.lacking) == ("node-psu", {"psu:node0"}, 1)
     assert scope.complaint == "power scope: the run began with node-psu, which not every node has: its energy has holes"
 
 
-def test_a_scope_is_kept_when_something_else_is_asked_for_later():
+def test_scope_of_a_run_is_kept_over_a_later_request():
     scope = keep([BOTH], "node-psu", "gpu")
 
     assert scope.label == "node-psu"
     assert scope.complaint == "power scope: gpu was asked for, but the run began with node-psu, which stays"
 
 
-def test_a_scope_is_kept_when_nothing_measures_any_more():
+def test_scope_of_a_run_is_kept_without_sensors():
     scope = keep([(BLIND,)], "gpu", "auto")
 
     assert (scope.label, set(scope.keys)) == ("gpu", {"GPU-blind"})
@@ -158,7 +158,7 @@ def test_a_scope_is_kept_when_nothing_measures_any_more():
 
 
 class Cluster:
-    """Nodes of one rank and one GPU each, and whatever sensors the node has."""
+    """Nodes of one rank and one GPU each, with the given sensors."""
 
     def __init__(self, *nodes: tuple[Device, ...], ledger=None, **settings):
         self.nodes = list(nodes)
@@ -172,7 +172,7 @@ class Cluster:
         assert self.aggregator.hello(message, Now(0.0, 1000.0)) == ""
 
     def window(self, number, watts=None, without=()):
-        """Close a window of 10 s in which each device draws 100 W, or what is said, and some are not read."""
+        """Close a window of 10 s in which each device draws 100 W, or as in `watts`, and some are not read."""
         for rank, devices in enumerate(self.nodes):
             windows = tuple(
                 device_window(one.key, wall=full(10.0, (watts or {}).get(one.key, 100.0)))
@@ -189,7 +189,7 @@ class Cluster:
         return self.aggregator.summary(2000.0, ended=False)
 
 
-def test_a_modules_energy_that_two_gpus_show_is_counted_once():
+def test_module_energy_shown_by_two_gpus_is_counted_once():
     job = Cluster((module("GPU-0"), module("GPU-1"), cpu()))
     report = job.window(1, {"GPU-0": 900.0, "GPU-1": 900.0})
 
@@ -198,7 +198,7 @@ def test_a_modules_energy_that_two_gpus_show_is_counted_once():
     assert job.summary().energy.by_device == {"module:node0:1": 9000.0}
 
 
-def test_the_two_dies_of_a_card_of_which_one_shows_the_energy_are_measured():
+def test_two_dies_are_measured_by_the_one_with_energy():
     dies = gpu("die-0", energy_key="die-0"), gpu("die-1", energy_key="die-0", energy_method=None, power_scope=None)
     report = Cluster(dies).window(1)
 
@@ -206,7 +206,7 @@ def test_the_two_dies_of_a_card_of_which_one_shows_the_energy_are_measured():
     assert report.values["energy/watts_per_gpu"] == 50.0
 
 
-def test_watts_per_gpu_are_those_of_the_gpus_whatever_the_scope():
+def test_watts_per_gpu_are_of_gpus_in_every_scope():
     job = Cluster((gpu("GPU-0", power_limit_w=400.0), cpu(), psu()))
     report = job.window(1, {"GPU-0": 300.0, "cpu:node0": 150.0, "psu:node0": 800.0})
 
@@ -229,7 +229,7 @@ def test_the_sensors_of_a_node_are_in_no_gauge_of_its_gpus():
     assert (report.run.devices.power_peak_w, report.run.devices.power_histogram_s) == (500.0, {50: 10.0})
 
 
-def test_what_is_asked_for_and_not_there_stands_in_what_is_not_measured():
+def test_missing_requested_scope_is_listed_as_not_measured():
     job = Cluster((gpu("GPU-0"),), power_scope="node-psu")
     job.window(1)
 
@@ -237,7 +237,7 @@ def test_what_is_asked_for_and_not_there_stands_in_what_is_not_measured():
     assert job.summary().energy.scope == "gpu"
 
 
-def test_a_sensor_that_shows_up_after_the_first_window_does_not_change_what_the_sums_are_of():
+def test_sensor_found_later_does_not_change_the_scope():
     job = Cluster((gpu("GPU-0"),))
     job.window(1)
     job.introduce(0, psu())
@@ -250,7 +250,7 @@ def test_a_sensor_that_shows_up_after_the_first_window_does_not_change_what_the_
     )
 
 
-def test_a_sensor_that_tells_nothing_of_the_first_window_does_not_make_a_hole_of_all():
+def test_sensor_without_first_window_is_not_in_the_scope():
     job = Cluster((gpu("GPU-0"), cpu(), psu()))
     report = job.window(1, without=("psu:node0",))
 
@@ -258,7 +258,7 @@ def test_a_sensor_that_tells_nothing_of_the_first_window_does_not_make_a_hole_of
 
 
 @pytest.mark.parametrize(("covered_s", "label", "coverage"), [(6.0, "node-psu", 0.6), (4.0, "gpu", 1.0)])
-def test_the_scope_is_the_widest_that_was_measured_for_most_of_the_first_window(covered_s, label, coverage):
+def test_scope_is_the_widest_measured_in_the_first_window(covered_s, label, coverage):
     aggregator = Cluster((gpu("GPU-0"), psu())).aggregator
     late = device_window("psu:node0", wall=Integrals(EnergyAmount(1000.0, covered_s)))
     aggregator.reports(reports(row(0, 1, devices=(device_window("GPU-0"), late))), Now(0.0, 1000.0))
@@ -267,7 +267,7 @@ def test_the_scope_is_the_widest_that_was_measured_for_most_of_the_first_window(
     assert (report.power_scope, report.coverage.energy) == (label, pytest.approx(coverage))
 
 
-def test_a_scope_that_was_asked_for_stays_though_it_has_a_hole_from_the_start():
+def test_requested_scope_stays_with_a_gap_from_the_start():
     job = Cluster((gpu("GPU-0"), psu()), power_scope="node-psu")
     report = job.window(1, without=("psu:node0",))
 
@@ -275,14 +275,14 @@ def test_a_scope_that_was_asked_for_stays_though_it_has_a_hole_from_the_start():
 
 
 @pytest.mark.parametrize(("least", "expected_j"), [(1.0, None), (0.5, 1000.0)])
-def test_a_supply_that_is_not_read_in_a_window_is_judged_by_the_least_coverage(least, expected_j):
+def test_window_without_a_supply_is_judged_by_min_coverage(least, expected_j):
     job = Cluster((gpu("GPU-0"), psu()), (gpu("GPU-1"), psu("node1")), min_coverage=least)
     job.window(1)
     report = job.window(2, without=("psu:node1",))
 
     assert report.coverage.energy == pytest.approx(0.5)
     assert report.last.energy.joules == expected_j
-    assert job.summary().energy.total_joules is None, "a supply is not in it"
+    assert job.summary().energy.total_joules is None, "a supply is missing"
     assert job.summary().energy.measured_joules == pytest.approx(3000.0)
 
 
@@ -291,7 +291,7 @@ def send(aggregator, rank, number, *keys):
     aggregator.reports(reports(row(rank, number, devices=windows)), Now(0.0, 1000.0))
 
 
-def test_a_node_that_comes_late_without_the_scope_is_a_hole():
+def test_late_node_without_the_scope_is_a_gap():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     aggregator.hello(hello(0, devices=(gpu("GPU-0"), psu()), host="node0"), Now(0.0, 1000.0))
     send(aggregator, 0, 1, "GPU-0", "psu:node0")
@@ -305,7 +305,7 @@ def test_a_node_that_comes_late_without_the_scope_is_a_hole():
 
 
 @pytest.mark.parametrize("next_attempt", [False, True])
-def test_whoever_goes_on_with_a_run_sums_up_the_same(next_attempt):
+def test_next_aggregator_and_attempt_keep_the_scope(next_attempt):
     first = Cluster((gpu("GPU-0"), cpu()))
     first.window(1)
     ledger = restore(first.aggregator.snapshot())
@@ -315,7 +315,7 @@ def test_whoever_goes_on_with_a_run_sums_up_the_same(next_attempt):
     assert (report.power_scope, report.job.energy.joules) == ("gpu+cpu", 4000.0)
 
 
-def test_a_rank_without_a_device_is_a_hole():
+def test_rank_without_a_device_is_a_gap():
     report = Cluster((gpu("GPU-0"),), ()).window(1)
 
     assert report.coverage.energy == pytest.approx(0.5)
@@ -329,7 +329,7 @@ def test_a_rank_without_a_device_is_in_the_power_of_its_node():
     assert (report.power_scope, report.last.energy.joules, report.last.energy.gpus_j) == ("node-psu", 1000.0, None)
 
 
-def test_a_nodes_sensor_whose_reader_has_left_is_a_hole_while_others_go_on():
+def test_node_sensor_is_a_gap_after_its_rank_left():
     aggregator = Aggregator(Config(), "job", 1, 1000.0)
     nodes = {0: ("node0", gpu("GPU-0"), psu()), 1: ("node0", gpu("GPU-1")), 2: ("node1", gpu("GPU-2"), psu("node1"))}
     for rank, (host, *devices) in nodes.items():

@@ -1,4 +1,4 @@
-"""effllm/profiling: what is planted in a sensor is found again.
+"""effllm/profiling: properties planted in a sensor are found again.
 
 The GPU of these tests lives in virtual time; the load is a switch whose edges are stamped to the nanosecond.
 Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms, ratios to 0.5 %.
@@ -40,10 +40,10 @@ def test_the_tick_is_found(tick_s):
 
 @pytest.mark.parametrize("measured_s", [0.025, 0.1])
 @pytest.mark.parametrize("lag_s", [0.0, 0.04, 0.1])
-def test_lag_and_measured_window_are_found_apart(lag_s, measured_s):
+def test_lag_and_measured_window_are_found_separately(lag_s, measured_s):
     found = profiled(SensedGpu(tick_s=0.1, tick_phase_s=0.03, lag_s=lag_s, duty_s=measured_s % 0.1))
 
-    # Power from the last 25 of 100 ms stands for all of them: 37.5 ms earlier on average than it was measured.
+    # Power from the last 25 of 100 ms is shown for all of them: 37.5 ms earlier on average than it was measured.
     assert found.sensor.lag_s == pytest.approx(lag_s - (0.1 - measured_s) / 2, abs=LAG_S)
     assert abs(found.sensor.lag_s - lag_s + (0.1 - measured_s) / 2) <= found.sensor.lag_error_s < 0.01
     assert found.counter_response.window_s == pytest.approx(measured_s, abs=WINDOW_S)
@@ -60,7 +60,7 @@ def test_the_window_of_averaged_power_is_found(average_s):
 
 
 @pytest.mark.parametrize("counts", [0.95, 1.0, 1.08])
-def test_a_counter_that_counts_more_or_less_than_power_says_is_found(counts):
+def test_counter_with_a_gain_against_power_is_found(counts):
     found = profiled(SensedGpu(tick_s=0.1, counts=counts))
 
     assert set(found.ratios) == {"idle", "loaded", "switched"}
@@ -69,7 +69,7 @@ def test_a_counter_that_counts_more_or_less_than_power_says_is_found(counts):
     assert len(found.warnings) == (abs(counts - 1) > 0.03)
 
 
-def test_a_gain_common_to_counter_and_power_shows_nowhere():
+def test_gain_common_to_counter_and_power_is_not_found():
     found = profiled(SensedGpu(tick_s=0.1, gain=1.05))
 
     assert found.ratios["loaded"].value == pytest.approx(1.0, abs=RATIO)
@@ -77,7 +77,7 @@ def test_a_gain_common_to_counter_and_power_shows_nowhere():
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 0.04])
-def test_noise_of_power_and_jitter_of_ticks_hide_nothing(lag_s):
+def test_lag_is_found_with_power_noise_and_tick_jitter(lag_s):
     # Ticks off by up to 4 ms either way: a standard deviation of 4 / sqrt(3) = 2.3 ms.
     found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=lag_s, noise_w=6.0, tick_jitter_s=0.004), seconds=60.0)
 
@@ -88,7 +88,7 @@ def test_noise_of_power_and_jitter_of_ticks_hide_nothing(lag_s):
 
 
 @pytest.mark.parametrize("call_s", [0.0024, 0.012])
-def test_a_slow_driver_hides_nothing(call_s):
+def test_lag_is_found_with_a_slow_driver(call_s):
     found = profiled(SensedGpu(tick_s=0.1, duty_s=0.025, lag_s=0.04, call_s=call_s))
 
     assert found.sensor.lag_s == pytest.approx(0.0025, abs=LAG_S)
@@ -96,7 +96,7 @@ def test_a_slow_driver_hides_nothing(call_s):
     assert found.sensor.call_s == pytest.approx(call_s)
 
 
-def test_a_counter_that_moves_all_the_time_has_a_lag_too():
+def test_continuous_counter_has_a_lag():
     found = profiled(SensedGpu(tick_s=0.0, lag_s=0.04, power_mode="exact"))
 
     assert (found.sensor.tick_s, found.sensor.duty) == (0.0, 1.0)
@@ -113,7 +113,7 @@ def test_a_counter_that_moves_all_the_time_has_a_lag_too():
         ({"lag_s": 0.1}, False),  # it changes with the counter, but is the power of the tick to come
     ],
 )
-def test_power_is_held_where_it_is_that_of_the_tick_before(traits, is_held):
+def test_power_is_held_if_it_is_that_of_the_previous_tick(traits, is_held):
     assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
 
 
@@ -126,10 +126,10 @@ def test_the_states_are_those_of_the_idle_and_of_the_loaded_gpu():
     assert (found.idle.throttled, found.loaded.throttled) == ({}, {"power_cap": 1.0})
 
 
-# --- what cannot be found ---
+# --- properties that cannot be found ---
 
 
-def test_readings_that_do_not_follow_the_load_tell_no_lag():
+def test_readings_that_do_not_follow_the_load_give_no_lag():
     gpu, other = SensedGpu(tick_s=0.1), SensedGpu(tick_s=0.1)
     other.clock = gpu.clock
 
@@ -141,7 +141,7 @@ def test_readings_that_do_not_follow_the_load_tell_no_lag():
     assert "lag and window of the energy counter: it does not follow the load" in found.unmeasured
 
 
-def test_without_a_load_the_idle_gpu_is_measured_and_the_rest_is_named():
+def test_without_a_load_only_the_idle_gpu_is_measured():
     def unavailable():
         raise LoadUnavailable("torch is not installed")
 
@@ -154,7 +154,7 @@ def test_without_a_load_the_idle_gpu_is_measured_and_the_rest_is_named():
     assert found.loaded is None
 
 
-def test_a_load_that_breaks_is_let_go():
+def test_failed_load_is_closed():
     class Broken(SensedGpu):
         def take(self):
             raise LoadUnavailable("it has ended")
@@ -167,7 +167,7 @@ def test_a_load_that_breaks_is_let_go():
     assert gpu.closed == 1
 
 
-def test_a_load_that_ran_is_let_go():
+def test_finished_load_is_closed():
     gpu = SensedGpu(tick_s=0.1)
 
     profiled(gpu, seconds=12.0)
@@ -188,7 +188,7 @@ def test_a_gpu_without_a_counter_is_profiled_by_its_power(method, has):
     assert to_calibration(found).measured_lag
 
 
-def test_somebody_else_on_the_gpu_is_told():
+def test_other_work_on_the_gpu_is_a_warning():
     gpu = SensedGpu(tick_s=0.1)
     gpu.utilization = 0.3
 
@@ -197,7 +197,7 @@ def test_somebody_else_on_the_gpu_is_told():
     assert found.warnings[0].startswith("the GPU was 30 % busy before it was put under load")
 
 
-def test_a_gpu_that_tells_nothing_leaves_nothing_to_keep():
+def test_gpu_without_readings_gives_no_calibration():
     found = profiled(SensedGpu(tick_s=0.1, has=()), seconds=12.0)
 
     assert to_calibration(found) is None
@@ -208,16 +208,16 @@ def test_neither_uuid_nor_host_is_in_the_report():
     gpu = SensedGpu(tick_s=0.1)
     gpu.device = replace(gpu.device, key="GPU-01234567-89ab-cdef-0123-456789abcdef", energy_key="module:host7:SERIAL")
 
-    told = repr(profiled(gpu, seconds=12.0))
+    text = repr(profiled(gpu, seconds=12.0))
 
-    assert not [word for word in ("01234567", "abcdef", "host7", "SERIAL") if word in told]
+    assert not [word for word in ("01234567", "abcdef", "host7", "SERIAL") if word in text]
 
 
-# --- what it is good for ---
+# --- its use for windows ---
 
 
 @pytest.mark.parametrize("traits", [{"duty_s": 0.025}, {"lag_s": 0.1}, {"duty_s": 0.025, "lag_s": 0.1}])
-def test_windows_that_end_where_power_jumps_are_unbiased_with_the_profile(traits):
+def test_windows_that_end_at_power_jumps_are_unbiased(traits):
     gpu = SensedGpu(tick_s=0.1, tick_phase_s=0.043, **traits)
     profile_of_it = profiled(gpu).sensor
     sensors = (profile_of_it, replace(profile_of_it, lag_s=0.0, is_held=True))
@@ -230,7 +230,7 @@ def test_windows_that_end_where_power_jumps_are_unbiased_with_the_profile(traits
             ledger.add(sample)
         gpu.clock.sleep(0.02)
 
-    # Every window begins at rest and ends 150 ms after load has begun, at ever other phases of the tick.
+    # Every window begins at rest and ends 150 ms after load has begun, at changing phases of the tick.
     windows = [(rest.time_ns + NS // 3, load.time_ns + 150_000_000) for rest, load in pairwise(edges) if load.is_on]
     truths_j = [gpu.power.integral(start_ns / NS, end_ns / NS) for start_ns, end_ns in windows]
     ours, others = (
@@ -243,7 +243,7 @@ def test_windows_that_end_where_power_jumps_are_unbiased_with_the_profile(traits
 
 
 def jumps(gpu):
-    """Switch the GPU 120 times, anew, and return when."""
+    """Switch the GPU 120 times after a reset, and return the edges."""
     chance, at_ns, edges = random.Random(5), gpu.clock.now_ns + NS, []
     for number in range(120):
         edges.append(LoadEdge(at_ns, number % 2 == 0))
@@ -255,7 +255,7 @@ def jumps(gpu):
 # --- by hand ---
 
 
-def test_the_load_of_a_window_is_the_share_of_it_between_edges():
+def test_load_of_a_window_is_its_share_between_edges():
     load = Load(
         [LoadEdge(2 * NS, True), LoadEdge(3 * NS, False), LoadEdge(5 * NS, True), LoadEdge(6 * NS, False)], origin_ns=NS
     )
@@ -289,7 +289,7 @@ def test_changes_without_rhythm_have_none():
 
 
 @pytest.mark.parametrize("tick_s", [0.0, 0.02, 0.1, 2.0])
-def test_the_pattern_lasts_as_long_as_it_may_and_is_never_in_step_with_ticks(tick_s):
+def test_pattern_has_the_allowed_length_and_avoids_tick_phases(tick_s):
     stretches = pattern(51.0, tick_s)
 
     assert 51.0 <= sum(stretches) <= 56.0

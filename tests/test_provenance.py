@@ -1,4 +1,4 @@
-"""effllm/runs/provenance.py: what run.json says about where its numbers come from."""
+"""effllm/runs/provenance.py: the facts of run.json about the origin of its numbers."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def git(folder, *arguments):
     return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def test_the_commit_is_named_and_whether_the_code_differs_from_it(repository):
+def test_commit_and_dirty_state_are_recorded(repository):
     clean = git_facts(repository)
     (repository / "notes.txt").write_text("not part of it")
     untracked = git_facts(repository)

@@ -1,6 +1,6 @@
-"""The original's face, word for word, and that it does nothing before it is asked to.
+"""The original's public names, word for word, which do nothing before they are called.
 
-No process is started here; what the calls do in a job is in the end-to-end tests.
+No process is started here; the end-to-end tests cover the calls in a job.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CALCULATED = ("amu", "pcu", "al", "tt", "st", "aec")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    """Forget the collector of the process, and stand in a folder where anything written is seen."""
+    """Reset the collector of the process, and change to an empty folder that shows written files."""
     monkeypatch.setattr(module, "_collector", None)
     monkeypatch.chdir(tmp_path)
 
@@ -82,7 +82,9 @@ def test_the_collector_has_the_originals_methods(name, expected):
     found = parameters(getattr(MetricsCollector, name))
 
     assert {key: found[key] for key in expected} == expected
-    assert all(default is not ... for key, default in found.items() if key not in expected), "what is new is optional"
+    assert all(default is not ... for key, default in found.items() if key not in expected), (
+        "new parameters are optional"
+    )
 
 
 @pytest.mark.parametrize(("name", "expected"), FUNCTIONS.items())
@@ -96,7 +98,7 @@ def test_a_collector_is_made_with_the_originals_arguments():
     MetricsCollector(collection_interval=0.5, history_size=100)
 
 
-def test_log_metrics_takes_a_writer_by_either_originals_position():
+def test_log_metrics_takes_a_writer_in_both_original_positions():
     assert list(parameters(MetricsCollector.log_metrics))[:3] == ["iteration", "loss", "writer"]
     collector = MetricsCollector()
 
@@ -127,7 +129,7 @@ def test_llama_factory_keywords_are_taken(launch):
     assert job.ledger.summary.parameters == 2000
 
 
-def test_llama_factorys_names_are_other_names_of_the_same():
+def test_llama_factory_names_are_aliases():
     assert original.EfficientLLMCollector is original.MetricsCollector
     assert original.get_efficientllm_collector() is original.get_metrics_collector()
 
@@ -139,7 +141,7 @@ def test_the_values_have_the_originals_fields():
     assert all(math.isnan(value) for value in vars(values).values())
 
 
-def test_before_the_metrics_are_initialised_nothing_is_collected_started_or_said(capfd, tmp_path):
+def test_nothing_happens_before_initialisation(capfd, tmp_path):
     threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     collector = effllm.get_metrics_collector()
     for _ in range(100):
@@ -160,7 +162,7 @@ def test_before_the_metrics_are_initialised_nothing_is_collected_started_or_said
     assert capfd.readouterr() == ("", "")
 
 
-def test_before_the_metrics_are_initialised_every_value_is_not_a_number():
+def test_before_initialisation_every_value_is_nan():
     collector = effllm.get_metrics_collector()
 
     assert all(math.isnan(getattr(collector, f"calculate_{name}")()) for name in CALCULATED)
@@ -168,14 +170,14 @@ def test_before_the_metrics_are_initialised_every_value_is_not_a_number():
     logged = collector.log_metrics(10, 3.25)
     assert set(logged) == TAGS
     assert all(math.isnan(value) for value in logged.values())
-    assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "people format them in their loops"
+    assert f"{logged['efficientllm/aec_watts']:.2f}" == "nan", "users format them in their loops"
 
 
-def test_the_collector_of_a_process_is_one():
+def test_process_has_one_collector():
     assert effllm.get_metrics_collector() is effllm.get_metrics_collector() is original.get_metrics_collector()
 
 
-def test_it_is_computed_from_its_arguments_alone():
+def test_should_log_depends_only_on_its_arguments():
     collector = effllm.get_metrics_collector()
 
     assert collector.calculate_it(900, 30.0) == 30.0
@@ -183,7 +185,7 @@ def test_it_is_computed_from_its_arguments_alone():
 
 
 @pytest.mark.parametrize("word", ["false", "0", "off"])
-def test_off_means_off(monkeypatch, capfd, tmp_path, word):
+def test_disabled_metrics_do_nothing(monkeypatch, capfd, tmp_path, word):
     monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", word)
     monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", "not even looked at")
     collector = effllm.initialize_efficientllm_metrics(7_000_000_000, 0.5)
@@ -198,7 +200,7 @@ def test_off_means_off(monkeypatch, capfd, tmp_path, word):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_wrong_setting_costs_the_metrics_and_one_line_and_not_the_job(monkeypatch, capfd, tmp_path):
+def test_wrong_setting_disables_metrics_with_one_line(monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("EFFICIENTLLM_LOG_INTERVAL", "0")
     collector = effllm.initialize_efficientllm_metrics(1000)
     collector.record_iteration_start()
@@ -213,7 +215,7 @@ def test_a_wrong_setting_costs_the_metrics_and_one_line_and_not_the_job(monkeypa
 
 
 @pytest.mark.parametrize(("arguments", "named"), [((0.001, None), "collection_interval"), ((None, 15), "history_size")])
-def test_a_wrong_argument_of_a_collector_is_named_like_a_setting(capfd, arguments, named):
+def test_wrong_argument_of_a_collector_is_named(capfd, arguments, named):
     collector = MetricsCollector(*arguments)
     collector.start_collection()
 
@@ -230,7 +232,7 @@ def off(monkeypatch):
     monkeypatch.setenv("EFFICIENTLLM_METRICS_ENABLED", "off")
 
 
-def test_both_originals_positions_of_initialize_are_served(off):
+def test_initialize_takes_both_original_positions(off):
     megatron = effllm.initialize_efficientllm_metrics(1000, 0.25)
     assert megatron.lifecycle.overrides["collection_interval_s"] == 0.25
     assert megatron.declared.facts.parameters == DeclaredParameters(total=1000)
@@ -266,7 +268,7 @@ ODD = [Path("/data"), {"layers": 12}, 2**70, [1, "a", None], float("nan"), b"x",
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
-def test_a_fact_of_any_kind_can_be_carried_to_the_run_folder(off, value):
+def test_facts_of_any_type_can_be_written(off, value):
     collector = effllm.initialize_efficientllm_metrics(
         1000, facts={"a": value, 7: value}, total_iterations=value, flops_per_token=value
     )
@@ -278,7 +280,7 @@ def test_a_fact_of_any_kind_can_be_carried_to_the_run_folder(off, value):
     assert set(decode_from_agent(encode(frame)).facts) == {"a", "7", "b"}
 
 
-def test_the_monitor_ends_with_the_loops_own_exception(off):
+def test_monitor_passes_on_the_exception_of_the_loop(off):
     with pytest.raises(ZeroDivisionError), effllm.monitor(parameters=5) as m:
         m.iteration(tokens=1)
         raise ZeroDivisionError
@@ -286,7 +288,7 @@ def test_the_monitor_ends_with_the_loops_own_exception(off):
         raise KeyboardInterrupt
 
 
-def test_a_phase_lets_the_loops_exception_through(off):
+def test_phase_passes_on_the_exception_of_the_loop(off):
     with contextlib.suppress(KeyError), effllm.phase("evaluation"):
         raise KeyError
     with pytest.raises(KeyError), effllm.get_metrics_collector().phase("evaluation"):
@@ -303,7 +305,7 @@ def test_the_public_api_has_docstrings(name):
 
 
 @pytest.mark.parametrize("code", ["from effllm import *", "help(effllm)", "inspect.getmembers(effllm)"])
-def test_looking_at_the_package_needs_no_transformers(code):
+def test_package_can_be_inspected_without_transformers(code):
     without = "sys.modules['transformers'] = None"  # as if it were not installed
 
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""effllm/training/recorder.py: what the training loop's calls write, and that they never hurt it."""
+"""effllm/training/recorder.py: the records of the training loop's calls, which never fail the loop."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def phases_ns(slot):
     return slot.phases_ns[:3]
 
 
-def test_an_iteration_runs_from_end_to_end_with_the_data_wait_apart(loop):
+def test_iteration_has_step_and_separate_data_wait(loop):
     loop.start(2000)
     loop.end(2900)
     loop.start(3000)  # 100 of wait
@@ -48,7 +48,7 @@ def test_phases_are_neither_wait_nor_step(loop):
     assert phases_ns(slot) == (800, 300, 0)
 
 
-def test_an_evaluation_that_is_known_afterwards_is_in_no_step(loop):
+def test_evaluation_reported_afterwards_is_in_no_step(loop):
     loop.start(2000)
     loop.recorder.evaluated(2100, 2400)
     loop.recorder.waited(50)
@@ -62,7 +62,7 @@ def test_an_evaluation_that_is_known_afterwards_is_in_no_step(loop):
     assert (second.step_ns, second.wait_ns, phases_ns(second)) == (650 + 300, 200, (300, 0, 0))
 
 
-def test_a_phase_inside_a_phase_belongs_to_the_outer(loop):
+def test_nested_phase_belongs_to_the_outer(loop):
     loop.start(2000)
     loop.now_ns = 2100
     loop.recorder.phase_start("evaluation")
@@ -74,7 +74,7 @@ def test_a_phase_inside_a_phase_belongs_to_the_outer(loop):
     assert phases_ns(loop.iterations()[0]) == (500, 0, 0)
 
 
-def test_iterations_inside_a_phase_have_no_time_of_their_own(loop):
+def test_iterations_inside_a_phase_have_no_own_time(loop):
     loop.start(2000)
     loop.end(2500)
     loop.now_ns = 2600
@@ -104,14 +104,14 @@ def test_a_second_start_replaces_the_first(loop):
     loop.start(2000)
     loop.end(2100)
     loop.start(2200)
-    loop.start(2500)  # whatever lay between was no step
+    loop.start(2500)  # the time between was no step
     loop.end(2600)
 
     slot = loop.iterations()[-1]
     assert (slot.start_ns, slot.step_ns, slot.wait_ns) == (2500, 200, 400)
 
 
-def test_a_phase_of_an_iteration_that_started_again_stays_a_phase(loop):
+def test_phase_is_kept_when_its_iteration_starts_again(loop):
     loop.start(2000)
     loop.end(2100)
     loop.start(2200)
@@ -123,7 +123,7 @@ def test_a_phase_of_an_iteration_that_started_again_stays_a_phase(loop):
     assert (slot.step_ns, slot.wait_ns, phases_ns(slot)) == (200, 300, (0, 300, 0))
 
 
-def test_an_end_without_a_start_counts_from_the_end_before_and_warns_once(loop):
+def test_end_without_start_counts_from_the_previous_end(loop):
     loop.phase("other", 1100, 1300)
     loop.end(2000)  # from 1000, less 200
     loop.end(2600)
@@ -140,7 +140,7 @@ COMMANDS = st.tuples(st.integers(0, 5), st.sampled_from(["start", "end", "evalua
 @settings(deadline=None, max_examples=200)
 @given(st.lists(COMMANDS, max_size=60))
 def test_every_nanosecond_belongs_to_exactly_one_class(commands):
-    # The model: time is put aside until an end says whether it was wait, step or start-up.
+    # The model: time is kept aside until an end assigns it to wait, step or start-up.
     phases, between, inside, step, wait, startup = {}, 0, 0, 0, 0, 0
     started = ended = False
     open_phases = []
@@ -179,7 +179,7 @@ def test_every_nanosecond_belongs_to_exactly_one_class(commands):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(COMMANDS, max_size=60))
-def test_the_records_of_phases_are_disjoint_and_add_up_to_their_totals(commands):
+def test_phase_records_are_disjoint_and_add_up_to_totals(commands):
     with looping() as loop:
         for advance, command in commands:
             loop.now_ns += advance
@@ -198,7 +198,7 @@ def test_the_records_of_phases_are_disjoint_and_add_up_to_their_totals(commands)
             assert sum(slot.end_ns - slot.start_ns for slot in marked if slot.what == what) == total_ns
 
 
-def test_counts_are_running_totals_and_tokens_default_to_the_processed_ones(loop):
+def test_counts_are_totals_and_tokens_default_to_processed_ones(loop):
     loop.start(2000)
     loop.end(2100, 512, 4)
     loop.start(2200)
@@ -211,7 +211,7 @@ def test_counts_are_running_totals_and_tokens_default_to_the_processed_ones(loop
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", b"5", 2**62, 10**400, [1], object()])
 @pytest.mark.parametrize("place", range(4))
-def test_a_count_that_is_none_keeps_the_iteration_and_warns_once(loop, bad, place):
+def test_invalid_count_keeps_the_iteration_and_warns_once(loop, bad, place):
     counts = [7, 7, 7, 7]
     counts[place] = bad
     for at_ns in (2000, 3000):
@@ -221,7 +221,7 @@ def test_a_count_that_is_none_keeps_the_iteration_and_warns_once(loop, bad, plac
     loop.end(4100, 5, 5, 5, 5)
 
     slot = loop.iterations()[-1]
-    # One bad count of four, and none of the four is believed.
+    # One bad count of four, and none of the four is counted.
     assert (slot.ordinal, slot.counts[:4]) == (3, (5, 5, 5, 5))
     assert len(loop.warnings) == 1
     assert "iteration 1 counts none" in loop.warnings[0]
@@ -246,7 +246,7 @@ def test_counts_of_other_number_types_are_taken(loop):
     assert slot.counts[:4] == (1, 7, 0, 3)
 
 
-def test_a_count_on_a_gpu_is_not_read_for_that_would_be_a_synchronisation(loop):
+def test_count_on_a_gpu_is_not_read_to_avoid_a_synchronisation(loop):
     reads = []
 
     class OnGpu:
@@ -269,7 +269,7 @@ def test_a_count_on_a_gpu_is_not_read_for_that_would_be_a_synchronisation(loop):
 
 
 class Hostile:
-    """Raises whatever is asked of it."""
+    """Raises in every operation."""
 
     def _raise(self, *_):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -298,7 +298,7 @@ ANYTHING = st.one_of(
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_no_argument_whatever_makes_a_call_raise_or_lose_an_iteration(data):
+def test_no_argument_makes_a_call_raise_or_lose_an_iteration(data):
     with looping(log_interval=2) as loop:
         for at_ns in range(2000, 2008, 2):
             loop.start(at_ns)
@@ -315,7 +315,7 @@ def test_no_argument_whatever_makes_a_call_raise_or_lose_an_iteration(data):
         assert len(loop.warnings) <= 4
 
 
-def test_the_loss_goes_with_the_iteration_that_ended_and_the_callers_number(loop):
+def test_loss_has_the_last_iteration_and_the_number_given(loop):
     loop.end(2000)
     loop.recorder.loss(5001, 3.25)
     loop.recorder.loss(5001, None)
@@ -325,7 +325,7 @@ def test_the_loss_goes_with_the_iteration_that_ended_and_the_callers_number(loop
     assert second.value != second.value, "a loss that was not given is not a number"
 
 
-def test_an_iteration_number_that_goes_back_is_told_once_and_kept(loop):
+def test_decreasing_iteration_number_warns_once_and_is_kept(loop):
     for number in (10, 9, 8):
         loop.recorder.loss(number, 1.0)
 
@@ -334,7 +334,7 @@ def test_an_iteration_number_that_goes_back_is_told_once_and_kept(loop):
     assert "went back from 10 to 9" in loop.warnings[0]
 
 
-def test_the_agent_is_woken_at_the_end_of_a_window_and_when_the_next_iteration_starts():
+def test_agent_is_woken_at_window_end_and_next_iteration():
     with looping(log_interval=3, offset=1) as loop:
         woken = []
         for at_ns in range(2000, 2500, 100):
@@ -346,7 +346,7 @@ def test_the_agent_is_woken_at_the_end_of_a_window_and_when_the_next_iteration_s
     assert woken == [0, 1, 2, 2, 3]
 
 
-def test_start_up_began_with_the_recorder_and_not_with_the_machine():
+def test_start_up_begins_with_the_recorder():
     with looping() as loop:
         assert loop.reader.state() == (ring.STARTUP, 0, MADE_NS, 0)
 
@@ -385,7 +385,7 @@ def test_finishing_closes_an_open_phase_and_ends_the_record(loop):
     assert (slots[-1].what, slots[-1].phases_ns[0]) == (1, 500)
 
 
-def test_an_end_of_a_phase_that_had_not_begun_is_told_once_and_ignored(loop):
+def test_phase_end_without_start_warns_once_and_is_ignored(loop):
     loop.recorder.phase_end()
     loop.recorder.phase_end()
 
@@ -393,8 +393,8 @@ def test_an_end_of_a_phase_that_had_not_begun_is_told_once_and_ignored(loop):
     assert len(loop.warnings) == 1
 
 
-def test_a_forked_child_records_nothing_and_its_parent_goes_on():
-    # In a process of its own: forking one that other tests gave threads is warned of since Python 3.12.
+def test_forked_child_records_nothing_and_its_parent_continues():
+    # In its own process: since Python 3.12 forking a process with threads, as of other tests, gives a warning.
     program = """
 import os
 from effllm.training.recorder import Recorder
@@ -419,7 +419,7 @@ print([(slot.ordinal, slot.counts[0]) for slot in reader.read()], reader.state()
     assert done.stdout == "[(1, 5)] (1, 1)\n[(2, 10)] (1, 2)\n"
 
 
-def test_nothing_grows_over_a_hundred_thousand_iterations(loop):
+def test_memory_does_not_grow_over_100000_iterations(loop):
     recorder = loop.recorder
 
     def iterate(times):
@@ -462,7 +462,7 @@ def generate(loop, from_ns, to_ns, *counts, is_phase=False):
     loop.recorder.generation_end(*counts)
 
 
-def test_generated_tokens_and_their_time_are_running_totals_of_every_record(loop):
+def test_generated_tokens_and_time_are_totals_in_every_record(loop):
     loop.start(2000)
     loop.recorder.generated(120, 300, 40)
     loop.end(3000)
@@ -475,13 +475,13 @@ def test_generated_tokens_and_their_time_are_running_totals_of_every_record(loop
     first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
     assert [generated(first), generated(second), generated(end)] == [(120, 300, 40), (200, 500, 40), (201, 501, 40)]
     assert (first.step_ns, counted(first).tokens) == (1000, 0), (
-        "its time is left where it lay, and it is no training token"
+        "its time stays in the step, and it is no training token"
     )
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "512", 2**62, 10**400, [1], None, object()])
 @pytest.mark.parametrize("place", range(3))
-def test_a_generation_that_is_no_count_adds_nothing_and_warns_once(loop, bad, place):
+def test_invalid_generation_count_adds_nothing_and_warns_once(loop, bad, place):
     counts = [7, 8, 9]
     counts[place] = bad
     loop.recorder.generated(*counts)
@@ -494,7 +494,7 @@ def test_a_generation_that_is_no_count_adds_nothing_and_warns_once(loop, bad, pl
     assert len(loop.warnings) == 1
 
 
-def test_a_tensor_on_a_gpu_is_not_read_to_count_a_generation(loop):
+def test_gpu_tensor_is_not_read_to_count_a_generation(loop):
     class OnGpu:
         is_cuda = True
 
@@ -510,7 +510,7 @@ def test_a_tensor_on_a_gpu_is_not_read_to_count_a_generation(loop):
     assert len(loop.warnings) == 1
 
 
-def test_a_generation_inside_of_a_step_is_a_phase_and_neither_step_nor_wait(loop):
+def test_generation_phase_in_a_step_is_neither_step_nor_wait(loop):
     loop.start(2000)
     generate(loop, 2100, 2700, 60, 5, is_phase=True)
     loop.end(3000)  # 1000 less 600
@@ -523,7 +523,7 @@ def test_a_generation_inside_of_a_step_is_a_phase_and_neither_step_nor_wait(loop
     assert generated(slots[1]) == (60, 600, 5)
 
 
-def test_a_generation_that_is_no_phase_leaves_its_time_in_the_step(loop):
+def test_generation_without_phase_stays_in_the_step(loop):
     loop.start(2000)
     generate(loop, 2100, 2700, 60)
     loop.end(3000)
@@ -532,7 +532,7 @@ def test_a_generation_that_is_no_phase_leaves_its_time_in_the_step(loop):
     assert (slot.step_ns, slot.phases_ns[3], generated(slot)) == (1000, 0, (60, 600, 0))
 
 
-def test_what_generates_inside_of_a_generation_is_counted_once(loop):
+def test_nested_generation_is_counted_once(loop):
     recorder = loop.recorder
     loop.now_ns = 2000
     recorder.generation_start()  # a request: LLM.chat calls LLM.generate
@@ -543,7 +543,7 @@ def test_what_generates_inside_of_a_generation_is_counted_once(loop):
     recorder.generation_end(30, 4)
     generate(loop, 2400, 2500, 12, 1)
     loop.now_ns = 2600
-    recorder.generation_end()  # which knows no better: 30 + 12 inside
+    recorder.generation_end()  # without own counts: 30 + 12 inside
     generate(loop, 3000, 3100, 8)
     loop.start(4000)
     loop.end(4100)
@@ -552,7 +552,7 @@ def test_what_generates_inside_of_a_generation_is_counted_once(loop):
     assert loop.warnings == []
 
 
-def test_a_generation_that_ends_and_never_began_is_ignored_and_said_once(loop):
+def test_generation_end_without_start_warns_once(loop):
     loop.recorder.generation_end(5)
     loop.recorder.generation_end(5)
     loop.start(2000)
@@ -562,7 +562,7 @@ def test_a_generation_that_ends_and_never_began_is_ignored_and_said_once(loop):
     assert len(loop.warnings) == 1
 
 
-def test_a_generation_in_an_evaluation_is_evaluation_and_counts_all_the_same(loop):
+def test_generation_in_an_evaluation_is_counted_as_evaluation(loop):
     loop.now_ns = 2000
     loop.recorder.phase_start("evaluation")
     generate(loop, 2100, 2300, 10, is_phase=True)
@@ -575,7 +575,7 @@ def test_a_generation_in_an_evaluation_is_evaluation_and_counts_all_the_same(loo
     assert (slot.phases_ns[0], slot.phases_ns[3], generated(slot)) == (500, 0, (10, 200, 0))
 
 
-def test_what_lies_before_the_sync_point_is_the_ranks_own_without_data_waits_and_phases(loop):
+def test_own_time_ends_at_sync_point_without_waits_and_phases(loop):
     loop.start(2000)
     loop.recorder.waited(100)  # for data: the step begins 100 later
     loop.phase("other", 2300, 2500)
@@ -587,7 +587,7 @@ def test_what_lies_before_the_sync_point_is_the_ranks_own_without_data_waits_and
     assert (only.number, only.value) == (700, 3000)  # 2100 to 3000, less 200
 
 
-def test_of_several_sync_points_the_first_counts_and_the_next_iteration_has_its_own(loop):
+def test_first_sync_point_of_each_iteration_counts(loop):
     for start_ns in (2000, 3000, 4000):
         loop.start(start_ns)
         for after_ns in (300, 500) if start_ns != 3000 else ():
@@ -598,7 +598,7 @@ def test_of_several_sync_points_the_first_counts_and_the_next_iteration_has_its_
     assert [(slot.number, slot.value) for slot in loop.iterations()] == [(300, 2300), (0, 0), (300, 4300)]
 
 
-def test_a_sync_point_outside_of_an_iteration_is_none(loop):
+def test_sync_point_outside_an_iteration_is_ignored(loop):
     loop.recorder.sync_point(_now=loop.clock)
     loop.start(2000)
     loop.now_ns = 2100

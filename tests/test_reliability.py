@@ -1,4 +1,4 @@
-"""The table of faults is whole, and what it says is what the tests have shown."""
+"""The table of faults is complete and agrees with the results of the tests."""
 
 import reliability
 
@@ -11,13 +11,13 @@ def test_every_mark_names_a_fault_of_the_table():
     assert [name for name in reliability.marked() if name not in reliability.FAULTS] == []
 
 
-def test_the_page_is_what_the_table_and_the_results_give():
+def test_page_is_made_from_table_and_results():
     assert reliability.PAGE.read_text() == reliability.page()
 
 
 def test_results_are_counted_over_the_tests_of_a_row():
     ran_on = {"python": "3.11", "kernel": "Linux 6.1"}
-    told = [{"passed": 3, "skipped": 1, **ran_on}, {"passed": 2, **ran_on}]
+    ran = [{"passed": 3, "skipped": 1, **ran_on}, {"passed": 2, **ran_on}]
 
-    assert reliability._result(told) == "5 passed, 1 skipped (Python 3.11, Linux 6.1)"
+    assert reliability._result(ran) == "5 passed, 1 skipped (Python 3.11, Linux 6.1)"
     assert reliability._result([]) == ""

@@ -35,7 +35,7 @@ def listening():
 
 
 def serve(socket, trainer, every_s):
-    """Answer one agent until it has said goodbye; return since when it may send, and when each frame came, with it."""
+    """Answer one agent until its farewell; return when it may send first, and each frame with its arrival time."""
     frames, said_bye, welcomed_s, until_s = [], None, None, time.monotonic() + 150
     while not said_bye and time.monotonic() < until_s:
         if not socket.socket.poll(100):
@@ -57,11 +57,11 @@ def serve(socket, trainer, every_s):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("every_s", [0.0, 1.0])
-def test_windows_of_a_millisecond_are_batched_and_totals_are_exact(listening, tmp_path, every_s):
+def test_windows_of_1_ms_are_batched_and_totals_are_exact(listening, tmp_path, every_s):
     socket, endpoint = listening
     settings = {"ENDPOINT": endpoint, "LOG_INTERVAL": "1", "DEVICE": "simulated", "RUN_DIR": str(tmp_path)}
     settings["SECURITY"] = "none"
-    settings["HISTORY_SIZE"] = "5000"  # of the second that it may have to wait: on a busy machine, some seconds
+    settings["HISTORY_SIZE"] = "5000"  # for the second that it may have to wait: on a busy machine, some seconds
     environ = {**os.environ, **{f"EFFICIENTLLM_{name}": value for name, value in settings.items()}}
     trainer = subprocess.Popen([sys.executable, "-c", LOOP], env=environ, cwd=tmp_path)
 

@@ -1,4 +1,4 @@
-"""effllm/training/ring.py: what one process writes the other reads whole, or not at all."""
+"""effllm/training/ring.py: one process writes records, and another reads them completely or not at all."""
 
 import errno
 import fcntl
@@ -75,7 +75,7 @@ LONGS = st.integers(0, 2**62)
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(LONGS, min_size=9, max_size=9), st.lists(LONGS, min_size=7, max_size=7), LONGS, st.integers(0, 2**53))
-def test_the_short_way_to_write_an_iteration_writes_what_the_long_one_does(often, rare, own_ns, arrival_ns):
+def test_iteration_writes_the_same_record_as_put(often, rare, own_ns, arrival_ns):
     ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = sorted(often)
     counted = counters(*frequent, *rare[5:])
     writer = RingWriter(16)
@@ -95,7 +95,7 @@ def test_the_short_way_to_write_an_iteration_writes_what_the_long_one_does(often
 
 @settings(deadline=None, max_examples=50)
 @given(bursts=st.lists(st.integers(0, 40), max_size=12))
-def test_an_overrun_loses_detail_and_never_a_token(bursts):
+def test_overrun_loses_detail_but_no_token(bursts):
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
     written, seen, newest = 0, 0, None
@@ -122,7 +122,7 @@ def test_an_overrun_of_seven_leaves_the_newest_sixteen(writer, reader):
     assert reader.overrun == 7
 
 
-def test_a_torn_record_is_not_believed_until_it_is_whole(writer, reader):
+def test_torn_record_is_not_read_until_it_is_whole(writer, reader):
     put(writer, 1)
     put(writer, 2)
     at = slot_at(2) + 40
@@ -136,7 +136,7 @@ def test_a_torn_record_is_not_believed_until_it_is_whole(writer, reader):
 
 @settings(deadline=None)
 @given(st.lists(LONGS, min_size=8, max_size=8), st.integers(0, 1000), st.binary(min_size=22, max_size=22))
-def test_no_mixture_of_two_records_is_believed_whichever_words_are_stored_first(totals, own_ns, is_stored):
+def test_mixture_of_two_records_is_never_read(totals, own_ns, is_stored):
     writer = RingWriter(16)
     reader = RingReader(writer.descriptor)
     start_ns, end_ns, step_ns, wait_ns, *counts = sorted(totals)
@@ -157,7 +157,7 @@ def test_no_mixture_of_two_records_is_believed_whichever_words_are_stored_first(
     writer.close()
 
 
-def test_a_record_that_never_becomes_whole_is_given_up_and_counted(writer, reader):
+def test_record_that_stays_torn_is_skipped_and_counted(writer, reader):
     put(writer, 1)
     os.pwrite(writer.descriptor, b"\xff", slot_at(1) + 40)
     put(writer, 2)
@@ -168,7 +168,7 @@ def test_a_record_that_never_becomes_whole_is_given_up_and_counted(writer, reade
     assert reader.overrun == 1
 
 
-def test_giving_up_what_is_torn_keeps_what_is_whole(writer, reader):
+def test_skipping_torn_records_keeps_whole_ones(writer, reader):
     put(writer, 1)
 
     reader.skip_torn()
@@ -176,18 +176,18 @@ def test_giving_up_what_is_torn_keeps_what_is_whole(writer, reader):
     assert [slot.ordinal for slot in reader.read()] == [1]
 
 
-def test_a_record_overtaken_while_it_is_read_is_counted(writer, reader):
+def test_record_overwritten_while_it_is_read_is_counted(writer, reader):
     put(writer, 1)
     for ordinal in range(2, 18):  # the seventeenth takes the place of the first
         put(writer, ordinal)
-    # As if the reader had looked at the count before the last one was published.
+    # As if the reader had read the count before the last one was published.
     os.pwrite(writer.descriptor, (16).to_bytes(8, "little"), ring._NEWEST_AT)
 
     assert [slot.ordinal for slot in reader.read()] == list(range(2, 17))
     assert reader.overrun == 1
 
 
-def test_a_reader_beside_a_busy_writer_sees_rising_totals_and_loses_none(writer, reader):
+def test_reader_beside_a_busy_writer_reads_rising_totals(writer, reader):
     last = 20_000
 
     def write():
@@ -221,14 +221,14 @@ def test_facts_come_back_once_for_each_change(writer, reader):
     assert reader.facts() is None
 
 
-def test_facts_that_are_too_large_are_refused_and_the_old_ones_stay(writer, reader):
+def test_too_large_facts_are_rejected_and_the_old_ones_stay(writer, reader):
     writer.write_facts(RankFacts(host="a"))
 
     assert not writer.write_facts(RankFacts(host="x" * 64 * 1024))
     assert reader.facts() == RankFacts(host="a")
 
 
-def test_the_largest_facts_touch_neither_the_address_nor_the_first_record(writer, reader):
+def test_largest_facts_overwrite_neither_address_nor_records(writer, reader):
     address = FoundAddress(endpoint="tcp://127.0.0.1:1")
     writer.write_address(address)
     put(writer, 1)
@@ -252,7 +252,7 @@ def test_closing_twice_is_allowed():
 
 
 @pytest.mark.parametrize("size", [0, 10, ring.ring_bytes(16)])
-def test_memory_that_is_no_ring_is_refused(size):
+def test_memory_that_is_no_ring_is_rejected(size):
     foreign = os.memfd_create("foreign")
     os.truncate(foreign, size)
 
@@ -261,7 +261,7 @@ def test_memory_that_is_no_ring_is_refused(size):
     os.close(foreign)
 
 
-def test_a_ring_of_another_version_is_refused(writer):
+def test_ring_of_another_version_is_rejected(writer):
     os.pwrite(writer.descriptor, b"EFFLRNG0", 0)
 
     with pytest.raises(RingError, match="this version"):
@@ -272,7 +272,7 @@ def open_rings():
     return sum("effllm-ring" in str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
 
 
-def test_no_room_for_the_ring_is_an_error_of_ours_and_leaves_nothing_open(monkeypatch):
+def test_no_room_for_the_ring_raises_ring_error(monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -284,8 +284,8 @@ def test_no_room_for_the_ring_is_an_error_of_ours_and_leaves_nothing_open(monkey
     assert open_rings() == before
 
 
-def test_a_limit_on_file_sizes_is_an_error_of_ours():
-    # In a process of its own, because the limit cannot be raised again and its signal would kill us.
+def test_limit_on_file_sizes_raises_ring_error():
+    # In its own process, because the limit cannot be raised again and its signal would kill the tests.
     program = (
         "import resource, signal\n"
         "from effllm.training.ring import RingWriter\n"
@@ -302,20 +302,20 @@ def test_a_limit_on_file_sizes_is_an_error_of_ours():
 
 
 def test_the_pages_of_a_ring_are_reserved_from_the_start(writer):
-    # A page that is not there yet is a SIGBUS in the training loop when memory has run out.
+    # Writing a page that is not reserved raises SIGBUS in the training loop when memory has run out.
     assert os.fstat(writer.descriptor).st_blocks * 512 >= ring.ring_bytes(16)
 
 
-# --- what no recorder writes ---
+# --- data that no recorder writes ---
 
 
-def test_the_indices_that_a_record_may_have_are_those_of_the_tables():
+def test_limits_of_indices_match_the_tables():
     assert len(KINDS) == ring._KINDS
     assert len(MARKED_PHASES) == ring._PHASES
 
 
 @pytest.mark.parametrize("slots", [0, 17, 2**32 - 1])
-def test_a_header_that_promises_what_the_memory_does_not_hold_is_refused(writer, slots):
+def test_header_with_more_slots_than_memory_is_rejected(writer, slots):
     ring._HEADER.pack_into(writer._map, 0, ring.MAGIC, slots, ring._SLOT_BYTES, ring._FACTS_BYTES)
 
     with pytest.raises(RingError, match="not a ring"):
@@ -336,7 +336,7 @@ def test_a_header_that_promises_what_the_memory_does_not_hold_is_refused(writer,
         (ring.ITERATION, 0, 1, 0, 1, 2, 0.0, -1),
     ],
 )
-def test_a_record_that_says_what_cannot_be_is_passed_over_and_counted(
+def test_impossible_record_is_skipped_and_counted(
     writer, reader, kind, what, ordinal, number, start_ns, end_ns, value, tokens
 ):
     writer.put(kind, what, ordinal, number, start_ns, end_ns, value, 0, 0, counters(tokens))
@@ -347,7 +347,7 @@ def test_a_record_that_says_what_cannot_be_is_passed_over_and_counted(
 
 
 @pytest.mark.parametrize("look", [(5, 1, 1, 0), (-1, 1, 1, 0), (ring.PHASE_STATE, 1, 1, 4), (2, -1, 1, 0)])
-def test_a_state_that_cannot_be_leaves_the_last_one(writer, reader, look):
+def test_impossible_state_keeps_the_last_one(writer, reader, look):
     writer.state(ring.STEP, 7, 11)
     assert reader.state() == (ring.STEP, 7, 11, 0)
     ring._STATUS.pack_into(writer._map, ring._STATUS_AT, *look)

@@ -1,4 +1,4 @@
-"""The run folder: how it is written, and the readers of what is left of it."""
+"""The run folder: how it is written, and how complete and damaged ones are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def numbers_of(totals):
     return {name: value for name, value in keys_of(totals).items() if not isinstance(value, dict)}
 
 
-def test_what_is_written_is_read_back(folder):
+def test_written_records_are_read_back(folder):
     report, event = make_report(100), Event(1.0, "lost", "rank 3 is gone", 3)
     store = open_run_folder(folder, {})
     store.write(report, [make_row(rank) for rank in range(8)])
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_back(folder):
     assert [row.rank for row in read_ranks(folder)] == list(range(8))
 
 
-def test_every_metric_that_has_a_value_is_in_the_windows_line(folder):
+def test_window_line_has_every_metric_with_a_value(folder):
     whole = complete_totals()
     RunFolder(folder, {}).write(make_report(run=whole, last=whole, job=whole), ())
 
@@ -72,7 +72,7 @@ def test_every_metric_that_has_a_value_is_in_the_windows_line(folder):
     }
 
 
-def test_every_file_says_once_which_schema_it_has(folder):
+def test_every_file_has_its_schema_version_once(folder):
     store = open_run_folder(folder, {})
     for iteration in (100, 110):
         store.write(make_report(iteration), [make_row(iteration=iteration)])
@@ -121,7 +121,7 @@ def test_totals_to_date_are_written_once_a_minute_and_at_the_end(folder):
     assert [row.run.counts.tokens for row in rows if row.run] == [totals(at).counts.tokens for at in (10, 160, 300)]
 
 
-def test_files_are_the_owners_alone_whatever_the_umask(folder):
+def test_files_are_private_under_any_umask(folder):
     before = os.umask(0)
     try:
         store = open_run_folder(folder, {"model": "7B"})
@@ -145,7 +145,7 @@ def test_files_are_the_owners_alone_whatever_the_umask(folder):
     assert (mode(folder), mode(folder.parent)) == (0o700, 0o700)
 
 
-def test_a_ranks_row_has_the_fields_that_the_tools_rely_on(folder):
+def test_row_of_a_rank_has_the_fields_used_by_tools(folder):
     # Variances of 4, 9 and 3 J^2: half-width 1.96 * 4 J
     wall = Integrals(EnergyAmount(100.0, 2.06, 4.0, 9.0, 3.0, 5.0, 1.5), 4e9, 4.12, 3.0, 4.12)
     gpu = DeviceWindow(
@@ -175,7 +175,7 @@ def test_a_ranks_row_has_the_fields_that_the_tools_rely_on(folder):
     assert line["gauges"] == {"sm_clock_hz": {"mean": 2e9, "covered_s": 4.0, "least": 1.9e9, "most": 2.1e9}}
 
 
-def test_a_row_without_energy_has_no_error_of_it(folder):
+def test_row_without_energy_has_no_energy_error(folder):
     blind = DeviceWindow("GPU-a", Integrals(NOT_MEASURED, 4e9, 4.12))
     RunFolder(folder, {}).write(make_report(), [make_row(devices=(blind,))])
 
@@ -183,7 +183,7 @@ def test_a_row_without_energy_has_no_error_of_it(folder):
     assert (row.energy_j, row.energy_error_j, row.energy_gain_error, row.energy_estimated_j) == (None,) * 4
 
 
-def test_coverage_is_that_of_memory_where_energy_is_not_measured_and_unknown_without_both(folder):
+def test_coverage_is_of_memory_without_energy_and_else_unknown(folder):
     half = DeviceWindow("cpu", Integrals(NOT_MEASURED, 4e9, 2.06))
     rows = [
         make_row(0, devices=(half,)),
@@ -196,13 +196,13 @@ def test_coverage_is_that_of_memory_where_energy_is_not_measured_and_unknown_wit
     assert [row.host for row in read_ranks(folder)] == [None] * 3
 
 
-def test_a_world_of_256_is_kept_whole(folder):
+def test_all_rows_of_256_ranks_are_kept(folder):
     RunFolder(folder, {}).write(make_report(coverage=wide(256)), [make_row(rank) for rank in range(256)])
 
     assert len(list(read_ranks(folder))) == 256
 
 
-def test_of_ten_thousand_ranks_only_the_strange_ones_are_kept(folder):
+def test_only_outliers_of_10000_ranks_are_kept(folder):
     rows = [make_row(rank, busy_s=4.0 + 0.001 * (rank % 7)) for rank in range(10_000)]
     rows[17] = make_row(17, busy_s=5.0)
     rows[4000] = make_row(4000, busy_s=3.0)
@@ -213,7 +213,7 @@ def test_of_ten_thousand_ranks_only_the_strange_ones_are_kept(folder):
     assert [row.rank for row in read_ranks(folder)] == [17, 4000, 9000, 9001]
 
 
-def test_of_ten_thousand_strange_ranks_the_strangest_256_are_kept(folder):
+def test_at_most_256_outliers_are_kept(folder):
     rows = [make_row(rank, devices=()) for rank in range(5_000)]
     rows += [make_row(rank) for rank in range(5_000, 10_000)]
     rows[-1] = make_row(9_999, busy_s=100.0)
@@ -224,7 +224,7 @@ def test_of_ten_thousand_strange_ranks_the_strangest_256_are_kept(folder):
     assert (len(kept), kept[-1]) == (256, 9_999)
 
 
-def test_one_percent_of_jitter_makes_nobody_an_outlier(folder):
+def test_one_percent_of_jitter_gives_no_outlier(folder):
     rows = [make_row(rank, busy_s=4.0 if rank else 4.13) for rank in range(300)]
     RunFolder(folder, {}).write(make_report(coverage=wide(300)), rows)
 
@@ -244,9 +244,9 @@ def test_segments_rotate_and_are_read_in_order(folder):
     assert [row.iteration_last for row in read_ranks(folder)] == list(range(10, 310, 10))
 
 
-def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
-    told = []
-    store = RunFolder(folder, {"model": "7B"}, limit_mb=1, warn=told.append)
+def test_oldest_detail_is_removed_at_the_size_limit(folder):
+    warnings = []
+    store = RunFolder(folder, {"model": "7B"}, limit_mb=1, warn=warnings.append)
     store.write_events([Event(1.0, "lost", "rank 3 is gone", 3)])
     for iteration in range(10, 4010, 10):
         store.write(make_report(iteration), [make_row(rank, iteration) for rank in range(4)])
@@ -254,7 +254,7 @@ def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
     store.close()
 
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    assert 700_000 < size < 1_130_000  # looked at when a file of detail is full: two of a sixteenth of it each
+    assert 700_000 < size < 1_130_000  # checked when a file of detail is full: two of a sixteenth of it each
     kept = [report.iteration for report in read_windows(folder)]
     assert kept[0] > 10
     assert kept == list(range(kept[0], 4010, 10))
@@ -264,7 +264,7 @@ def test_the_oldest_detail_goes_where_the_folder_is_full(folder):
     assert [event.kind for event in read_events(folder)] == ["lost"]
     assert (folder / "summary.json").exists()
     assert json.loads((folder / "run.json").read_text())["model"] == "7B"
-    (line,) = [line for line in told if "1 MB" in line]
+    (line,) = [line for line in warnings if "1 MB" in line]
     assert "the oldest windows and rows of ranks are removed from now on, totals and events stay" in line
 
 
@@ -277,13 +277,13 @@ def test_no_limit_removes_nothing(folder):
 
 
 def windows_every(folder, seconds, count, **settings):
-    """Return what is said of windows of two ranks that end every so many seconds."""
-    told = []
-    store = RunFolder(folder, {}, warn=told.append, **settings)
+    """Return the warnings for windows of two ranks that end every `seconds`."""
+    warnings = []
+    store = RunFolder(folder, {}, warn=warnings.append, **settings)
     for number in range(1, count + 1):
         rows = [make_row(rank, 10 * number) for rank in range(2)]
         store.write(make_report(10 * number, time_s=1_700_000_000.0 + seconds * number), rows)
-    return told
+    return warnings
 
 
 def test_windows_of_10_ms_are_named_once_with_their_cost(folder):
@@ -303,7 +303,7 @@ def test_windows_of_a_second_are_not_named(folder, seconds):
     assert windows_every(folder, seconds, 200) == []
 
 
-def test_a_next_attempt_goes_on_in_the_last_segment(folder):
+def test_next_attempt_continues_the_last_segment(folder):
     for attempt in (1, 2):
         store = RunFolder(folder, {"attempt": attempt}, segment_bytes=5_000)
         for iteration in (10, 20, 30):
@@ -324,7 +324,7 @@ def test_the_segment_after_9999_is_the_last(folder):
 
 
 @pytest.mark.parametrize("pad", [0, 10_000])
-def test_a_line_torn_by_a_kill_is_taken_away_and_the_next_one_is_whole(folder, pad):
+def test_torn_line_is_removed_and_the_next_one_is_whole(folder, pad):
     store = RunFolder(folder, {})
     store.write(make_report(100), [make_row()])
     store.write(make_report(110, values={"x" * (pad + 1): 1.0}), [make_row(iteration=110, phases_s={"x" * pad: 1.0})])
@@ -345,7 +345,7 @@ def test_a_line_torn_by_a_kill_is_taken_away_and_the_next_one_is_whole(folder, p
     assert (windows.skipped, ranks.skipped, events.skipped) == (0, 0, 0)
 
 
-def test_a_line_that_a_kill_left_without_its_end_only_stays(folder):
+def test_line_that_lacks_only_its_newline_is_kept(folder):
     store = RunFolder(folder, {})
     store.write(make_report(100), [make_row()])
     store.close()
@@ -359,7 +359,7 @@ def test_a_line_that_a_kill_left_without_its_end_only_stays(folder):
 
 @contextmanager
 def largest_file(size):
-    """Let no file grow beyond so many bytes; with 0, writing fails as on a disk that is full."""
+    """Limit the size of files; with 0, writing fails as on a full disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -369,9 +369,9 @@ def largest_file(size):
 
 
 @pytest.mark.fault("disk-full")
-def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_told_once(folder):
-    told = []
-    store = RunFolder(folder, {}, warn=told.append)
+def test_lines_of_a_full_disk_are_written_later_with_one_warning(folder):
+    warnings = []
+    store = RunFolder(folder, {}, warn=warnings.append)
     store.write(make_report(100), [make_row()])
     store.write_summary(make_summary("running"))
     with largest_file(0):
@@ -391,14 +391,14 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room_and_told_o
     assert [event.text for event in read_events(folder)] == ["rank 3 is gone"]
     assert windows.skipped == 0
     assert not list(folder.glob(".*"))
-    assert [line.partition(":")[0] for line in told] == [
+    assert [line.partition(":")[0] for line in warnings] == [
         f"run folder {folder} cannot be written",
         f"run folder {folder} is written again",
     ]
 
 
 @pytest.mark.fault("disk-full")
-def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
+def test_partly_written_line_is_removed(folder):
     store = RunFolder(folder, {})
     store.write_events([Event(1.0, "joined", "rank 0")])
     whole = (folder / "events.jsonl").read_bytes()
@@ -411,9 +411,9 @@ def test_a_disk_that_takes_a_part_of_a_line_keeps_no_part_of_it(folder):
 
 
 @pytest.mark.fault("disk-full")
-def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_the_summary(folder):
-    told, line = [], len(msgspec.json.encode(window_line(make_report(110), has_totals=False)))
-    store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=told.append)
+def test_waiting_lines_are_bounded_and_left_out_ones_counted(folder):
+    warnings, line = [], len(msgspec.json.encode(window_line(make_report(110), has_totals=False)))
+    store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=warnings.append)
     with largest_file(0):
         for iteration in range(110, 160, 10):
             store.write(make_report(iteration), ())
@@ -422,11 +422,11 @@ def test_what_waits_is_bounded_and_the_oldest_that_are_left_out_are_counted_in_t
     assert [report.iteration for report in read_windows(folder)] == [140, 150]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     assert summary.left_out == {"console": 3, "runfolder": 3}
-    assert "3 did not fit into memory and are left out" in told[-1]
+    assert "3 did not fit into memory and are left out" in warnings[-1]
 
 
 @pytest.mark.fault("disk-full")
-def test_a_limit_on_the_size_of_files_begins_a_new_segment(folder):
+def test_file_size_limit_begins_a_new_segment(folder):
     store = RunFolder(folder, {})
     store.write(make_report(100), ())
     with largest_file((folder / "windows-0001.jsonl").stat().st_size + 100):
@@ -439,9 +439,9 @@ def test_a_limit_on_the_size_of_files_begins_a_new_segment(folder):
 
 
 @pytest.mark.fault("folder-removed")
-def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(folder):
-    told = []
-    store = RunFolder(folder, {"model": "7B"}, warn=told.append)
+def test_removed_folder_is_made_again_with_its_facts(folder):
+    warnings = []
+    store = RunFolder(folder, {"model": "7B"}, warn=warnings.append)
     store.write(make_report(100), ())
     shutil.rmtree(folder.parent)
     store.write(make_report(110), [make_row(iteration=110)])
@@ -454,16 +454,16 @@ def test_a_folder_that_is_removed_is_made_again_with_its_facts_and_what_follows(
     assert len(list(read_events(folder))) == 1
     assert json.loads((folder / "run.json").read_text()) == {"model": "7B", "schema_version": SCHEMA_VERSION}
     assert {path.name for path in folder.glob("s*.json")} == {"state.json", "summary.json"}
-    assert (mode(folder), len(told)) == (0o700, 1)
-    assert "was removed" in told[0]
+    assert (mode(folder), len(warnings)) == (0o700, 1)
+    assert "was removed" in warnings[0]
 
 
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
-def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_kept_its_state(folder):
+def test_replacement_repeats_no_line_of_its_predecessor(folder):
     store = RunFolder(folder, {})
     for iteration in (100, 110, 120):
         store.write(make_report(iteration), [make_row(rank, iteration) for rank in range(2)])
-    store.write(make_report(100, correction=True), [make_row(2, 100)])  # it came late
+    store.write(make_report(100, correction=True), [make_row(2, 100)])  # it arrived late
     again = RunFolder(folder, {})
     again.write(make_report(120), [make_row(rank, 120) for rank in range(3)])
     again.write(make_report(100, correction=True), [make_row(2, 100), make_row(3, 100)])
@@ -475,7 +475,7 @@ def test_a_replacement_writes_no_line_again_that_its_predecessor_wrote_after_it_
     ]  # fmt: skip
 
 
-def test_events_that_come_together_are_written_in_their_order(folder):
+def test_events_are_written_in_order(folder):
     store = RunFolder(folder, {})
     store.write_events([Event(1.0, "joined", "rank 0")])
     store.write_events([Event(2.0 + rank, "left", f"rank {rank}", rank) for rank in range(1000)])
@@ -487,11 +487,11 @@ def test_events_that_come_together_are_written_in_their_order(folder):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours is done after it."""
+    """Simulates SIGKILL: no code runs after it."""
 
 
 class Moments:
-    """What changes files, in a process that dies in the nth such call: before it, or half-way through a write."""
+    """Calls that change files, in a process that dies in the nth one: before it, or half-way through a write."""
 
     def __init__(self, monkeypatch):
         self.left = math.inf
@@ -511,8 +511,8 @@ class Moments:
         return counted
 
 
-def test_at_whatever_call_an_aggregator_is_killed_every_line_is_there_once(folder, monkeypatch):
-    # Windows of two ranks; the state, which is kept after two windows each, says which of them are sent again.
+def test_killed_at_any_call_every_line_is_written_once(folder, monkeypatch):
+    # Windows of two ranks; the state, saved after every second window, gives the windows that are sent again.
     moments = Moments(monkeypatch)
     lives = 0
     for moment in range(200):
@@ -542,15 +542,15 @@ def test_at_whatever_call_an_aggregator_is_killed_every_line_is_there_once(folde
     assert 20 <= moment < 199
 
 
-def test_another_job_of_the_folder_writes_windows_of_the_same_numbers(folder):
-    # The first was killed before it had kept a state, so that the second is attempt 1 as well.
+def test_another_job_in_the_folder_writes_equal_window_numbers(folder):
+    # The first was killed before it saved a state, so the second is attempt 1 as well.
     RunFolder(folder, {}).write(make_report(100, time_s=150.0), [make_row(start_time_s=100.0)])
     RunFolder(folder, {}).write(make_report(100, time_s=250.0), [make_row(start_time_s=200.0)])
 
     assert len(list(read_windows(folder))) == len(list(read_ranks(folder))) == 2
 
 
-def test_values_that_are_not_finite_do_not_cost_the_line(folder):
+def test_line_is_written_with_values_that_are_not_finite(folder):
     store = RunFolder(folder, {})
     store.write(make_report(values={"amu_gb": math.nan, "al_seconds": 1.0}, loss=math.inf), ())
 
@@ -567,7 +567,7 @@ def test_the_summary_is_replaced_whole(folder):
     assert sorted(path.name for path in folder.glob(".*")) == []
 
 
-def test_the_summary_is_there_as_text_for_people(folder):
+def test_summary_is_written_as_text_too(folder):
     RunFolder(folder, {}, tensorboard_dir=folder / "tb").write_summary(make_summary("running"))
 
     assert (folder / "summary.txt").read_text() == summary_text(make_summary("running"), folder, folder / "tb")
@@ -601,7 +601,7 @@ def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
     assert shown == [str(number) for number in range(100 - len(shown), 100)]
 
 
-def test_a_console_log_that_cannot_be_written_costs_nothing_else(folder):
+def test_unwritable_console_log_affects_nothing_else(folder):
     store = RunFolder(folder, {})
     (folder / "console.log").mkdir()
     store.write(make_report(100), ())
@@ -609,7 +609,7 @@ def test_a_console_log_that_cannot_be_written_costs_nothing_else(folder):
     assert len(list(read_windows(folder))) == 1
 
 
-def test_facts_that_come_later_join_the_earlier_ones(folder):
+def test_later_facts_are_merged_into_run_json(folder):
     store = RunFolder(folder, {"model": "7B", "folder": folder})
     store.update_facts({"ranks": {0: "node1"}})
     store.write(make_report(), [make_row(0)])
@@ -624,7 +624,7 @@ def test_facts_that_come_later_join_the_earlier_ones(folder):
     assert [row.host for row in read_ranks(folder)] == ["node1"]
 
 
-def test_the_state_that_a_replacement_starts_from_is_replaced_whole(folder):
+def test_state_file_is_replaced_whole(folder):
     store = open_run_folder(folder, {})
     store.save_state(b"old and longer")
     store.save_state(b"new")
@@ -634,13 +634,13 @@ def test_the_state_that_a_replacement_starts_from_is_replaced_whole(folder):
 
 
 @pytest.mark.parametrize("ranks", [["node1"], {"x": "node1"}, {"0": {"role": "trainer"}}, {"0": 5}, None])
-def test_facts_that_name_no_hosts_cost_no_row(folder, ranks):
+def test_facts_without_hosts_lose_no_row(folder, ranks):
     RunFolder(folder, {"ranks": ranks}).write(make_report(), [make_row(0)])
 
     assert [row.host for row in read_ranks(folder)] == [None]
 
 
-def test_a_run_json_that_is_no_json_is_replaced(folder):
+def test_invalid_run_json_is_replaced(folder):
     folder.mkdir(parents=True)
     (folder / "run.json").write_text("{")
     RunFolder(folder, {"model": "7B"})
@@ -648,7 +648,7 @@ def test_a_run_json_that_is_no_json_is_replaced(folder):
     assert json.loads((folder / "run.json").read_text()) == {"model": "7B", "schema_version": SCHEMA_VERSION}
 
 
-def test_facts_that_do_not_change_are_not_written_again(folder):
+def test_unchanged_facts_are_not_written_again(folder):
     store = RunFolder(folder, {"model": "7B"})
     before = (folder / "run.json").stat().st_ino
     store.update_facts({"model": "7B"})
@@ -656,7 +656,7 @@ def test_facts_that_do_not_change_are_not_written_again(folder):
     assert (folder / "run.json").stat().st_ino == before
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_reason_and_remedy(tmp_path):
+def test_unwritable_folder_is_named_with_reason_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
 
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -666,7 +666,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_reason_and_remedy(tmp_pat
             open_run_folder(folder, {})
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(folder, tmp_path):
+def test_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
     folder.mkdir(parents=True)
     (folder / "windows-0001.jsonl").symlink_to(tmp_path / "elsewhere")
 
@@ -675,7 +675,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(folder, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_folder_without_files_reads_as_nothing(tmp_path):
+def test_empty_folder_has_no_records(tmp_path):
     assert (list(read_windows(tmp_path)), list(read_ranks(tmp_path)), list(read_events(tmp_path))) == ([], [], [])
 
 
@@ -690,7 +690,7 @@ WHOLE = msgspec.json.encode(Event(1.0, "lost", "rank 3 is gone"))
         )
     )
 )
-def test_readers_pass_over_garbage_and_count_it(tmp_path, pieces):
+def test_readers_skip_and_count_garbage(tmp_path, pieces):
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(pieces))
     lines = [line for line in b"\n".join(pieces).split(b"\n") if line.strip()]
 
@@ -702,7 +702,7 @@ def test_readers_pass_over_garbage_and_count_it(tmp_path, pieces):
     assert list(rows) == found and rows.skipped == len(lines) - len(found)
 
 
-def test_a_line_nested_beyond_reason_is_counted_too(tmp_path):
+def test_deeply_nested_line_is_skipped_and_counted(tmp_path):
     (tmp_path / "events.jsonl").write_bytes(b'{"deep":' + b"[" * 100_000 + b"\n" + WHOLE + b"\n")
 
     rows = read_events(tmp_path)

@@ -1,4 +1,4 @@
-"""effllm/runs/run_lock.py: one writer at a time, the next attempt of a job after it, and nobody else's."""
+"""effllm/runs/run_lock.py: one writer at a time, followed only by the next attempt of its job."""
 
 import json
 import os
@@ -17,7 +17,7 @@ NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="nod
 OTHER = Holder(run="78", job="third", endpoint="tcp://127.0.0.1:5002", host="node0", pid=3)
 
 
-def test_the_lock_says_who_holds_it_and_is_the_users_alone(tmp_path):
+def test_lock_names_its_holder_and_is_private(tmp_path):
     lock = take(tmp_path / "runs" / "one", FIRST)
 
     assert (lock.folder, lock.instead_of) == (tmp_path / "runs" / "one", None)
@@ -28,7 +28,7 @@ def test_the_lock_says_who_holds_it_and_is_the_users_alone(tmp_path):
     assert not (lock.folder / "lock").exists()
 
 
-def test_the_next_attempt_asks_until_the_folder_is_let_go(tmp_path):
+def test_next_attempt_asks_until_the_folder_is_released(tmp_path):
     lock = take(tmp_path / "one", FIRST)
     asked = []
 
@@ -46,7 +46,7 @@ def test_the_next_attempt_asks_until_the_folder_is_let_go(tmp_path):
 
 
 @pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
-def test_another_job_asks_nobody_and_has_a_folder_beside(tmp_path, one):
+def test_another_job_gets_its_own_folder_without_asking(tmp_path, one):
     first = take(tmp_path / "one", FIRST if one.run else Holder(job="first"))
     asked = []
 
@@ -59,7 +59,7 @@ def test_another_job_asks_nobody_and_has_a_folder_beside(tmp_path, one):
         lock.release()
 
 
-def test_a_holder_that_does_not_answer_is_waited_for_so_long_and_no_longer(tmp_path):
+def test_waiting_for_a_holder_has_a_timeout(tmp_path):
     lock = take(tmp_path / "one", FIRST)
 
     beside = take(tmp_path / "one", NEXT, wait_s=0.2)
@@ -69,7 +69,7 @@ def test_a_holder_that_does_not_answer_is_waited_for_so_long_and_no_longer(tmp_p
     beside.release()
 
 
-def test_a_lock_of_the_dead_is_free(tmp_path):
+def test_lock_of_an_ended_process_is_free(tmp_path):
     program = f"""
 import os
 from pathlib import Path
@@ -86,7 +86,7 @@ os._exit(9)
     lock.release()
 
 
-def test_what_is_completed_is_not_continued_and_what_was_killed_is(tmp_path):
+def test_killed_run_is_continued_and_completed_one_is_not(tmp_path):
     for name, status in (("one", "completed"), ("one-2", "killed")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(json.dumps({"status": status}))
@@ -98,7 +98,7 @@ def test_what_is_completed_is_not_continued_and_what_was_killed_is(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 7}', b"\xff" * 9000])
-def test_a_lock_file_that_says_nothing_is_held_all_the_same(tmp_path, content):
+def test_lock_file_without_a_holder_is_held(tmp_path, content):
     lock = take(tmp_path / "one", FIRST)
     (tmp_path / "one" / "lock").write_bytes(content)
     asked = []
@@ -110,7 +110,7 @@ def test_a_lock_file_that_says_nothing_is_held_all_the_same(tmp_path, content):
     beside.release()
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+def test_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "one" / "lock").symlink_to(tmp_path / "mine")
@@ -121,7 +121,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_a_descriptor_that_somebody_inherited_is_no_lock_of_ours(tmp_path):
+def test_lock_descriptor_is_not_inherited(tmp_path):
     lock = take(tmp_path / "one", FIRST)
 
     assert not os.get_inheritable(lock._descriptor)
@@ -140,9 +140,9 @@ def test_a_descriptor_that_somebody_inherited_is_no_lock_of_ours(tmp_path):
         ({}, ""),
     ],
 )  # fmt: skip
-def test_the_name_of_a_run_is_what_its_attempts_share(place, name):
+def test_attempts_of_a_run_share_its_name(place, name):
     assert name_of_run(place, "node0") == name
 
 
-def test_the_folder_is_waited_for_no_longer_than_an_aggregator_takes_to_end():
+def test_lock_wait_covers_the_end_of_an_aggregator():
     assert 5.0 < run_lock.LOCK_WAIT_S < 10.0

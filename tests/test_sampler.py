@@ -1,4 +1,4 @@
-"""effllm/agents/sampler.py: samples come in time and on demand, and a device that hangs holds up nobody."""
+"""effllm/agents/sampler.py: samples are taken in time and on request; a hanging device blocks nothing."""
 
 import os
 import select
@@ -13,7 +13,7 @@ from effllm.agents.sampler import Sampler
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import Device, Sample, Sensor
 
-SELDOM_S = 3600.0
+LONG_INTERVAL_S = 3600.0
 
 
 class FakeReader:
@@ -22,9 +22,9 @@ class FakeReader:
     def __init__(self, failures=(), hold=None, call_s=0.0):
         self.device = Device("GPU-0", "fake")
         self._failures = iter(failures)
-        self._hold = hold  # an event that every reading after the first waits for
+        self._hold = hold  # every reading after the first waits for this event
         self.holding = threading.Event()
-        self._call_s = call_s  # what every reading after the first takes
+        self._call_s = call_s  # duration of every reading after the first
         self.reads = 0
         self.closed = False
 
@@ -50,10 +50,10 @@ def wake():
 
 @pytest.fixture
 def start(wake):
-    """Return what starts a sampler of a reader; it is stopped in the end, whatever happened."""
+    """Return a function that starts a sampler of a reader; each is stopped at the end."""
     started = []
 
-    def start(reader, interval_s=SELDOM_S, report=lambda _event: None, **facts):
+    def start(reader, interval_s=LONG_INTERVAL_S, report=lambda _event: None, **facts):
         sampler = Sampler(lambda: reader, interval_s, report, wake, **facts)
         started.append(sampler)
         sampler.start()
@@ -69,7 +69,7 @@ def texts(events):
 
 
 def woken(wake, within_s=30.0):
-    assert select.select([wake], [], [], within_s)[0], "no sample came"
+    assert select.select([wake], [], [], within_s)[0], "no sample was taken"
     os.eventfd_read(wake)
 
 
@@ -82,7 +82,7 @@ def test_the_first_sample_is_taken_at_once(start, wake):
     assert sampler.take() == []
 
 
-def test_a_sample_that_is_asked_for_comes_long_before_its_time(start, wake):
+def test_requested_sample_does_not_wait_for_the_interval(start, wake):
     sampler = start(FakeReader())
     woken(wake)
     sampler.ask()
@@ -92,7 +92,7 @@ def test_a_sample_that_is_asked_for_comes_long_before_its_time(start, wake):
     assert first.time_ns < second.time_ns < time.monotonic_ns()
 
 
-def test_samples_come_by_themselves_and_wake_nobody(start, wake):
+def test_periodic_samples_do_not_wake_the_agent(start, wake):
     reader = FakeReader()
     start(reader, interval_s=0.01)
     woken(wake)
@@ -111,7 +111,7 @@ def until(condition, within_s=30.0):
         time.sleep(0.002)
 
 
-def test_each_moment_that_is_asked_for_is_read_at_it_or_just_after_it(start, wake):
+def test_requested_moments_are_read_at_or_just_after_them(start, wake):
     sampler = start(FakeReader())
     woken(wake)
     now_ns = time.monotonic_ns()
@@ -119,14 +119,14 @@ def test_each_moment_that_is_asked_for_is_read_at_it_or_just_after_it(start, wak
     sampler.ask(asked)
     woken(wake)
 
-    samples = sampler.take()[1:]  # the first came at the start
+    samples = sampler.take()[1:]  # the first was taken at the start
     assert len(samples) == 4
     for moment_ns, sample in zip(asked, samples, strict=True):
         assert moment_ns <= sample.time_ns < moment_ns + 2 * NS
-    assert samples[0].time_ns < asked[1], "what is past is read at once"
+    assert samples[0].time_ns < asked[1], "a past moment is read at once"
 
 
-def test_the_agent_is_woken_after_the_last_moment_of_a_request_and_not_before(start, wake):
+def test_agent_is_woken_after_the_last_requested_moment(start, wake):
     reader = FakeReader()
     sampler = start(reader)
     woken(wake)
@@ -155,7 +155,7 @@ def test_two_requests_at_once_are_both_answered(start, wake):
     assert times_ns == sorted(times_ns)
 
 
-def test_an_edge_is_read_with_all_there_is_and_what_only_tells_its_energy_with_that_alone(start, wake):
+def test_first_moment_reads_everything_and_later_ones_energy(start, wake):
     class TwoCalls(FakeReader):
         edges = 0
 
@@ -174,12 +174,12 @@ def test_an_edge_is_read_with_all_there_is_and_what_only_tells_its_energy_with_t
     assert [sample.energy_only for sample in sampler.take()] == [False, False, True, True]
 
 
-def test_a_request_is_thinned_out_where_calls_are_slow(start, wake):
+def test_requests_are_thinned_out_with_slow_calls(start, wake):
     reader = FakeReader(call_s=0.15)
     sampler = start(reader)
     woken(wake)
     sampler.ask()
-    woken(wake)  # now it is known to be slow, and may hold up kernel launches however seldom it is asked
+    woken(wake)  # from here on it counts as slow: each call may delay kernel launches
     now_ns = time.monotonic_ns()
     sampler.ask([now_ns, now_ns + NS // 50, now_ns + 2 * NS // 50], within_s=1000.0)
     woken(wake)
@@ -190,7 +190,7 @@ def test_a_request_is_thinned_out_where_calls_are_slow(start, wake):
 
 
 @pytest.mark.parametrize(("within_s", "expected"), [(0.0, [0]), (0.04, [0]), (0.1, [0, 15, 16, 17]), (1.0, range(18))])
-def test_a_request_is_thinned_out_where_they_come_often(start, wake, monkeypatch, within_s, expected):
+def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, expected):
     # Half a percent of a core, at 110 us for each wake-up: 4 within 0.1 s, of which the first and the last count.
     monkeypatch.setattr(sampler_module, "WAKE_S", 110e-6)
     sampler = start(FakeReader())
@@ -201,31 +201,31 @@ def test_a_request_is_thinned_out_where_they_come_often(start, wake, monkeypatch
     woken(wake)
 
     found = [sample.time_ns for sample in sampler.take()[1:]]
-    assert len(found) <= len(expected)  # two moments that have come at once are one reading
+    assert len(found) <= len(expected)  # two moments that passed together are one reading
     assert found[0] >= asked[0]
     assert found[-1] >= asked[expected[-1]]
     if len(expected) < 18:
         assert not [at_ns for at_ns in found if asked[0] + 10_000_000 < at_ns < asked[expected[-1]] - 3_000_000]
 
 
-def test_a_call_that_may_hold_up_kernel_launches_slows_the_pace(start, wake):
+def test_call_that_may_delay_kernel_launches_is_made_less_often(start, wake):
     slow, quick = FakeReader(call_s=0.025), FakeReader()
     start(slow, interval_s=0.01)
     start(quick, interval_s=0.01)
     until(lambda: quick.reads >= 80)
 
-    assert slow.reads <= 15  # 25 ms every 2.5 s as soon as that is sure, instead of all the time
+    assert slow.reads <= 15  # 25 ms every 2.5 s once that is certain, instead of continuously
 
 
-def test_a_node_sensor_is_slow_by_nature_and_is_read_all_the_same(start, wake):
+def test_slow_node_sensor_is_read_at_its_interval(start, wake):
     reader = FakeReader(call_s=0.025)
     start(reader, interval_s=0.01, is_node_sensor=True)
 
     until(lambda: reader.reads >= 25)
 
 
-def test_samples_do_not_keep_step_with_anything(start, wake):
-    # Iterations of a second under samples at full seconds would show one moment of theirs, again and again.
+def test_samples_are_not_periodic(start, wake):
+    # Samples at full seconds would always show the same moment of iterations of a second.
     reader = FakeReader()
     sampler = start(reader, interval_s=0.02)
     until(lambda: reader.reads >= 60)
@@ -235,11 +235,11 @@ def test_samples_do_not_keep_step_with_anything(start, wake):
     assert phases[0] < 0.25
     assert phases[-1] > 0.75
     assert sum(0.25 < phase < 0.75 for phase in phases) > 10
-    # One in each interval all the same, give or take what a busy machine leaves out.
+    # Still one in each interval, except for those that a busy machine leaves out.
     assert (taken[-1].time_ns - taken[0].time_ns) / len(taken) > 0.015 * NS
 
 
-def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypatch):
+def test_device_is_stale_while_a_read_hangs(start, wake, monkeypatch):
     monkeypatch.setattr(sampler_module, "STALE_AFTER_S", 0.05)
     answer = threading.Event()
     reader = FakeReader(hold=answer)
@@ -252,7 +252,7 @@ def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypa
 
     assert sampler.stale_s() >= 0.05
     assert len(sampler.take()) == 1
-    sampler.ask()  # which waits for nobody
+    sampler.ask()  # returns at once
     answer.set()
     until(lambda: sampler.stale_s() is None)
     until(lambda: reader.reads >= 3)
@@ -260,7 +260,7 @@ def test_a_device_is_stale_while_a_read_does_not_come_back(start, wake, monkeypa
     assert sampler.stale_s() is None, "nothing is being read"
 
 
-def test_a_quantity_that_fails_is_told_once_and_once_when_it_is_back(start, wake):
+def test_failing_quantity_is_reported_once_and_when_it_recovers(start, wake):
     events = []
     broken = {"power_w": "GPU is lost"}
     sampler = start(
@@ -279,12 +279,12 @@ def test_a_quantity_that_fails_is_told_once_and_once_when_it_is_back(start, wake
     ]
 
 
-def test_a_device_that_cannot_be_opened_is_told_and_no_sample_comes(wake):
+def test_device_that_cannot_be_opened_is_reported(wake):
     def refuse():
         raise DeviceUnavailable("there is no driver")
 
     events = []
-    sampler = Sampler(refuse, SELDOM_S, events.append, wake)
+    sampler = Sampler(refuse, LONG_INTERVAL_S, events.append, wake)
     sampler.start()
     woken(wake)
 
@@ -294,9 +294,9 @@ def test_a_device_that_cannot_be_opened_is_told_and_no_sample_comes(wake):
     assert sampler.stop(30.0)
 
 
-def test_a_device_file_with_an_error_is_told_as_a_device_that_is_not_there(wake):
+def test_error_in_a_device_file_is_reported_as_missing_device(wake):
     events = []
-    sampler = Sampler(lambda: int("GPU-8d54"), SELDOM_S, events.append, wake)
+    sampler = Sampler(lambda: int("GPU-8d54"), LONG_INTERVAL_S, events.append, wake)
     sampler.start()
     woken(wake)
 
@@ -309,12 +309,12 @@ def test_a_device_file_with_an_error_is_told_as_a_device_that_is_not_there(wake)
     assert sampler.stop(30.0)
 
 
-def test_nobody_is_told_of_a_node_without_a_sensor(wake):
+def test_missing_node_sensor_is_not_reported(wake):
     def refuse():
         raise DeviceUnavailable("no RAPL here")
 
     events = []
-    sampler = Sampler(refuse, SELDOM_S, events.append, wake, is_node_sensor=True)
+    sampler = Sampler(refuse, LONG_INTERVAL_S, events.append, wake, is_node_sensor=True)
     sampler.start()
     woken(wake)
 
@@ -322,10 +322,10 @@ def test_nobody_is_told_of_a_node_without_a_sensor(wake):
     assert sampler.stop(30.0)
 
 
-# --- learning how the sensor behaves ---
+# --- calibration ---
 
 
-def test_what_is_learnt_of_a_sensor_comes_between_the_samples_that_it_took(start, wake):
+def test_calibration_is_delivered_between_its_samples(start, wake):
     def learn(device, read, is_suspect):
         for _ in range(3):
             assert isinstance(read(), Sample)
@@ -342,7 +342,7 @@ def test_what_is_learnt_of_a_sensor_comes_between_the_samples_that_it_took(start
     assert kinds == ["Sample"] * 4 + ["Device", "Sample"]
 
 
-def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
+def test_requests_are_answered_during_calibration(start, wake):
     answered = threading.Event()
 
     def learn(device, read, is_suspect):
@@ -360,7 +360,7 @@ def test_a_request_is_answered_while_the_sensor_is_learnt(start, wake):
     answered.set()
 
 
-def test_a_calibration_that_breaks_costs_no_sample(start, wake):
+def test_failed_calibration_loses_no_sample(start, wake):
     def learn(device, read, is_suspect):
         raise RuntimeError("Could not determine home directory.")
 
@@ -379,10 +379,10 @@ def test_a_calibration_that_breaks_costs_no_sample(start, wake):
 # --- the end ---
 
 
-def test_a_device_that_hangs_does_not_hold_up_the_end(wake):
+def test_hanging_device_does_not_delay_the_end(wake):
     answer = threading.Event()
     reader = FakeReader(hold=answer)
-    sampler = Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake)
+    sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake)
     sampler.start()
     woken(wake)
     sampler.ask()
@@ -391,20 +391,20 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(wake):
     began_s = time.monotonic()
     assert not sampler.stop(0.05)
     assert time.monotonic() - began_s < 10.0
-    assert len(sampler.take()) == 1, "what was read before is there"
+    assert len(sampler.take()) == 1, "earlier readings are kept"
     answer.set()
     assert sampler.stop(30.0)
     assert reader.closed
 
 
-def test_a_driver_that_hangs_while_it_is_opened_holds_up_nobody(wake):
+def test_driver_that_hangs_on_opening_blocks_nothing(wake):
     answer, reader = threading.Event(), FakeReader()
 
     def open_slowly():
         answer.wait()
         return reader
 
-    sampler = Sampler(open_slowly, SELDOM_S, lambda _event: None, wake)
+    sampler = Sampler(open_slowly, LONG_INTERVAL_S, lambda _event: None, wake)
     sampler.start()
     sampler.ask()
 
@@ -414,18 +414,18 @@ def test_a_driver_that_hangs_while_it_is_opened_holds_up_nobody(wake):
     assert sampler.stop(30.0)
 
 
-def test_constructing_is_not_starting(wake):
+def test_constructor_starts_nothing(wake):
     before = threading.active_count()
     reader = FakeReader()
 
-    Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake)
+    Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake)
 
     assert (threading.active_count(), reader.reads) == (before, 0)
 
 
 def test_a_stopped_sampler_closes_its_device_and_stops_at_once(wake):
     reader = FakeReader()
-    sampler = Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake)
+    sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake)
     sampler.start()
     woken(wake)
 

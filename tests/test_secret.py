@@ -1,4 +1,4 @@
-"""effllm/network/secret.py: one file per user, refused where others can read it, and what is derived from it."""
+"""effllm/network/secret.py: one file per user, rejected if others can read it, and the keys derived from it."""
 
 import os
 import stat
@@ -23,7 +23,7 @@ def write(path, content="a" * 64, mode=0o600):
     return path
 
 
-def test_what_is_made_is_the_users_alone_and_is_read_again(path):
+def test_created_secret_is_private_and_can_be_read(path):
     made = secret.create(path)
 
     assert len(made) == 64
@@ -37,13 +37,13 @@ def test_ten_processes_that_start_at_once_have_one_secret(path):
     code = f"import sys; from pathlib import Path; {create}"
     command = [sys.executable, "-c", code, str(path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(10)]
-    told = {process.communicate(timeout=200)[0] for process in processes}
+    outputs = {process.communicate(timeout=200)[0] for process in processes}
 
-    assert told == {f"{secret.read(path)!r}\n".encode()}
+    assert outputs == {f"{secret.read(path)!r}\n".encode()}
     assert [one.name for one in path.parent.iterdir()] == ["secret"]
 
 
-def test_a_host_without_one_is_told_where_to_get_it(path):
+def test_missing_secret_is_reported_with_its_source(path):
     with pytest.raises(SecretError) as caught:
         secret.read(path)
 
@@ -53,16 +53,16 @@ def test_a_host_without_one_is_told_where_to_get_it(path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
-def test_one_that_others_can_read_is_refused_with_the_command_that_mends_it(path, mode):
+def test_secret_readable_by_others_is_rejected_with_a_command(path, mode):
     write(path, mode=mode)
 
     for take in (secret.read, secret.create):
         with pytest.raises(SecretError, match=f"chmod 600 {path}"):
             take(path)
-    assert stat.S_IMODE(path.stat().st_mode) == mode, "nothing is mended behind the user's back"
+    assert stat.S_IMODE(path.stat().st_mode) == mode, "the mode is not changed silently"
 
 
-def test_a_link_a_folder_and_a_pipe_are_refused(path):
+def test_link_folder_and_pipe_are_rejected(path):
     write(path.with_name("real"))
     path.symlink_to("real")
     with pytest.raises(SecretError, match="is a link"):
@@ -86,7 +86,7 @@ def test_a_link_a_folder_and_a_pipe_are_refused(path):
 
 @pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
-def test_another_users_is_refused(path):
+def test_secret_of_another_user_is_rejected(path):
     os.chown(write(path), 12345, 12345)
 
     with pytest.raises(SecretError, match="belongs to another user"):
@@ -94,7 +94,7 @@ def test_another_users_is_refused(path):
 
 
 @pytest.mark.parametrize("content", ["", "abc1", "a" * 31, "   \n" * 20])
-def test_one_that_is_too_short_is_refused_and_not_shown(path, content):
+def test_short_secret_is_rejected_and_not_shown(path, content):
     write(path, content)
 
     with pytest.raises(SecretError, match="too short") as caught:
@@ -103,7 +103,7 @@ def test_one_that_is_too_short_is_refused_and_not_shown(path, content):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
-def test_a_folder_that_cannot_be_written_is_told(path):
+def test_unwritable_folder_is_reported(path):
     path.parent.mkdir(parents=True)
     path.parent.chmod(0o500)
 
@@ -122,7 +122,7 @@ def test_the_derivation_is_that_of_rfc_5869():
     )
 
 
-def test_each_purpose_job_and_secret_has_bytes_of_its_own():
+def test_each_purpose_job_and_secret_has_own_bytes():
     made = {
         secret.derive(own, purpose, job)
         for own in (b"a" * 64, b"b" * 64)
@@ -133,7 +133,7 @@ def test_each_purpose_job_and_secret_has_bytes_of_its_own():
     assert {len(one) for one in made} == {32}
 
 
-def test_a_signature_holds_for_one_record_at_one_place_with_one_secret():
+def test_signature_is_valid_for_one_record_place_and_secret():
     own, record = b"a" * 64, {"endpoint": "tcp://10.0.0.1:5555", "job": "4711"}
     signed = secret.sign(own, record, "run/1")
 

@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 class Stream(io.StringIO):
-    """A stream that remembers how often it was written and flushed, and says whether it is a terminal."""
+    """A stream that counts its writes and flushes, and may be a terminal."""
 
     def __init__(self, terminal: bool = False) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_a_job_that_warms_up_prints_its_window_but_no_block():
     assert printed(make_report(10, warming_up=True)) == (GOLDEN / "console_warming_up.txt").read_text()
 
 
-def test_inference_throughput_stands_below_the_block_and_above_the_coverage():
+def test_inference_throughput_is_between_block_and_coverage():
     lines = printed(make_report(100, run=complete_totals())).splitlines()
 
     assert lines[-2:] == ["  IT (Tokens/Sec): 2500.00", lines[-1]]
@@ -96,7 +96,7 @@ def test_inference_throughput_stands_below_the_block_and_above_the_coverage():
     assert lines[-3].startswith("  AEC (Watts): ")
 
 
-def test_what_is_not_finite_has_no_line_in_the_block():
+def test_value_that_is_not_finite_has_no_line_in_the_block():
     broken = dict.fromkeys(make_report().values, math.nan) | {"al_seconds": math.inf, "pcu_ratio": 0.5}
     text = printed(make_report(100, values=broken, loss=math.nan))
 
@@ -110,7 +110,7 @@ def test_what_is_not_finite_has_no_line_in_the_block():
     assert not re.search(r"\b(nan|inf|N/A|None)\b", text)
 
 
-def test_scripts_that_take_the_third_field_of_the_last_hit_get_the_blocks_numbers():
+def test_third_field_of_a_block_line_is_its_number():
     stream = Stream()
     sink = open_sink("console", make_run(Path("/runs/one"), stdout=stream, summary=make_summary))
     sink.write(make_report(100, run=complete_totals(10, 10_000)))
@@ -129,21 +129,21 @@ def watched_energy(**changes):
     return [part for part in window_text.watched(make_report(last=last)) if "W/GPU" in part or "J/token" in part]
 
 
-def test_the_line_of_the_window_says_how_far_off_its_energy_may_be_in_two_errors():
+def test_window_line_has_both_errors_of_the_energy():
     # 24.48 J of 20,171.52 J are 0.1214 %.
     assert watched_energy() == ["612 W/GPU", "0.0308 J/token ±0.13 % timing ±5 % sensor"]
 
 
-def test_without_tokens_the_errors_stand_behind_the_power():
+def test_without_tokens_the_errors_follow_the_power():
     assert watched_energy(energy_tokens=0) == ["612 W/GPU ±0.13 % timing ±5 % sensor"]
 
 
-def test_an_error_that_is_not_known_is_left_out():
+def test_unknown_error_is_left_out():
     assert watched_energy(energy_error_j=0.0)[1] == "0.0308 J/token ±5 % sensor"
     assert watched_energy(energy_error_j=None, energy_gain_error_j=None)[1] == "0.0308 J/token"
 
 
-def test_the_coverage_names_the_scope_and_what_was_estimated():
+def test_coverage_names_the_scope_and_the_estimated_share():
     run = with_keys(totals(100), energy_estimated_j=0.0201 * totals(100).energy.joules)
     line = printed(make_report(100, run=run, power_scope="gpu+cpu")).splitlines()[-1]
 
@@ -151,7 +151,7 @@ def test_the_coverage_names_the_scope_and_what_was_estimated():
 
 
 def on_screen(text):
-    """Return the lines of what a terminal was sent, without the codes."""
+    """Return the lines sent to a terminal, without the codes."""
     return re.sub(r" {80}\r\x1b\[K|\x1b\[[0-9;]*m", "", text).splitlines()
 
 
@@ -163,14 +163,14 @@ def test_a_terminal_of_eighty_columns_shows_the_golden_screen():
     assert "".join(f"{line}\n" for line in lines) == (GOLDEN / "console_terminal.txt").read_text()
 
 
-def test_full_on_a_terminal_prints_the_block_in_eighty_columns():
+def test_full_form_on_a_terminal_prints_the_block_in_80_columns():
     last = with_keys(totals(10), energy_error_j=0.2 * totals(10).energy.joules)
     lines = on_screen(printed(make_report(100, last=last, simulated=True), terminal=True, form="full"))
 
     assert "".join(f"{line}\n" for line in lines) == (GOLDEN / "console_full.txt").read_text()
 
 
-def test_short_where_stdout_is_no_terminal_prints_two_lines():
+def test_short_form_without_a_terminal_prints_two_lines():
     lines = printed(make_report(100, straggler=None), form="short").splitlines()
 
     assert [len(line) <= 80 for line in lines] == [True, True]
@@ -180,7 +180,7 @@ def test_short_where_stdout_is_no_terminal_prints_two_lines():
 @pytest.mark.parametrize("ranks", [1, 8, 8192, 99_999])
 @pytest.mark.parametrize("missing_share", [0, 3])
 @pytest.mark.parametrize("iterations", [1, 10_000_000])
-def test_a_window_is_three_lines_at_most_whatever_its_numbers(ranks, missing_share, iterations):
+def test_window_has_at_most_three_lines_for_any_numbers(ranks, missing_share, iterations):
     missing = ranks // missing_share if missing_share else 0
     coverage = Coverage(ranks, ranks - missing, ranks, ranks - missing, missing, 0, tuple(range(missing)))
     base = totals(iterations, ranks)
@@ -208,7 +208,7 @@ def test_a_window_is_three_lines_at_most_whatever_its_numbers(ranks, missing_sha
         ({"straggler": Straggler(3, 1.2, 1.0)}, "slowest rank 3 +20 %"),
     ],
 )
-def test_the_third_line_is_there_only_when_something_is_wrong(changes, text):
+def test_third_line_is_printed_only_for_problems(changes, text):
     report = make_report(100, **{"straggler": None, **changes})
 
     assert window_text.short_lines(report, 80, lost_before=0)[1] == (f"  !! {text}" if text else "")
@@ -253,7 +253,7 @@ def test_a_final_window_with_iterations_prints():
     assert "it 100/5000" in printed(make_report(100, final=True), terminal=True)
 
 
-def test_a_stream_that_is_no_terminal_sees_no_control_characters():
+def test_stream_without_terminal_gets_no_control_characters():
     text = printed(make_report(100), make_report(110))
 
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
@@ -279,7 +279,7 @@ def test_the_header_is_coloured_on_a_terminal():
     assert "\x1b[1;36m[EfficientLLM Metrics] Iteration 100:\x1b[0m\n" in text
 
 
-def test_a_real_terminal_of_sixty_columns_is_kept_to():
+def test_lines_fit_a_real_terminal_of_60_columns():
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb", 0) as screen:
         import fcntl
@@ -295,7 +295,7 @@ def test_a_real_terminal_of_sixty_columns_is_kept_to():
     assert max(map(len, lines)) <= 60
 
 
-def test_an_encoding_without_the_signs_gets_plain_ones():
+def test_encoding_without_the_signs_gets_ascii():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     open_sink("console", make_run(stdout=stream)).write(make_report(100))
@@ -303,7 +303,7 @@ def test_an_encoding_without_the_signs_gets_plain_ones():
     assert b"iteration 100/5000 | 0.412 s/it | " in raw.getvalue()
 
 
-def test_notable_events_print_once_and_without_control_characters():
+def test_notable_events_print_once_without_control_characters():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for kind, text in [
@@ -316,7 +316,7 @@ def test_notable_events_print_once_and_without_control_characters():
     assert stream.getvalue() == "[EfficientLLM] rank 3 [31mis gone\n"
 
 
-def test_after_twenty_events_one_line_says_where_the_others_are():
+def test_after_twenty_events_one_line_names_the_event_file():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for number in range(100):
@@ -330,14 +330,14 @@ def test_after_twenty_events_one_line_says_where_the_others_are():
     assert lines[21] == "[EfficientLLM] GPU 0: Xid 79"
 
 
-def test_a_kind_that_is_not_registered_is_shown():
+def test_event_of_unregistered_kind_is_shown():
     stream = Stream()
     open_sink("console", make_run(stdout=stream)).event(Event(0.0, "brand_new", "something happened"))
 
     assert stream.getvalue() == "[EfficientLLM] something happened\n"
 
 
-def test_a_kind_that_used_its_lines_up_silences_no_other():
+def test_limit_of_lines_is_per_kind_of_event():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for number in range(100):
@@ -368,14 +368,14 @@ def test_the_end_of_a_run_prints_the_golden_table():
     assert stream.getvalue() == (GOLDEN / "console_closing.txt").read_text()
 
 
-def test_the_full_table_of_a_run_is_the_golden_one():
+def test_full_table_of_a_run_is_golden():
     text = summary_text(make_summary("completed"), Path("/runs/one"), Path("/runs/one/tensorboard"))
 
     assert text == (GOLDEN / "console_summary.txt").read_text()
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_the_closing_table_is_at_most_twenty_lines_of_eighty_columns():
+def test_closing_table_is_at_most_20_lines_of_80_columns():
     whole = complete_totals(10_000_000, 16_384)
     report = make_report(5000, run=whole, last=whole, job=whole)
     seconds = dict.fromkeys(("kept", "redone", "evaluation", "checkpoint", "startup", "gap", "idle", "unknown"), 1e5)
@@ -400,20 +400,20 @@ def test_the_closing_table_is_at_most_twenty_lines_of_eighty_columns():
 
 
 @pytest.mark.parametrize(("windows", "is_shown"), [(5, True), (4, False)])
-def test_a_rank_slow_in_a_tenth_of_the_windows_is_in_the_closing_table(windows, is_shown):
+def test_closing_table_has_a_rank_slow_in_a_tenth_of_windows(windows, is_shown):
     text = closing_text(make_summary(slowest={3: windows, 1: 1}, windows_compared=50), None, None)
 
     assert (f"  slowest rank  rank 3, in {windows} of 50 windows\n" in text) is is_shown
 
 
 def final_table(last=None, **changes):
-    """Return the lines of the table that ends a run in which all was measured."""
+    """Return the lines of the final table of a run with all measurements."""
     whole = last or complete_totals(5000)
     report = make_report(5000, run=whole, last=whole, job=whole)
     return summary_text(make_summary(metrics=values_of(report), **changes), Path("/runs/one"), None).splitlines()
 
 
-def test_the_table_names_every_measured_metric_once_with_its_unit():
+def test_table_has_every_measured_metric_once_with_its_unit():
     lines = final_table()
 
     for entry in metrics.METRICS.values():
@@ -421,7 +421,7 @@ def test_the_table_names_every_measured_metric_once_with_its_unit():
         assert len(hits) == 1 and f" {entry.unit} " in hits[0]
 
 
-def test_the_table_has_both_errors_of_an_energy_and_says_which_is_which():
+def test_table_has_both_errors_of_an_energy_with_their_names():
     lines = final_table(complete_totals(100))
 
     # 24.48 J of 201,715 J are 0.0121 %.
@@ -451,14 +451,14 @@ def last_part(**changes):
     return summary_text(summary, None, None).split("-" * 78)[2]
 
 
-def test_the_energy_of_a_run_is_told_in_kilowatt_hours_with_its_two_errors():
+def test_energy_of_a_run_is_in_kwh_with_both_errors():
     # 10,085,760 J are 2.8016 kWh, 5,000 J 0.00139 kWh, 5 % of it 0.14008 kWh.
     assert fact(last_part(), "energy") == "2.80 kWh ±0.0014 timing ±0.15 sensor (10,085,760 J)"
     small = last_part(total_joules=1234.0, error_joules=12.3, gain_error=None)
     assert fact(small, "energy") == "1,234 J ±13 timing"
 
 
-def test_what_the_energy_is_of_and_by_what_and_which_part_was_estimated_or_warm_up():
+def test_energy_has_scope_method_estimated_and_warm_up_shares():
     part = last_part(scope="gpu+cpu", method="counter+average power", estimated_joules=201_715.2, warmup_joules=1e6)
 
     assert fact(part, "power") == "scope gpu+cpu, from counter+average power"
@@ -469,7 +469,7 @@ def test_what_the_energy_is_of_and_by_what_and_which_part_was_estimated_or_warm_
     assert "warm-up" not in last_part(warmup_joules=0.0)
 
 
-def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_has_it():
+def test_profile_is_in_the_summary_and_in_its_window_line():
     profile = Profile(8, 2.0, 1.0, 0.5, 1.4, 0.2)
     summary = summary_text(make_summary(profile=profile), None, None)
     last = with_keys(make_report().last, profile=profile)
@@ -480,7 +480,7 @@ def test_what_was_profiled_is_told_at_the_end_and_on_the_line_of_a_window_that_h
     assert not any("exposed" in part for part in window_text.watched(make_report()))
 
 
-def test_a_simulated_or_holed_run_says_so_in_its_table():
+def test_table_marks_simulated_runs_and_gaps():
     energy = EnergySummary(measured_joules=3.6e6)
     values = {"amu_gb": Value(45.0, "GB", error=0.5), "new/thing": Value(1.0, "things")}
     summary = make_summary("killed", simulated=True, energy=energy, metrics=values)
@@ -502,7 +502,7 @@ def test_no_heading_is_in_the_table_twice():
     assert len(headings) == len(set(headings)) > 3
 
 
-def test_the_command_for_tensorboard_can_be_pasted_and_empty_classes_are_left_out():
+def test_tensorboard_command_is_quoted_and_empty_classes_omitted():
     text = summary_text(
         make_summary(time_by_class={"iterations": 5.0, "evaluation": 0.0, "shutdown": 0.002}),
         None,
@@ -532,7 +532,7 @@ def test_an_error_is_rounded_up_to_two_digits(error, text):
     assert rounded_up(error) == text
 
 
-def test_an_error_below_a_ten_thousandth_is_not_told_as_less():
+def test_small_error_is_shown_as_a_ten_thousandth():
     assert errors_text(2.4e-6, 0.05) == "±0.01 % timing ±5 % sensor"
     assert errors_text(None, 0.0) == ""
 

@@ -1,4 +1,4 @@
-"""The sink prometheus: what it serves, what it leaves out, and what a real Prometheus makes of it."""
+"""The sink prometheus: its samples, the ones it leaves out, and a scrape by a real Prometheus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LABELS = {"run": "mine", "run_id": "abc"}
 
 
 class Values:
-    """What the sink serves, without the server, which takes half a second to stop."""
+    """The samples of the sink without the server, which takes half a second to stop."""
 
     def __init__(self):
         self.values = prometheus._Values("mine", "abc", time.monotonic)
@@ -68,7 +68,7 @@ def served(sink):
     return samples(sink.page())
 
 
-def test_how_ranks_and_gpus_lie_is_shown_by_five_numbers_each(sink):
+def test_spread_of_ranks_and_gpus_has_five_numbers_each(sink):
     sink.write(make_report(spread={"step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0)}))
 
     shown = {name: value for (name, *_), value in served(sink).items() if name.endswith(("step_seconds", "gpu_watts"))}
@@ -96,7 +96,7 @@ def test_the_newest_values_are_gauges_in_base_units(sink):
     assert seen["efficientllm_fresh",] == 1
 
 
-def test_totals_are_counters_and_coverage_stands_beside_them(sink):
+def test_totals_are_counters_beside_the_coverage(sink):
     sink.write(report := make_report(100))
 
     seen = served(sink)
@@ -109,21 +109,21 @@ def test_totals_are_counters_and_coverage_stands_beside_them(sink):
     assert seen["efficientllm_straggler_rank",] == report.straggler.rank
 
 
-def test_what_the_loop_does_not_count_has_no_total(sink):
+def test_uncounted_quantities_have_no_total(sink):
     sink.write(make_report(100, job=with_keys(totals(100), tokens=0, samples=0)))
 
     assert not {"efficientllm_tokens_total", "efficientllm_samples_total"} & {name for name, *_ in served(sink)}
 
 
-def test_before_the_first_window_there_are_only_counters_of_events(sink):
+def test_only_event_counters_before_the_first_window(sink):
     seen = served(sink)
 
     assert seen.pop(("efficientllm_fresh",)) == 0.0
     assert {name for name, *_ in seen} == {"efficientllm_events_total"}
-    assert set(seen.values()) == {0.0}, "increase() sees the first event of a kind"
+    assert set(seen.values()) == {0.0}, "so that increase() counts the first event of a kind"
 
 
-def test_what_is_not_measured_any_more_has_no_sample(sink):
+def test_value_that_is_no_longer_measured_has_no_sample(sink):
     report = make_report(100)
     sink.write(report)
     assert ("efficientllm_aec_watts", ("over", "run")) in served(sink)
@@ -136,7 +136,7 @@ def test_what_is_not_measured_any_more_has_no_sample(sink):
     assert ("efficientllm_pcu_ratio", ("over", "run")) not in seen
 
 
-def test_values_vanish_when_they_are_old_while_totals_stay():
+def test_old_values_are_removed_and_totals_stay():
     now_s = 1000.0
     values = prometheus._Values("mine", "abc", lambda: now_s)
     report = make_report(100)  # a window of 4.12 s: fresh for a minute
@@ -158,7 +158,7 @@ def test_values_vanish_when_they_are_old_while_totals_stay():
     assert "efficientllm_aec_watts" not in names()
 
 
-def test_no_label_is_a_rank_and_kinds_of_events_are_bounded(sink):
+def test_labels_have_no_ranks_and_bounded_event_kinds(sink):
     for number in range(1000):
         sink.event(Event(1.0, f"kind_{number}", "text", rank=number))
     sink.write(make_report(100))
@@ -177,7 +177,7 @@ BASE_UNITS = {
 }  # fmt: skip
 
 
-def test_every_metric_of_the_table_has_a_name_of_its_own_in_base_units():
+def test_every_metric_has_a_unique_name_in_base_units():
     charted = [entry for entry in metrics.METRICS.values() if entry.chart]
     names = [prometheus.name_of(entry)[0] for entry in charted]
 
@@ -188,22 +188,22 @@ def test_every_metric_of_the_table_has_a_name_of_its_own_in_base_units():
         assert not set(name.split("_")) & {"gb", "mhz", "tflops", "kg", "wh", "mw"}, name
 
 
-def test_a_new_metric_is_shown_without_a_word_here(monkeypatch, sink):
+def test_new_metric_is_served_without_changes_to_the_sink(monkeypatch, sink):
     monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
 
     @metrics.metric("GB", group="memory", bases=("window",))
     def spare_gb(totals):
-        """Memory that nobody uses."""
+        """Unused memory."""
         return 2.0
 
     report = make_report(100)
     sink.write(msgspec.structs.replace(report, values=metrics.evaluate(report.run, report.last, report.job)))
 
     assert served(sink)["efficientllm_memory_spare_bytes", ("over", "window")] == 2.0 * 2**30
-    assert "# HELP efficientllm_memory_spare_bytes Memory that nobody uses." in sink.page()
+    assert "# HELP efficientllm_memory_spare_bytes Unused memory." in sink.page()
 
 
-def test_every_metric_that_can_be_known_is_served(sink):
+def test_every_known_metric_is_served(sink):
     run = complete_totals(100)
     report = make_report(100)
     sink.write(msgspec.structs.replace(report, values=(values := metrics.evaluate(run, run, run))))
@@ -213,7 +213,7 @@ def test_every_metric_that_can_be_known_is_served(sink):
     assert names <= {key[0] for key in served(sink)}
 
 
-def test_a_port_in_use_costs_the_sink_and_one_sentence(tmp_path):
+def test_port_in_use_disables_the_sink_with_one_message(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
@@ -223,16 +223,16 @@ def test_a_port_in_use_costs_the_sink_and_one_sentence(tmp_path):
             open_sink("prometheus", make_run(tmp_path, config=Config(prometheus_port=port)))
 
 
-def test_it_listens_on_loopback_alone_and_tells_where_if_nobody_chose(tmp_path):
-    told = []
-    run = make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}, log=told.append)
+def test_automatic_port_is_on_loopback_and_logged(tmp_path):
+    lines = []
+    run = make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}, log=lines.append)
     sink = open_sink("prometheus", run)
     try:
         sink.write(make_report(100))
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
             assert samples(answer.read().decode())["efficientllm_iteration",] == 100
         assert sink._server.server_address[0] == "127.0.0.1"
-        assert told == [f"metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
+        assert lines == [f"metrics for Prometheus are at http://127.0.0.1:{sink.port}/metrics"]
         assert sink.port in jobs.listening_ports(jobs.os.getpid())
     finally:
         sink.close()
@@ -240,7 +240,7 @@ def test_it_listens_on_loopback_alone_and_tells_where_if_nobody_chose(tmp_path):
     assert sink.port not in jobs.listening_ports(jobs.os.getpid())
 
 
-def test_connections_that_say_nothing_take_few_threads_and_are_ended(tmp_path, monkeypatch):
+def test_idle_connections_are_closed_and_take_few_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
     sink = open_sink("prometheus", make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}))
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(100)]
@@ -268,26 +268,26 @@ without_prometheus = pytest.mark.skipif(
 
 @without_prometheus
 @pytest.mark.parametrize(("command", "name"), [("rules", "prometheus_rules.yml"), ("config", "prometheus.yml")])
-def test_the_examples_are_what_promtool_takes(command, name):
+def test_promtool_accepts_the_examples(command, name):
     done = subprocess.run(["promtool", "check", command, CONFIGS / name], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @without_prometheus
-def test_the_page_is_what_promtool_takes(sink):
+def test_promtool_accepts_the_page(sink):
     sink.write(make_report(100))
     sink.event(Event(1.0, "joined", "rank 0 joined"))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=sink.page(), capture_output=True, text=True, check=False
     )
 
-    # It takes "per" and its like for wrong; what it says of our names is advice, and no error of the format.
+    # It rejects "per" and similar parts of names; that is advice about names, no error of the format.
     assert done.returncode in (0, 3), done.stderr
     assert "error" not in done.stderr.lower()
 
 
-def test_an_event_line_counts_all_that_it_stands_for(sink):
+def test_collective_event_adds_its_count(sink):
     sink.event(Event(1.0, "ecc", "1 uncorrected memory errors"))
     sink.event(Event(1.0, "ecc", "more events", count=999_999))
 
@@ -295,7 +295,7 @@ def test_an_event_line_counts_all_that_it_stands_for(sink):
     assert value == 1_000_000
 
 
-def test_the_rules_ask_for_what_is_served(sink):
+def test_rules_use_served_metrics(sink):
     run = complete_totals(100)
     sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)))
     sink.event(Event(1.0, "refused", "rank 0 spoke for rank 1"))
@@ -306,7 +306,7 @@ def test_the_rules_ask_for_what_is_served(sink):
 
 
 class Server:
-    """A Prometheus in a folder of its own."""
+    """A Prometheus in its own folder."""
 
     def __init__(self, folder, target):
         self.port = jobs.unused_port()
@@ -322,7 +322,7 @@ class Server:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def ask(self, query):
-        """Return the samples that answer a query, none while it does not answer."""
+        """Return the samples of a query, none while there is no answer."""
         address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
             with urllib.request.urlopen(address, timeout=60) as answer:
@@ -333,7 +333,7 @@ class Server:
 
 @without_prometheus
 @pytest.mark.faults
-def test_a_real_prometheus_scrapes_a_job_and_answers_for_it(launch, tmp_path):
+def test_real_prometheus_scrapes_a_job(launch, tmp_path):
     port = jobs.unused_port()
     server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
     try:
@@ -353,4 +353,4 @@ def test_a_real_prometheus_scrapes_a_job_and_answers_for_it(launch, tmp_path):
     assert set(tokens["metric"]) == {"__name__", "run", "run_id", "instance", "job"}
     assert float(tokens["value"][1]) <= job.ledger.summary.tokens
     shown = [report.values["aec_watts"] for report in job.ledger.windows if "aec_watts" in report.values]
-    assert float(watts["value"][1]) in [pytest.approx(value, rel=1e-6) for value in shown]  # of when it was asked
+    assert float(watts["value"][1]) in [pytest.approx(value, rel=1e-6) for value in shown]  # at the time of the query

@@ -73,7 +73,7 @@ def test_every_value_of_a_report_is_a_scalar_of_its_iteration(tmp_path):
     assert back.Scalars("efficientllm/amu_gb")[0].wall_time == report.time_s
 
 
-def test_what_another_unit_of_it_shows_has_no_chart(tmp_path):
+def test_second_unit_of_a_metric_has_no_chart(tmp_path):
     tags = set(written(tmp_path, whole_report()).Tags()["scalars"])
 
     assert "efficientllm/energy/total_joules" in tags
@@ -86,7 +86,7 @@ def test_the_six_tags_of_the_contract_are_there(tmp_path):
     assert {f"efficientllm/{name}" for name in names.split()} <= set(written(tmp_path, make_report()).Tags()["scalars"])
 
 
-def test_health_and_the_slowest_rank_stand_beside_the_metrics(tmp_path):
+def test_health_and_slowest_rank_are_charted(tmp_path):
     back = written(tmp_path, make_report(coverage=Coverage(8, 6, 8, 5, 4, 3, (1, 2), energy=0.625), simulated=True))
 
     expected = {"ranks_reporting": 6, "gpus_measured": 5, "reports_lost": 4, "reports_late": 3}
@@ -97,7 +97,7 @@ def test_health_and_the_slowest_rank_stand_beside_the_metrics(tmp_path):
     assert points(back, "straggler/worst_rank_slowdown_ratio") == [(100, pytest.approx(4.2 / 4.04))]
 
 
-def test_the_slow_end_of_ranks_and_the_idle_end_of_gpus_are_charted(tmp_path):
+def test_slow_ranks_and_idle_gpus_are_charted(tmp_path):
     spread = {
         "step_seconds": Spread(8, 0.5, 0.5, 0.625, 0.75, 1.0),
         "gpu_watts": Spread(8, 100.0, 110.0, 400.0, 512.0, 600.0),
@@ -110,7 +110,7 @@ def test_the_slow_end_of_ranks_and_the_idle_end_of_gpus_are_charted(tmp_path):
     assert points(back, "health/p5_utilization_ratio") == [(100, 0.25)]
 
 
-def test_ten_thousand_ranks_make_no_more_than_sixty_tags(tmp_path):
+def test_10000_ranks_have_at_most_60_tags(tmp_path):
     missing = tuple(range(0, 10_000, 3))
     coverage = Coverage(10_000, 6_666, 10_000, 6_666, 9, 9, missing, 0.6, 0.6, 0.6)
     sink = open_sink("tensorboard", make_run(tmp_path))
@@ -122,7 +122,7 @@ def test_ten_thousand_ranks_make_no_more_than_sixty_tags(tmp_path):
     assert 40 < len(read(tmp_path).Tags()["scalars"]) <= 60
 
 
-def test_each_tag_has_its_help_and_unit_where_it_first_appears(tmp_path):
+def test_each_tag_has_help_and_unit_at_first_use(tmp_path):
     written(tmp_path, make_report(100, values={"amu_gb": 45.0}), make_report(110, values={"amu_gb": 45.0, "new": 1.0}))
 
     described = {
@@ -181,7 +181,7 @@ def layout(folder: Path) -> layout_pb2.Layout:
     return layout_pb2.Layout.FromString(pages[-1])
 
 
-def test_the_custom_scalars_page_groups_every_tag_into_charts(tmp_path):
+def test_custom_scalars_page_groups_all_tags(tmp_path):
     back = written(tmp_path, make_report(90, values={"window/amu_gb": 1.0}), whole_report(simulated=True))
     page = layout(tmp_path)
 
@@ -203,7 +203,7 @@ def test_charts_without_any_value_are_not_on_the_page(tmp_path):
     assert not [title for title in titles if title.startswith(("pcu_ratio", "joules"))]
 
 
-def test_a_correction_never_goes_back_and_never_touches_the_last_window(tmp_path):
+def test_correction_is_at_the_newest_step_without_window_tags(tmp_path):
     run = with_keys(totals(100), memory_mean_bytes=2**30)
     back = written(tmp_path, make_report(100), make_report(200), make_report(100, run=run, last=run, correction=True))
 
@@ -213,7 +213,7 @@ def test_a_correction_never_goes_back_and_never_touches_the_last_window(tmp_path
     assert [step for step, _ in points(back, "window/amu_gb")] == [100, 200]
 
 
-def test_an_attempt_that_starts_further_back_takes_the_later_points_back(tmp_path):
+def test_attempt_from_an_earlier_step_replaces_later_points(tmp_path):
     written(tmp_path, make_report(100), make_report(200), make_report(300))
     back = written(tmp_path, make_report(210), make_report(220), attempt=2)
 
@@ -228,7 +228,7 @@ def test_the_file_is_recognisable_as_ours(tmp_path):
     assert re.fullmatch(r"events\.out\.tfevents\.\d{10}\.\d{9}\..+\.efficientllm", file.name)
 
 
-def test_a_full_disk_is_told_and_what_comes_after_can_still_be_read(tmp_path):
+def test_later_points_are_readable_after_a_full_disk(tmp_path):
     sink = open_sink("tensorboard", make_run(tmp_path))
     sink.write(make_report(100))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -244,7 +244,7 @@ def test_a_full_disk_is_told_and_what_comes_after_can_still_be_read(tmp_path):
     assert [step for step, _ in points(read(tmp_path), "amu_gb")] == [100, 120]
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
+def test_unwritable_folder_is_named_with_a_remedy(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
 
     with pytest.raises(SinkUnavailable, match=r"tensorboard: File exists; set EFFICIENTLLM_TENSORBOARD_DIR"):
@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path):
         open_sink("tensorboard", make_run())
 
 
-def test_neither_tensorflow_nor_torch_is_imported_where_they_are_installed(tmp_path):
+def test_installed_tensorflow_and_torch_are_not_imported(tmp_path):
     for name in ("tensorflow", "torch"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')\n")

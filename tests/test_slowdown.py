@@ -10,7 +10,7 @@ from effllm.health.slowdown import Slowdown
 
 
 def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):
-    """Return the kinds of what is reported of a job on a host whose load changes every half to two seconds."""
+    """Return the kinds of events of a job on a host whose load changes every half to two seconds."""
     noise, slowdown, reported = random.Random(seed), Slowdown(), []
     row, elapsed_s, until_s, load, shown = make_row(0), 0.0, 0.0, 1.0, 0
     while elapsed_s < seconds:

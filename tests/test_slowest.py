@@ -33,7 +33,7 @@ def test_a_rank_ten_percent_slower_is_named_in_95_percent(ranks, iterations, jit
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_windows_of_one_iteration_name_it_from_the_20th_on(ranks):
+def test_slow_rank_is_named_after_20_windows_of_one_iteration(ranks):
     slow = ranks // 2
     found = []
     for seed in range(4):
@@ -44,7 +44,7 @@ def test_windows_of_one_iteration_name_it_from_the_20th_on(ranks):
     assert set(found) <= {slow, None}
 
 
-def test_a_rank_that_has_recovered_is_not_named_three_windows_later():
+def test_recovered_rank_is_not_named_three_windows_later():
     slowest = Slowest()
     for _ in range(20):
         slowest.add([0, 1, 2], [0.5, 0.5, 0.7])
@@ -54,25 +54,25 @@ def test_a_rank_that_has_recovered_is_not_named_three_windows_later():
 
 
 @pytest.mark.parametrize(("ranks", "iterations", "jitter"), [*JOBS, (3, 1, 0.03), (4, 1, 0.03)])
-def test_of_1000_healthy_windows_at_most_one_names_a_rank(ranks, iterations, jitter):
+def test_at_most_one_of_1000_healthy_windows_names_a_rank(ranks, iterations, jitter):
     found = [rank for seed in range(10) for rank in named(job_of(ranks, iterations, jitter, seed=seed), 100)]
 
     assert len(found) - found.count(None) <= 1
 
 
-def test_where_own_time_is_unknown_no_window_names_a_rank():
+def test_without_own_times_no_window_names_a_rank():
     job = SynchronousJob(4, has_sync_point=False, slow=lambda rank, _: 1.5 if rank == 2 else 1.0)
 
     assert named(job, 100) == [None] * 100
 
 
-def test_a_rank_that_becomes_slow_is_named_three_windows_later():
+def test_rank_that_becomes_slow_is_named_after_three_windows():
     job = SynchronousJob(8, slow=lambda rank, window: 1.2 if rank == 5 and window > 20 else 1.0)
 
     assert named(job, 30) == [None] * 22 + [5] * 8
 
 
-def test_ranks_that_wait_for_each_other_are_not_told_apart():
+def test_ranks_that_wait_for_each_other_are_not_distinguished():
     # Tensor parallelism: own time contains waiting, so which of the two is slow is chance.
     job = SynchronousJob(8, replica=lambda rank: f"{rank // 2}", slow=lambda rank, _: 1.2 if rank in (4, 5) else 1.0)
 
@@ -85,7 +85,7 @@ def test_pipeline_stages_of_unequal_work_are_not_compared():
     assert named(job, 40) == [None] * 40
 
 
-def test_of_two_halves_neither_is_slow():
+def test_neither_of_two_halves_is_slow():
     slowest = Slowest()
     assert [slowest.add(range(4), [1.0, 1.0, 2.0, 2.0]) for _ in range(20)] == [None] * 20
 
@@ -109,7 +109,7 @@ def test_windows_that_lack_a_rank_are_compared_rank_by_rank():
     assert found[2:] == [Straggler(3, 0.6, 0.5)] * 7
 
 
-def test_own_times_of_nothing_name_no_rank():
+def test_zero_own_times_name_no_rank():
     slowest = Slowest()
 
     assert [slowest.add([0, 1], [0.0, 1.0]) for _ in range(5)] == [None] * 5

@@ -1,4 +1,4 @@
-"""Nothing that grows for ever: a week of windows through the aggregator, the run folder and an agent's outbox."""
+"""Memory and state stay bounded: a week of windows through aggregator, run folder and an agent's outbox."""
 
 import json
 import os
@@ -35,7 +35,7 @@ SEGMENT_BYTES = 4 * 2**20
 
 
 def items_in(root):
-    """Return how many items all containers hold that can be reached from an object of ours."""
+    """Return the number of items of all containers reachable from one of our objects."""
     count, waiting, seen = 0, [root], set()
     while waiting:
         one = waiting.pop()
@@ -61,7 +61,7 @@ def items_in(root):
 
 
 class Week:
-    """A job of some ranks, whose clock is the test's."""
+    """A job of some ranks with the clock of the test."""
 
     def __init__(self, folder):
         self.aggregator = Aggregator(Config(), "job", 1, 0.0)
@@ -72,7 +72,7 @@ class Week:
             assert self.aggregator.hello(hello(rank, RANKS), Now(0.0, 0.0)) == ""
 
     def window(self, number):
-        """One window, with what happens now and then: a rank that is late, one that is silent, garbage, duplicates."""
+        """One window, with occasional faults: a late rank, a lost one, garbage, duplicates."""
         self.now_s += WINDOW_S
         aggregator, late = self.aggregator, number % 50 == 7
         times = {"busy_s": 0.9 * WINDOW_S, "wait_s": 0.1 * WINDOW_S, "start_time_s": self.now_s - WINDOW_S}
@@ -83,7 +83,7 @@ class Week:
         for one in rows[: RANKS - late]:
             aggregator.reports(reports(one), Now(self.now_s, self.now_s))
         if late:
-            for _ in range(40):  # its agent is away for 200 s
+            for _ in range(40):  # its agent is lost for 200 s
                 self.now_s += 5.0
                 for rank in range(RANKS - 1):
                     beat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
@@ -106,7 +106,7 @@ class Week:
 @pytest.mark.faults
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys):
+def test_memory_and_state_do_not_grow_over_a_week_of_windows(tmp_path, capsys):
     week = Week(tmp_path / "run")
     memory, blocks, items, states = [], [], {}, {}
     for number in range(1, WEEK + 1):
@@ -133,7 +133,7 @@ def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys)
     # bytes.  What a process has grows by whole arenas of 1 MiB, of which one is at most 347 bytes a window here.
     assert more_blocks < 1.0
     assert slope < 400.0
-    filled = list(items.values())[5:]  # what is bounded by a number of windows has reached it
+    filled = list(items.values())[5:]  # bounds given in windows are reached by then
     assert max(filled) <= filled[0] + MAX_LISTED_ITEMS
     sizes = list(states.values())
     assert sizes[-1] <= 1.02 * sizes[len(sizes) // 4]
@@ -143,14 +143,14 @@ def test_a_week_of_windows_leaves_memory_and_state_as_they_are(tmp_path, capsys)
     assert json.loads(segments[-1].read_text().splitlines()[-1])["window"] == WEEK
 
 
-#: Lines that were told stay known, so that they are told once: a thousand of a kind, and here one in a hundred windows.
+#: Logged texts are kept, so that each is logged once: a thousand of a kind, and here one per hundred windows.
 MAX_LISTED_ITEMS = 3 * WEEK // 100
 
 
 @pytest.mark.parametrize(
     ("is_sent", "lost"), [(True, 0), (False, 19_000)]
 )  # the aggregator counts those that were sent
-def test_a_full_outbox_counts_what_was_never_sent(is_sent, lost):
+def test_full_outbox_counts_reports_never_sent(is_sent, lost):
     outbox = Outbox(1000)
     for number in range(1, 20_001):
         outbox.add(row(window=number, devices=()))
@@ -188,7 +188,7 @@ def absent():
 
 @pytest.fixture
 def tracks():
-    """A device that hangs until an event is set, and a node sensor that is not there; and that event."""
+    """A device that hangs until an event is set, a missing node sensor, and that event."""
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     hanging = HangingReader()
     samplers = [
@@ -210,7 +210,7 @@ def tracks():
     os.close(wake)
 
 
-def test_an_agent_without_working_sensors_does_not_grow(tracks):
+def test_memory_of_an_agent_without_sensors_does_not_grow(tracks):
     tracks, _ = tracks
     cutter = WindowCutter("agent", 0, 1, 0, MADE_NS, 0.0)
     outbox = Outbox(1000)
@@ -235,7 +235,7 @@ def test_an_agent_without_working_sensors_does_not_grow(tracks):
     assert bytes_used[-1] - bytes_used[2] < 100_000, bytes_used  # 3,000 windows: their requests were 0.5 MB
 
 
-def test_a_device_that_comes_back_is_measured_again(tracks):
+def test_recovered_device_is_measured_again(tracks):
     (hanging, _), released = tracks
     for _ in range(10 * MAX_REQUESTS):
         hanging.ask(time.monotonic_ns())

@@ -1,4 +1,4 @@
-"""Jobs that span hosts: found, encrypted, and closed to strangers; with real hosts, launchers and sockets."""
+"""Jobs that span hosts: discovery, encryption and admission, with real hosts, launchers and sockets."""
 
 import contextlib
 import json
@@ -19,8 +19,8 @@ ITERATIONS, TOKENS = 40, 100
 PORT = 29555
 LOOP = jobs.SCRIPTS / "loop.py"
 
-#: Says BEAT to an aggregator as somebody who has these keys; prints whether it was let in.
-STRANGER = """
+#: Sends BEAT to an aggregator with one kind of keys; prints whether it was admitted.
+PEER = """
 import sys, time, os
 from effllm.network.curve import AgentKeys, KeyPair
 from effllm.records.wire import Heartbeat
@@ -38,7 +38,7 @@ link.connect()
 until_s, was_in = time.monotonic() + seconds, False
 while time.monotonic() < until_s and not was_in:
     was_in = link.is_new()
-    link.send(Heartbeat("stranger", 0, 0, "step", 0.0))
+    link.send(Heartbeat("unknown", 0, 0, "step", 0.0))
     time.sleep(0.02)
 print("let in" if was_in else "refused", flush=True)
 os._exit(0)
@@ -81,7 +81,7 @@ def run_json(job):
 
 @pytest.fixture
 def own_secret(own_secret):
-    """The secret of the home that all hosts share."""
+    """The secret in the home folder that all hosts share."""
     return secret_path(Config())
 
 
@@ -108,7 +108,7 @@ def test_two_hosts_are_one_job_with_keys(hosts, launch, family):
     assert stat.S_IMODE(secret_path(Config()).stat().st_mode) == 0o600
 
 
-def test_a_rendezvous_of_c10d_does_as_well(hosts, launch):
+def test_ranks_meet_by_a_c10d_rendezvous(hosts, launch):
     pair = hosts(2)
     options = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{pair[0].address}:{PORT}", "--rdzv_id", "job-1")
 
@@ -120,7 +120,7 @@ def test_a_rendezvous_of_c10d_does_as_well(hosts, launch):
     assert nodes[0].ledger.folder.name == "job-1"
 
 
-def test_launchers_without_a_store_meet_by_a_file_that_is_gone_afterwards(hosts, launch, tmp_path):
+def test_ranks_without_a_store_meet_by_a_temporary_file(hosts, launch, tmp_path):
     pair = hosts(2)
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -135,7 +135,7 @@ def test_launchers_without_a_store_meet_by_a_file_that_is_gone_afterwards(hosts,
     assert not list(runs.glob(".*"))
 
 
-def test_a_record_that_nobody_signed_is_ignored_and_told_once(hosts, launch, tmp_path):
+def test_unsigned_record_is_ignored_and_reported_once(hosts, launch, tmp_path):
     pair = hosts(2)
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -145,12 +145,12 @@ def test_a_record_that_nobody_signed_is_ignored_and_told_once(hosts, launch, tmp
     (_, second) = ranks(launch, [pair[0], pair[1]], environ={0: {"SLURM_STEP_ID": "7"}})  # rank 0 is elsewhere
 
     second.wait(60)
-    told = our_lines(second)
-    assert [line for line in told if "is not signed with the secret" in line] == told[:1]
+    lines = our_lines(second)
+    assert [line for line in lines if "is not signed with the secret" in line] == lines[:1]
     assert "10.77.0.2:9" not in second.stderr
 
 
-def test_a_host_without_the_secret_is_told_so_and_trains_on(hosts, launch, tmp_path):
+def test_host_without_the_secret_reports_it_and_trains_on(hosts, launch, tmp_path):
     pair = hosts(2)
     first, second = ranks(launch, pair, environ={1: {"XDG_CONFIG_HOME": str(tmp_path / "other")}})
 
@@ -160,11 +160,11 @@ def test_a_host_without_the_secret_is_told_so_and_trains_on(hosts, launch, tmp_p
     assert our_lines(second)[0].startswith(
         f"[EfficientLLM] no metrics of this rank: there is no secret {file} on this host: copy it from rank 0's"
     )
-    assert not file.exists(), "a second secret would help nobody"
+    assert not file.exists(), "no second secret is created"
     assert {row.rank for row in first.ledger.ranks} == {0}
 
 
-def test_a_host_with_another_secret_is_told_so(hosts, launch, tmp_path):
+def test_host_with_another_secret_reports_it(hosts, launch, tmp_path):
     pair = hosts(2)
     secret.create(tmp_path / "other")
     first, second = ranks(launch, pair, environ={1: {"EFFICIENTLLM_SECRET_FILE": str(tmp_path / "other")}})
@@ -174,7 +174,7 @@ def test_a_host_with_another_secret_is_told_so(hosts, launch, tmp_path):
     assert {row.rank for row in first.ledger.ranks} == {0}
 
 
-def test_a_secret_that_others_can_read_is_refused_on_rank_0(hosts, launch):
+def test_rank_0_rejects_a_secret_that_others_can_read(hosts, launch):
     pair = hosts(2)
     file = secret_path(Config())
     secret.create(file)
@@ -186,7 +186,7 @@ def test_a_secret_that_others_can_read_is_refused_on_rank_0(hosts, launch):
     assert not [one for one in first.runs() if one.is_dir()]
 
 
-def test_without_keys_it_works_and_says_so_on_every_start(hosts, launch):
+def test_job_without_keys_works_and_warns_on_every_start(hosts, launch):
     pair = hosts(2)
     first, second = (one.done(120) for one in ranks(launch, pair, security="none", ports="29700-29703"))
 
@@ -201,7 +201,7 @@ def test_without_keys_it_works_and_says_so_on_every_start(hosts, launch):
     assert not secret_path(Config()).exists()
 
 
-def test_the_interface_and_the_ports_are_those_that_were_named(hosts, launch):
+def test_configured_interface_and_ports_are_used(hosts, launch):
     one, two = pair = hosts(2)
     one.run("ip", "link", "add", "ib0", "type", "veth", "peer", "name", "far")
     one.run("ip", "address", "add", "10.88.0.1/24", "dev", "ib0")
@@ -229,7 +229,7 @@ with socket.create_server((sys.argv[1], int(sys.argv[2]))):
 
 
 def listeners(pid):
-    """Return what a process listens on, as its own network namespace tells."""
+    """Return the addresses that a process listens on in its network namespace."""
     inodes = set()
     for one in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -243,7 +243,7 @@ def listeners(pid):
     return found
 
 
-def test_where_the_master_is_a_loopback_address_the_default_route_tells(hosts, launch):
+def test_loopback_master_address_uses_the_default_route(hosts, launch):
     one, two = pair = hosts(2)
     one.resolve("head", "127.0.1.1")  # Debian's installer writes this for the host's own name
     two.resolve("head", one.address)
@@ -258,7 +258,7 @@ def test_where_the_master_is_a_loopback_address_the_default_route_tells(hosts, l
 
 
 @pytest.mark.fault("unauthenticated-peers")
-def test_strangers_are_refused_counted_and_named(hosts, launch):
+def test_unauthenticated_peers_are_rejected_counted_and_named(hosts, launch):
     one, two, *others = hosts(6)
     nodes = ranks(launch, (one, two), "--until", "enough", ports="29700-29700", run_name="run")
     jobs.until(lambda: nodes[0].runs() and nodes[0].num_windows > 0, 90)
@@ -266,26 +266,26 @@ def test_strangers_are_refused_counted_and_named(hosts, launch):
     kinds = ["no key", "another secret", "another job's key", "a key made up"]
 
     answers = []
-    for pair in ((0, 2), (1, 3)):  # one that the gate refuses, and one that never gets there
+    for pair in ((0, 2), (1, 3)):  # one rejected by admission, and one rejected before it
         asking = [
             others[i].start(
-                *(sys.executable, "-c", STRANGER, kinds[i], f"tcp://{one.address}:29700", "5", known), stdout=-1
+                *(sys.executable, "-c", PEER, kinds[i], f"tcp://{one.address}:29700", "5", known), stdout=-1
             )
             for i in pair
         ]
         answers += [process.communicate(timeout=90)[0].decode().strip() for process in asking]
     assert answers == ["refused"] * 4
 
-    def told():
+    def rejections():
         return sorted(text for text in nodes[0].ledger.event_texts("refused") if text.startswith("a peer at "))
 
-    jobs.until(lambda: len({text.split()[3] for text in told()}) >= 4)
+    jobs.until(lambda: len({text.split()[3] for text in rejections()}) >= 4)
     for node in nodes:
         (node.folder / "enough").touch()
     iterations = sum(node.finish(120) for node in nodes)
     summary = nodes[0].ledger.summary
     assert (summary.status, summary.tokens) == ("completed", TOKENS * iterations)
-    by_address = {text.split()[3]: text.partition("rejected: ")[2] for text in told()}
+    by_address = {text.split()[3]: text.partition("rejected: ")[2] for text in rejections()}
     assert by_address.keys() == {host.address for host in others}
     assert by_address[others[0].address] in ("no key", "it does not speak as agents do")
     assert by_address[others[1].address] == "another secret"
@@ -293,7 +293,7 @@ def test_strangers_are_refused_counted_and_named(hosts, launch):
     assert summary.events["strangers"] >= 4
 
 
-def test_nothing_secret_is_in_arguments_environments_the_run_folder_logs_or_the_record(hosts, launch, tmp_path):
+def test_secrets_are_in_no_argument_environment_file_or_log(hosts, launch, tmp_path):
     pair = hosts(2)
     nodes = ranks(launch, pair, "--step-s", "0.1", run_name="run")
     jobs.until(lambda: nodes[0].runs() and nodes[0].num_windows > 0, 90)
@@ -314,14 +314,14 @@ def test_nothing_secret_is_in_arguments_environments_the_run_folder_logs_or_the_
     exposed = {**public, "record": record, **{str(path): path.read_bytes() for path in files}}
     found = {name for name, content in exposed.items() for one in hidden if one in content}
     assert found == set()
-    assert any(job.encode() in content for content in exposed.values()), "what is looked for could be found"
+    assert any(job.encode() in content for content in exposed.values()), "the search finds the job"
 
 
 EXPOSED = ("cmdline", "environ")
 
 
 def forms(known, job):
-    """Return the secret and every key that is made of it, in the forms in which they could be written."""
+    """Return the secret and every key derived from it, in the forms in which they could be written."""
     from zmq.utils import z85
 
     seeds = [known.encode(), bytes.fromhex(known)]
@@ -330,7 +330,7 @@ def forms(known, job):
     return [form for seed in seeds for form in (seed, seed.hex().encode(), z85.encode(seed))]
 
 
-def test_serve_on_an_address_of_others_needs_the_secret_and_says_what_the_training_shell_needs(hosts, launch, tmp_path):
+def test_serve_on_a_public_address_needs_the_secret(hosts, launch, tmp_path):
     one, two = hosts(2)
     served = launch.on(one).code(
         "import sys\nfrom effllm.cli import main\nsys.argv = "
@@ -347,8 +347,8 @@ def test_serve_on_an_address_of_others_needs_the_secret_and_says_what_the_traini
 
     refused = launch.on(two).python(LOOP, endpoint="10.77.0.1:5555", secret_file=tmp_path / "none").wait(40)
     assert "there is no secret" in refused.our_errors[0]
-    told = {name.removeprefix("EFFICIENTLLM_").lower(): value for name, value in said.items()}
-    launch.on(two).python(LOOP, "--iterations", ITERATIONS, **told).done(40)
+    variables = {name.removeprefix("EFFICIENTLLM_").lower(): value for name, value in said.items()}
+    launch.on(two).python(LOOP, "--iterations", ITERATIONS, **variables).done(40)
 
     served.done(20)
     assert jobs.Ledger(tmp_path / "runs" / "served").summary.tokens == ITERATIONS * TOKENS
@@ -383,7 +383,7 @@ effllm.finalize_efficientllm_metrics()
 
 @pytest.mark.long
 @pytest.mark.fault("elastic-restart")
-def test_after_a_restart_the_address_of_the_first_attempt_misleads_nobody(hosts, launch, tmp_path):
+def test_restart_ignores_the_address_of_the_first_attempt(hosts, launch, tmp_path):
     pair = hosts(2)
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)

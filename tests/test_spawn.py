@@ -1,4 +1,4 @@
-"""effllm/spawn.py: our processes find their modules where the trainer does, and never in the current folder."""
+"""effllm/spawn.py: child processes import from the trainer's paths, and never from the current folder."""
 
 import json
 import os
@@ -31,7 +31,7 @@ since_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="safe paths c
         ([], {"PYTHONNOUSERSITE": "1"}),
     ],
 )
-def test_modules_come_from_where_the_trainer_has_them(tmp_path, options, variables):
+def test_modules_are_imported_from_the_trainers_paths(tmp_path, options, variables):
     given = tmp_path / "given"
     given.mkdir()
     path = tmp_path / "report.json"

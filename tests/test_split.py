@@ -1,4 +1,4 @@
-"""effllm/timeline.py: intervals by hand; exposed communication is what no computation runs beside."""
+"""effllm/timeline.py: intervals by hand; communication is exposed while no computation runs."""
 
 import random
 
@@ -8,7 +8,7 @@ from effllm.timeline import KINDS, Split, device_kind, group_kind, host_kind, ov
 
 
 def test_communication_beside_computation_is_not_exposed():
-    # compute 0-60, communication 50-80: 30 of it, of which 60-80 has nothing beside it; 80-100 is idle.
+    # compute 0-60, communication 50-80: 30 in all, of which 60-80 is exposed; 80-100 is idle.
     assert split(0, 100, [(0, 60)], [("dp", 50, 80)]) == Split(100, 30, 20, 60, 20, {"dp": (30, 20)})
 
 
@@ -17,7 +17,7 @@ def test_computation_on_two_streams_counts_once():
     assert split(0, 50, [(20, 50), (0, 40)], [("tp", 10, 45)]) == Split(50, 35, 0, 50, 0, {"tp": (35, 0)})
 
 
-def test_groups_that_overlap_are_each_told_whole_and_count_once_in_all():
+def test_overlapping_groups_are_whole_and_count_once_in_total():
     # dp 10-30, tp 20-40: 10-40 is communication, 30; computation 0-15 hides 5 of dp's 20.
     found = split(0, 40, [(0, 15)], [("dp", 10, 30), ("tp", 20, 40)])
 
@@ -25,7 +25,7 @@ def test_groups_that_overlap_are_each_told_whole_and_count_once_in_all():
     assert found.kinds == {"dp": (20, 15), "tp": (20, 20)}
 
 
-def test_what_lies_outside_of_the_iteration_does_not_count():
+def test_time_outside_the_iteration_does_not_count():
     # Of 0-30 and 90-130 only 20-30 and 90-100 lie in 20-100; the copy at 5-15 lies before.
     assert split(20, 100, [(0, 30), (5, 15)], [("ep", 90, 130)]) == Split(80, 10, 10, 10, 60, {"ep": (10, 10)})
 
@@ -39,7 +39,7 @@ def test_records_of_no_length_and_backwards_change_nothing():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_parts_are_the_whole_whatever_the_intervals(seed):
+def test_parts_add_up_for_any_intervals(seed):
     draw = random.Random(seed)
 
     def intervals(count):
@@ -57,12 +57,12 @@ def test_the_parts_are_the_whole_whatever_the_intervals(seed):
     assert all(exposed <= total <= found.communication_ns for total, exposed in found.kinds.values())
 
 
-def test_touching_stretches_are_one():
+def test_touching_intervals_are_merged():
     assert union([(10, 20), (0, 10), (4, 6)]) == [(0, 20)]
     assert overlap([(0, 10), (20, 30)], [(5, 25), (29, 40)]) == 5 + 5 + 1
 
 
-def test_kernels_are_told_by_their_names():
+def test_kernels_are_classified_by_name():
     assert device_kind("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)") == "all_reduce"
     assert device_kind("ncclKernel_ReduceScatter_RING_LL_Sum_bf16") == "reduce_scatter"
     assert device_kind("ncclDevKernel_AllGather_RING_LL") == "all_gather"
@@ -73,7 +73,7 @@ def test_kernels_are_told_by_their_names():
     assert device_kind("Memcpy HtoD (Pinned -> Device)") == ""
 
 
-def test_records_of_a_host_are_told_by_their_names():
+def test_host_records_are_classified_by_name():
     assert host_kind("gloo:all_reduce") == "all_reduce"
     assert host_kind("gloo:_reduce_scatter_base") == "reduce_scatter"
     assert host_kind("aten::addmm") == ""
@@ -90,8 +90,8 @@ def test_records_of_a_host_are_told_by_their_names():
         assert host_kind(name) is None, name
 
 
-def test_groups_are_told_by_what_their_makers_call_them():
-    told = {
+def test_groups_are_classified_by_name():
+    expected = {
         "TENSOR_MODEL_PARALLEL_GROUP": "tp",
         "DATA_PARALLEL_GROUP_WITH_CP": "dp",
         "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -103,5 +103,5 @@ def test_groups_are_told_by_what_their_makers_call_them():
         "default_pg": None,
     }
 
-    assert {name: group_kind(name) for name in told} == told
-    assert set(told.values()) - {None} <= set(KINDS)
+    assert {name: group_kind(name) for name in expected} == expected
+    assert set(expected.values()) - {None} <= set(KINDS)

@@ -1,4 +1,4 @@
-"""Computation and communication of two real ranks under torchrun, with gloo in the place of NCCL."""
+"""Computation and communication of two real ranks under torchrun, with gloo instead of NCCL."""
 
 import jobs
 import pytest
@@ -25,7 +25,7 @@ def job(clean_environment, tmp_path_factory):
 def test_all_ranks_profile_the_same_iterations(job):
     rows = [row for row in job.ledger.ranks if row.profile]
 
-    # 5, 10, 15 and 20 on either rank; that of an iteration that ends a window may come with the next.
+    # 5, 10, 15 and 20 on either rank; the profile of the last iteration of a window may be in the next one.
     assert sum(row.profile.iterations for row in rows) == ITERATIONS // EVERY * WORLD
     assert job.ledger.summary.profile.iterations == ITERATIONS // EVERY * WORLD
     assert {row.rank for row in rows} == set(range(WORLD))
@@ -41,7 +41,7 @@ def test_computation_and_exposed_communication_add_up_to_al(job):
     assert values["profiling_seconds"] > 0
 
 
-def test_exposed_is_what_the_loop_waited_and_hidden_is_not(job):
+def test_exposed_communication_is_the_wait_of_the_loop(job):
     profile = job.ledger.summary.profile
     waited_s = sum(job.output(f"truth-{rank}.json")["waited_s"] for rank in range(WORLD))
 
@@ -59,7 +59,7 @@ def test_the_profiled_iterations_are_as_long_as_their_stamps(job):
     assert 0.3 * summary.metrics["al_seconds"].value < mean_s < 10 * summary.metrics["al_seconds"].value
 
 
-def test_training_is_the_same_to_the_last_bit_with_it_and_without(job, tmp_path):
+def test_training_is_bitwise_the_same_with_profiling(job, tmp_path):
     plain = run(tmp_path)
 
     for rank in range(WORLD):
@@ -69,6 +69,6 @@ def test_training_is_the_same_to_the_last_bit_with_it_and_without(job, tmp_path)
     assert "computation_seconds" not in str(plain.ledger.summary.metrics)
 
 
-def test_nothing_is_said_on_stderr(job):
+def test_stderr_is_empty(job):
     assert "profiler_start" not in job.stderr
     assert job.our_errors == []

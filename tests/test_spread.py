@@ -1,4 +1,4 @@
-"""How a window's values lie over ranks and GPUs: by hand, and against numpy and statistics for ten thousand of them."""
+"""The spread of a window's values over ranks and GPUs: by hand, and against numpy and statistics for 10,000."""
 
 import random
 import statistics
@@ -26,7 +26,7 @@ def window_of(rows, world_size, devices=lambda rank: (gpu(f"GPU-{rank}"),)):
     return closed.report
 
 
-def test_percentiles_lie_between_the_two_values_that_they_fall_between():
+def test_percentiles_are_interpolated():
     # Of five values the fifth percentile lies a fifth of the way from the first to the second: 0.05 * 4 = 0.2.
     assert spread_of(np.array([30.0, 10.0, 50.0, 20.0, 40.0])) == Spread(5, 10.0, 12.0, 30.0, 48.0, 50.0)
 
@@ -35,13 +35,13 @@ def test_the_median_of_an_even_number_is_the_middle_of_two():
     assert spread_of(np.array([4.0, 1.0, 2.0, 8.0])).median == 3.0
 
 
-def test_one_value_is_all_of_it_and_none_is_nothing():
+def test_spread_of_one_value_and_of_none():
     assert spread_of(np.array([7.0])) == Spread(1, 7.0, 7.0, 7.0, 7.0, 7.0)
     assert spread_of(np.array([])) is None
 
 
 @pytest.mark.parametrize("count", [2, 101, 9_999, 10_000])
-def test_ten_thousand_values_lie_as_numpy_and_statistics_say(count):
+def test_spread_of_10000_values_matches_numpy_and_statistics(count):
     chance = random.Random(count)
     values = [chance.lognormvariate(0.0, 0.3) for _ in range(count)]
 
@@ -54,7 +54,7 @@ def test_ten_thousand_values_lie_as_numpy_and_statistics_say(count):
     assert [found.p5, found.median, found.p95] == pytest.approx(np.quantile(values, [0.05, 0.5, 0.95]), rel=1e-12)
 
 
-def test_a_window_tells_how_steps_power_and_utilization_lie_and_the_slowest_step_is_al():
+def test_window_has_the_spread_of_steps_power_and_utilization():
     # Ten iterations each: steps of 0.8, 0.9, 1.0 s; 100, 200, 300 W over the ten seconds of a row.
     rows = [
         row(
@@ -73,11 +73,11 @@ def test_a_window_tells_how_steps_power_and_utilization_lie_and_the_slowest_step
     assert steps.most == report.values["window/al_seconds"]
     power = report.spread["gpu_watts"]
     assert (power.least, power.median, power.p95, power.most) == (100.0, 200.0, pytest.approx(290.0), 300.0)
-    assert 3 * report.values["energy/watts_per_gpu"] == pytest.approx(600.0), "the sum of what is spread"
+    assert 3 * report.values["energy/watts_per_gpu"] == pytest.approx(600.0), "the sum over the GPUs"
     assert report.spread["utilization_ratio"] == Spread(3, 0.5, 0.5, 0.5, 0.5, 0.5)
 
 
-def test_who_was_not_measured_or_did_no_iteration_is_not_in_it():
+def test_spread_omits_unmeasured_ranks_and_those_without_steps():
     blind = device_window("GPU-0", wall=Integrals(NOT_MEASURED, 5.0, 10.0))
     idle = row(1, iteration_first=11, iteration_last=10, busy_s=0.0, wait_s=0.0, phases_s={"evaluation": 10.0})
 
@@ -88,7 +88,7 @@ def test_who_was_not_measured_or_did_no_iteration_is_not_in_it():
     assert report.spread["gpu_watts"].count == 2
 
 
-def test_two_dies_that_show_one_module_draw_its_power_once():
+def test_power_of_a_module_with_two_dies_counts_once():
     def devices(rank):
         return (gpu(f"GPU-{rank}", energy_key="module"),)
 
@@ -98,14 +98,14 @@ def test_two_dies_that_show_one_module_draw_its_power_once():
     assert report.spread["utilization_ratio"].count == 2
 
 
-def test_without_gpus_there_are_steps_alone():
+def test_without_gpus_there_is_only_the_spread_of_steps():
     def devices(rank):
         return (gpu(f"GPU-{rank}", is_gpu=False),)
 
     assert list(window_of([row(0), row(1)], 2, devices).spread) == ["step_seconds"]
 
 
-def test_a_correction_tells_no_spread():
+def test_correction_has_no_spread():
     aggregator = Aggregator(Config(), "job", 1, 0.0)
     for rank in range(2):
         assert aggregator.hello(hello(rank), Now(0.0, 0.0)) == ""

@@ -14,7 +14,7 @@ STEP, BETWEEN = "in an iteration", "between iterations"
 
 
 class Job:
-    """An aggregator and the beats of its ranks; ten iterations have ended by 100 s."""
+    """An aggregator and the heartbeats of its ranks; ten iterations have ended by 100 s."""
 
     def __init__(self, ranks: int = 4, **changes) -> None:
         self.aggregator = Aggregator(Config(), "job", 1, UNIX_S)
@@ -67,7 +67,7 @@ def test_event_has_logged_iteration_numbers_host_and_device():
     assert text.endswith("utilization 100 %, 210 W; 3 others at 1011")
 
 
-def test_stacks_of_ranks_behind_and_one_other_are_asked_once():
+def test_stacks_of_ranks_behind_and_one_other_are_requested_once():
     job = Job()
     job.stall(BEHIND, until_s=500.0)
     asked = job.aggregator.stalls.take_asked()
@@ -77,14 +77,14 @@ def test_stacks_of_ranks_behind_and_one_other_are_asked_once():
     assert job.aggregator.stalls.take_asked() == []
 
 
-def test_at_most_nine_agents_are_asked():
+def test_at_most_nine_stacks_are_requested():
     job = Job(ranks=40)
     job.stall({rank: (10, BETWEEN) if rank < 30 else (11, STEP) for rank in range(40)})
 
     assert sorted(job.aggregator.stalls.take_asked()) == [*range(8), 30]
 
 
-def test_stacks_become_files_and_one_event_when_all_have_come():
+def test_stacks_become_files_and_one_event_when_complete():
     job = Job()
     job.stall(BEHIND)
     job.events()
@@ -105,7 +105,7 @@ def test_stacks_become_files_and_one_event_when_all_have_come():
     assert job.aggregator.stalls.take_files() == []
 
 
-def test_missing_stack_does_not_hold_up_the_event():
+def test_missing_stack_does_not_block_the_event():
     job = Job()
     job.stall(BEHIND)
     job.stack(2)
@@ -117,7 +117,7 @@ def test_missing_stack_does_not_hold_up_the_event():
 
 
 @pytest.mark.parametrize("who", [1, 3, 7])
-def test_stack_that_was_not_asked_for_is_dropped(who):
+def test_unrequested_stack_is_dropped(who):
     job = Job()
     job.stall(BEHIND)
     before = job.aggregator.garbage
@@ -151,7 +151,7 @@ def test_summary_has_stalled_time_during_and_after_a_stall():
     assert job.summary(ended=False).metrics["health/stalled_s"].value == pytest.approx(50.0)
 
 
-def test_two_stalls_add_up_and_each_asks_for_stacks():
+def test_two_stalls_add_up_and_each_requests_stacks():
     job = Job()
     job.stall(BEHIND)
     first = job.aggregator.stalls.take_asked()
@@ -205,7 +205,7 @@ def test_job_that_completes_after_a_stall_has_completed():
     assert job.summary().status == "completed"
 
 
-def test_rank_of_a_dead_agent_is_silent_not_stalled():
+def test_rank_of_a_dead_agent_is_lost_not_stalled():
     job = Job()
     job.stall({rank: place for rank, place in BEHIND.items() if rank != 2}, until_s=150.0)
 
@@ -215,7 +215,7 @@ def test_rank_of_a_dead_agent_is_silent_not_stalled():
     assert 2 not in job.aggregator.stalls.take_asked()
 
 
-def test_rank_that_came_back_has_not_left():
+def test_rank_that_joined_again_has_not_left():
     job = Job()
     bye(job, 3, "killed", 100.0)
     job.aggregator.hello(hello(3, 4, agent="another", devices=()), Now(101.0, UNIX_S + 101))

@@ -1,11 +1,11 @@
-"""health/standing_out.py: who is judged at all; who stands out is in test_stragglers.py."""
+"""health/standing_out.py: which ranks are compared at all; test_stragglers.py has which are named."""
 
 from builders import row
 
 from effllm.health.standing_out import Track
 
 
-def test_iterations_that_no_clock_could_tell_name_nobody():
+def test_iterations_too_short_for_a_clock_name_no_rank():
     track = Track()
     for window in range(3):
         rows = [row(rank, window) for rank in range(3)]

@@ -1,4 +1,4 @@
-"""Stragglers in the aggregator: from reports and beats to verdicts, events, totals and what a replacement knows."""
+"""Stragglers in the aggregator: from reports and heartbeats to verdicts, events, totals and a replacement."""
 
 import pytest
 from builders import device_window, gpu, hello, reports, row
@@ -49,7 +49,7 @@ class Job:
         self.aggregator.heartbeat(message, Now(now_s, 1000.0 + now_s))
 
 
-def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
+def test_named_rank_is_in_events_reports_totals_and_summary():
     job = Job().run(1, 8)
     reports_of = job.closed()
 
@@ -70,13 +70,13 @@ def test_a_named_rank_is_in_events_reports_totals_and_the_summary():
     assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds)
 
 
-def test_the_table_at_the_end_names_who_held_the_others_up():
+def test_closing_table_names_the_straggler():
     lines = summary_text(Job().run(1, 8).summary(), None, None).splitlines()
 
     assert "  stragglers    rank 2 (24 s): GPU time of the ranks that waited" in lines  # 8 * 3 * 0.98 s
 
 
-def test_a_replacement_keeps_the_totals_and_learns_the_verdict_anew():
+def test_replacement_keeps_the_totals_and_finds_the_verdict_again():
     job = Job().run(1, 8)
     before = job.summary().stragglers[0].gpu_seconds
 
@@ -100,7 +100,7 @@ def test_a_sensor_of_the_node_is_not_the_device_of_a_rank():
     assert job.summary().stragglers[0].device == "GPU-2"
 
 
-def test_where_no_rank_tells_its_own_time_there_is_no_number_of_stragglers():
+def test_without_own_times_there_is_no_straggler_metric():
     job = Job()
     for rank in job.ranks:
         job.aggregator.reports(reports(row(rank)), Now(10.0, 1010.0))
@@ -110,7 +110,7 @@ def test_where_no_rank_tells_its_own_time_there_is_no_number_of_stragglers():
     assert not any(tag.startswith("straggler/") for tag in report.values)
 
 
-def test_the_error_of_the_worst_clock_is_published_and_grows_with_age():
+def test_error_of_the_worst_clock_is_published_and_grows():
     job = Job()
     job.beat(0, 1.0, 1e6, 1e-5)
     job.beat(1, 2.0, -1e6, 2e-5)
@@ -131,7 +131,7 @@ def test_another_agent_of_a_rank_has_another_clock():
     assert "health/clock_error_s" not in job.closed()[0].values
 
 
-def test_the_hot_reason_of_a_rank_is_found_in_its_reports():
+def test_thermal_slowdown_is_found_in_reports():
     job = Job()
     for window in range(1, 9):
         for rank in job.ranks:
@@ -149,11 +149,11 @@ def test_the_hot_reason_of_a_rank_is_found_in_its_reports():
     assert " since iteration 1: thermal slowdown; cost " in event.text
 
 
-def test_an_answer_about_the_clock_arrives_as_it_was():
+def test_clock_answer_survives_encoding():
     assert decode_from_aggregator(encode(Clock(1, 2, 3))) == Clock(1, 2, 3)
 
 
-def test_a_verdict_is_bounded_however_many_are_slow():
+def test_verdicts_are_bounded_for_many_slow_ranks():
     job = Job(ranks=100)
     for window in range(1, 9):
         for rank in job.ranks:
@@ -167,7 +167,7 @@ def test_a_verdict_is_bounded_however_many_are_slow():
     assert len(job.events_of("straggler")) == 20, "a line for each node of two"
 
 
-def test_the_calls_do_nothing_where_nothing_is_collected(monkeypatch):
+def test_calls_do_nothing_without_collection(monkeypatch):
     monkeypatch.setattr(module, "_collector", None)
 
     effllm.sync_point()
@@ -178,7 +178,7 @@ def test_the_calls_do_nothing_where_nothing_is_collected(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, 7, "x" * 10_000, object()])
-def test_whatever_a_group_is_named_it_fits_the_wire(monkeypatch, name):
+def test_any_group_name_fits_the_wire(monkeypatch, name):
     monkeypatch.setattr(module, "_collector", None)
     effllm.set_peer_group(name)
 

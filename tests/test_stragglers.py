@@ -1,4 +1,4 @@
-"""effllm/health/stragglers.py and what it stands on, by a seeded model of synchronous training."""
+"""effllm/health/stragglers.py and the modules that it uses, by a seeded model of synchronous training."""
 
 import re
 import time
@@ -25,13 +25,13 @@ def slowed(ranks, by=1.1, first=6, last=10**9):
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
-def test_one_rank_slowed_by_ten_percent_is_named_and_nobody_else_in_20_of_20_runs(ranks):
+def test_rank_10_percent_slower_is_named_alone_in_20_runs(ranks):
     named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).named_ranks for seed in range(20)]
 
     assert named == [{ranks // 2}] * 20
 
 
-def test_of_a_thousand_ranks_the_one_that_is_slow_is_named_within_three_windows():
+def test_slow_rank_of_1024_is_named_within_three_windows():
     job = SynchronousJob(1024, slow=slowed({17}), jitter=0.03).run(8)
 
     (verdict,) = job.stragglers.verdicts
@@ -40,7 +40,7 @@ def test_of_a_thousand_ranks_the_one_that_is_slow_is_named_within_three_windows(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_light_pipeline_stage_frames_nobody(seed):
+def test_light_pipeline_stage_names_no_rank(seed):
     weights = (1.0, 1.0, 1.0, 0.4)  # the last stage has less to do: against it all others would look slow
     job = SynchronousJob(
         32, seed=seed, weight=lambda rank: weights[rank // 8], group=lambda rank: f"trainer stage {rank // 8}"
@@ -48,7 +48,7 @@ def test_a_light_pipeline_stage_frames_nobody(seed):
     assert job.run(30).named_ranks == set()
 
 
-def test_a_slow_rank_of_the_light_stage_is_named_among_its_peers_alone():
+def test_slow_rank_of_a_light_stage_is_named_among_its_peers():
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(
         32,
@@ -61,27 +61,27 @@ def test_a_slow_rank_of_the_light_stage_is_named_among_its_peers_alone():
     assert (verdict.ranks, verdict.peers) == ((30,), 7)
 
 
-def test_without_groups_a_light_stage_would_hide_nothing_but_frame_nobody_either():
+def test_light_stage_without_groups_names_no_rank():
     weights = (1.0, 1.0, 1.0, 0.4)
     job = SynchronousJob(32, weight=lambda rank: weights[rank // 8])
 
-    assert job.run(30).named_ranks == set()  # most ranks are alike, and it is the median that they are compared with
+    assert job.run(30).named_ranks == set()  # most ranks are alike and are compared with the median
 
 
 @pytest.mark.parametrize(("ranks", "windows"), [(8, 40), (64, 20), pytest.param(1024, 12, marks=pytest.mark.long)])
-def test_noise_alone_names_nobody_in_50_runs(ranks, windows):
+def test_noise_names_no_rank_in_50_runs(ranks, windows):
     jobs = (SynchronousJob(ranks, seed=seed, jitter=0.01 + 0.02 * (seed % 2)) for seed in range(50))
 
     assert [job.run(windows).named_ranks for job in jobs] == [set()] * 50
 
 
-def test_noise_of_single_iterations_with_a_heavy_tail_names_nobody():
+def test_heavy_tailed_noise_names_no_rank():
     jobs = (SynchronousJob(16, seed=seed, jitter=0.03, iterations=1, tail=0.02) for seed in range(30))
 
     assert [job.run(40).named_ranks for job in jobs] == [set()] * 30
 
 
-# --- who ---------------------------------------------------------------------------------------
+# --- which ranks ---------------------------------------------------------------------------------------
 
 
 def test_two_slow_ranks_are_both_named():
@@ -92,7 +92,7 @@ def test_two_slow_ranks_are_both_named():
     assert (slower.ranks, faster.ranks) == ((5,), (2,)), "the costliest first"
 
 
-def test_all_ranks_of_a_slow_node_are_named_in_one_line():
+def test_ranks_of_a_slow_node_are_named_in_one_line():
     job = SynchronousJob(32, slow=slowed(set(range(8, 16)))).run(20)
 
     assert job.named_ranks == set(range(8, 16))
@@ -101,23 +101,23 @@ def test_all_ranks_of_a_slow_node_are_named_in_one_line():
     assert " % slower than its 24 peers since iteration 51: " in line.text
 
 
-def test_half_of_a_group_is_not_slower_than_the_other_half():
-    # Whoever is more than half is the measure; of two equal halves, none is.
+def test_neither_half_of_a_group_is_named():
+    # More than half of the ranks are the reference; of two equal halves neither is.
     assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
 
 
-def test_of_two_ranks_one_is_named_if_it_is_much_slower():
+def test_much_slower_one_of_two_ranks_is_named():
     assert SynchronousJob(2, slow=slowed({1}, 1.1)).run(20).named_ranks == set()
     assert SynchronousJob(2, slow=slowed({1}, 1.3)).run(20).named_ranks == {1}
 
 
-def test_a_rank_alone_in_its_group_is_compared_with_nobody():
+def test_single_rank_of_a_group_is_not_compared():
     job = SynchronousJob(4, group=lambda rank: f"stage {rank}", slow=slowed({2}, 1.5)).run(20)
 
     assert job.named_ranks == set()
 
 
-def test_slowness_that_ends_is_taken_back_and_what_it_cost_stays():
+def test_recovery_ends_the_verdict_and_keeps_its_cost():
     job = SynchronousJob(8, slow=slowed({3}, last=20)).run(40)
 
     assert [event.kind for event in job.events("straggler", "recovered")] == ["straggler", "recovered"]
@@ -132,7 +132,7 @@ def test_a_rank_that_is_slow_in_single_windows_is_not_named():
     assert job.named_ranks == set(), "two of five windows"
 
 
-def test_a_slow_data_loader_is_named_by_its_waits_though_no_rank_has_a_sync_point():
+def test_slow_data_loader_is_named_by_its_waits():
     waits = {3: 0.08}
     job = SynchronousJob(8, has_sync_point=False, waits=lambda rank, window: waits.get(rank, 0.002)).run(20)
 
@@ -143,7 +143,7 @@ def test_a_slow_data_loader_is_named_by_its_waits_though_no_rank_has_a_sync_poin
     assert "makes its 7 peers wait for 1" in line.text and " ms of an iteration for data, they 2." in line.text
 
 
-def test_the_wait_of_whoever_is_not_waited_for_holds_nobody_up():
+def test_wait_that_delays_no_other_rank_is_not_named():
     # Its iterations are longer by its waits, and the others' are not: they do not train together.
     job = SynchronousJob(8)
     for _ in range(12):
@@ -159,7 +159,7 @@ def test_the_wait_of_whoever_is_not_waited_for_holds_nobody_up():
     assert job.named_ranks == set()
 
 
-def test_without_a_sync_point_it_is_known_when_and_not_who():
+def test_without_a_sync_point_only_the_time_is_reported():
     job = SynchronousJob(8, has_sync_point=False, tail=0.0, slow=slowed({3}, 1.2, first=30)).run(50)
 
     assert job.named_ranks == set()
@@ -169,15 +169,15 @@ def test_without_a_sync_point_it_is_known_when_and_not_who():
     assert "is unknown: no rank has a sync point (effllm.sync_point)" in line.text
 
 
-def test_where_all_ranks_become_slower_together_nobody_is_named_and_it_is_said():
+def test_slowdown_of_all_ranks_is_reported_without_names():
     job = SynchronousJob(8, tail=0.0, slow=slowed(set(range(8)), 1.2, first=30)).run(50)
 
     (line,) = job.events()
     assert line.kind == "slower" and "the ranks' own times rose alike" in line.text
 
 
-def test_the_last_to_arrive_is_named_by_clocks_alone_where_they_are_good_enough():
-    # What is slow lies after the sync point of the iteration before: no own time tells, but the arrival does.
+def test_last_to_arrive_is_named_by_accurate_clocks():
+    # The delay is after the sync point of the iteration before: own times do not show it, but the arrival does.
     def jobs(error_s):
         waits = {3: 0.08}
         job = SynchronousJob(8, waits=lambda rank, window: waits.get(rank, 0.001), clock_error_s=error_s, jitter=0.01)
@@ -200,7 +200,7 @@ def test_the_last_to_arrive_is_named_by_clocks_alone_where_they_are_good_enough(
     assert jobs(20e-3).named_ranks == set()
 
 
-def test_ranks_that_wait_for_each_other_are_named_as_one():
+def test_ranks_that_wait_for_each_other_are_named_together():
     # Four replicas of two: in tensor parallelism both ranks of a replica take as long as the slower one.
     job = SynchronousJob(
         16,
@@ -216,7 +216,7 @@ def test_ranks_that_wait_for_each_other_are_named_as_one():
     assert line.rank is None
 
 
-# --- why ---------------------------------------------------------------------------------------
+# --- reasons ---------------------------------------------------------------------------------------
 
 
 def hot(rank, window, wall_s):
@@ -225,7 +225,7 @@ def hot(rank, window, wall_s):
     return gpu_window(rank, wall_s)
 
 
-def test_the_line_says_who_since_when_why_and_what_it_costs():
+def test_line_has_rank_start_reason_and_cost():
     job = SynchronousJob(64, slow=slowed({17}), device=hot, tail=0.0).run(20)
 
     (line,) = job.events("straggler")
@@ -256,17 +256,17 @@ PEERS = [gpu_window(rank, WALL_S) for rank in range(1, 8)]
         ({}, UNKNOWN),
     ],
 )
-def test_what_differs_from_the_peers_explains(own, why):
+def test_reading_that_differs_from_the_peers_is_the_reason(own, why):
     assert explain(gpu_window(0, WALL_S, **own), PEERS) == why
 
 
-def test_what_the_peers_have_as_well_explains_nothing():
+def test_reading_shared_with_the_peers_is_no_reason():
     capped = [gpu_window(rank, WALL_S, throttled={"power_cap": 0.5}) for rank in range(1, 8)]
 
     assert explain(gpu_window(0, WALL_S, throttled={"power_cap": 0.55}), capped) == UNKNOWN
 
 
-def test_a_node_that_is_as_slow_is_said_beside_its_rank():
+def test_equally_slow_node_is_named_with_its_rank():
     node = [gpu_window(rank, WALL_S, clock_hz=1.2e9) for rank in (8, 9)]
 
     assert explain(gpu_window(0, WALL_S, clock_hz=1.1e9), PEERS, node) == (
@@ -274,14 +274,14 @@ def test_a_node_that_is_as_slow_is_said_beside_its_rank():
     )
 
 
-def test_without_readings_why_is_unknown():
+def test_without_readings_the_reason_is_unknown():
     assert explain(None, PEERS) == explain(gpu_window(0, WALL_S), []) == UNKNOWN
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- costs --------------------------------------------------------------------------------
 
 
-def test_the_cost_is_what_all_others_waited_and_drew():
+def test_cost_is_time_and_energy_of_the_waiting_ranks():
     steady = SynchronousJob(
         8,
         jitter=0.0,
@@ -295,7 +295,7 @@ def test_the_cost_is_what_all_others_waited_and_drew():
     assert steady.seen[-1].rank_seconds == pytest.approx(7.0)
     assert steady.seen[-1].joules == pytest.approx(2100.0)
     (total,) = steady.stragglers.totals()
-    assert total.gpu_seconds == pytest.approx(70.0), "also what it cost before it was named"
+    assert total.gpu_seconds == pytest.approx(70.0), "with the cost before it was named"
     assert total.joules == pytest.approx(21_000.0)
     by_window = {}
     for seen in steady.seen:
@@ -304,7 +304,7 @@ def test_the_cost_is_what_all_others_waited_and_drew():
     assert by_window == {window: pytest.approx(7.0) for window in range(1, 11)}
 
 
-def test_two_stragglers_share_the_time_that_is_waited_once():
+def test_two_stragglers_share_the_waited_time():
     job = SynchronousJob(8, jitter=0.0, tail=0.0, slow=lambda rank, _: {2: 1.1, 5: 1.3}.get(rank, 1.0)).run(12)
 
     # The slower takes 0.15 s more in each of ten iterations: six others wait 1.5 s.  The shares are as 0.05 to 0.15.
@@ -317,7 +317,7 @@ def test_two_stragglers_share_the_time_that_is_waited_once():
     assert after[2,] - before[2,] == pytest.approx(2.25)
 
 
-def test_joules_with_a_hole_are_none():
+def test_joules_with_a_gap_are_none():
     def device(rank, window, wall_s):
         return gpu_window(rank if rank != 1 else 99, wall_s)  # the device of rank 1 is not read
 
@@ -327,16 +327,16 @@ def test_joules_with_a_hole_are_none():
     assert total.joules is None and total.gpu_seconds > 0
 
 
-def test_where_nobody_is_named_nothing_is_lost_and_without_own_times_that_is_not_known():
+def test_cost_is_zero_without_stragglers_and_else_unknown():
     assert SynchronousJob(8).run(3).seen[-1][:2] == (0.0, 0.0)
     assert SynchronousJob(8, has_sync_point=False).run(3).seen[-1].seconds is None
 
 
-# --- what it stands on ----------------------------------------------------------------------------
+# --- the arithmetic below ----------------------------------------------------------------------------
 
 
-def test_the_rule_of_persistence_keeps_noise_below_its_bound():
-    # 10,000 ranks, each of which stands out in one of a thousand windows: 3 of 5 would be 10,000 * 10 * 1e-9 = 1e-4
+def test_persistence_rule_bounds_false_alarms():
+    # 10,000 ranks, each of which is an outlier in one of a thousand windows: 3 of 5 would be 10,000 * 10 * 1e-9 = 1e-4
     # ranks a window, 4 of 5 are 10,000 * 5 * 1e-12 = 5e-8.
     assert persistence(10_000, 1e-3) == 4
     assert persistence(10_000, 2.87e-7) == PERSIST  # a normal tail beyond 5
@@ -345,21 +345,21 @@ def test_the_rule_of_persistence_keeps_noise_below_its_bound():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
-def test_the_median_distance_of_ordered_values_is_that_of_all_distances(values):
+def test_median_distance_equals_that_of_all_distances(values):
     ordered = sorted(values)
     centre = median(ordered)
 
     assert median_distance(ordered, centre) == pytest.approx(median(sorted(abs(value - centre) for value in ordered)))
 
 
-def test_a_normal_deviation_is_told_by_the_median_distance():
+def test_median_distance_estimates_a_normal_deviation():
     from statistics import NormalDist
 
     ordered = [NormalDist().inv_cdf((i + 0.5) / 2001) for i in range(2001)]
     assert MAD_SIGMA * median_distance(ordered, median(ordered)) == pytest.approx(1.0, rel=2e-3)
 
 
-def test_a_change_is_told_with_the_window_that_it_began_in():
+def test_change_is_reported_with_its_first_window():
     level = Level()
     found = [level.add(window, 1.0 if window < 40 else 1.1) for window in range(60)]
 
@@ -368,7 +368,7 @@ def test_a_change_is_told_with_the_window_that_it_began_in():
     assert found.index(change) == 44, "five windows: 5 * (2 - 0.75) is more than 6, 4 are not"
 
 
-def test_a_change_and_the_way_back_are_both_told_and_small_ones_never():
+def test_change_and_return_are_reported_and_small_ones_not():
     level = Level()
     values = [1.0] * 30 + [1.1] * 40 + [1.0] * 40 + [1.03] * 40
     changes = [change for window, value in enumerate(values) if (change := level.add(window, value))]
@@ -376,7 +376,7 @@ def test_a_change_and_the_way_back_are_both_told_and_small_ones_never():
     assert [(change.since, round(change.ratio, 3)) for change in changes] == [(30, 0.1), (70, -0.091)]
 
 
-def test_a_level_is_learnt_before_anything_is_a_change():
+def test_first_values_set_the_level_without_a_change():
     level = Level()
     assert all(level.add(window, 1.0 + window) is None for window in range(LEARNT))
 
@@ -385,7 +385,7 @@ def test_ranks_are_written_in_runs():
     assert ranks_text((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
 
 
-def test_ten_thousand_ranks_take_no_more_than_a_hundred_times_a_hundred(capsys):
+def test_cost_of_10000_ranks_is_printed(capsys):
     took_s = {}
     for ranks in (100, 10_000):
         job = SynchronousJob(ranks)

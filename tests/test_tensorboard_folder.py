@@ -1,4 +1,4 @@
-"""Where the event file goes: a hook's word about the framework's folder is a suggestion."""
+"""The folder of the event file: a hook only suggests the framework's folder."""
 
 import pytest
 
@@ -18,7 +18,7 @@ effllm.finalize_efficientllm_metrics()
 
 @pytest.fixture
 def run(launch, tmp_path):
-    """Run a loop whose framework says where its event files are; return the run folder."""
+    """Run a loop whose framework reports the folder of its event files; return the run folder."""
     script = tmp_path / "loop.py"
     script.write_text(SCRIPT)
 
@@ -32,7 +32,7 @@ def event_files(folder):
     return [path.name for path in folder.glob("events.out.tfevents.*")] if folder.is_dir() else []
 
 
-def test_the_event_file_stands_in_a_folder_below_the_frameworks(run, tmp_path):
+def test_event_file_is_in_a_folder_below_the_frameworks(run, tmp_path):
     framework = tmp_path / "tensorboard of the framework"
     framework.mkdir()
 
@@ -42,14 +42,14 @@ def test_the_event_file_stands_in_a_folder_below_the_frameworks(run, tmp_path):
     assert not event_files(folder / "tensorboard")
 
 
-def test_a_folder_on_another_hosts_disk_is_left_alone(run, tmp_path):
+def test_folder_on_another_host_is_not_used(run, tmp_path):
     folder = run(tmp_path / "elsewhere")
 
     assert len(event_files(folder / "tensorboard")) == 1
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_what_the_user_says_goes_before_what_the_framework_says(run, tmp_path):
+def test_setting_of_the_user_precedes_the_framework(run, tmp_path):
     framework = tmp_path / "framework"
     framework.mkdir()
 
@@ -60,5 +60,5 @@ def test_what_the_user_says_goes_before_what_the_framework_says(run, tmp_path):
     assert not event_files(folder / "tensorboard")
 
 
-def test_without_a_word_it_stands_in_the_run_folder(run):
+def test_default_is_the_run_folder(run):
     assert len(event_files(run() / "tensorboard")) == 1

@@ -1,4 +1,4 @@
-"""A real job on a terminal: what a person sees beside a progress bar of the training."""
+"""A real job on a terminal with a progress bar of the training."""
 
 import os
 import pty
@@ -34,7 +34,7 @@ WHOLE = re.compile(
 )
 
 
-def test_beside_a_progress_bar_every_line_is_whole(launch, tmp_path):
+def test_lines_beside_a_progress_bar_are_whole(launch, tmp_path):
     keyboard, output = pty.openpty()
     shown = bytearray()
 

@@ -1,4 +1,4 @@
-"""effllm/energy/tick_clock.py: all clocks that explain the reads, and no other; the true one is always among them."""
+"""effllm/energy/tick_clock.py: exactly the clocks that explain the reads; the true one is always among them."""
 
 import math
 import random
@@ -15,7 +15,7 @@ START_NS = 1000 * NS
 
 
 class Counter:
-    """A counter that moves at ticks of its own, and the clock that is told of its reads."""
+    """A counter with its own ticks, and the clock that gets its reads."""
 
     def __init__(self, clock, period_ns=TICK_NS, phase_ns=0.0, jitter_ns=0.0, drift=0.0):
         self.clock = clock
@@ -23,7 +23,7 @@ class Counter:
         self._last = None
 
     def tick_ns(self, number):
-        """When the tick of that number is; with drift, over three hours the period swings by so much either way."""
+        """The time of tick `number`; with drift, the period swings by `drift` either way over three hours."""
         since_ns = number * self._period_ns
         turn = 2 * math.pi / (3 * 3600 * NS)
         drifted_ns = self._drift / turn * (1 - math.cos(turn * since_ns))
@@ -31,7 +31,7 @@ class Counter:
         return START_NS + self._phase_ns + since_ns + drifted_ns + jitter_ns
 
     def number(self, time_ns):
-        """How many ticks there have been."""
+        """The number of ticks until a time."""
         number = int((time_ns - START_NS - self._phase_ns) / self._period_ns)
         while self.tick_ns(number) > time_ns:
             number -= 1
@@ -40,7 +40,7 @@ class Counter:
         return number
 
     def read(self, *times_ns):
-        """Read it; the clock learns what the ledger would tell it."""
+        """Read it; the clock gets the reads as from the ledger."""
         for time_ns in map(round, times_ns):
             number = self.number(time_ns)
             if self._last is not None:
@@ -49,14 +49,14 @@ class Counter:
             self._last = (time_ns, number)
 
     def off_ns(self, time_ns):
-        """By how much the clock's last tick before a moment is off the nearest true one."""
+        """The distance of the clock's last tick before a moment to the nearest true one."""
         middle_ns, _ = self.clock.before(time_ns)
         near = self.number(middle_ns)
         return min(abs(middle_ns - self.tick_ns(number)) for number in (near, near + 1))
 
 
 def reads_of_an_agent(counter, edges_ns):
-    """Read once a second and, at each edge, where the clock says that it helps."""
+    """Read once a second and, at each edge, at the moments that the clock requests."""
     clock, next_ns = counter.clock, edges_ns[0]
     for edge_ns in edges_ns:
         while next_ns < edge_ns:
@@ -84,7 +84,7 @@ def test_a_move_between_two_near_reads_locks_the_clock():
     assert clock.before(START_NS + 210_000_000) == pytest.approx((START_NS + 205_000_000, 5_020_000))
 
 
-def test_reads_further_apart_than_a_tick_tell_nothing():
+def test_reads_further_apart_than_a_tick_are_ignored():
     clock = TickClock(0.1, 1e-5)
 
     clock.moved(START_NS, START_NS + NS)
@@ -93,7 +93,7 @@ def test_reads_further_apart_than_a_tick_tell_nothing():
     assert clock.before(START_NS + NS) is None
 
 
-def test_a_move_within_most_of_a_tick_is_kept_but_locks_nothing():
+def test_move_within_most_of_a_tick_does_not_lock_the_clock():
     clock = TickClock(0.1, 1e-5)
 
     clock.moved(START_NS, START_NS + 60_000_000)
@@ -102,7 +102,7 @@ def test_a_move_within_most_of_a_tick_is_kept_but_locks_nothing():
     assert clock.tells(START_NS + NS) is None
 
 
-def test_a_counter_that_still_stands_when_it_is_due_narrows_its_clock():
+def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
@@ -111,7 +111,7 @@ def test_a_counter_that_still_stands_when_it_is_due_narrows_its_clock():
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
 
-def test_a_counter_that_stands_after_its_tick_may_have_come_is_no_evidence():
+def test_unmoved_counter_after_a_possible_tick_is_ignored():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
     clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # too far apart: by the way it moved
@@ -121,7 +121,7 @@ def test_a_counter_that_stands_after_its_tick_may_have_come_is_no_evidence():
     assert clock.before(START_NS + NS + 120_000_000) == pytest.approx((START_NS + NS + 105_000_000, 5_000_000))
 
 
-def test_the_phase_is_known_to_a_tenth_of_a_millisecond_after_a_few_edges():
+def test_phase_is_known_to_200_us_after_30_edges():
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, TICK_NS * 1.0001, phase_ns=31_700_000)
 
@@ -160,7 +160,7 @@ def read_near_ticks(counter, reads):
 
 @settings(deadline=None, max_examples=150)
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.sampled_from([1e-5, 2e-4, 0.01]))
-def test_the_true_phase_and_period_lie_within_the_bounds_whatever_is_read(reads, phase, off, error):
+def test_true_phase_and_period_are_within_bounds_for_any_reads(reads, phase, off, error):
     clock = TickClock(0.1, 0.1 * error)
     counter = Counter(clock, TICK_NS * (1 + off * error), phase * TICK_NS)
 
@@ -175,29 +175,29 @@ def test_the_true_phase_and_period_lie_within_the_bounds_whatever_is_read(reads,
 
 @settings(deadline=None, max_examples=80)
 @given(READS, PARTS, st.floats(-1.0, 1.0), st.lists(PARTS, min_size=1, max_size=9))
-def test_what_it_tells_of_a_moment_is_so(reads, phase, off, moments):
+def test_stated_tick_of_a_moment_is_true(reads, phase, off, moments):
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, TICK_NS * (1 + off * 2e-4), phase * TICK_NS)
     *_, last_ns = read_near_ticks(counter, reads)
 
     for moment in moments:
         moment_ns = last_ns + moment * TICK_NS
-        told = clock.tells(moment_ns)
-        if told is not None:  # then the last true tick is the one that it means
-            assert abs(counter.tick_ns(counter.number(moment_ns)) - told[0]) <= told[1] + 2
+        stated = clock.tells(moment_ns)
+        if stated is not None:  # then the last true tick is the one that it means
+            assert abs(counter.tick_ns(counter.number(moment_ns)) - stated[0]) <= stated[1] + 2
 
 
-def test_it_tells_nothing_of_moments_at_which_the_tick_may_or_may_not_have_been():
+def test_moments_near_an_uncertain_tick_are_rejected():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
     tick_ns = START_NS + 305_000_000  # give or take 5 ms
 
-    told = [ms for ms in range(-20, 100) if clock.tells(tick_ns + ms * 1_000_000) is not None]
+    stated = [ms for ms in range(-20, 100) if clock.tells(tick_ns + ms * 1_000_000) is not None]
 
-    assert told == [*range(-20, -5), *range(6, 95)]
+    assert stated == [*range(-20, -5), *range(6, 95)]
 
 
-def test_reads_that_fit_two_ticks_tell_of_neither():
+def test_reads_that_fit_two_ticks_change_nothing():
     # Ticks are due in -20 to 20 and 80 to 120 ms; a move from 15 to 95 ms may be the one or the other.
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS - 20_000_000, START_NS + 20_000_000)
@@ -208,10 +208,10 @@ def test_reads_that_fit_two_ticks_tell_of_neither():
     assert clock.conflicts == 0
 
 
-# --- clocks that are not perfect ---
+# --- imperfect clocks ---
 
 
-def test_a_clock_that_was_not_read_for_hours_is_unlocked_and_locks_anew():
+def test_clock_unread_for_hours_unlocks_and_locks_again():
     clock = TickClock(0.1, 1e-5)
     counter = Counter(clock, TICK_NS * (1 - 1e-5), 40_000_000)
     reads_of_an_agent(counter, [START_NS + i * 10 * NS for i in range(1, 40)])
@@ -226,7 +226,7 @@ def test_a_clock_that_was_not_read_for_hours_is_unlocked_and_locks_anew():
 
 
 @pytest.mark.parametrize("jitter_ns", [2_000_000, 8_000_000])
-def test_ticks_that_jitter_are_counted_as_conflicts_and_widen_what_it_refuses(jitter_ns):
+def test_jittering_ticks_are_conflicts_and_widen_the_bounds(jitter_ns):
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, phase_ns=31_700_000, jitter_ns=jitter_ns)
 
@@ -240,7 +240,7 @@ def test_ticks_that_jitter_are_counted_as_conflicts_and_widen_what_it_refuses(ji
     assert 200 * jitter_ns / TICK_NS < refused < 100
 
 
-def test_a_counter_that_stood_still_once_is_trusted_again_after_some_minutes():
+def test_counter_that_froze_once_is_trusted_again_later():
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
@@ -252,13 +252,13 @@ def test_a_counter_that_stood_still_once_is_trusted_again_after_some_minutes():
 
     assert clock.conflicts == 1
     reads_of_an_agent(counter, [START_NS + (110 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
-    assert refused(START_NS + 210 * NS) > 100  # by up to 40 ms its ticks may be off
+    assert refused(START_NS + 210 * NS) > 100  # its ticks may be off by up to 40 ms
     reads_of_an_agent(counter, [START_NS + (300 + 30 * i) * NS + i * 7_340_000 for i in range(100)])
     assert refused(START_NS + 3400 * NS) < 10
 
 
-def test_a_clock_that_drifts_with_temperature_is_followed_for_days():
-    # One part in a million, as crystals do; a period that were taken over more than minutes would contradict it.
+def test_clock_follows_temperature_drift_for_days():
+    # One part in a million, as crystals do; a period measured over more than minutes would contradict it.
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, TICK_NS * 1.0001, phase_ns=31_700_000, drift=1e-6)
     edges_ns = [START_NS + (5 + 30 * i) * NS + i * 7_340_000 for i in range(2 * 24 * 120)]
@@ -270,7 +270,7 @@ def test_a_clock_that_drifts_with_temperature_is_followed_for_days():
     assert counter.off_ns(edges_ns[-1]) < 1_000_000
 
 
-def test_it_keeps_two_or_three_references_and_no_history():
+def test_clock_keeps_a_few_references():
     clock = TickClock(0.1, 2e-5)
     counter = Counter(clock, phase_ns=31_700_000)
 

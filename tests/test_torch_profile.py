@@ -1,4 +1,4 @@
-"""effllm/training/torch_profile.py with the real torch.profiler on a CPU: what it gives, and whom it leaves alone."""
+"""effllm/training/torch_profile.py with the real torch.profiler on a CPU: its results; other profilers go on."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def names(profiler):
     return {event.name() for event in profiler.profiler.kineto_results.events()}
 
 
-def test_every_second_iteration_is_profiled_and_its_parts_add_up(profile, warned):
+def test_every_second_iteration_is_profiled_with_all_parts(profile, warned):
     found = []
     for number in range(1, 6):
         profile.start(number)
@@ -54,7 +54,7 @@ def test_every_second_iteration_is_profiled_and_its_parts_add_up(profile, warned
         assert one.cost_ns > 0
 
 
-def test_a_profiler_that_runs_already_is_left_alone(profile, warned):
+def test_running_profiler_is_not_disturbed(profile, warned):
     profile.start(1), profile.end(time.monotonic_ns())
     with torch.profiler.profile(activities=CPU) as theirs:
         for number in range(2, 6):
@@ -69,7 +69,7 @@ def test_a_profiler_that_runs_already_is_left_alone(profile, warned):
     assert warned == []
 
 
-def test_a_profiler_that_ran_before_it_was_looked_for_is_left_alone(profile):
+def test_profiler_started_before_ours_is_not_disturbed(profile):
     with torch.profiler.profile(activities=CPU) as theirs:
         profile.start(2)
         work()
@@ -78,7 +78,7 @@ def test_a_profiler_that_ran_before_it_was_looked_for_is_left_alone(profile):
     assert "aten::mm" in names(theirs)
 
 
-def test_a_profiler_that_begins_inside_of_the_iteration_takes_over(profile, warned):
+def test_profiler_started_in_an_iteration_takes_over(profile, warned):
     profile.start(2)
     theirs = torch.profiler.profile(activities=CPU)
     theirs.start()
@@ -91,7 +91,7 @@ def test_a_profiler_that_begins_inside_of_the_iteration_takes_over(profile, warn
     assert warned == []
 
 
-def test_a_profiler_that_is_warming_up_is_left_alone(profile):
+def test_profiler_in_warm_up_is_not_disturbed(profile):
     schedule = torch.profiler.schedule(wait=1, warmup=2, active=2, repeat=1)
     records = []
     with torch.profiler.profile(
@@ -110,7 +110,7 @@ def test_a_profiler_that_is_warming_up_is_left_alone(profile):
 
 
 @pytest.mark.parametrize("holder", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH"])
-def test_where_another_tool_holds_cupti_nothing_is_profiled_and_that_is_said_once(monkeypatch, warned, holder):
+def test_tool_that_holds_cupti_disables_profiling_with_a_warning(monkeypatch, warned, holder):
     monkeypatch.setenv(holder, "1")
     profile = TorchProfile(1, warned.append)
     for number in (1, 2):
@@ -123,7 +123,7 @@ def test_where_another_tool_holds_cupti_nothing_is_profiled_and_that_is_said_onc
     assert holder in line
 
 
-def test_torch_is_as_it_was_when_the_metrics_end(warned):
+def test_torch_is_restored_when_the_metrics_end(warned):
     module = torch.autograd.profiler
     before = module._prepare_profiler, module._enable_profiler, module._disable_profiler
     profile = TorchProfile(1, warned.append)
@@ -136,7 +136,7 @@ def test_torch_is_as_it_was_when_the_metrics_end(warned):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_an_iteration_that_never_ended_gives_nothing_and_the_next_is_its_own(profile):
+def test_unended_iteration_gives_nothing_and_the_next_is_whole(profile):
     profile.start(2)
     profile.start(3)
     assert profile.end(time.monotonic_ns()) is None
@@ -145,7 +145,7 @@ def test_an_iteration_that_never_ended_gives_nothing_and_the_next_is_its_own(pro
     assert profile.end(time.monotonic_ns()) is not None
 
 
-def test_an_end_that_is_told_later_is_when_it_was(profile):
+def test_end_given_later_keeps_its_time(profile):
     profile.start(2)
     began_ns = time.monotonic_ns()
     work()
@@ -159,7 +159,7 @@ def test_an_end_that_is_told_later_is_when_it_was(profile):
     assert split.computing_ns <= split.duration_ns
 
 
-def test_a_process_that_is_forked_inside_of_the_iteration_records_nothing(profile, warned):
+def test_process_forked_in_an_iteration_records_nothing(profile, warned):
     profile.start(2)
     child = os.fork()
     if not child:
@@ -178,10 +178,10 @@ def test_records_of_older_versions_are_in_microseconds():
         start_ns = duration_ns = property()
 
         def start_us(self):
-            return self._told[1] // 1000
+            return self._values[1] // 1000
 
         def duration_us(self):
-            return self._told[2] // 1000
+            return self._values[2] // 1000
 
     found = device_split(
         [Older("gemm", 1_000_000, 1_002_000), Older("ncclKernel_AllGather_RING", 1_001_000, 1_006_000)]
@@ -218,8 +218,8 @@ def stand_in(failing="", **more):
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_the_end_of_training_inside_of_an_iteration_waits_for_no_device(warned, failed):
-    torch_like = stand_in("stop")  # which is where the real one waits for the device
+def test_end_of_training_in_an_iteration_waits_for_no_device(warned, failed):
+    torch_like = stand_in("stop")  # where the real one waits for the device
     dropped = []
     torch_like.autograd.profiler._disable_profiler = lambda: dropped.append(True)
     profile = TorchProfile(1, warned.append, torch_like)
@@ -230,7 +230,7 @@ def test_the_end_of_training_inside_of_an_iteration_waits_for_no_device(warned, 
 
 
 @pytest.mark.parametrize("failing", ["make", "start", "stop"])
-def test_a_profiler_that_fails_is_given_up_with_one_line(warned, failing):
+def test_failing_profiler_is_disabled_with_one_warning(warned, failing):
     profile = TorchProfile(1, warned.append, stand_in(failing))
     for number in range(1, 5):
         profile.start(number)
@@ -240,7 +240,7 @@ def test_a_profiler_that_fails_is_given_up_with_one_line(warned, failing):
     assert "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" in line
 
 
-def test_beside_graphs_of_the_compiler_nothing_is_profiled(monkeypatch, warned):
+def test_compiled_graphs_are_not_profiled(monkeypatch, warned):
     config = types.SimpleNamespace(triton=types.SimpleNamespace(cudagraphs=True))
     monkeypatch.setitem(sys.modules, "torch._inductor.config", config)
     profile = TorchProfile(1, warned.append, stand_in())
@@ -250,7 +250,7 @@ def test_beside_graphs_of_the_compiler_nothing_is_profiled(monkeypatch, warned):
     assert "CUDA graphs" in line
 
 
-def test_the_compiler_is_not_imported_for_it():
+def test_profiling_does_not_import_the_compiler():
     program = """
 import sys, time, torch
 from effllm.training.torch_profile import TorchProfile
@@ -264,7 +264,7 @@ print(*[name for name in sys.modules if name not in had and name.startswith("tor
     assert (done.stdout.split(), done.stderr) == ([], "")
 
 
-def test_a_profiler_that_sees_no_kernel_is_given_up(warned):
+def test_profiler_without_kernels_is_disabled(warned):
     profile = TorchProfile(1, warned.append, stand_in())
     for number in range(1, 5):
         profile.start(number)
@@ -274,7 +274,7 @@ def test_a_profiler_that_sees_no_kernel_is_given_up(warned):
     assert "no kernel" in line
 
 
-def test_a_torch_that_is_not_understood_costs_one_line(warned):
+def test_unknown_torch_gives_one_warning(warned):
     old = stand_in()
     del old.autograd.profiler._enable_profiler
     profile = TorchProfile(1, warned.append, old)
@@ -285,31 +285,31 @@ def test_a_torch_that_is_not_understood_costs_one_line(warned):
 
 
 class Record:
-    """What Kineto tells of one activity."""
+    """The record of Kineto for one activity."""
 
     def __init__(self, name, start_ns, end_ns, device="DeviceType.CUDA", activity="kernel", metadata=""):
-        self._told = name, start_ns, end_ns - start_ns, device, activity, metadata
+        self._values = name, start_ns, end_ns - start_ns, device, activity, metadata
 
     def name(self):
-        return self._told[0]
+        return self._values[0]
 
     def start_ns(self):
-        return self._told[1]
+        return self._values[1]
 
     def duration_ns(self):
-        return self._told[2]
+        return self._values[2]
 
     def device_type(self):
-        return self._told[3]
+        return self._values[3]
 
     def activity_type(self):
-        return self._told[4]
+        return self._values[4]
 
     def metadata_json(self):
-        return self._told[5]
+        return self._values[5]
 
 
-def test_the_iteration_of_a_device_is_from_its_first_record_to_its_last():
+def test_device_iteration_is_from_first_to_last_record():
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
     group = '"Process Group Name": "3", "Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP"'
     found = device_split([
@@ -326,5 +326,5 @@ def test_the_iteration_of_a_device_is_from_its_first_record_to_its_last():
     assert found == timeline.Split(200, 70, 60, 90, 50, {"tp": (10, 10), "all_reduce": (60, 50)})
 
 
-def test_where_no_device_recorded_anything_there_is_no_split():
+def test_without_device_records_there_is_no_split():
     assert device_split([Record("cudaLaunchKernel", 0, 9, "DeviceType.CPU", "cuda_runtime")]) is None

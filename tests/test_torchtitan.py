@@ -69,7 +69,7 @@ class Trainer:
         if self.metrics_processor.should_log(self.step):
             self.metrics_processor.log(self.step, 0.5 * self.step, 1.0, 0.1)
         deadline_s = time.monotonic() + 30
-        while "told" in sys.argv and self.step == 6 and not self.metrics_processor.logger:
+        while "wait" in sys.argv and self.step == 6 and not self.metrics_processor.logger:
             assert time.monotonic() < deadline_s, "nothing of the job's has come back"
             time.sleep(0.02)
             self.metrics_processor.log(self.step, 0.5 * self.step, 1.0, 0.1)
@@ -92,7 +92,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """Run `-m torchtitan.train` of an era: with the Trainer in a module of its own, or in what is run."""
+    """Run `-m torchtitan.train` of an era: with the Trainer in its own module, or in the one that is run."""
 
     def started(era, *arguments):
         package = tmp_path / "titan" / "torchtitan"
@@ -131,8 +131,8 @@ def test_its_steps_tokens_waits_and_phases_are_measured(start, era):
     assert job.our_errors == []
 
 
-def test_its_loggers_log_what_is_measured(start):
-    assert "efficientllm/al_seconds" in start("0.3", "told").done().stdout
+def test_loggers_of_torchtitan_get_the_metrics(start):
+    assert "efficientllm/al_seconds" in start("0.3", "wait").done().stdout
 
 
 def test_a_training_that_fails_is_a_failed_run(start):
@@ -142,13 +142,13 @@ def test_a_training_that_fails_is_a_failed_run(start):
     assert (job.ledger.summary.iterations, job.ledger.summary.status) == (4, "failed")
 
 
-def test_a_version_without_a_trainer_is_named_and_goes_on(launch, tmp_path):
+def test_version_without_a_trainer_is_reported_and_trains_on(launch, tmp_path):
     (tmp_path / "torchtitan" / "components").mkdir(parents=True)
     (tmp_path / "torchtitan" / "__init__.py").write_text("")
     (tmp_path / "torchtitan" / "train.py").write_text("def main(): pass\n")
     code = "import torch, torchtitan.train\nprint('goes on')\n"
     job = launch.code(code, environ={"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(tmp_path)}).done()
     assert job.stdout == "goes on\n"
-    line, end = job.our_errors  # one at once, one at the end, where people look
+    line, end = job.our_errors  # one at once, one at the end of the output
     assert "torchtitan.train is not understood" in line
     assert "this job ran without metrics" in end

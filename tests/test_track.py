@@ -1,4 +1,4 @@
-"""effllm/agents/track.py: a sampler's readings become a series, and its edges are asked for once."""
+"""effllm/agents/track.py: a sampler's readings become a series, and its edges are requested once."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import pytest
 from builders import NS
 from nvml_library import steps
 from sensor_model import BEGIN_S, BoardSensor
-from test_sampler import SELDOM_S, FakeReader, until, woken
+from test_sampler import LONG_INTERVAL_S, FakeReader, until, woken
 
 from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler
@@ -43,11 +43,11 @@ def wake():
 
 @pytest.fixture
 def tracked(wake):
-    """Return what starts the track of a reader whose first sample has come."""
+    """Return a function that starts the track of a reader and waits for its first sample."""
     started = []
 
     def tracked(reader, interval_s=1.0, **facts):
-        sampler = Sampler(lambda: reader, SELDOM_S, lambda _event: None, wake, **facts)
+        sampler = Sampler(lambda: reader, LONG_INTERVAL_S, lambda _event: None, wake, **facts)
         started.append(sampler)
         sampler.start()
         woken(wake)
@@ -58,10 +58,10 @@ def tracked(wake):
         assert sampler.stop(5.0)
 
 
-def test_the_first_sample_makes_a_series_and_is_news_once(tracked):
+def test_first_sample_makes_a_series_and_is_reported_once(tracked):
     track = tracked(Gpu())
     assert track.series is None
-    assert track.is_settled(time.monotonic_ns()), "nobody waits for what may never be"
+    assert track.is_settled(time.monotonic_ns()), "a sample that may never arrive is not waited for"
 
     assert track.take()
     assert track.series.device.key == "GPU-0"
@@ -69,7 +69,7 @@ def test_the_first_sample_makes_a_series_and_is_news_once(tracked):
     assert not track.take()
 
 
-def test_an_edge_is_asked_for_once(tracked, wake):
+def test_edge_is_requested_once(tracked, wake):
     reader = Gpu()
     track = tracked(reader)
     track.take()
@@ -89,15 +89,15 @@ def test_an_edge_is_asked_for_once(tracked, wake):
     assert reader.reads == 3
 
 
-def test_an_edge_is_read_at_the_moments_that_tell_of_it(tracked, wake):
-    # A counter of ticks that nobody knows yet: two ticks of 40 ms and a little more, in eighths.
+def test_edge_is_read_at_the_useful_moments(tracked, wake):
+    # A counter with unknown ticks: two ticks of 40 ms and a little more, in eighths.
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
     reader = Gpu(tick_s=0.04)
     track = tracked(reader, calibrate=learn)
     until(lambda: reader.device.sensor.tick_s)
-    assert track.take(), "what was learnt is news"
+    assert track.take(), "the calibration is reported"
     assert track.series.device.sensor.tick_s == 0.04
     edge_ns = time.monotonic_ns()
     track.ask(edge_ns)
@@ -109,7 +109,7 @@ def test_an_edge_is_read_at_the_moments_that_tell_of_it(tracked, wake):
     assert 2 < reader.reads <= 19  # of moments that pass while the machine is busy, only the last is read
 
 
-def test_edges_that_come_often_are_asked_for_with_less(tracked, wake):
+def test_frequent_edges_get_fewer_readings(tracked, wake):
     def learn(device, read, is_suspect):
         return Sensor(tick_s=0.04)
 
@@ -121,7 +121,7 @@ def test_edges_that_come_often_are_asked_for_with_less(tracked, wake):
     track.ask(edge_ns)
     woken(wake)
     before = reader.reads
-    track.ask(edge_ns + 10_000_000)  # 10 ms later: what may be spent on it is one reading
+    track.ask(edge_ns + 10_000_000)  # 10 ms later: only one reading is left for it
     woken(wake)
 
     assert reader.reads - before == 1
@@ -138,7 +138,7 @@ def test_power_alone_is_settled_by_the_reading_at_the_edge(tracked, wake):
     assert track.is_settled(edge_ns)
 
 
-def test_a_sensor_that_is_read_seldom_is_not_asked_at_edges(tracked):
+def test_rarely_read_sensor_is_not_read_at_edges(tracked):
     reader = Gpu()
     track = tracked(reader, interval_s=30.0)
     track.take()
@@ -149,7 +149,7 @@ def test_a_sensor_that_is_read_seldom_is_not_asked_at_edges(tracked):
     assert reader.reads == 1
 
 
-def test_what_is_learnt_of_a_sensor_reaches_the_series_that_is_there(tracked):
+def test_calibration_reaches_the_existing_series(tracked):
     learnt = threading.Event()
 
     def learn(device, read, is_suspect):
@@ -164,12 +164,12 @@ def test_what_is_learnt_of_a_sensor_reaches_the_series_that_is_there(tracked):
     learnt.set()
     until(lambda: reader.device.sensor.tick_s)
 
-    assert track.take(), "which is news"
+    assert track.take(), "the calibration is reported"
     assert track.series.device.sensor.tick_s == 0.04
     assert len(track.series.energy.reads_for(edge_ns)) == 18
 
 
-def test_a_tick_that_readings_contradict_is_learnt_again_once(tracked, wake):
+def test_contradicted_tick_is_calibrated_again_once(tracked, wake):
     asked = []
 
     def learn(device, read, is_suspect):
@@ -187,11 +187,11 @@ def test_a_tick_that_readings_contradict_is_learnt_again_once(tracked, wake):
         woken(wake)
         track.take()
 
-    assert asked == [(0.0, False), (0.0, True)], "from what is known of the device, not from what was wrong"
+    assert asked == [(0.0, False), (0.0, True)], "from the known device, not from the wrong tick"
 
 
 class VirtualSampler:
-    """A sampler that reads a sensor in virtual time, at the moments that are asked for."""
+    """A sampler that reads a sensor in virtual time, at the requested moments."""
 
     slowed_s, is_calibrating = None, False
 
@@ -214,7 +214,7 @@ class VirtualSampler:
 
 
 def run_of(lag_s, calibrations):
-    """Return the events of a run of a minute on a counter that is so late."""
+    """Return the events of a run of a minute on a counter with a lag."""
     sensor = BoardSensor(steps(100.0, 500.0, 0.37, 3), phase_s=0.03, lag_s=lag_s)
     known = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.1, is_held=True, source="measured here")
     device = Device(
@@ -236,7 +236,7 @@ def run_of(lag_s, calibrations):
     return [event.text for event in track.take_events(before_ns, 0.0) if event.kind == "energy_calibration"]
 
 
-def test_the_lag_that_a_run_finds_is_kept_for_the_next(tmp_path):
+def test_found_lag_is_kept_for_the_next_run(tmp_path):
     device = Device("GPU-1", "nvml", "NVIDIA L40S", driver="1")
 
     assert run_of(0.04, tmp_path) == []
@@ -244,7 +244,7 @@ def test_the_lag_that_a_run_finds_is_kept_for_the_next(tmp_path):
     assert run_of(0.04, tmp_path) == []
 
 
-def test_a_kept_lag_that_a_run_contradicts_is_dropped_and_reported(tmp_path):
+def test_contradicted_lag_is_dropped_and_reported(tmp_path):
     device = Device("GPU-1", "nvml", "NVIDIA L40S", driver="1")
     run_of(0.04, tmp_path)
 
@@ -254,7 +254,7 @@ def test_a_kept_lag_that_a_run_contradicts_is_dropped_and_reported(tmp_path):
     assert kept_lag_s(tmp_path, device) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_nothing_is_settled_while_the_sensor_is_learnt(tracked):
+def test_nothing_is_settled_during_calibration(tracked):
     learnt = threading.Event()
 
     def learn(device, read, is_suspect):
@@ -272,7 +272,7 @@ def test_nothing_is_settled_while_the_sensor_is_learnt(tracked):
     assert track.is_settled(past_ns)
 
 
-def test_a_device_that_hangs_is_waited_for_no_longer_and_told_once(tracked, monkeypatch):
+def test_hanging_device_is_reported_once_and_not_waited_for(tracked, monkeypatch):
     monkeypatch.setattr(sampler_module, "STALE_AFTER_S", 0.05)
     answer = threading.Event()
     reader = Gpu(hold=answer)
@@ -311,7 +311,7 @@ def test_an_event_has_the_time_key_and_count_of_its_reading(tracked, wake):
     assert (event.time_s, event.device, event.count) == (910.0, "GPU-0", 3)
 
 
-def test_what_happens_to_a_device_is_told_with_its_name(tracked, wake):
+def test_events_of_a_device_have_its_name(tracked, wake):
     class Reset(Gpu):
         def read(self):
             sample, failures = super().read()
@@ -334,7 +334,7 @@ def test_what_happens_to_a_device_is_told_with_its_name(tracked, wake):
     assert events_of(track) == []
 
 
-def test_five_intervals_without_a_sample_are_a_hole(tracked):
+def test_five_intervals_without_a_sample_are_a_gap(tracked):
     track = tracked(Gpu(INSTANT), interval_s=0.01)
     track.take()
     first_ns = track.series.newest_ns
@@ -345,7 +345,7 @@ def test_five_intervals_without_a_sample_are_a_hole(tracked):
     assert found.energy.covered_s == pytest.approx(1.8)
 
 
-def test_idle_power_is_that_before_the_first_iteration(tracked):
+def test_idle_power_is_measured_before_the_first_iteration(tracked):
     track = tracked(Gpu())
     assert not track.note_baseline(0, NS), "there is no series"
     track.take()
@@ -357,7 +357,7 @@ def test_idle_power_is_that_before_the_first_iteration(tracked):
     assert track.series.device.baseline_w == pytest.approx(60.0)
 
 
-def test_samples_of_a_device_that_is_read_more_seldom_leave_no_holes_between_them(tracked):
+def test_samples_of_a_slow_device_leave_no_gaps(tracked):
     track = tracked(Gpu(INSTANT), interval_s=1.0)
     track.take()
     begin_ns = track.series.newest_ns

@@ -1,4 +1,4 @@
-"""network/transport.py: frames that are ours and possible, or an error; an outbox that forgets nothing silently."""
+"""network/transport.py: frames are valid and plausible or an error; an outbox that counts what it drops."""
 
 import math
 import select
@@ -49,12 +49,12 @@ FROM_AGGREGATOR = [
 
 
 @pytest.mark.parametrize("message", FROM_AGENT, ids=lambda message: type(message).__name__)
-def test_what_an_agent_says_arrives_as_it_was(message):
+def test_messages_of_an_agent_survive_encoding(message):
     assert decode_from_agent(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", FROM_AGGREGATOR, ids=lambda message: type(message).__name__)
-def test_what_an_aggregator_says_arrives_as_it_was(message):
+def test_messages_of_an_aggregator_survive_encoding(message):
     assert decode_from_aggregator(encode(message)) == message
 
 
@@ -75,12 +75,12 @@ def test_what_an_aggregator_says_arrives_as_it_was(message):
         MAGIC + b"\x94\x04\xa5agent\x03\xa5agent",
     ],
 )
-def test_what_is_no_frame_of_an_agent_is_an_error_of_ours(frame):
+def test_invalid_frame_raises_our_error(frame):
     with pytest.raises(FrameError):
         decode_from_agent(frame)
 
 
-def decoded_or_refused(decode, frame):
+def decoded_or_rejected(decode, frame):
     try:
         return decode(frame)
     except FrameError as error:
@@ -91,20 +91,20 @@ def decoded_or_refused(decode, frame):
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200), st.sampled_from([b"", MAGIC]))
 @pytest.mark.fault("hostile-frames")
-def test_whatever_bytes_come_nothing_but_our_error_is_raised(body, magic):
-    decoded_or_refused(decode_from_agent, magic + body)
-    decoded_or_refused(decode_from_aggregator, magic + body)
+def test_any_bytes_raise_only_our_error(body, magic):
+    decoded_or_rejected(decode_from_agent, magic + body)
+    decoded_or_rejected(decode_from_aggregator, magic + body)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(FROM_AGENT), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
 @pytest.mark.fault("hostile-frames")
-def test_a_frame_that_was_damaged_is_refused_or_still_possible(message, damages):
+def test_damaged_frame_is_rejected_or_still_valid(message, damages):
     frame = bytearray(encode(message))
     for where, byte in damages:
         frame[4 + int(where * (len(frame) - 5))] = byte
 
-    found = decoded_or_refused(decode_from_agent, bytes(frame))
+    found = decoded_or_rejected(decode_from_agent, bytes(frame))
 
     for one in getattr(found, "rows", ()):
         assert math.isfinite(one.wall_s + one.busy_s + one.wait_s + sum(one.phases_s.values()))
@@ -116,14 +116,14 @@ NAN, INFINITE = float("nan"), float("inf")
 
 @pytest.mark.parametrize("bad", [-1, 2**62])
 @pytest.mark.parametrize("field", ["tokens", "tokens_processed", "tokens_loss", "samples", "sequence", "window"])
-def test_a_row_with_an_impossible_count_is_refused(field, bad):
+def test_row_with_an_impossible_count_is_rejected(field, bad):
     with pytest.raises(FrameError, match="Expected `int`"):
         decode_from_agent(encode(reports(row(), msgspec.structs.replace(row(), **{field: bad}))))
 
 
 @pytest.mark.parametrize("bad", [NAN, INFINITE, -INFINITE, -1.0])
 @pytest.mark.parametrize("field", ["wall_s", "busy_s", "wait_s", "start_time_s", "loss", "evaluation", "agent_cpu_s"])
-def test_a_row_with_an_impossible_number_is_refused(field, bad):
+def test_row_with_an_impossible_number_is_rejected(field, bad):
     if bad == -1.0 and field in ("start_time_s", "loss"):
         bad = NAN  # these two may be negative
     good = row(busy_s=9.0, wait_s=1.0)
@@ -136,7 +136,7 @@ def test_a_row_with_an_impossible_number_is_refused(field, bad):
 
 @pytest.mark.parametrize("bad", [NAN, INFINITE, -1.0])
 @pytest.mark.parametrize("field", [*Integrals.__struct_fields__[1:], *EnergyAmount.__struct_fields__])
-def test_a_device_with_an_impossible_integral_is_refused(field, bad):
+def test_device_with_an_impossible_integral_is_rejected(field, bad):
     whole = full(1.0)
     if field in EnergyAmount.__struct_fields__:
         broken = msgspec.structs.replace(whole, energy=msgspec.structs.replace(whole.energy, **{field: bad}))
@@ -163,7 +163,7 @@ def test_a_sensor_may_be_ahead_of_its_device():
         {"facts": {"nested": {"a": 1}}},
     ],
 )
-def test_an_introduction_that_cannot_be_is_refused(changes):
+def test_impossible_hello_is_rejected(changes):
     with pytest.raises(FrameError):
         decode_from_agent(encode(hello(**changes)))
 
@@ -180,7 +180,7 @@ def test_an_introduction_that_cannot_be_is_refused(changes):
         {"gauges": {"sm_clock_hz": Gauge(1.0, -1.0, 1.0, 1.0)}},
     ],
 )
-def test_a_device_with_an_impossible_gauge_or_error_is_refused(changes):
+def test_device_with_an_impossible_gauge_or_error_is_rejected(changes):
     with pytest.raises(FrameError, match="Expected `float`"):
         decode_from_agent(encode(reports(row(devices=(device_window(**changes),)))))
 
@@ -208,13 +208,13 @@ LARGE = [
 
 
 @pytest.mark.parametrize("message", LARGE)
-def test_what_has_more_than_it_may_have_is_refused(message):
+def test_message_above_the_limits_is_rejected(message):
     with pytest.raises(FrameError, match=r"length <=|matching"):
         decode_from_agent(encode(message))
 
 
 @pytest.mark.parametrize("text", ["a\x1b[2Jb", "a\nb", "a\x00b", "a\x9bb", "a\u202eb"], ids=ascii)
-def test_names_with_control_characters_are_refused(text):
+def test_names_with_control_characters_are_rejected(text):
     for message in (
         hello(host=text), hello(role=text), hello(agent=text), hello(job=text), hello(devices=(gpu(text),)),
         hello(devices=(gpu(name=text),)),
@@ -224,7 +224,7 @@ def test_names_with_control_characters_are_refused(text):
 
 
 def crowded_row(sequence=1):
-    """Return a row with everything in it that a GPU and two sensors of its node may tell."""
+    """Return a row with all quantities of a GPU and two sensors of its node."""
     part = full(1 / 3)
     phases = dict.fromkeys(("evaluation", "checkpoint", "other", "startup", "shutdown"), part)
     gauges = dict.fromkeys(GAUGES, Gauge(1 / 3, 1 / 3, 1 / 3, 1 / 3))
@@ -251,7 +251,7 @@ def test_a_full_frame_is_well_below_the_limit():
     assert max(sizes) < 0.6 * MAX_BYTES
 
 
-def test_plain_rows_go_by_as_many_as_a_frame_takes_and_one_that_is_too_large_goes_alone(monkeypatch):
+def test_frames_are_filled_and_a_large_row_is_sent_alone(monkeypatch):
     outbox = Outbox(1000)
     for sequence in range(1, 401):
         outbox.add(row(sequence=sequence))
@@ -265,7 +265,7 @@ def test_plain_rows_go_by_as_many_as_a_frame_takes_and_one_that_is_too_large_goe
 
 
 @pytest.mark.fault("network-cut")
-def test_a_full_outbox_lets_the_oldest_go_and_counts_it():
+def test_full_outbox_drops_the_oldest_and_counts_it():
     outbox = Outbox(2)
     for sequence in (1, 2, 3):
         outbox.add(row(sequence=sequence))
@@ -274,7 +274,7 @@ def test_a_full_outbox_lets_the_oldest_go_and_counts_it():
     assert (outbox.lost, len(outbox)) == (1, 2)
 
 
-def test_a_report_that_was_sent_and_makes_room_is_not_counted_as_lost():
+def test_sent_report_that_is_dropped_is_not_counted_as_lost():
     outbox = Outbox(2)
     for sequence in (1, 2, 3, 4):
         outbox.add(row(sequence=sequence))
@@ -286,7 +286,7 @@ def test_a_report_that_was_sent_and_makes_room_is_not_counted_as_lost():
 
 
 @pytest.mark.fault("duplicates")
-def test_what_is_under_way_is_sent_again_on_a_new_connection_only():
+def test_unconfirmed_reports_are_resent_on_a_new_connection_only():
     outbox = Outbox(10)
     for sequence in (1, 2, 3):
         outbox.add(row(sequence=sequence))
@@ -300,7 +300,7 @@ def test_what_is_under_way_is_sent_again_on_a_new_connection_only():
 
 
 class OutboxMachine(RuleBasedStateMachine):
-    """An outbox against two plain lists: what is under way, and what is not."""
+    """An outbox against two plain lists: the sent reports, and the others."""
 
     MOST = 100
 
@@ -395,11 +395,11 @@ def test_messages_go_both_ways(context, server):
     assert decode_from_agent(frame) == FROM_AGENT[0]
     server.send(peer, FROM_AGGREGATOR[0])
     assert receive(link) == [FROM_AGGREGATOR[0]]
-    assert not link.is_new(), "told once"
+    assert not link.is_new(), "only once"
     link.close()
 
 
-def test_a_thousand_sends_to_nobody_return_at_once_and_say_so(context):
+def test_1000_sends_without_a_peer_fail_at_once(context):
     link = AgentLink(context, "tcp://127.0.0.1:9")
     link.connect()
 
@@ -407,7 +407,7 @@ def test_a_thousand_sends_to_nobody_return_at_once_and_say_so(context):
     link.close()
 
 
-def test_an_answer_that_is_no_frame_is_dropped_by_the_agent(context, server):
+def test_invalid_answer_is_dropped_by_the_agent(context, server):
     link = AgentLink(context, server.address)
     connected(link)
     link.send(FROM_AGENT[2])
@@ -420,28 +420,28 @@ def test_an_answer_that_is_no_frame_is_dropped_by_the_agent(context, server):
 
 
 def test_a_message_of_other_parts_is_an_empty_frame(context, server):
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(server.address)
-    stranger.send_multipart((b"", b"a", b"b"))
+    raw = context.socket(zmq.DEALER)
+    raw.connect(server.address)
+    raw.send_multipart((b"", b"a", b"b"))
 
     assert receive(server)[1] == b""
-    stranger.close(0)
+    raw.close(0)
 
 
 @pytest.mark.fault("hostile-frames")
 def test_a_message_beyond_the_limit_never_arrives(context, server):
-    stranger, link = context.socket(zmq.DEALER), AgentLink(context, server.address)
-    stranger.connect(server.address)
-    stranger.send(b"x" * (MAX_BYTES + 1))
+    raw, link = context.socket(zmq.DEALER), AgentLink(context, server.address)
+    raw.connect(server.address)
+    raw.send(b"x" * (MAX_BYTES + 1))
     connected(link)
     link.send(FROM_AGENT[2])
 
     assert decode_from_agent(receive(server)[1]) == FROM_AGENT[2]
-    stranger.close(0)
+    raw.close(0)
     link.close()
 
 
-def test_an_answer_to_whoever_is_gone_is_dropped(server):
-    server.send(b"nobody", FROM_AGGREGATOR[0])
+def test_answer_to_a_closed_connection_is_dropped(server):
+    server.send(b"closed", FROM_AGGREGATOR[0])
 
     assert server.receive() is None

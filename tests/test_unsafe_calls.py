@@ -1,4 +1,4 @@
-"""Nothing anywhere is unpickled, evaluated or given to a shell: what could do that is looked for by name."""
+"""Nothing is unpickled, evaluated or given to a shell: the calls that could do that are searched by name."""
 
 import ast
 from pathlib import Path
@@ -29,7 +29,7 @@ CALLS = {
 
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader", "yaml.SafeLoader", "yaml.CSafeLoader"}
 
-#: What is there all the same, and why it may be.
+#: Exceptions, with the reason.
 ALLOWED = {
     "effllm/commands/run.py": dict.fromkeys(
         ("exec", "compile", "runpy.run_path", "runpy.run_module"), "the training script that it is asked to run"
@@ -39,7 +39,7 @@ ALLOWED = {
 
 
 def called(nodes):
-    """Yield the names of what a file calls that it should not."""
+    """Yield the names of the forbidden calls of a file."""
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue
@@ -56,7 +56,7 @@ def called(nodes):
 
 
 def imported(nodes):
-    """Yield the names of what a file imports that it should not."""
+    """Yield the names of the forbidden imports of a file."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
@@ -77,7 +77,7 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell(name):
     assert unsafe(FILES[name].read_text()) == set(ALLOWED.get(name, {}))
 
 
-def test_the_files_that_are_looked_at_are_there():
+def test_searched_files_exist():
     assert {"effllm/network/transport.py", "benchmarks/__main__.py", "tests/scripts/loop.py", "setup.py"} <= set(FILES)
     assert any(name.startswith("integration/") for name in FILES)
 
@@ -109,7 +109,7 @@ def test_the_files_that_are_looked_at_are_there():
         "pandas.read_pickle('f')",
     ],
 )
-def test_what_is_looked_for_is_found(source):
+def test_unsafe_source_is_found(source):
     assert unsafe(source)
 
 
@@ -123,5 +123,5 @@ def test_what_is_looked_for_is_found(source):
         "run(c, shell=False)",
     ],
 )
-def test_what_is_safe_is_not(source):
+def test_safe_source_is_not_found(source):
     assert not unsafe(source)

@@ -1,4 +1,4 @@
-"""Hosts on which something that is always there is not: IPv4, or names that are UTF-8."""
+"""Hosts without something that others have: IPv4, or names in UTF-8."""
 
 import shutil
 import sys
@@ -21,7 +21,7 @@ runpy.run_path({loop!r}, run_name="__main__")
 """
 
 
-def test_folder_whose_name_is_not_utf8_costs_the_run_folder_alone(launch):
+def test_folder_name_that_is_not_utf8_disables_only_the_run_folder(launch):
     job = launch.code(BODY.format(loop=str(jobs.SCRIPTS / "loop.py")), run_dir="runs").done()
 
     assert len(job.blocks) == 2
@@ -30,7 +30,7 @@ def test_folder_whose_name_is_not_utf8_costs_the_run_folder_alone(launch):
 
 
 def in_a_network_namespace(launch, script, *command):
-    """Start a command by a shell script in a network namespace of its own, and wait for it."""
+    """Start a command by a shell script in its own network namespace, and wait for it."""
     job = launch._job()
     job.start(["unshare", "--net", "sh", "-c", script, "sh", *command], launch.environ({})).wait()
     if "unshare:" in job.stderr:
@@ -47,7 +47,7 @@ def test_loopback_without_ipv4_is_used(launch):
 
 
 @needs_namespaces
-def test_without_loopback_a_job_ends_at_once_and_says_why(launch):
+def test_without_loopback_metrics_are_off_with_the_reason(launch):
     job = in_a_network_namespace(launch, 'exec "$@"', sys.executable, str(jobs.SCRIPTS / "loop.py")).done()
 
     assert len(job.output()["steps"]) == 20

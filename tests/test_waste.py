@@ -61,7 +61,7 @@ class Run:
 
 
 def healthy(seed):
-    """Run a healthy job of random habits."""
+    """Run a healthy job with random properties."""
     chance, run = random.Random(seed), Run()
     time_s, busy = chance.uniform(0.5, 60.0), chance.uniform(0.35, 1.0)
     gpus = chance.choice([0, 1, 8])
@@ -89,13 +89,13 @@ def healthy(seed):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_two_hundred_healthy_runs_are_silent(part):
+def test_200_healthy_runs_report_nothing(part):
     for seed in range(50 * part, 50 * part + 50):
         assert healthy(seed).events == [], seed
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_idle_gpus_are_reported_once_and_so_is_their_work(seed):
+def test_idle_gpus_and_their_recovery_are_reported_once(seed):
     chance, run = random.Random(seed), Run()
     time_s = chance.uniform(0.2, 60.0)
     several = 6 + int(60.0 / time_s)
@@ -108,7 +108,7 @@ def test_idle_gpus_are_reported_once_and_so_is_their_work(seed):
     assert run.kinds == [IDLE, BUSY]
 
 
-def test_the_line_about_idle_gpus_has_power_and_data_wait_as_evidence():
+def test_idle_event_has_power_and_data_wait():
     run = Run().windows(3)
     run.windows(6, busy=0.1, time_s=20.0, last={"wait_s": 16.0})
 
@@ -121,7 +121,7 @@ def test_the_line_about_idle_gpus_has_power_and_data_wait_as_evidence():
     ]
 
 
-def test_gpus_that_go_up_and_down_are_no_flood():
+def test_changing_gpus_cause_no_flood_of_events():
     run = Run().windows(3)
     for number in range(1000):
         run.window(busy=0.1 if number % 4 else 0.5)
@@ -129,7 +129,7 @@ def test_gpus_that_go_up_and_down_are_no_flood():
     assert run.events == []
 
 
-def test_tokens_that_stop_are_reported_once_and_so_is_their_return():
+def test_missing_tokens_and_their_return_are_reported_once():
     run = Run().windows(20).windows(200, tokens=0)
     assert run.events == [(NO_TOKENS, f"{_since(6)}, 20,000 were before: no tokens/s, MFU and J/token")]
     run.windows(50)
@@ -137,7 +137,7 @@ def test_tokens_that_stop_are_reported_once_and_so_is_their_return():
     assert run.kinds == [NO_TOKENS, TOKENS]
 
 
-def test_tokens_that_never_come_though_their_flops_are_known_are_reported():
+def test_uncounted_tokens_with_known_flops_are_reported():
     run = Run().windows(300, tokens=0)
 
     assert run.events == [
@@ -145,7 +145,7 @@ def test_tokens_that_never_come_though_their_flops_are_known_are_reported():
     ]
 
 
-def test_a_replaced_aggregator_goes_on_in_the_state_of_the_one_before():
+def test_replaced_aggregator_keeps_the_state():
     run = Run({IDLE: 2, BUSY: 1, NO_TOKENS: 1})
     run.windows(50, busy=0.1, tokens=0)
     assert run.events == []

@@ -1,4 +1,4 @@
-"""``effllm watch``: what two pages of a server say, and that no server whatever ends it in a traceback."""
+"""``effllm watch``: values from two pages of a server, and no traceback for any server."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ def seen(first, second, seconds=5.0):
     return between(parse(first, 100.0), parse(second, 100.0 + seconds))
 
 
-def test_two_pages_make_the_tokens_of_all_engines_and_the_mean_wait_for_the_first():
+def test_two_pages_give_tokens_and_mean_time_to_first_token():
     found = seen(page(1000, 40, engines=2, waited=(1.0, 10)), page(1500, 90, engines=2, waited=(1.6, 14), running=3))
 
     assert (found.interval_s, found.generation_tokens, found.prompt_tokens) == (5.0, 1000.0, 100.0)  # 2 * 500, 2 * 50
@@ -52,11 +52,11 @@ def test_counters_have_two_names():
     assert seen(page(10, name=""), page(25, name="")).generation_tokens == 15.0
 
 
-def test_where_nobody_waited_there_is_no_mean_wait():
+def test_without_requests_there_is_no_time_to_first_token():
     assert seen(page(10), page(10)).time_to_first_token_s is None
 
 
-def test_a_model_that_comes_later_begins_at_zero():
+def test_model_added_later_begins_at_zero():
     later = page(30) + 'vllm:generation_tokens_total{engine="9",model_name="new"} 7\n'
 
     assert seen(page(10), later).generation_tokens == 27.0
@@ -76,12 +76,12 @@ def test_a_page_before_its_first_token_has_none():
 
 
 @pytest.mark.parametrize("text", ["", "<html>hello</html>", 'go_goroutines 8\nhttp_requests_total{code="200"} 3\n'])
-def test_a_page_of_somebody_else_says_what_is_missing(text):
+def test_page_of_another_server_names_the_missing_metrics(text):
     with pytest.raises(NotVllm, match="vllm:generation_tokens_total"):
         parse(text, 0.0)
 
 
-def test_lines_that_are_no_samples_are_passed_over():
+def test_lines_that_are_no_samples_are_skipped():
     name = "vllm:generation_tokens_total"
     strange = f"{name}{{a=\n{name} NaN\n}}\n}}{{\nvllm:prompt_tokens_total x\n\x00\n"
 
@@ -91,12 +91,12 @@ def test_lines_that_are_no_samples_are_passed_over():
 @pytest.mark.parametrize(
     "url", ["", "localhost:8000", "ftp://h/metrics", "file:///etc/passwd", "http://", "http://u:p@h/", "http://h:x/"]
 )
-def test_what_is_no_page_of_the_web_is_refused(url):
+def test_address_that_is_no_web_page_is_rejected(url):
     with pytest.raises(ValueError, match=r"http|port|Port"):
         address(url)
 
 
-def test_the_page_is_metrics_where_none_is_named():
+def test_default_page_is_metrics():
     assert address("http://127.0.0.1:8000") == ("http", "127.0.0.1", 8000, "/metrics")
     assert address("https://h/a/metrics") == ("https", "h", 443, "/a/metrics")
 
@@ -105,7 +105,7 @@ def test_the_page_is_metrics_where_none_is_named():
 
 
 class Server:
-    """Answers each request with the next of a list, and the last for ever; numbers are statuses."""
+    """Answers each request with the next of a list, and then always with the last; numbers are statuses."""
 
     def __init__(self, *answers):
         answers = list(answers)
@@ -154,7 +154,7 @@ def test_an_error_and_a_redirect_are_no_page(serve):
         fetch(serve(302))
 
 
-def test_a_server_that_is_not_there_is_unreachable(serve):
+def test_missing_server_is_unreachable(serve):
     with pytest.raises(Unreachable, match="nobody answers"):
         fetch("http://127.0.0.1:1/metrics")
 
@@ -177,7 +177,7 @@ class LateReader:
         pass
 
 
-def test_every_gpu_is_counted_however_late_its_first_read(monkeypatch):
+def test_gpu_with_a_late_first_read_is_counted(monkeypatch):
     def open_device(_name, site):
         if site.local_rank >= 4:
             raise DeviceUnavailable("there are four")
@@ -192,7 +192,7 @@ def test_every_gpu_is_counted_however_late_its_first_read(monkeypatch):
         time.sleep(0.3)
         return gpus.joules(start_s, start_s + 0.2)
 
-    joules = jobs.until(joules_of_a_while)  # not known where a reading came late
+    joules = jobs.until(joules_of_a_while)  # unknown when a reading was late
     count = gpus.count
     gpus.close()
 
@@ -204,7 +204,7 @@ def watch(cli, url, *arguments, **variables):
     return cli.run("watch", "--vllm", url, "--interval", "0.5", *arguments, **variables)
 
 
-def test_it_prints_a_line_of_json_for_each_interval_with_the_joules_of_its_tokens(cli, serve):
+def test_json_has_a_line_per_interval_with_joules_per_token(cli, serve):
     url = serve(page(1000, 10), page(1500, 20), page(1700, 20))
 
     done = watch(cli, url, "--count", "2", "--json", EFFICIENTLLM_DEVICE="simulated")
@@ -220,7 +220,7 @@ def test_it_prints_a_line_of_json_for_each_interval_with_the_joules_of_its_token
         assert row["joules_per_10k_tokens"] == pytest.approx(1e4 * row["joules_per_token"])
 
 
-def test_a_person_reads_a_table_of_80_columns_and_the_sum(cli, serve):
+def test_table_of_80_columns_ends_with_the_sum(cli, serve):
     done = watch(cli, serve(page(1000), page(1500), page(2500)), "--count", "2", EFFICIENTLLM_DEVICE="simulated")
 
     lines = done.stdout.splitlines()
@@ -230,7 +230,7 @@ def test_a_person_reads_a_table_of_80_columns_and_the_sum(cli, serve):
     assert "J/token" in lines[-1]
 
 
-def test_without_a_gpu_the_power_is_not_measured_and_that_is_said(cli, serve):
+def test_without_a_gpu_power_is_reported_as_not_measured(cli, serve):
     done = watch(cli, serve(page(1), page(2)), "--count", "1", EFFICIENTLLM_DEVICE="host")
     rows = watch(cli, serve(page(1), page(2)), "--count", "1", "--json", EFFICIENTLLM_DEVICE="host")
 
@@ -239,7 +239,7 @@ def test_without_a_gpu_the_power_is_not_measured_and_that_is_said(cli, serve):
     assert (row["gpus"], row["watts"], row["joules_per_token"], row["generation_tokens"]) == (0, None, None, 1.0)
 
 
-def test_a_restart_and_an_outage_are_said_and_survived(cli, serve):
+def test_restart_and_outage_are_reported_and_survived(cli, serve):
     url = serve(page(1000), page(10, started=2000.0), 503, page(40, started=2000.0), page(50, started=2000.0))
 
     done = watch(cli, url, "--count", "4", "--json", EFFICIENTLLM_DEVICE="simulated")
@@ -250,7 +250,7 @@ def test_a_restart_and_an_outage_are_said_and_survived(cli, serve):
     assert done.returncode == 0
 
 
-def test_a_server_that_never_answers_and_a_page_of_somebody_else_end_in_1(cli, serve):
+def test_no_answer_and_page_of_another_server_exit_with_1(cli, serve):
     away = watch(cli, "http://127.0.0.1:1/metrics", "--count", "1", EFFICIENTLLM_DEVICE="simulated")
     other = watch(cli, serve("up 1\n"), EFFICIENTLLM_DEVICE="simulated")
 
@@ -260,12 +260,12 @@ def test_a_server_that_never_answers_and_a_page_of_somebody_else_end_in_1(cli, s
     assert "Traceback" not in away.stderr + other.stderr
 
 
-def test_wrong_use_is_2(cli):
+def test_wrong_use_exits_with_2(cli):
     assert watch(cli, "file:///etc/passwd").returncode == 2
     assert cli.run("watch", "--interval", "0").returncode == 2
 
 
-def test_the_stand_in_of_the_integration_is_watched_until_it_is_stopped(cli):
+def test_stand_in_of_the_integration_is_watched(cli):
     server = subprocess.Popen(
         [sys.executable, str(STAND_IN), "--port", "0", "--tokens-per-second", "1000"], stdout=subprocess.PIPE, text=True
     )
@@ -286,7 +286,7 @@ def test_the_stand_in_of_the_integration_is_watched_until_it_is_stopped(cli):
         assert row["requests_running"] == 8
 
 
-def test_a_watch_that_is_stopped_before_its_first_interval_says_so(cli, serve):
+def test_watch_stopped_before_its_first_interval_reports_it(cli, serve):
     process = cli.start("watch", "--vllm", serve(page(1)), "--interval", "600", EFFICIENTLLM_DEVICE="simulated")
     read_until(process, "SIMULATED")
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""training/watched_recorder.py and training/device_time.py with stand-ins for torch: what of it reaches the windows."""
+"""training/watched_recorder.py and training/device_time.py with stand-ins for torch: their values in windows."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ MS = 1_000_000
 
 
 class Cuda:
-    """torch.cuda as far as it is used: a device whose clock and progress the test sets."""
+    """The used part of torch.cuda: a device whose clock and progress the test sets."""
 
     def __init__(self):
         self.is_there, self.capturing, self.fails = True, False, False
@@ -48,11 +48,11 @@ class Cuda:
                 return self.at_ms <= cuda.done_ms
 
             def elapsed_time(self, end):
-                assert end.query(), "asking for it would wait"
+                assert end.query(), "this call would wait"
                 return end.at_ms - self.at_ms
 
             def synchronize(self):
-                raise AssertionError("nobody waits for the device")
+                raise AssertionError("this call waits for the device")
 
         self.Event = Event
 
@@ -63,7 +63,7 @@ class Cuda:
         return self.capturing
 
     def synchronize(self):
-        raise AssertionError("nobody waits for the device")
+        raise AssertionError("this call waits for the device")
 
 
 def step(device, cuda, start_ms, end_ms):
@@ -78,7 +78,7 @@ def test_an_iteration_is_read_when_the_next_one_ends():
     device = DeviceTime(cuda)
 
     step(device, cuda, 10, 30)
-    assert device.iterations == 0, "its own end is too early to ask"
+    assert device.iterations == 0, "its own end is too early to read"
     step(device, cuda, 40, 55)
     step(device, cuda, 60, 70)
 
@@ -86,7 +86,7 @@ def test_an_iteration_is_read_when_the_next_one_ends():
     assert (device.iterations, device.total_ns) == (2, 35 * MS)
 
 
-def test_a_device_that_is_behind_is_not_waited_for_and_no_event_is_made_for_it():
+def test_device_that_is_behind_gets_no_wait_and_no_new_events():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.done_ms = -1
@@ -105,7 +105,7 @@ def test_a_device_that_is_behind_is_not_waited_for_and_no_event_is_made_for_it()
 
 
 @pytest.mark.parametrize("why", ["no CUDA yet", "a graph is captured"])
-def test_nothing_is_recorded_where_it_must_not_be(why):
+def test_no_event_is_recorded_where_forbidden(why):
     cuda = Cuda()
     cuda.is_there, cuda.capturing = why != "no CUDA yet", why == "a graph is captured"
     device = DeviceTime(cuda)
@@ -117,7 +117,7 @@ def test_nothing_is_recorded_where_it_must_not_be(why):
     assert device.total_ns == 10 * MS
 
 
-def test_a_capture_that_begins_inside_of_an_iteration_costs_that_iteration_alone():
+def test_capture_that_begins_in_an_iteration_loses_only_that_one():
     cuda = Cuda()
     device = DeviceTime(cuda)
     cuda.now_ms = 10
@@ -127,11 +127,11 @@ def test_a_capture_that_begins_inside_of_an_iteration_costs_that_iteration_alone
     cuda.capturing = False
     step(device, cuda, 40, 50), step(device, cuda, 60, 70)
 
-    assert (device.iterations, device.total_ns, cuda.made) == (1, 10 * MS, 4), "two pairs, as ever"
+    assert (device.iterations, device.total_ns, cuda.made) == (1, 10 * MS, 4), "two pairs, as before"
 
 
 class Given:
-    """A profiler that gives what the test says, at the iterations it says."""
+    """A profiler that gives the splits of the test at their iterations."""
 
     def __init__(self, splits):
         self.splits, self.number, self.closed, self.is_of_device = splits, 0, False, False
@@ -185,7 +185,7 @@ def rows(slots, finish=True):
 SPLIT = Split(100 * MS, 40 * MS, 25 * MS, 60 * MS, 15 * MS, {"tp": (30 * MS, 20 * MS), "all_gather": (10 * MS, 5 * MS)})
 
 
-def test_profiled_iterations_are_sums_of_the_window_they_lie_in():
+def test_profiled_iterations_are_summed_in_their_window():
     with recording({2: SPLIT, 3: SPLIT, 4: SPLIT}) as made:
         iterate(made.recorder, 5)
         first, second, rest = rows(made.reader.read())
@@ -200,7 +200,7 @@ def test_profiled_iterations_are_sums_of_the_window_they_lie_in():
         assert getattr(second.profile, name) == approx(2 * seconds)
 
 
-def test_what_al_leaves_out_of_an_iteration_is_not_idle_and_a_device_has_its_own_time():
+def test_time_outside_al_is_not_idle_and_devices_have_own_time():
     with recording({1: SPLIT, 2: SPLIT._replace(duration_ns=140 * MS, idle_ns=55 * MS)}) as made:
         made.recorder.start(_now=lambda: 1)
         made.recorder.waited(10 * MS)  # of 100 ms; 60 compute, 25 are exposed: 5 are idle
@@ -212,7 +212,7 @@ def test_what_al_leaves_out_of_an_iteration_is_not_idle_and_a_device_has_its_own
     assert first.time_s == approx(0.090 + 0.140)
 
 
-def test_what_the_profiler_tells_after_the_window_was_cut_is_of_the_next():
+def test_profile_after_the_cut_belongs_to_the_next_window():
     with recording({2: SPLIT}) as made:
         iterate(made.recorder, 4)
         slots = made.reader.read()
@@ -228,19 +228,19 @@ def test_what_the_profiler_tells_after_the_window_was_cut_is_of_the_next():
     assert cutter.cut([]).profile.iterations == 1
 
 
-def test_device_times_are_of_the_window_that_they_were_read_in():
+def test_device_times_belong_to_the_window_of_their_reading():
     cuda = Cuda()
     with recording(torch=SimpleNamespace(cuda=cuda)) as made:
         iterate(made.recorder, 5, cuda)
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n takes 100 + n ms and is read at the end of n + 1: 1 | 2, 3 | 4; nobody waits for the fifth.
+    # Iteration n takes 100 + n ms and is read at the end of n + 1: 1 | 2, 3 | 4; the fifth is not waited for.
     assert [row.device_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_step_s for row in (first, second, rest)] == [approx(0.101), approx(0.205), approx(0.104)]
 
 
-def test_iterations_are_profiled_by_the_number_that_people_know_them_by():
+def test_profiled_iterations_use_the_logged_numbers():
     numbers = []
     with recording(offset=1000) as made:
         made.recorder._profile.start = numbers.append
@@ -249,7 +249,7 @@ def test_iterations_are_profiled_by_the_number_that_people_know_them_by():
     assert numbers == [1001, 1002]
 
 
-def test_a_device_that_fails_is_given_up_with_one_line_and_the_loop_goes_on():
+def test_failing_device_is_disabled_with_one_warning():
     cuda = Cuda()
     with recording(torch=SimpleNamespace(cuda=cuda)) as made:
         cuda.fails = True
@@ -261,7 +261,7 @@ def test_a_device_that_fails_is_given_up_with_one_line_and_the_loop_goes_on():
     assert [slot.ordinal for slot in slots if slot.kind == ring.ITERATION] == [1, 2, 3, 4]
 
 
-def test_the_profiler_is_closed_when_the_loop_is_over_and_hears_nothing_after():
+def test_profiler_is_closed_at_the_end_and_not_called_again():
     with recording({3: SPLIT}) as made:
         iterate(made.recorder, 2)
         made.recorder.finish()
@@ -272,7 +272,7 @@ def test_the_profiler_is_closed_when_the_loop_is_over_and_hears_nothing_after():
         assert made.recorder._profile.number is None
 
 
-def test_the_sums_of_ranks_add_up_and_computation_with_exposed_is_al():
+def test_profiles_of_ranks_add_up_to_al():
     profile = Profile(2, 1.0, 0.5, 0.2, 0.6, 0.05, {"dp": (0.5, 0.2)})
     other = Profile(1, 0.5, 0.2, 0.1, 0.4, 0.02, {"dp": (0.1, 0.1), "tp": (0.1, 0.0)})
     account = Account()
@@ -288,10 +288,10 @@ def test_the_sums_of_ranks_add_up_and_computation_with_exposed_is_al():
     # AL is 9 s in 10 iterations, 0.9; exposed 0.3 of 1.5 s, a fifth of it.
     assert exposed_seconds(totals) == approx(0.18)
     assert computation_seconds(totals) == approx(0.72)
-    assert device_step_seconds(totals) == approx(0.88), "of the rank that is slowest by its own mean"
+    assert device_step_seconds(totals) == approx(0.88), "of the rank with the slowest mean"
 
 
-def test_a_profile_that_cannot_be_is_refused_at_the_door():
+def test_impossible_profile_is_rejected():
     message = builders.reports(builders.row(0, profile=Profile(1, 0.1, kinds={"dp": (0.05, 0.01)})))
     assert decode_from_agent(encode(message)) == message
 
@@ -317,26 +317,26 @@ def iterate_with_sync(recorder, cuda, count):
         cuda.now_ms = number * 200
         recorder.start(_now=lambda at_ns=at_ns: at_ns)
         cuda.now_ms += 60 + number
-        recorder.sync_point(_now=lambda at_ns=at_ns: at_ns + 5 * MS)  # the host is far ahead of the device
+        recorder.sync_point(_now=lambda at_ns=at_ns: at_ns + 5 * MS)  # the host runs far ahead of the device
         cuda.now_ms += 40
         recorder.end(8, 1, _now=lambda at_ns=at_ns: at_ns + 10 * MS)
 
 
-def test_own_time_on_the_device_is_what_lies_before_the_sync_point_there():
+def test_own_time_on_the_device_ends_at_its_sync_point():
     cuda = Cuda()
     with recording(torch=SimpleNamespace(cuda=cuda)) as made:
         iterate_with_sync(made.recorder, cuda, 5)
         made.recorder.finish()
         first, second, rest = rows(made.reader.read())
 
-    # Iteration n comes to its sync point after 60 + n ms; read as above: 1 | 2, 3 | 4
+    # Iteration n reaches its sync point after 60 + n ms; read as above: 1 | 2, 3 | 4
     assert [row.device_own_steps for row in (first, second, rest)] == [1, 2, 1]
     assert [row.device_own_step_s for row in (first, second, rest)] == [approx(0.061), approx(0.125), approx(0.064)]
     assert first.own_median_s == approx(0.005)  # on the host
     assert cuda.made <= 3 * MAX_PENDING
 
 
-def test_a_sync_point_that_a_device_refuses_costs_the_device_times_alone():
+def test_failing_sync_point_disables_only_device_times():
     cuda = Cuda()
     with recording(torch=SimpleNamespace(cuda=cuda)) as made:
         made.recorder.start()

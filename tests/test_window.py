@@ -1,4 +1,4 @@
-"""effllm/agents/window.py: samples and records to sums that hold, and to seconds that say what they cover."""
+"""effllm/agents/window.py: samples and records become exact sums and covered seconds."""
 
 import tracemalloc
 from itertools import pairwise
@@ -29,7 +29,7 @@ def cutter(log_interval=10, offset=0, origin_ns=MADE_NS):
 
 
 def cut_all(slots, samples, end_ns, **arguments):
-    """Return the rows of a whole run and, apart, its one device's windows."""
+    """Return the rows of a whole run, with the windows of its one device."""
     one, all_series = cutter(**arguments), [series(*samples)]
     for slot in slots:
         one.add(slot)
@@ -47,7 +47,7 @@ def steady(until_s, every_s=1.0, watts=100.0, start_ns=MADE_NS):
     return [Sample(at, GIB, 0.5, watts, watts * (at - start_ns) / NS) for at in times]
 
 
-#: What adds up; variances of edges do not.
+#: Fields that add up; variances of edges do not.
 SUMS = [name for name in Integrals.__struct_fields__ if name != "energy"]
 ENERGY_SUMS = [name for name in EnergyAmount.__struct_fields__ if not name.endswith("_j2")]
 
@@ -59,7 +59,7 @@ STEPS_MS = st.lists(st.integers(1, 4000), min_size=2, max_size=30)
 
 @settings(deadline=None, max_examples=100)
 @given(STEPS_MS, WATTS, WATTS, st.data())
-def test_linear_power_and_memory_are_integrated_exactly_whatever_the_sampling(steps_ms, base, slope, data):
+def test_linear_power_and_memory_integrals_are_exact(steps_ms, base, slope, data):
     # p(t) = base + slope t, whose integral over [a, b] is (b - a) (p(a) + p(b)) / 2.
     times = [0]
     for step in steps_ms:
@@ -78,7 +78,7 @@ def test_linear_power_and_memory_are_integrated_exactly_whatever_the_sampling(st
 
 @settings(deadline=None, max_examples=100)
 @given(STEPS_MS, st.data())
-def test_integrals_of_neighbouring_stretches_add_up_whatever_was_read(steps_ms, data):
+def test_integrals_of_adjacent_stretches_add_up_for_any_reading(steps_ms, data):
     reading = st.none() | WATTS
     samples, at_ns = [], 1
     for step in steps_ms:
@@ -99,7 +99,7 @@ def test_integrals_of_neighbouring_stretches_add_up_whatever_was_read(steps_ms, 
         assert (part or 0.0) == pytest.approx(whole or 0.0, rel=1e-9, abs=1e-9), name
 
 
-def test_utilization_is_the_mean_since_the_sample_before():
+def test_utilization_is_the_mean_since_the_previous_sample():
     one = series(Sample(1), Sample(2 * NS + 1, utilization=0.25), Sample(3 * NS + 1, utilization=1.0))
 
     found = one.integrals(1 * NS + 1, 3 * NS + 1)
@@ -107,7 +107,7 @@ def test_utilization_is_the_mean_since_the_sample_before():
     assert (found.utilization_seconds, found.utilization_covered_s) == (0.25 + 1.0, 2.0)
 
 
-def test_a_failed_reading_leaves_a_hole_on_both_sides_and_no_zero():
+def test_failed_reading_is_a_gap_and_no_zero():
     readings = [100.0, 100.0, None, 100.0, 100.0]
     one = series(*[Sample(i * NS + 1, memory_bytes=r, power_w=r) for i, r in enumerate(readings)])
 
@@ -117,13 +117,13 @@ def test_a_failed_reading_leaves_a_hole_on_both_sides_and_no_zero():
     assert (found.memory_byte_seconds, found.memory_covered_s) == (200.0, 2.0)
 
 
-def test_a_long_gap_is_a_hole_for_all_but_the_counter():
+def test_long_gap_affects_all_but_the_counter():
     one = series(Sample(1, 7.0, 0.5, 100.0, 0.0), Sample(10 * NS + 1, 7.0, 0.5, 100.0, 1234.0), gap_s=5.0)
 
     assert one.integrals(1, 10 * NS + 1) == Integrals(amount(1234.0, 10.0))
 
 
-def test_what_was_never_read_is_none_with_nothing_covered():
+def test_unread_quantity_is_none_without_coverage():
     assert series().integrals(1, NS) == Integrals()
     assert series(Sample(1), Sample(NS)).integrals(1, NS) == Integrals()
     assert series(*steady(3)).integrals(10 * NS, 20 * NS) == Integrals()
@@ -136,7 +136,7 @@ def test_a_sample_that_is_not_newer_is_dropped():
     assert one.peak(0, 3 * NS, "power_w") == 1.0
 
 
-def test_forgetting_keeps_what_later_stretches_need():
+def test_dropped_samples_do_not_change_later_integrals():
     one = series(*steady(10))
     before = one.integrals(MADE_NS + int(4.5 * NS), MADE_NS + 8 * NS)
 
@@ -146,8 +146,8 @@ def test_forgetting_keeps_what_later_stretches_need():
     assert one.oldest_ns == MADE_NS + 4 * NS
 
 
-def test_what_is_left_of_a_subtraction_is_never_negative():
-    # 0.1 + 0.2 is a little more than 0.3; a negative integral would cost the whole frame it is sent in.
+def test_difference_of_integrals_is_never_negative():
+    # 0.1 + 0.2 is a little more than 0.3; a frame with a negative integral is rejected as a whole.
     whole = Integrals(amount(0.3, 3.0), 0.3, 3.0, 0.3, 3.0)
     part = Integrals(amount(0.1 + 0.2, 1.0), 0.1 + 0.2, 1.0, 0.1 + 0.2, 1.0)
 
@@ -164,7 +164,7 @@ def iterate(loop, count, step_s=1.0, wait_s=0.5, tokens=100, samples=4):
         loop.end(start_ns + int(step_s * NS), tokens, samples)
 
 
-def test_a_row_spans_from_the_end_of_the_one_before_to_its_own():
+def test_row_spans_from_the_previous_end_to_its_own():
     with looping(log_interval=2) as loop:
         iterate(loop, 5)
         loop.recorder.finish()
@@ -182,7 +182,7 @@ def test_a_row_spans_from_the_end_of_the_one_before_to_its_own():
     assert [r.sequence for r in rows] == [1, 2, 3]
 
 
-def test_start_up_and_shut_down_are_phases_with_joules_of_their_own():
+def test_start_up_and_shut_down_are_phases_with_own_joules():
     with looping() as loop:
         loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)  # loads one before the first iteration
         loop.now_ns = MADE_NS + 3 * NS
@@ -209,7 +209,7 @@ def test_a_run_without_an_iteration_is_all_start_up():
     assert row.devices[0].phases["startup"].energy.joules == pytest.approx(400.0)
 
 
-def test_the_rest_after_the_last_boundary_is_a_row_of_the_next_window():
+def test_rest_after_the_last_boundary_is_in_the_next_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 2)
         rows = cut_all(loop.slots(), steady(10), loop.now_ns + NS, log_interval=2)
@@ -218,7 +218,7 @@ def test_the_rest_after_the_last_boundary_is_a_row_of_the_next_window():
     assert rows[-1].phases_s == pytest.approx({"shutdown": 1.0})
 
 
-def test_boundaries_lie_where_the_number_known_at_start_is_divisible():
+def test_boundaries_use_the_iteration_number_at_start():
     with looping(log_interval=10, offset=25) as loop:
         iterate(loop, 7)  # 26 to 32
         rows = cut_all(loop.slots(), steady(20), loop.now_ns, log_interval=10, offset=25)
@@ -226,7 +226,7 @@ def test_boundaries_lie_where_the_number_known_at_start_is_divisible():
     assert [(r.window, r.iteration_shown, r.iterations) for r in rows] == [(3, 30, 5), (4, 32, 2)]
 
 
-def test_the_number_shown_follows_log_metrics_and_the_boundaries_do_not():
+def test_shown_number_follows_log_metrics_but_boundaries_do_not():
     with looping(log_interval=2) as loop:
         iterate(loop, 1)
         loop.recorder.loss(5001, None)
@@ -236,7 +236,7 @@ def test_the_number_shown_follows_log_metrics_and_the_boundaries_do_not():
     assert (rows[0].window, rows[0].iteration_last, rows[0].iteration_shown) == (1, 2, 5002)
 
 
-def test_a_loss_that_comes_after_the_end_is_in_its_window():
+def test_loss_after_the_end_of_an_iteration_is_in_its_window():
     with looping(log_interval=2) as loop:
         for loss in (4.0, 3.0, 2.0):
             iterate(loop, 1)
@@ -247,7 +247,7 @@ def test_a_loss_that_comes_after_the_end_is_in_its_window():
 
 
 @pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
-def test_a_loss_that_is_not_finite_is_counted_and_is_no_loss(loss):
+def test_non_finite_loss_is_counted_and_is_no_loss(loss):
     with looping(log_interval=3) as loop:
         for value in (2.0, loss, loss):
             iterate(loop, 1)
@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_finite_is_counted_and_is_no_loss(loss):
     assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 2, 42)
 
 
-def test_a_loss_that_was_not_given_is_not_counted():
+def test_missing_loss_is_not_counted():
     with looping(log_interval=1) as loop:
         iterate(loop, 1)
         loop.recorder.loss(1, None)
@@ -266,7 +266,7 @@ def test_a_loss_that_was_not_given_is_not_counted():
     assert (rows[0].loss, rows[0].losses_not_finite, rows[0].first_not_finite) == (None, 0, None)
 
 
-def test_a_reset_is_said_once_by_the_window_it_came_in():
+def test_reset_is_in_one_window():
     with looping(log_interval=2) as loop:
         iterate(loop, 3)
         loop.recorder.reset()
@@ -286,7 +286,7 @@ def test_a_reset_at_a_boundary_belongs_to_the_window_that_ended():
     assert [row.reset for row in rows] == [True, False, False]
 
 
-def test_an_overrun_of_a_boundary_makes_one_longer_window_and_loses_no_token():
+def test_overrun_of_a_boundary_makes_one_longer_window():
     with looping(log_interval=2, slots=64) as loop:
         iterate(loop, 6)
         slots = [slot for slot in loop.slots() if slot.ordinal not in (3, 4)]  # the second window's
@@ -298,7 +298,7 @@ def test_an_overrun_of_a_boundary_makes_one_longer_window_and_loses_no_token():
     assert [r.iterations_overrun for r in rows] == [0, 2, 0], "those of the row, not of the run"
 
 
-def test_a_loop_that_was_faster_than_its_agent_begins_with_its_own_first_record():
+def test_loop_started_before_its_agent_begins_with_its_record():
     with looping() as loop:
         loop.phase("checkpoint", MADE_NS + 1 * NS, MADE_NS + 2 * NS)
         iterate(loop, 1)
@@ -308,7 +308,7 @@ def test_a_loop_that_was_faster_than_its_agent_begins_with_its_own_first_record(
     assert row.wall_s == pytest.approx(2.5)
 
 
-def test_unix_times_are_those_of_the_monotonic_clock_shifted():
+def test_unix_times_are_shifted_monotonic_times():
     with looping(log_interval=1) as loop:
         iterate(loop, 1, step_s=2.0, wait_s=0.0)
         rows = cut_all(loop.slots(), [], loop.now_ns, log_interval=1)
@@ -318,7 +318,7 @@ def test_unix_times_are_those_of_the_monotonic_clock_shifted():
     assert rows[0].devices[0].wall == Integrals()
 
 
-def test_peaks_are_the_largest_readings_within_the_row():
+def test_peaks_are_the_largest_readings_of_the_row():
     with looping(log_interval=1) as loop:
         iterate(loop, 2, step_s=2.0, wait_s=0.0)
         samples = [
@@ -333,7 +333,7 @@ def test_peaks_are_the_largest_readings_within_the_row():
     ]
 
 
-def test_a_cutter_keeps_nothing_of_windows_that_are_cut():
+def test_cutter_keeps_nothing_of_cut_windows():
     with looping(log_interval=1, slots=16) as loop:
         one, device = cutter(log_interval=1), series()
 
@@ -359,7 +359,7 @@ def test_a_cutter_keeps_nothing_of_windows_that_are_cut():
     assert after - before < 20_000
 
 
-# --- what holds for every run --------------------------------------------------------------------
+# --- properties of every run --------------------------------------------------------------------
 
 MILLISECONDS = st.integers(0, 3000)
 EVENTS = st.lists(
@@ -417,7 +417,7 @@ def close(value):
 
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
-def test_seconds_and_joules_of_a_row_are_each_in_one_class(run, log_interval):
+def test_seconds_and_joules_of_a_row_are_in_one_class(run, log_interval):
     slots, samples, end_ns = run
 
     rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
@@ -437,7 +437,7 @@ def test_seconds_and_joules_of_a_row_are_each_in_one_class(run, log_interval):
 
 @settings(deadline=None, max_examples=80)
 @given(runs(), st.integers(1, 12))
-def test_rows_lie_end_to_end_from_the_origin_to_the_end(run, log_interval):
+def test_rows_cover_the_run_without_gaps(run, log_interval):
     slots, samples, end_ns = run
 
     rows = cut_all(slots, samples, end_ns, log_interval=log_interval)
@@ -473,7 +473,7 @@ def test_windows_of_any_length_have_the_same_totals(run, log_interval):
 
 @settings(deadline=None, max_examples=50)
 @given(runs(), st.integers(1, 4))
-def test_cutting_as_records_come_gives_the_rows_of_cutting_them_at_the_end(run, log_interval):
+def test_cutting_live_gives_the_same_rows_as_at_the_end(run, log_interval):
     slots, samples, end_ns = run
     live, rows = cutter(log_interval), []
     one = series(*samples)
@@ -486,13 +486,13 @@ def test_cutting_as_records_come_gives_the_rows_of_cutting_them_at_the_end(run, 
     assert rows == cut_all(slots, samples, end_ns, log_interval=log_interval)
 
 
-def test_iterations_only_of_a_window_without_phases_is_the_window():
+def test_window_without_phases_is_iterations_only():
     wall = Integrals(amount(10.0, 2.0), 4.0, 2.0, 1.0, 2.0)
 
     assert DeviceWindow("GPU-0", wall).iterations == wall
 
 
-def test_the_phase_names_of_the_ring_are_those_of_the_rows():
+def test_phase_names_of_ring_and_rows_are_equal():
     with looping() as loop:
         for name in ("evaluation", "checkpoint", "other"):
             loop.phase(name, loop.now_ns, loop.now_ns + NS)
@@ -501,7 +501,7 @@ def test_the_phase_names_of_the_ring_are_those_of_the_rows():
     assert row.phases_s == pytest.approx({"startup": 3.0})
 
 
-def test_a_row_holds_what_was_generated_in_its_window_and_the_phase_of_it():
+def test_row_has_generated_tokens_and_the_generation_phase():
     with looping(log_interval=2) as loop:
         for second in range(1, 5):
             loop.start(MADE_NS + second * NS)
@@ -523,7 +523,7 @@ def test_a_row_holds_what_was_generated_in_its_window_and_the_phase_of_it():
     assert second.devices[0].phases["generation"].energy.joules == pytest.approx(100.0)  # 100 W for 1 s
 
 
-def test_own_times_of_a_window_are_a_sum_a_median_and_the_last_arrival():
+def test_window_has_sum_median_and_last_arrival_of_own_times():
     with looping(log_interval=4) as loop:
         for i, own_ns in enumerate((100, 400, 200, 300, 250)):
             loop.start(2000 + 1000 * i)
@@ -542,7 +542,7 @@ def test_own_times_of_a_window_are_a_sum_a_median_and_the_last_arrival():
     assert (rest.own_steps, rest.arrival_ns) == (1, 6250)
 
 
-def test_an_arrival_is_told_of_the_last_iteration_alone_and_no_own_time_is_no_time():
+def test_arrival_is_only_that_of_the_last_iteration():
     with looping(log_interval=2) as loop:
         for i in range(4):
             loop.start(2000 + 1000 * i)
@@ -556,7 +556,7 @@ def test_an_arrival_is_told_of_the_last_iteration_alone_and_no_own_time_is_no_ti
     assert (second.own_steps, second.own_step_s, second.own_median_s) == (0, 0.0, None)
 
 
-def test_the_power_cap_is_a_reason_of_its_own_and_no_slowdown():
+def test_power_cap_is_a_separate_reason_and_no_slowdown():
     series = Series(gpu(), 5.0)
     reasons = [(), ("power_cap",), ("power_cap", "hw_thermal"), ("sync_boost",)]
     for second, throttled_by in enumerate(reasons):
@@ -566,7 +566,7 @@ def test_the_power_cap_is_a_reason_of_its_own_and_no_slowdown():
     assert window.throttled_s == {"power_cap": 2.0, "hw_thermal": 1.0, "any": 1.0, "sync_boost": 1.0}
 
 
-def test_power_above_the_last_bar_is_counted_in_it():
+def test_power_above_the_last_bin_is_counted_in_it():
     series = Series(gpu(), 5.0)
     for second, power_w in enumerate((100.0, 3995.0, 9000.0, 9000.0)):
         series.add(Sample(time_ns=(second + 1) * 10**9, power_w=power_w))

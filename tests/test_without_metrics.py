@@ -16,7 +16,7 @@ ATTACHED = "from effllm.attach import autoload; autoload()  # as torch does\n"
 
 
 def stderr_of(cli, code, **variables):
-    """Return what a script of its own process prints on stderr."""
+    """Return the stderr of a script in its own process."""
     path = cli.script("import os, sys\n" + code)
     done = subprocess.run(
         [sys.executable, path], env=cli.environ(**variables), cwd=cli.folder,
@@ -56,11 +56,11 @@ def test_an_unclear_switch_is_named_at_the_end(cli, name):
     ],
     ids=["right", "off", "rank 1", "no stderr", "launcher", "forked"],
 )
-def test_nothing_is_printed_where_nothing_is_wrong(cli, code, variables):
+def test_nothing_is_printed_without_a_mistake(cli, code, variables):
     assert stderr_of(cli, code, **variables) == []
 
 
-def test_metrics_that_the_loop_itself_starts_are_no_reason(cli):
+def test_metrics_started_by_the_loop_are_not_reported(cli):
     lines = stderr_of(cli, ATTACHED + LOOP, EFFICIENTLLM_ATTACH="perhaps", EFFICIENTLLM_SINKS="none")
 
     assert [line for line in lines if "ran without metrics" in line] == []

@@ -1,4 +1,4 @@
-"""Jobs with frameworks: each test's script stands in the test, and imports what is tiny from `tiny`."""
+"""Jobs with frameworks: each test contains its script, which imports the tiny model from `tiny`."""
 
 import sys
 from pathlib import Path
@@ -9,18 +9,18 @@ HERE = Path(__file__).parent
 
 
 class Frameworks:
-    """Starts scripts that know nothing of effllm, and attaches it by the environment alone."""
+    """Starts scripts without any effllm code, and attaches it by the environment alone."""
 
     def __init__(self, launch):
         self._launch = launch
 
     def run(self, code, *arguments, ranks=1, launcher=(), attach="1", environ=None, **settings):
-        """Return the job of a script when it is done."""
+        """Run a script and return its finished job."""
         job = self.start(code, *arguments, ranks=ranks, launcher=launcher, attach=attach, environ=environ, **settings)
         return job.done(within_s=100.0)
 
     def start(self, code, *arguments, ranks=1, launcher=(), attach="1", environ=None, **settings):
-        """Start a script: with torchrun where there are several ranks, or with a launcher's command line."""
+        """Start a script: with torchrun for several ranks, or with a launcher's command line."""
         job = self._launch._job()
         script = job.folder / "script.py"
         script.write_text(code)

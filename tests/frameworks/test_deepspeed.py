@@ -77,7 +77,7 @@ def test_engine_is_counted_and_changes_no_loss(frameworks, stage):
 
 
 def test_counts_given_by_the_loop_come_first(frameworks):
-    """Only the loop knows that half of the positions are padding."""
+    """Only the loop can count the padding, half of the positions."""
     count = "    effllm.count(tokens=16, tokens_processed=32, samples=4)\n"
     code = "import effllm\n" + SCRIPT.replace("    engine.backward(loss)", count + "    engine.backward(loss)")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -25,7 +25,7 @@ print("effllm.hooks.optimizer" in sys.modules, len(sys.modules["torch.optim.opti
         "import pytorch_lightning",
     ],
 )
-def test_whatever_is_imported_first_all_that_is_there_is_hooked(line):
+def test_all_frameworks_are_hooked_in_any_order_of_imports(line):
     for package in line.replace(";", " ").split():
         if package in ("transformers", "trl", "accelerate", "pytorch_lightning") or package.startswith("lightning"):
             pytest.importorskip(package.split(".")[0], reason=f"needs {package}")

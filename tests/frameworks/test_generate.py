@@ -1,4 +1,4 @@
-"""GenerationMixin.generate: a process that only infers, and one that trains."""
+"""GenerationMixin.generate: in an inference process and in training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generated(job):
     return sum(row.generated_tokens for row in job.ledger.ranks)
 
 
-def test_calls_are_iterations_and_their_tokens_those_without_padding(frameworks):
+def test_calls_are_iterations_with_tokens_without_padding(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -50,7 +50,7 @@ json.dump({"count": count}, open("truth.json", "w"))
     assert not job.our_errors
 
 
-def test_beams_and_several_answers_count_what_is_returned(frameworks):
+def test_beams_and_several_answers_count_returned_tokens(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -65,14 +65,14 @@ model.generate(inputs_embeds=torch.randn(1, 3, 16), max_new_tokens=5, min_new_to
     assert job.ledger.summary.iterations == 4
 
 
-def test_what_is_generated_is_the_same_with_and_without(frameworks):
+def test_generated_tokens_are_unchanged(frameworks):
     code = MODEL + "json.dump({'ids': generate(do_sample=True).tolist()}, open('truth.json', 'w'))\n"
 
     without = frameworks.run(code, attach="0", metrics_enabled="false").output()["ids"]
     assert frameworks.run(code).output()["ids"] == without
 
 
-def test_an_evaluation_that_generates_is_evaluation_and_makes_it(frameworks):
+def test_evaluation_with_generation_counts_its_tokens(frameworks):
     job = frameworks.run(
         MODEL
         + """
@@ -89,10 +89,10 @@ trainer.train()
     summary = job.ledger.summary
     assert (summary.iterations, generated(job)) == (6, 6 * 24)
     assert summary.time_by_class["generation"] > 0
-    assert summary.samples == 12, "what generates is no sample of training"
+    assert summary.samples == 12, "generation adds no training samples"
 
 
-def test_a_trial_before_training_is_a_run_of_its_own(frameworks):
+def test_trial_before_training_is_a_separate_run(frameworks):
     job = frameworks.start(
         MODEL
         + """
@@ -110,7 +110,7 @@ tiny.losses(trainer)
     assert iterations == [1, 6]
 
 
-def test_the_integration_generates_what_it_says(launch):
+def test_integration_prints_its_generated_count(launch):
     environ = launch.environ({"attach": "1"}, HF_HUB_OFFLINE="1")
     job = launch._job().start([sys.executable, str(SCRIPT), "--requests", "10"], environ).done(within_s=100.0)
 

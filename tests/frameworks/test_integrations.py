@@ -1,4 +1,4 @@
-"""The folders of integration/ that stand on transformers, as their READMEs start them."""
+"""The folders of integration/ that use transformers, started as in their READMEs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_llama_factory = pytest.mark.skipif(
 
 
 def run(launch, command, **settings):
-    """Return the job of a command when it is done."""
+    """Run a command and return its finished job."""
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     environ = launch.environ({"attach": "1", **settings}, PATH=path, HF_HUB_OFFLINE="1", PYTHON=sys.executable)
     return launch._job().start(command, environ).done(within_s=110.0)
@@ -58,7 +58,7 @@ def test_trl_grpo(launch):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_llama_factory(launch, method, ranks):
-    """Its own command line starts its own torchrun; what is trained is what the YAML says, and nothing else."""
+    """Its own command line starts its own torchrun; it trains exactly as the YAML configures."""
     job = run(launch, [str(INTEGRATION / "llama_factory" / "run.sh"), method, str(ranks)])
 
     summary = job.ledger.summary

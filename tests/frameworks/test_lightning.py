@@ -1,4 +1,4 @@
-"""A real Trainer of Lightning, by either package name, in scripts that do not name us."""
+"""A real Trainer of Lightning, by either package name, in scripts without effllm code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_two_ranks_that_lightning_launches_are_one_run(launch):
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_batch_that_names_no_tokens_gives_its_samples(launch, package):
+def test_batch_without_token_names_gives_its_samples(launch, package):
     pytest.importorskip(package.split(".")[0])
     job = train(launch, "pl.Trainer(accumulate_grad_batches=3, **quiet).fit(Module(), loader)", package)
     summary = job.ledger.summary
@@ -81,7 +81,7 @@ def test_a_batch_that_names_no_tokens_gives_its_samples(launch, package):
     assert not summary.tokens
 
 
-def test_a_module_may_say_its_tokens_itself(launch):
+def test_module_may_count_its_tokens_itself(launch):
     job = train(
         launch,
         """
@@ -118,7 +118,7 @@ def test_two_optimizers_of_manual_optimization_are_one_iteration(launch):
     assert (job.ledger.summary.iterations, job.ledger.summary.parameters) == (12, 72)
 
 
-def test_a_training_that_fails_is_a_failed_run_and_the_next_one_its_own(launch):
+def test_failed_training_is_a_failed_run_and_the_next_separate(launch):
     job = train(
         launch,
         """
@@ -143,7 +143,7 @@ def test_a_training_that_fails_is_a_failed_run_and_the_next_one_its_own(launch):
     assert (second.summary.status, second.summary.iterations, second.summary.parameters) == ("completed", 12, 45)
 
 
-def test_its_loggers_log_what_is_measured(launch):
+def test_loggers_of_lightning_get_the_metrics(launch):
     job = train(
         launch,
         """
@@ -162,7 +162,7 @@ def test_its_loggers_log_what_is_measured(launch):
     assert "efficientllm/al_seconds" in metrics.read_text().splitlines()[0]
 
 
-def test_trainings_that_are_spawned_get_their_callback(launch, tmp_path):
+def test_spawned_trainings_get_their_callback(launch, tmp_path):
     # strategy="ddp_spawn" pickles the Trainer, callbacks included.
     script = tmp_path / "spawned.py"
     body = "pl.Trainer(strategy='ddp_spawn', devices=2, **quiet).fit(Module(), loader)"
@@ -182,7 +182,7 @@ def test_without_the_environment_no_callback_is_made(launch):
     assert "EfficientLLM" not in job.stdout
 
 
-def test_the_entry_points_import_nothing_where_metrics_are_off(launch):
+def test_entry_points_import_nothing_with_metrics_off(launch):
     job = launch.code(
         "import sys\nfrom effllm.hooks.lightning import callbacks\nprint(callbacks(), 'lightning' in sys.modules)"
     ).done()

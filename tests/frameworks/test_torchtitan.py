@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer and metrics, on a CPU: the steps and counts are its code, what needs a GPU stands in."""
+"""torchtitan's own Trainer and metrics on a CPU: its own steps and counts, with stand-ins for the GPU parts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ dist.destroy_process_group()
 """
 
 
-def test_its_own_loop_is_measured(launch):
+def test_own_loop_of_torchtitan_is_measured(launch):
     job = launch.code(SCRIPT, environ={"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}).done(90)
     summary = job.ledger.summary
     # 6 steps of 2 batches of 2 x 8 labels

@@ -1,4 +1,4 @@
-"""torchtune's own recipes for full fine-tuning, started as `tune run` starts them, on a CPU."""
+"""torchtune's own recipes for full fine-tuning on a CPU, started as by `tune run`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_recipe_is_counted_and_changes_no_loss(frameworks, recipe, ranks):
 
 
 def test_packed_rows_and_an_optimizer_in_the_backward_pass(frameworks):
-    """Two of the 24 rows lie in a pack, 5 and 8 tokens of 16; an iteration is a batch of four packs."""
+    """Two of the 24 rows are in a pack, 5 and 8 tokens of 16; an iteration is a batch of four packs."""
     summary = run(frameworks, "full_finetune_single_device", 1, packed=True, in_backward=True).ledger.summary
 
     assert (summary.iterations, summary.samples, summary.tokens) == (6, 48, 48 * (5 + 8) // 2)

@@ -1,4 +1,4 @@
-"""Real Trainers, attached by the environment alone: what is counted, what is left out, and that nothing changes."""
+"""Real Trainers, attached by the environment alone: counts, exclusions, and unchanged training."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def script(arguments="", more="", before="", after="", train=""):
 
 
 def counts(job):
-    """Return what all ranks counted: tokens, all positions, positions with a label."""
+    """Return the counts of all ranks: tokens, all positions, positions with a label."""
     rows = job.ledger.ranks
     return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
 
 
-def test_a_script_that_begins_with_the_trainer_is_attached_by_the_environment_alone(frameworks):
+def test_script_that_imports_the_trainer_first_is_attached(frameworks):
     """The first line loads torch, and with it the hooks, in the middle of the import of transformers."""
     job = frameworks.run(script())
 
@@ -54,8 +54,8 @@ def test_a_script_that_begins_with_the_trainer_is_attached_by_the_environment_al
     assert not job.our_errors
 
 
-def test_tokens_are_counted_without_padding_with_it_and_where_they_have_a_label(frameworks):
-    """The sampler shuffles, so that rows are all of one order only with two lengths in every batch."""
+def test_tokens_with_and_without_padding_and_labels_are_counted(frameworks):
+    """The sampler shuffles, so its order is fixed to have both lengths in every batch."""
     job = frameworks.run(script(before="trainer._get_train_sampler = lambda *_: range(48)"))
 
     # 6 steps of a row of 5 and one of 8, padded to 8; the first token of a row has no label
@@ -67,7 +67,7 @@ def test_tokens_are_counted_without_padding_with_it_and_where_they_have_a_label(
 
 @pytest.mark.parametrize("is_filtered", [True, False])
 def test_losses_that_the_trainer_replaces_are_counted(frameworks, is_filtered):
-    """The weights stay as they are; the Trainer logs a mean of other losses in place of NaN unless told otherwise."""
+    """The weights stay as they are; by default the Trainer logs a mean of other losses in place of NaN."""
     broken = """
 losses = iter([0, 0, 1, 0, float("inf"), float("nan")] * 2)
 trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].sum() * 0 + 1.0 + next(losses)
@@ -93,7 +93,7 @@ def test_flops_use_each_batchs_own_width(frameworks):
     assert job.ledger.facts["sequence_length"] == round(width, 1)
 
 
-def test_ranks_that_believe_to_be_alone_give_one_model(frameworks):
+def test_ranks_that_are_each_the_first_give_one_model(frameworks):
     """As with DeepSpeed where transformers is not set to the CPU: each rank is the first of a world of one."""
     code = "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
     code += "[os.environ.pop(name) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')]\n"
@@ -128,7 +128,7 @@ def test_two_processes_add_up_to_the_job(frameworks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, ranks):
+def test_losses_are_unchanged_to_the_last_digit(frameworks, ranks):
     code = script("max_steps=8, gradient_accumulation_steps=2, eval_strategy='steps', eval_steps=4")
 
     without = frameworks.run(code, ranks=ranks, attach="0", metrics_enabled="false").output()["losses"]
@@ -157,7 +157,7 @@ trainer._save = lambda *a, **k: (time.sleep(0.2), save(*a, **k))[1]
     assert summary.time_by_class["iterations"] < 0.4
 
 
-def test_evaluating_and_predicting_outside_of_training_disturbs_nothing(frameworks):
+def test_evaluate_and_predict_outside_training_change_nothing(frameworks):
     calls = "trainer.evaluate(); trainer.predict(tiny.rows(4))"
 
     job = frameworks.run(script(before=calls, after=calls))
@@ -166,7 +166,7 @@ def test_evaluating_and_predicting_outside_of_training_disturbs_nothing(framewor
     assert not job.our_errors
 
 
-def test_a_second_training_in_one_process_is_a_run_of_its_own(frameworks):
+def test_second_training_in_one_process_is_a_separate_run(frameworks):
     job = frameworks.run(script(after="trainer.train()"))
 
     runs = [json.loads((folder / "summary.json").read_text()) for folder in job.runs()]
@@ -175,7 +175,7 @@ def test_a_second_training_in_one_process_is_a_run_of_its_own(frameworks):
 
 
 @pytest.mark.parametrize(("error", "status"), [("RuntimeError", "failed"), ("KeyboardInterrupt", "interrupted")])
-def test_an_exception_in_a_step_passes_on_and_is_the_end_of_the_run(frameworks, error, status):
+def test_exception_in_a_step_is_passed_on_and_ends_the_run(frameworks, error, status):
     breaking = f"""
 step = trainer.compute_loss
 def compute_loss(*a, **k):
@@ -196,7 +196,7 @@ HAND = "__import__('effllm').EfficientLLMCallback()"
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_a_callback_given_by_hand_counts_once_whether_attached_or_not(frameworks, attach):
+def test_callback_given_by_hand_counts_once(frameworks, attach):
     job = frameworks.run(script(more=f"callbacks=[{HAND}]"), attach=attach)
 
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
@@ -205,14 +205,14 @@ def test_a_callback_given_by_hand_counts_once_whether_attached_or_not(frameworks
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_it_can_be_asked_for_by_name(frameworks, attach):
+def test_callback_can_be_requested_by_name(frameworks, attach):
     job = frameworks.run(script("report_to='efficientllm'"), attach=attach)
 
     assert job.ledger.summary.iterations == 6
     assert job.ledger.summary.tokens > 0
 
 
-def test_without_attaching_and_without_asking_nothing_is_measured(frameworks):
+def test_nothing_is_measured_without_attaching(frameworks):
     job = frameworks.run(script(), attach="0")
 
     assert job.runs() == []
@@ -230,8 +230,8 @@ class Later(TrainerCallback):
 
 
 @pytest.mark.parametrize("attach", ["0", "1"])
-def test_what_is_measured_is_in_the_logs_of_callbacks_that_come_before_ours(frameworks, attach):
-    """A callback that was handed in last would add to logs that TensorBoard has already written."""
+def test_earlier_callbacks_get_the_metrics_in_their_logs(frameworks, attach):
+    """A callback that runs last would add to logs that TensorBoard has already written."""
     code = f"""
 from transformers import Trainer, TrainerCallback
 import json, time, tiny
@@ -257,7 +257,7 @@ tiny.losses(trainer)
     assert not any("efficientllm" in tag for one in job.output()["history"] for tag in one)
 
 
-def test_tensorboard_shows_them_too(frameworks):
+def test_tensorboard_has_the_metrics(frameworks):
     pytest.importorskip("tensorboard")
     waiting = """
 import time
@@ -295,7 +295,7 @@ tiny.losses(trainer)
     assert not job.our_errors
 
 
-def test_a_model_that_was_compiled_is_the_same_model(frameworks):
+def test_compiled_model_is_counted_as_the_same_model(frameworks):
     """Compiled by the backend that compiles nothing, which wraps it as every other does."""
     job = frameworks.run(script("torch_compile=True, torch_compile_backend='eager'"))
 
@@ -303,7 +303,7 @@ def test_a_model_that_was_compiled_is_the_same_model(frameworks):
     assert job.ledger.facts["model_type"] == "llama"
 
 
-def test_a_training_step_of_ones_own_that_hides_its_batch_still_counts_steps(frameworks):
+def test_overridden_training_step_is_counted(frameworks):
     code = """
 from transformers import Trainer
 import tiny
@@ -323,7 +323,7 @@ trainer.train()
     assert (summary.iterations, summary.samples, summary.tokens) == (6, 12, 78)
 
 
-def test_seq2seq_counts_what_both_halves_read(frameworks):
+def test_seq2seq_counts_encoder_and_decoder(frameworks):
     code = """
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 import tiny, torch
@@ -344,7 +344,7 @@ Seq2SeqTrainer(model=model, args=arguments, train_dataset=[row] * 16).train()
     assert job.ledger.facts["trainer"] == "Seq2SeqTrainer"
 
 
-def test_packed_rows_have_no_padding_and_as_many_samples_as_sequences(frameworks):
+def test_packed_rows_have_no_padding_and_count_sequences(frameworks):
     code = """
 from transformers import DataCollatorWithFlattening, Trainer
 import tiny
@@ -363,7 +363,7 @@ trainer.train()
     assert job.ledger.facts["token_source"] == "packed, without padding"
 
 
-def test_accelerate_launch_is_a_launcher_as_any_other(frameworks):
+def test_accelerate_launch_works(frameworks):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 
@@ -372,7 +372,7 @@ def test_accelerate_launch_is_a_launcher_as_any_other(frameworks):
     assert (job.ledger.summary.iterations, job.ledger.summary.samples) == (6, 12)
 
 
-def test_a_resumed_training_goes_on_with_the_number_of_its_step(frameworks, launch):
+def test_resumed_training_continues_its_step_numbers(frameworks, launch):
     code = script("max_steps=4, save_strategy='steps', save_steps=2", after="trainer.train('out/checkpoint-2')")
 
     job = frameworks.run(code)
@@ -382,7 +382,7 @@ def test_a_resumed_training_goes_on_with_the_number_of_its_step(frameworks, laun
     assert "Step 4:" in job.stdout
 
 
-def test_accelerate_launch_starts_as_many_processes_as_its_file_says(frameworks, tmp_path):
+def test_accelerate_launch_uses_the_processes_of_its_file(frameworks, tmp_path):
     settings = ["compute_environment: LOCAL_MACHINE", "distributed_type: FSDP", "use_cpu: true", "num_processes: 2"]
     settings += ["num_machines: 1", "mixed_precision: 'no'", "fsdp_config: {fsdp_version: 2}"]
     file = tmp_path / "accelerate.yaml"
@@ -395,7 +395,7 @@ def test_accelerate_launch_starts_as_many_processes_as_its_file_says(frameworks,
     assert counts(job) == (2 * 78, 2 * 96, 2 * 66)
 
 
-def test_a_model_that_is_sharded_over_two_processes_is_counted_whole(frameworks):
+def test_model_sharded_over_two_processes_is_counted_whole(frameworks):
     """Sharded as it is loaded, by FSDP2: each parameter is a DTensor of which a rank holds half."""
     code = """
 from transformers import LlamaForCausalLM, Trainer
@@ -421,7 +421,7 @@ tiny.end()
 
 
 class Mesh:
-    """Ranks in rows: of a name, how many, and which this one is."""
+    """A device mesh: for each name the number of ranks, and the place of this one."""
 
     def __init__(self, **places):
         self.mesh_dim_names = tuple(places)
@@ -441,8 +441,8 @@ class Mesh:
         ({"pp": 1, "fsdp": 0, "tp": 0}, False),
     ],
 )
-def test_of_the_ranks_that_are_handed_the_same_batch_the_first_counts_it(places, speaks):
-    """Tensor and context parallelism are not run on a CPU by accelerate; here it is asked who would count."""
+def test_first_rank_with_the_same_batch_counts_it(places, speaks):
+    """Tensor and context parallelism are not run on a CPU by accelerate; this tests which rank would count."""
     from effllm.hooks.transformers import speaks_for_its_batch
 
     by_accelerate = SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=Mesh(**places)), model=None)
@@ -452,8 +452,8 @@ def test_of_the_ranks_that_are_handed_the_same_batch_the_first_counts_it(places,
     assert speaks_for_its_batch(by_transformers) == (speaks, speaks)
 
 
-def test_a_token_meets_the_experts_that_mixtral_chooses_for_it(frameworks):
-    """Two of four experts, each of three matrices of 16 x 32: half of 6,144 numbers are not met."""
+def test_active_parameters_of_mixtral_are_the_chosen_experts(frameworks):
+    """Two of four experts, each of three matrices of 16 x 32: half of 6,144 numbers are not active."""
     code = """
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 import json, tiny

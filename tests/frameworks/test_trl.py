@@ -1,4 +1,4 @@
-"""TRL's trainers, which stand on the Trainer: what is theirs alone."""
+"""TRL's trainers: the parts beyond those of the Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system("trl", how=RAN)
 
 
 def counts(job):
-    """Return what all ranks counted: tokens, all positions, positions with a label."""
+    """Return the counts of all ranks: tokens, all positions, positions with a label."""
     rows = job.ledger.ranks
     return tuple(sum(getattr(row, name) for row in rows) for name in ("tokens", "tokens_processed", "tokens_loss"))
 
@@ -84,7 +84,7 @@ def grpo(more="", before=""):
     return GRPO.format(usual=USUAL, more=f", {more}" if more else "", before=before)
 
 
-def test_a_script_that_begins_with_trl_is_attached_by_the_environment_alone(frameworks):
+def test_script_that_imports_trl_first_is_attached(frameworks):
     job = frameworks.run(sft())
 
     summary = job.ledger.summary
@@ -96,7 +96,7 @@ def test_a_script_that_begins_with_trl_is_attached_by_the_environment_alone(fram
 
 
 def test_packed_sequences_have_no_padding(frameworks):
-    """Rows of at most 16 positions: of 8 and 5 as best they fit, laid side by side in one row of the batch."""
+    """Rows of at most 16 positions: of 8 and 5 in the best fit, side by side in one row of the batch."""
     job = frameworks.run(sft("packing=True, max_length=16"))
 
     tokens, processed, _ = counts(job)
@@ -107,7 +107,7 @@ def test_packed_sequences_have_no_padding(frameworks):
 
 
 @pytest.mark.parametrize("code", [sft(), DPO.format(usual=USUAL), grpo()], ids=["SFT", "DPO", "GRPO"])
-def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, code):
+def test_losses_are_unchanged_to_the_last_digit(frameworks, code):
     without = frameworks.run(code, attach="0", metrics_enabled="false").output()["losses"]
     with_it = frameworks.run(code).output()["losses"]
 
@@ -115,7 +115,7 @@ def test_the_losses_are_the_same_to_the_last_digit_with_and_without(frameworks, 
     assert with_it == without
 
 
-def test_of_a_pair_both_answers_are_read_with_their_prompt(frameworks):
+def test_both_answers_of_a_pair_count_with_their_prompt(frameworks):
     job = frameworks.run(DPO.format(usual=USUAL))
 
     # 4 steps of 2 pairs: "ab" with "cde" and with "f", each with its end; labels are those of the answers
@@ -123,7 +123,7 @@ def test_of_a_pair_both_answers_are_read_with_their_prompt(frameworks):
     assert counts(job) == (4 * 2 * (2 + 4 + 2 + 2), 4 * 2 * 2 * 6, 4 * 2 * (4 + 2))
 
 
-def test_adapters_are_in_the_total_and_alone_are_trained(frameworks):
+def test_adapters_are_in_the_total_and_only_they_are_trained(frameworks):
     """Rank 4 on q and v of one layer of width 16: 2 x (4 x 16 + 16 x 4) = 256 numbers."""
     given = 'peft_config=__import__("peft").LoraConfig(r=4, target_modules=["q_proj", "v_proj"])'
     whole = frameworks.run(sft()).ledger.summary.parameters
@@ -143,7 +143,7 @@ def _parameters(folder):
     return json.loads((folder / "summary.json").read_text())["parameters"]
 
 
-def test_generation_makes_it_and_is_no_part_of_al(frameworks):
+def test_generation_is_counted_and_not_in_al(frameworks):
     """Each generation takes 0.2 s longer than it would."""
     slow = """
 inner = trainer.model.generate
@@ -158,13 +158,13 @@ trainer.model.generate = lambda *a, **k: (time.sleep(0.2), inner(*a, **k))[1]
     generated = sum(row.generated_tokens for row in rows)
     seconds = sum(row.generation_s for row in rows)
     assert 0.8 <= seconds < 2.0
-    # what was generated is what has a label; TRL's own count is of prompts and completions
+    # generated tokens are those with a label; TRL's own count includes the prompts
     assert generated == counts(job)[2]
     assert summary.tokens == job.output()["history"][3]["num_tokens"]
     assert summary.metrics["job/it_tokens_per_sec"].value == pytest.approx(generated / seconds, rel=0.01)
 
 
-def test_completions_that_are_learned_from_twice_are_read_twice_and_generated_once(frameworks):
+def test_reused_completions_are_read_twice_and_generated_once(frameworks):
     job = frameworks.run(grpo("num_iterations=2"))
 
     generated = sum(row.generated_tokens for row in job.ledger.ranks)
@@ -172,7 +172,7 @@ def test_completions_that_are_learned_from_twice_are_read_twice_and_generated_on
     assert job.ledger.summary.tokens == 2 * job.output()["history"][2]["num_tokens"]
 
 
-def test_rloo_generates_too(frameworks):
+def test_rloo_generation_is_counted(frameworks):
     code = grpo().replace("GRPO", "RLOO")
 
     job = frameworks.run(code)

@@ -1,4 +1,4 @@
-"""What the scripts of these tests train: a tiny model on rows whose tokens can be counted by hand."""
+"""The training of these tests' scripts: a tiny model on rows whose tokens can be counted by hand."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def llama(**changes):
 
 
 def rows(count, lengths=(5, 8)):
-    """Return rows whose lengths take turns."""
+    """Return rows of alternating lengths."""
     return [{"input_ids": list(range(1, 1 + lengths[i % len(lengths)]))} for i in range(count)]
 
 
@@ -45,22 +45,22 @@ def arguments(**changes):
 
 
 def losses(trainer):
-    """Write the losses of the steps, with all their digits, and what else was logged."""
+    """Write the losses of the steps, with all their digits, and the log history."""
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
-        told = {"losses": [one["loss"] for one in history if "loss" in one], "history": history}
-        Path("truth.json").write_text(json.dumps(told))
+        record = {"losses": [one["loss"] for one in history if "loss" in one], "history": history}
+        Path("truth.json").write_text(json.dumps(record))
     end()
 
 
 def end():
-    """End the process group, for gloo's threads may abort a process that ends with one."""
+    """End the process group, because gloo's threads may abort a process that ends with one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def tokenizer(folder=None):
-    """Return a tokenizer of single letters, made on the spot."""
+    """Return a tokenizer of single letters, made without files."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""Ranks that train in lockstep, as data-parallel ones do: each waits in every step for the slowest; no torch.
+"""Ranks that train in lockstep, like data-parallel ones: each waits in every step for the slowest; no torch.
 
-They meet in a file that all of them map: a counter for each rank, and the iteration that rank 0 has made the last.
+They share a mapped file: a counter for each rank, and the last iteration, which rank 0 sets.
 """
 
 import argparse
@@ -21,9 +21,9 @@ parser.add_argument("meeting", help="the file, which is there and long enough")
 parser.add_argument("--iterations", type=int, default=200)
 parser.add_argument("--until", type=Path, help="a file: after the iterations all go on until it is there")
 parser.add_argument("--step-s", type=float, default=0.02)
-parser.add_argument("--stand", type=int, default=0, help="the iteration in which rank 1 stands for --seconds ...")
+parser.add_argument("--stand", type=int, default=0, help="the iteration in which rank 1 hangs for --seconds ...")
 parser.add_argument("--seconds", type=float, default=0.0)
-parser.add_argument("--pipe", default="", help="... or until somebody writes to this named pipe")
+parser.add_argument("--pipe", default="", help="... or until a process writes to this named pipe")
 parser.add_argument("--phase", default="", help="... in a marked phase after it")
 parser.add_argument("--native", action="store_true", help="... in a call of C")
 parser.add_argument("--lone", action="store_true", help="do not wait for each other")
@@ -36,7 +36,7 @@ with Path(given.meeting).open("r+b") as file:
 
 def all_reduce(iteration):
     if rank == 0 and iteration >= given.iterations and (not given.until or given.until.exists()):
-        struct.pack_into("<q", counters, 8 * world_size, iteration)  # seen by all who wait for the counter below
+        struct.pack_into("<q", counters, 8 * world_size, iteration)  # read by all that wait for the counter below
     struct.pack_into("<q", counters, 8 * rank, iteration)
     while not given.lone and min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""A training loop without torch, which at one iteration may come to an end of its own kind."""
+"""A training loop without torch, which may end in several ways at a given iteration."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import effllm.efficientllm_metrics as effllm
 from effllm.training import session
 
-session.READY_S = 60.0  # so that the first window has its device, however busy the machine is
+session.READY_S = 60.0  # so that the first window has its device, even on a busy machine
 
 ENDS = {
     "raise": lambda: 1 / 0,

@@ -1,6 +1,6 @@
 """Ranks that train in lockstep, of which one computes for longer; computing is sleeping, so that no core is short.
 
-They meet in a file that all of them map: a counter for each rank, and the iteration that rank 0 has made the last.
+They share a mapped file: a counter for each rank, and the last iteration, which rank 0 sets.
 """
 
 import argparse
@@ -23,7 +23,7 @@ parser.add_argument("--slow", type=int, default=-1, help="the rank that is slow 
 parser.add_argument("--by", type=float, default=1.1, help="... its steps take so many times as long ...")
 parser.add_argument("--slow-until", type=Path, help="... until this file is there")
 parser.add_argument("--waits", type=int, default=-1, help="the rank whose data take another tenth of a step")
-parser.add_argument("--silent", action="store_true", help="tell no sync point")
+parser.add_argument("--silent", action="store_true", help="mark no sync point")
 given = parser.parse_args()
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 with Path(given.meeting).open("r+b") as file:
@@ -32,7 +32,7 @@ with Path(given.meeting).open("r+b") as file:
 
 def all_reduce(iteration):
     if rank == 0 and iteration >= given.iterations and (not given.until or given.until.exists()):
-        struct.pack_into("<q", counters, 8 * world_size, iteration)  # seen by all who wait for the counter below
+        struct.pack_into("<q", counters, 8 * world_size, iteration)  # read by all that wait for the counter below
     struct.pack_into("<q", counters, 8 * rank, iteration)
     while min(struct.unpack_from(f"<{world_size}q", counters)) < iteration:
         time.sleep(0.0005)

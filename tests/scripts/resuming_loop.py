@@ -1,4 +1,4 @@
-"""Data-parallel training that goes on from a checkpoint; in its first start one rank is killed, if asked for."""
+"""Data-parallel training that continues from a checkpoint; in its first attempt one rank is killed on request."""
 
 import argparse
 import json

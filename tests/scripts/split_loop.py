@@ -1,6 +1,6 @@
-"""Data-parallel training with a communication that nothing hides, one that computation hides, and DDP's own.
+"""Data-parallel training with one exposed communication, one hidden by computation, and DDP's own.
 
-Writes how long the first kept this rank waiting in the profiled iterations, and every loss to the last bit.
+Writes the wait of this rank for the first one in the profiled iterations, and every loss to the last bit.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A loop under torchrun whose ranks meet in its store alone: torch is imported, and nothing is trained."""
+"""A loop under torchrun whose ranks share only its store: torch is imported, and nothing is trained."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Data-parallel training on gloo: the same global batch and model however many ranks share the work."""
+"""Data-parallel training on gloo: the same global batch and model on any number of ranks."""
 
 import argparse
 import json
@@ -18,11 +18,11 @@ GLOBAL_SAMPLES, SEQUENCE_LENGTH, WIDTH = 8, 32, 64
 parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=43)
 parser.add_argument("--step-s", type=float, default=0.02)
-parser.add_argument("--until", type=Path, help="a file: after the iterations goes on until it is there")
+parser.add_argument("--until", type=Path, help="a file: after the iterations, continue until it exists")
 parser.add_argument("--told-within-s", type=float, default=0.0, help="wait so long at most for values of the job")
 given = parser.parse_args()
 
-session.READY_S = 60.0  # so that the first window has its device, however busy the machine is
+session.READY_S = 60.0  # so that the first window has its device, even on a busy machine
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
@@ -34,7 +34,7 @@ values = {}
 effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()))
 collector = effllm.get_metrics_collector()
 deadline_s = time.monotonic() + given.told_within_s
-dist.barrier()  # so that no rank has begun before every rank's agent is there
+dist.barrier()  # so that no rank begins before every agent has started
 for iteration in count(1):
     stop = torch.tensor(float(iteration > given.iterations and (not given.until or given.until.exists())))
     if given.until:

@@ -1,6 +1,7 @@
-"""Lets the nth life of an aggregator end in the nth call by which it changes a file of its run folder.
+"""Ends the nth start of an aggregator in the nth call that changes a file of its run folder.
 
-Python imports this at its start where this folder is on PYTHONPATH; ``DYING_IN`` is a folder with a file for each life.
+Python imports this at its start where this folder is on PYTHONPATH; ``DYING_IN`` is a folder with a file
+for each start.
 """
 
 import os
@@ -9,11 +10,11 @@ import stat
 import sys
 from pathlib import Path
 
-LIVES = 16  # those after them live on
+LIVES = 16  # later ones are not ended
 
 
 def dying(call, left):
-    """Return the call as it is until no more of them are left: then it is done in half, or not at all."""
+    """Return the call unchanged while some are left: then it is done in half, or not at all."""
 
     def counted(first, *rest, **keywords):
         if isinstance(first, int) and not stat.S_ISREG(os.fstat(first).st_mode):

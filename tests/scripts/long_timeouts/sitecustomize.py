@@ -1,4 +1,4 @@
-"""Has trainers and agents wait ten times as long for an end, so that one that is slow differs from one that gave up.
+"""Multiplies the timeouts of trainers and agents by ten, so that a slow one differs from one that gave up.
 
 Python imports this at its start where this folder is on PYTHONPATH.
 """
