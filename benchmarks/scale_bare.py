@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import zmq
 
-from effllm.network import discovery, secret
+from effllm.network import listening, secret
 from effllm.network.curve import Gate, ServerKeys
 from effllm.network.descriptors import raise_limit
 from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
@@ -29,7 +29,7 @@ class Bare:
     """
 
     def __init__(self, secret_file: str) -> None:
-        listener = discovery.listen("127.0.0.1")
+        listener = listening.listen("127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         arguments = json.dumps([self.endpoint, listener.fileno(), secret_file, os.getpid()])
         self._process = spawn("benchmarks.scale_bare", [arguments], [listener.fileno()])

@@ -21,8 +21,8 @@ Evidence = Literal["read", "quoted", "unconfirmed"]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a row's numbers stand."""
+class Origin:
+    """The document that has a row's numbers."""
 
     title: str
     url: str
@@ -35,11 +35,11 @@ class Hardware:
 
     names: tuple[str, ...]  # the driver's first
     architecture: str
-    flops_per_s: Mapping[str, float]  # by precision; one that is missing the device lacks, or nobody has published
+    flops_per_s: Mapping[str, float]  # by precision; the device lacks one that is missing, or it was never published
     memory_bytes: int
     memory_bytes_per_s: float
     tdp_w: float | None
-    source: Source
+    source: Origin
     sensor: KnownSensor
     note: str = ""
     gain_measured: tuple[float, float] | None = None  # relative error of its readings against a meter, where measured
@@ -73,7 +73,7 @@ def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
 # "... MIG 1g.10gb", and a virtual GPU's profile as in "NVIDIA A40-48Q"
 _SLICE = re.compile(r"\s*(\bMIG\b.*|-\d+(-\d+)?[ABCQ])$", re.IGNORECASE)
 
-# Words that say nothing about the silicon; any other word tells two boards apart.
+# Words that do not depend on the silicon; two boards that differ in any other word differ.
 _NOISE = {
     *("nvidia", "tesla", "geforce", "generation", "edition", "graphics", "gpu"),
     *("amd", "instinct", "accelerator", "oam", "mcm", "mba", "ac", "vf"),
@@ -100,86 +100,86 @@ def _index(rows: Iterable[Hardware]) -> dict[frozenset[str], Hardware]:
 _NV = "https://www.nvidia.com/content/dam/en-zz/Solutions"
 _AMD = "https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs"
 
-_P100 = Source("NVIDIA Tesla P100 PCIe datasheet (2016)",
+_P100 = Origin("NVIDIA Tesla P100 PCIe datasheet (2016)",
     f"{_NV}/Data-Center/tesla-p100/pdf/nvidia-tesla-p100-PCIe-datasheet.pdf", "quoted")
-_P100_SXM = Source("NVIDIA, Ampere Architecture In-Depth (May 2020), its table of P100, V100 and A100",
+_P100_SXM = Origin("NVIDIA, Ampere Architecture In-Depth (May 2020), its table of P100, V100 and A100",
     "https://developer.nvidia.com/blog/nvidia-ampere-architecture-in-depth/", "read")
-_P40 = Source("NVIDIA Tesla P40 datasheet (2016)",
+_P40 = Origin("NVIDIA Tesla P40 datasheet (2016)",
     "https://images.nvidia.com/content/pdf/tesla/184427-Tesla-P40-Datasheet-NV-Final-Letter-Web.pdf", "quoted")
-_V100 = Source("NVIDIA V100 datasheet 1165301-r5 (2020)",
+_V100 = Origin("NVIDIA V100 datasheet 1165301-r5 (2020)",
     "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf", "quoted")
-_T4 = Source(
+_T4 = Origin(
     "NVIDIA T4 datasheet 951643 (2019)", f"{_NV}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf", "quoted")
-_TURING = Source("NVIDIA Turing GPU Architecture (2018), column of the Quadro RTX 6000",
+_TURING = Origin("NVIDIA Turing GPU Architecture (2018), column of the Quadro RTX 6000",
     "https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/"
     "turing-architecture/NVIDIA-Turing-Architecture-Whitepaper.pdf", "read")
-_A100 = Source("NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022)",
+_A100 = Origin("NVIDIA A100 datasheets 1758950 (June 2021) and 2188504 (May 2022)",
     f"{_NV}/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf", "quoted")
-_A800 = Source(
+_A800 = Origin(
     "NVIDIA A100 datasheet 2188504 (May 2022); NVIDIA has withdrawn its page of the A800", _A100.url, "unconfirmed")
-_A30 = Source("NVIDIA A30 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
+_A30 = Origin("NVIDIA A30 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
     f"{_NV}/data-center/products/a30-gpu/pdf/a30-datasheet.pdf", "quoted")
-_A10 = Source("NVIDIA A10 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
+_A10 = Origin("NVIDIA A10 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
     f"{_NV}/Data-Center/a10/pdf/datasheet-new/nvidia-a10-datasheet.pdf", "quoted")
-_A10G = Source("NVIDIA/TensorRT-LLM, auto_parallel/cluster_info.py (commit 16d2467)",
+_A10G = Origin("NVIDIA/TensorRT-LLM, auto_parallel/cluster_info.py (commit 16d2467)",
     "https://github.com/NVIDIA/TensorRT-LLM", "read")
-_A40 = Source("NVIDIA A40 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
+_A40 = Origin("NVIDIA A40 datasheet; NVIDIA/TensorRT-LLM, cluster_info.py",
     "https://images.nvidia.cn/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf", "quoted")
-_GA102 = Source("NVIDIA Ampere GA102 GPU Architecture v2 (2021), table 3",
+_GA102 = Origin("NVIDIA Ampere GA102 GPU Architecture v2 (2021), table 3",
     "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf", "quoted")
-_GA102_COUNTED = Source(
+_GA102_COUNTED = Origin(
     "counted: SMs x 512 FLOP x boost clock, as the RTX 3090 of GA102 Architecture v2", _GA102.url, "unconfirmed")
-_ADA = Source("NVIDIA Ada GPU Architecture v2.1, appendix A",
+_ADA = Origin("NVIDIA Ada GPU Architecture v2.1, appendix A",
     "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf", "quoted")
-_ADA_COUNTED = Source(
+_ADA_COUNTED = Origin(
     "counted: SMs x 512 FLOP x boost clock, as the RTX 4090 of Ada GPU Architecture v2.1", _ADA.url, "unconfirmed")
-_L4 = Source("NVIDIA Ada GPU Architecture v2.02 (2022), appendix D; L4 product brief PB-11316-001_v01 (March 2023)",
+_L4 = Origin("NVIDIA Ada GPU Architecture v2.02 (2022), appendix D; L4 product brief PB-11316-001_v01 (March 2023)",
     _ADA.url, "quoted")
-_L20 = Source("NVIDIA publishes no datasheet; dealers' tables and NVIDIA/TensorRT-LLM, cluster_info.py",
+_L20 = Origin("NVIDIA publishes no datasheet; dealers' tables and NVIDIA/TensorRT-LLM, cluster_info.py",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
-_L40 = Source("NVIDIA L40 datasheet 2436245 (Nov 2022)",
+_L40 = Origin("NVIDIA L40 datasheet 2436245 (Nov 2022)",
     f"{_NV}/design-visualization/support-guide/NVIDIA-L40-Datasheet-January-2023.pdf", "quoted")
-_L40S = Source("NVIDIA L40S datasheet 2841316 (Aug 2023), product brief PB-11470-001_v02",
+_L40S = Origin("NVIDIA L40S datasheet 2841316 (Aug 2023), product brief PB-11470-001_v02",
     "https://www.nvidia.com/en-us/data-center/l40s/", "quoted")
-_RTX_PRO = Source("NVIDIA RTX Blackwell PRO GPU Architecture v1.0, table 4",
+_RTX_PRO = Origin("NVIDIA RTX Blackwell PRO GPU Architecture v1.0, table 4",
     f"{_NV}/design-visualization/quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf",
     "quoted")
-_RTX_PRO_SERVER = Source("NVIDIA RTX PRO 6000 Blackwell Server Edition page and datasheet (Dec 2025)",
+_RTX_PRO_SERVER = Origin("NVIDIA RTX PRO 6000 Blackwell Server Edition page and datasheet (Dec 2025)",
     "https://www.nvidia.com/en-us/data-center/rtx-pro-6000-blackwell-server-edition/", "unconfirmed")
-_RTX_50 = Source("NVIDIA RTX Blackwell GPU Architecture v1.1, table 3",
+_RTX_50 = Origin("NVIDIA RTX Blackwell GPU Architecture v1.1, table 3",
     "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf", "quoted")
-_H100 = Source("NVIDIA H100 GPU Architecture v1.04 (2022), tables 1 and 3; datasheet 3440270 (Sept 2024)",
+_H100 = Origin("NVIDIA H100 GPU Architecture v1.04 (2022), tables 1 and 3; datasheet 3440270 (Sept 2024)",
     "https://nvdam.widen.net/s/95bdhpsgrs/nvidia_h100_tensor_core_gpu_architecture_whitepaper_v1.03", "quoted")
-_H100_PCIE = Source(
+_H100_PCIE = Origin(
     "NVIDIA H100 GPU Architecture v1.04 (2022); product brief PB-11133-001_v02 (Nov 2022)", _H100.url, "quoted")
-_H100_NVL = Source("NVIDIA H100 datasheet 3440270 (Sept 2024), halved; product brief PB-11773-001_v01 (March 2024)",
+_H100_NVL = Origin("NVIDIA H100 datasheet 3440270 (Sept 2024), halved; product brief PB-11773-001_v01 (March 2024)",
     "https://www.nvidia.com/en-us/data-center/h100/", "quoted")
-_H200 = Source("NVIDIA H200 datasheet 3367400 (July 2024); peaks as the H100's, whose silicon it is",
+_H200 = Origin("NVIDIA H200 datasheet 3367400 (July 2024); peaks as the H100's, whose silicon it is",
     "https://www.nvidia.com/en-us/data-center/h200/", "quoted")
-_H200_NVL = Source(
+_H200_NVL = Origin(
     "NVIDIA H200 page (2026), halved; H200 NVL product brief PB-12128-001_v01 (April 2025)", _H200.url, "quoted")
-_H800 = Source("NVIDIA H800 datasheet (2023); peaks as the H100's, whose silicon it is",
+_H800 = Origin("NVIDIA H800 datasheet (2023); peaks as the H100's, whose silicon it is",
     "https://chaoqing-i.com/upload/20231128/NVIDIA%20H800%20GPU%20Datasheet.pdf", "quoted")
-_H20 = Source("NVIDIA publishes no datasheet; papers that train on it and NVIDIA/TensorRT-LLM, cluster_info.py",
+_H20 = Origin("NVIDIA publishes no datasheet; papers that train on it and NVIDIA/TensorRT-LLM, cluster_info.py",
     "https://github.com/NVIDIA/TensorRT-LLM", "unconfirmed")
-_GH200 = Source("NVIDIA GH200 Grace Hopper Superchip datasheet (from memory); peaks as the H100's, whose silicon it is",
+_GH200 = Origin("NVIDIA GH200 Grace Hopper Superchip datasheet (from memory); peaks as the H100's, whose silicon it is",
     "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip", "unconfirmed")
-_BLACKWELL = Source("NVIDIA Blackwell datasheet 3384703, per GPU, halved; NVIDIA/exemplar-performance, README",
+_BLACKWELL = Origin("NVIDIA Blackwell datasheet 3384703, per GPU, halved; NVIDIA/exemplar-performance, README",
     "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703", "quoted")
-_ULTRA = Source("NVIDIA Blackwell Ultra datasheet (Oct 2025) and Blackwell Architecture Technical Brief v2.1, table 3",
+_ULTRA = Origin("NVIDIA Blackwell Ultra datasheet (Oct 2025) and Blackwell Architecture Technical Brief v2.1, table 3",
     "https://resources.nvidia.com/en-us-blackwell-architecture/blackwell-ultra-datasheet", "quoted")
-_GB10 = Source("NVIDIA DGX Spark page: 1 PFLOP of sparse FP4, 140 W; the rest by halving",
+_GB10 = Origin("NVIDIA DGX Spark page: 1 PFLOP of sparse FP4, 140 W; the rest by halving",
     "https://docs.nvidia.com/dgx/dgx-spark/hardware.html", "unconfirmed")
-_MI100 = Source("AMD, footnotes MI100-03 and -08 and CDNA-04 (Oct 2020)",
+_MI100 = Origin("AMD, footnotes MI100-03 and -08 and CDNA-04 (Oct 2020)",
     "https://www.amd.com/en/products/accelerators/instinct/mi100.html", "read")
-_MI210 = Source("AMD Instinct MI210 brochure",
+_MI210 = Origin("AMD Instinct MI210 brochure",
     "https://www.amd.com/content/dam/amd/en/documents/instinct-business-docs/product-briefs/"
     "instinct-mi210-brochure.pdf", "quoted")
-_CDNA3 = Source("AMD, Introducing AMD CDNA 3 Architecture (2025 edition), table 2 and footnotes",
+_CDNA3 = Origin("AMD, Introducing AMD CDNA 3 Architecture (2025 edition), table 2 and footnotes",
     f"{_AMD}/white-papers/amd-cdna-3-white-paper.pdf", "read")
-_MI350X = Source("AMD Instinct MI350X brochure LE-92701-00 C (Sept 2025)",
+_MI350X = Origin("AMD Instinct MI350X brochure LE-92701-00 C (Sept 2025)",
     f"{_AMD}/product-briefs/amd-instinct-mi350x-gpu-brochure.pdf", "quoted")
-_MI355X = Source("AMD Instinct MI355X brochure; Introducing AMD CDNA 4 Architecture (2025), table 1",
+_MI355X = Origin("AMD Instinct MI355X brochure; Introducing AMD CDNA 4 Architecture (2025), table 1",
     f"{_AMD}/product-briefs/amd-instinct-mi355x-gpu-brochure.pdf", "quoted")
 
 
@@ -198,7 +198,7 @@ def _row(
     gb_per_s: float,
     tdp_w: float | None,
     peaks: Mapping[str, float],
-    source: Source,
+    source: Origin,
     note: str = "",
     sensor: KnownSensor | None = None,
     gain_measured: tuple[float, float] | None = None,

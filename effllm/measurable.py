@@ -104,8 +104,8 @@ NEEDS: dict[str, Lack] = {
 #: Read from the device, beside its gauges.
 READ = ("gpu", "memory", "utilization", "energy")
 
-#: Told by the training loop, not measured by us.
-TOLD = (
+#: Given by the training loop, not measured by us.
+FROM_LOOP = (
     "iterations",
     "tokens",
     "samples",

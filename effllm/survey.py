@@ -22,7 +22,7 @@ from effllm.config import VARIABLES, Config, cache_folder, read_config, secret_p
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
 from effllm.devices._nvml_identity import text_of
 from effllm.energy.power_scope import Scope, choose
-from effllm.measurable import GAUGES, OWN, READ, SET, TOLD, InputSource, Measurable, measurable
+from effllm.measurable import FROM_LOOP, GAUGES, OWN, READ, SET, InputSource, Measurable, measurable
 from effllm.metrics import METRICS
 from effllm.network import interface, secret
 from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
@@ -82,7 +82,7 @@ def survey(environ: Mapping[str, str], device: str) -> Survey:
     scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
     if scope.label and node:
         sources["energy"] = InputSource(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
-    sources |= {need: InputSource(by=f"your loop: {need}") for need in TOLD}
+    sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
     sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
     sources |= {need: _setting(config, need) for need in SET}
     sources["peak"] = _peak(config, opened)
@@ -181,7 +181,6 @@ def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str])
 
 
 def _method(device: Device) -> str:
-    """Return by what a device's energy is measured."""
     ways = {COUNTER: "energy counter", INSTANT: "power readings, integrated", AVERAGE: "mean power, integrated"}
     scope = f" ({device.power_scope})" if device.power_scope else ""
     return ways.get(device.energy_method or "", "energy") + scope
@@ -347,14 +346,13 @@ def _endpoint(config: Config) -> Iterator[Finding]:
     host, _, port = config.endpoint.removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), LOOPBACK_S).close()
-        yield Finding("aggregator", OK, f"somebody listens at {config.endpoint}")
+        yield Finding("aggregator", OK, f"listens at {config.endpoint}")
     except OSError as error:
-        text = f"nobody answers at {config.endpoint}: {error.strerror or error}"
+        text = f"no connection to {config.endpoint}: {error.strerror or error}"
         yield Finding("aggregator", BROKEN, text, f"start effllm serve, or unset {PREFIX}ENDPOINT")
 
 
 def _security(config: Config) -> Finding:
-    """Say who can read and forge reports, and whether the secret is well."""
     path = secret_path(config)
     if config.security == "none":
         text = "none: every process that reaches the port can read and forge reports"

@@ -38,7 +38,7 @@ FLOORS = """
 1.0.1   training.board  training.declared  training.ptracer  training.ring
 1.0.2   health.waste  runs.folder_size
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
-1.0.3   health.slowdown  node_power.redfish_sources
+1.0.3   health.slowdown  network.listening  node_power.redfish_sources
 1.0.4   energy.lag_evidence  energy.power_spread  health.straggler_text  node_power.*
 1.0.4   energy.readings  energy.tick_period
 1.0.5   energy.cross_check  energy.sensor_timing  energy.tick_energy
@@ -97,7 +97,7 @@ FLOORS = """
 4.2     hooks._batch  hooks._imports  hooks._late  hooks._parameters  hooks._wrap  hooks.megatron  profiling.record
 4.2     profiling.torch_child
 4.3     hooks  hooks._steps  profiling.estimates  profiling.load  profiling.nvml_facts
-4.4     hooks._batches  hooks._modes  hooks._unmeasured  profiling.watching
+4.4     hooks._trainer_layout  hooks._batches  hooks._modes  hooks._unmeasured  profiling.watching
 4.4.1   hooks._rounds
 4.5     profiling.*
 5       analysis  analysis.*  hooks.*  profiling  serving  survey

@@ -13,7 +13,7 @@ import zmq
 
 from effllm.network.connections import Connections
 from effllm.network.curve import AgentKeys, Gate, KeyPair, ServerKeys
-from effllm.network.discovery import listen
+from effllm.network.listening import listen
 from effllm.network.rejections import (
     MAX_ADDRESSES,
     MAX_UNSEEN,

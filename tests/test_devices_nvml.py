@@ -382,13 +382,13 @@ HANGS = """
 import json, os, sys, time
 from effllm.agents import sampler
 from effllm.devices import Site, open_device
-from effllm.agents.track import Track
+from effllm.agents.track import DeviceTrack
 
 sampler.STALE_AFTER_S = 1.5  # a busy machine holds up a read for some tenths of a second
 lines, events, num_samples = [], [], 0
 open_reader = lambda: open_device("nvml", Site(visible_devices="0"))
 reading = sampler.Sampler(open_reader, 0.02, lambda event: lines.append(event.text), os.eventfd(0))
-track = Track(reading, 0.02)
+track = DeviceTrack(reading, 0.02)
 reading.start()
 
 def until(condition):

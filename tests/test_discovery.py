@@ -12,16 +12,8 @@ import pytest
 
 from effllm.config import Config, secret_path
 from effllm.network import discovery, interface, secret
-from effllm.network.discovery import (
-    DiscoveryError,
-    Search,
-    SharedFile,
-    find_secret,
-    is_secured,
-    listen,
-    listen_within,
-    own_address,
-)
+from effllm.network.discovery import Search, SharedFile, find_secret, is_secured
+from effllm.network.listening import DiscoveryError, listen, listen_within, own_address
 from effllm.place import Place
 
 OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")

@@ -14,7 +14,7 @@ from sink_examples import make_row
 from effllm.agents.aggregator_child import AggregatorChild
 from effllm.aggregation.orders import Orders
 from effllm.config import read_config
-from effllm.network.discovery import listen
+from effllm.network.listening import listen
 from effllm.network.transport import AgentLink, Outbox, make_context
 from effllm.records.rank import Device, Event, ParameterCount
 from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Hello, Reports, Welcome

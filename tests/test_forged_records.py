@@ -42,7 +42,7 @@ def test_an_address_off_this_host_is_refused_once_and_named(endpoint):
 
     assert found == []
     assert told == [
-        f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: somebody else wrote it"
+        f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: another user or job wrote it"
     ]
 
 

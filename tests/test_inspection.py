@@ -16,7 +16,7 @@ import jobs
 import pytest
 
 from effllm.agents import flight_recorder, inspection, trainer_process
-from effllm.agents.inspection import Orders, bounded, inspect, top_of
+from effllm.agents.inspection import InspectionOrders, bounded, inspect, top_of
 from effllm.agents.inspection_child import InspectionChild
 from effllm.records.wire import MAX_STACK
 from effllm.training import ptracer
@@ -45,8 +45,8 @@ def trainer(body: str, *, stopped: bool = False, arguments=()):
             os.close(descriptor)
 
 
-def orders(pid: int, descriptor: int, folder: Path | str = "", rank: int = 17) -> Orders:
-    return Orders(pid, rank, descriptor, str(folder), f"rank-{rank}-iteration-1234")
+def orders(pid: int, descriptor: int, folder: Path | str = "", rank: int = 17) -> InspectionOrders:
+    return InspectionOrders(pid, rank, descriptor, str(folder), f"rank-{rank}-iteration-1234")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from builders import MADE_NS, NS, device_window, gpu, hello, looping, reports, row
 
 from effllm.agents.sampler import MAX_REQUESTS, Sampler
-from effllm.agents.track import Track
+from effllm.agents.track import DeviceTrack
 from effllm.agents.window import WindowCutter
 from effllm.aggregation.aggregator import Aggregator
 from effllm.aggregation.columns import Table
@@ -203,7 +203,7 @@ def tracks():
         time.sleep(0.001)
     samplers[0].ask()
     assert hanging.hangs.wait(30.0)
-    yield [Track(sampler, 1.0) for sampler in samplers], hanging.released
+    yield [DeviceTrack(sampler, 1.0) for sampler in samplers], hanging.released
     hanging.released.set()
     for sampler in samplers:
         assert sampler.stop(30.0)

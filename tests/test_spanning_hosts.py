@@ -193,7 +193,7 @@ def test_job_without_keys_works_and_warns_on_every_start(hosts, launch):
     assert first.ledger.summary.tokens == 2 * ITERATIONS * TOKENS
     said = (
         "EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
-        "whoever reaches tcp://10.77.0.1:29700 can read and forge them"
+        "every process that reaches tcp://10.77.0.1:29700 can read and forge them"
     )
     assert our_lines(first) == [f"[EfficientLLM] {said}"]
     assert our_lines(second) == []

@@ -13,7 +13,7 @@ from test_sampler import LONG_INTERVAL_S, FakeReader, until, woken
 
 from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler
-from effllm.agents.track import Track
+from effllm.agents.track import DeviceTrack
 from effllm.energy.calibration import Calibration, kept_lag_s, load, store
 from effllm.records.rank import COUNTER, INSTANT, Device, Event, Sample, Sensor
 
@@ -51,7 +51,7 @@ def tracked(wake):
         started.append(sampler)
         sampler.start()
         woken(wake)
-        return Track(sampler, interval_s)
+        return DeviceTrack(sampler, interval_s)
 
     yield tracked
     for sampler in started:
@@ -222,7 +222,7 @@ def run_of(lag_s, calibrations):
     )
     if load(calibrations, device.name, device.driver) is None:
         store(calibrations, Calibration(device.name, device.driver, "2026-11-22", known))
-    track = Track(VirtualSampler(device, sensor), 1.0, calibrations)
+    track = DeviceTrack(VirtualSampler(device, sensor), 1.0, calibrations)
     before_ns = 0
     for second in range(1, 60):
         edge_ns = round((BEGIN_S + 1.013 * second) * NS)

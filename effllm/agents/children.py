@@ -8,8 +8,7 @@ import zmq
 
 from effllm.agents.aggregator_child import AggregatorChild
 from effllm.agents.events import AgentEvents
-from effllm.agents.inspection import Finding
-from effllm.agents.inspection import Orders as InspectionOrders
+from effllm.agents.inspection import InspectionOrders, InspectionResult
 from effllm.agents.inspection_child import InspectionChild
 from effllm.agents.trainer import Trainer
 from effllm.aggregation.orders import Orders
@@ -30,7 +29,7 @@ class Children:
         self._aggregator: AggregatorChild | None = None
         self._inspection = InspectionChild()
         self._watched = {"aggregator": -1, "inspection": -1}  # descriptors that the poller has
-        self.finding: Finding | None = None  # of an inspection, until it has been sent
+        self.finding: InspectionResult | None = None  # of an inspection, until it has been sent
 
     def start_aggregator(self) -> None:
         """Start the aggregator where the trainer has made its socket."""
@@ -91,7 +90,7 @@ class Children:
             name=f"rank-{self._trainer.rank}-iteration-{number}",
         )
         if why := self._inspection.start(orders, time.monotonic()):
-            self.finding = Finding(f"no stacks: {why}\n", f"unknown: {why}")
+            self.finding = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
         else:
             self._watch("inspection", self._inspection.descriptor)
 

@@ -35,7 +35,7 @@ def ask(rank: int, environ: Mapping[str, str]) -> bool:
     """Ask torch for a dump, if it listens; never waits."""
     if not environ.get(PIPE):
         return False
-    with suppress(OSError):  # there is none, nobody reads it (ENXIO), or it is full: then it has been asked
+    with suppress(OSError):  # there is none, it has no reader (ENXIO), or it is full: then it has been asked
         descriptor = os.open(f"{environ[PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             about = os.fstat(descriptor)

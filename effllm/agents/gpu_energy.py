@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from effllm.agents.sampler import Sampler
-from effllm.agents.track import EDGE_WAIT_S, Track
+from effllm.agents.track import EDGE_WAIT_S, DeviceTrack
 from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 
 _MAX_GPUS = 64
@@ -27,7 +27,7 @@ class GpuEnergy:
     def __init__(self, device: str, environ: Mapping[str, str], interval_s: float) -> None:
         self._device = device
         self._environ, self._interval_s = environ, interval_s
-        self._tracks: list[Track] = []
+        self._tracks: list[DeviceTrack] = []
         self._woken = -1
         self.why_not = ""  # why no energy is measured
         self.is_simulated = False
@@ -43,7 +43,7 @@ class GpuEnergy:
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for reader in readers:
             sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._woken)  # type: ignore[misc]
-            self._tracks.append(Track(sampler, self._interval_s))
+            self._tracks.append(DeviceTrack(sampler, self._interval_s))
             sampler.start()
         until_s = time.monotonic() + _OPENED_WITHIN_S
         while any(t.series is None and not t.sampler.unavailable for t in self._tracks) and time.monotonic() < until_s:
@@ -117,9 +117,9 @@ class GpuEnergy:
         for track in self._tracks:
             track.take()
 
-    def _by_owner(self) -> dict[str, Track]:
+    def _by_owner(self) -> dict[str, DeviceTrack]:
         """Return the tracks of devices with energy, one for each owner of energy."""
-        known: dict[str, Track] = {}
+        known: dict[str, DeviceTrack] = {}
         for track in self._tracks:
             device = track.sampler.device
             if device is not None and device.energy_method is not None:

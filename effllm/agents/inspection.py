@@ -1,6 +1,6 @@
-"""What a trainer is doing that stands: a process of its own, started by the agent, for looking takes its time.
+"""Where a trainer without progress is: inspected by a process of its own, for the agent must not wait for it.
 
-It looks at the agent's own trainer and at nothing else, and does not stop it: py-spy reads its memory.
+It inspects the agent's own trainer and nothing else, and does not stop it: py-spy reads its memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ INSTALL = "pip install 'effllm[forensics]'"
 MAX_TOP = 200
 
 
-class Orders(Struct, frozen=True):
-    """What is looked at, and where what was found goes."""
+class InspectionOrders(Struct, frozen=True):
+    """What to inspect, and where the result goes."""
 
     pid: int
     rank: int
@@ -36,27 +36,27 @@ class Orders(Struct, frozen=True):
     name: str  # of these
 
 
-class Finding(Struct, frozen=True):
+class InspectionResult(Struct, frozen=True):
     """What was found."""
 
     text: str
-    top: str  # where the main thread stands, in a few words
+    top: str  # where the main thread is, in a few words
 
 
-def inspect(orders: Orders) -> Finding:
-    """Look at a trainer, in ten seconds for its stacks and ten for the dump of its NCCL flight recorder."""
+def inspect(orders: InspectionOrders) -> InspectionResult:
+    """Inspect a trainer, in ten seconds for its stacks and ten for the dump of its NCCL flight recorder."""
     if has_ended(orders.trainer):
-        return Finding("the process has ended\n", "ended")
+        return InspectionResult("the process has ended\n", "ended")
     began_s = time.time()
     environ = this_process()
-    # It is to be written while the stacks are looked at; a stopped process will not.
+    # The dump is written while the stacks are read; a stopped process writes none.
     was_asked = flight_recorder.ask(orders.rank, environ)
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began_s))
     process = trainer_process.description(orders.pid)
     stacks, top = _stacks(orders.pid)
     dump = _dump(orders, was_asked, began_s)
     parts = [f"rank {orders.rank}, process {orders.pid}, {stamp}", process, stacks, *([dump] if dump else [])]
-    return Finding(bounded("\n\n".join(parts) + "\n"), top or _by_kernel(process))
+    return InspectionResult(bounded("\n\n".join(parts) + "\n"), top or _by_kernel(process))
 
 
 def bounded(text: str) -> str:
@@ -76,7 +76,7 @@ def top_of(stacks: str, pid: int) -> str:
 
 
 def has_ended(trainer: int) -> bool:
-    """Whether a pidfd says that its process is gone."""
+    """Whether the process of a pidfd has ended."""
     return trainer >= 0 and bool(select.select([trainer], [], [], 0)[0])
 
 
@@ -99,7 +99,7 @@ def _stacks(pid: int) -> tuple[str, str]:
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[:500]
         return f"no stacks: py-spy failed: {said}", ""
-    # Before the line of the version stands the command, which may hold what is nobody's business, line breaks too.
+    # The command comes before the line of the version; it may hold secrets, and line breaks.
     _, mark, stacks = ("\n" + done.stdout.decode(errors="replace")).rpartition("\nPython v")
     stacks = (mark + stacks).strip()
     return f"stacks, by py-spy:\n{stacks}", top_of(stacks, pid)
@@ -109,7 +109,7 @@ def _by_kernel(process: str) -> str:
     return process.partition("\n")[0].removeprefix("state: ")
 
 
-def _dump(orders: Orders, was_asked: bool, began_s: float) -> str:
+def _dump(orders: InspectionOrders, was_asked: bool, began_s: float) -> str:
     paths = flight_recorder.dump_paths(orders.rank, this_process())
     try:
         if was_asked:
@@ -131,11 +131,11 @@ def _dump(orders: Orders, was_asked: bool, began_s: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Look at what the JSON on the first descriptor says, and write what is found to the second."""
+    """Carry out the orders on the first descriptor, which are JSON, and write the result to the second."""
     source, target = map(int, arguments)
     os.lseek(source, 0, os.SEEK_SET)
     with os.fdopen(source, "rb") as file:
-        orders = msgspec.json.decode(file.read(), type=Orders)
+        orders = msgspec.json.decode(file.read(), type=InspectionOrders)
     body = msgspec.json.encode(inspect(orders))
     with os.fdopen(target, "wb") as file:
         file.write(body)

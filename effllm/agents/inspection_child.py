@@ -10,7 +10,7 @@ import subprocess
 
 import msgspec
 
-from effllm.agents.inspection import Finding, Orders
+from effllm.agents.inspection import InspectionOrders, InspectionResult
 from effllm.spawn import pidfd, spawn
 
 LIMIT_S = 25.0
@@ -25,7 +25,7 @@ class InspectionChild:
         self._until_s = math.inf
         self.descriptor = -1  # pidfd, readable when it has ended
 
-    def start(self, orders: Orders, now_s: float) -> str:
+    def start(self, orders: InspectionOrders, now_s: float) -> str:
         """Start one, unless one runs; return why it cannot be started, or an empty string."""
         if self._process is not None:
             return ""
@@ -48,7 +48,7 @@ class InspectionChild:
         """When it is given up; infinite where none runs."""
         return self._until_s
 
-    def look(self, now_s: float) -> Finding | None:
+    def look(self, now_s: float) -> InspectionResult | None:
         """Return what it has found, when it has ended or its time is over."""
         if self._process is None or (self._process.poll() is None and now_s < self._until_s):
             return None
@@ -62,10 +62,10 @@ class InspectionChild:
             os.close(self.descriptor)
             self.descriptor = -1
         try:
-            return msgspec.json.decode(body, type=Finding)
+            return msgspec.json.decode(body, type=InspectionResult)
         except msgspec.MsgspecError:
             why = f"took more than {LIMIT_S:.0f} s" if is_late else "failed"
-            return Finding(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
+            return InspectionResult(f"no stacks: the inspection {why}\n", f"unknown: the inspection {why}")
 
     def stop(self) -> None:
         """End it: its result is not needed any more."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from effllm import node_power
 from effllm.agents.sampler import Sampler
 from effllm.agents.series import Series
-from effllm.agents.track import Track
+from effllm.agents.track import DeviceTrack
 from effllm.agents.trainer import Trainer
 from effllm.config import cache_folder
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
@@ -111,9 +111,9 @@ class RankDevices:
         for track in self._tracks:
             track.sampler.stop(0.2)
 
-    def _track(self, open_reader: Callable[[], Reader]) -> Track:
+    def _track(self, open_reader: Callable[[], Reader]) -> DeviceTrack:
         sampler = Sampler(open_reader, self._interval_s, self._report, self.wake_descriptor, self._calibrate)
-        return Track(sampler, self._interval_s, self._calibrations)
+        return DeviceTrack(sampler, self._interval_s, self._calibrations)
 
     def _open_other(self, index: int) -> Reader:
         reader = self._open(index)
@@ -160,7 +160,7 @@ class RankDevices:
                 continue  # it reads them itself
             interval_s = max(opener.interval_s, self._interval_s)
             sampler = Sampler(opener.open, interval_s, self._report, self.wake_descriptor, is_node_sensor=True)
-            self._tracks.append(Track(sampler, interval_s))
+            self._tracks.append(DeviceTrack(sampler, interval_s))
             sampler.start()
 
     def _wait(self, timeout_s: float) -> None:

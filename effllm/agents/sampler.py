@@ -21,7 +21,7 @@ NS = 1e-9
 #: Of a core: what the extra reads around the edges of windows may cost, a wake-up of Python included.
 MAX_EDGE_SHARE = 0.005
 WAKE_S = 110e-6  # measured at 10 Hz: 0.11 % of a core
-#: Of a core: what plain sampling may cost; slower devices are read more seldom.
+#: Of a core: what plain sampling may cost; slower devices are read less often.
 MAX_SAMPLING_SHARE = 0.001
 #: A GPU that has no energy counter is asked for its power so often, within so much of a core.
 POWER_EVERY_S, MAX_POWER_SHARE = 0.09, 0.003

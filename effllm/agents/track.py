@@ -13,13 +13,13 @@ from effllm.records.rank import Device, Event, Sample
 
 MAX_GAP_INTERVALS = 5
 MIN_INTERVAL_S = 0.2
-#: Devices that are read more seldom than this are not asked at edges: their value is as old anyway.
+#: Devices that are read less often than this are not asked at edges: their value is as old anyway.
 MAX_PROMPT_S = 2.0
 #: A device whose sample at an edge has not come by then is not waited for.
 EDGE_WAIT_S = 1.0
 
 
-class Track:
+class DeviceTrack:
     """A sampler and the series it fills.
 
     Args:

@@ -15,7 +15,7 @@ from types import FrameType
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.server import Server
 from effllm.config import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
-from effllm.network import discovery
+from effllm.network import discovery, listening
 from effllm.network.secret import SecretError
 from effllm.spawn import pidfd, spawn
 from effllm.switches import PREFIX, this_process
@@ -60,7 +60,7 @@ class _Job:
         self._signal = 0
 
     def run(self) -> int:
-        listener = discovery.listen("127.0.0.1")
+        listener = listening.listen("127.0.0.1")
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)

@@ -15,7 +15,7 @@ from pathlib import Path
 from effllm.aggregation.orders import Orders
 from effllm.aggregation.server import UNUSED, Server
 from effllm.config import read_config, secret_path
-from effllm.network import discovery, interface, secret
+from effllm.network import discovery, interface, listening, secret
 from effllm.preflight import problems
 from effllm.switches import PREFIX, this_process
 
@@ -46,7 +46,7 @@ def main(bind: str, run_dir: str, run_name: str, job: str) -> int:
         return _complain([str(error)], 2)
     name = config.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     try:
-        listener = discovery.listen(match["host"].strip("[]"), int(match["port"]))
+        listener = listening.listen(match["host"].strip("[]"), int(match["port"]))
     except OSError as error:
         reason = error.strerror or str(error)
         return _complain([f"{reason}; choose another port, or 0 for a free one"], 1)

@@ -21,7 +21,7 @@ from msgspec import Struct
 from effllm.aggregation.orders import Orders
 from effllm.commands.simulate_ranks import News, Part, lines
 from effllm.config import Config, secret_path
-from effllm.network import discovery, secret
+from effllm.network import listening, secret
 from effllm.spawn import pidfd, spawn
 
 RANKS_OF_A_PROCESS = 2500
@@ -67,8 +67,8 @@ class Findings(Struct):
     rss_bytes: int | None = None
     rss_slope_bytes_per_s: float | None = None
     descriptors: int | None = None
-    delays_s: list[float] = []  # from the last report of a window until rank 0 was told of it
-    windows_told: int = 0
+    delays_s: list[float] = []  # from the last report of a window until rank 0 had its result
+    windows_published: int = 0
     tokens: int = 0
     tokens_true: int = 0
     energy_j: float | None = None
@@ -129,7 +129,7 @@ class SimulationError(Exception):
 
 
 class MeasuredAggregator(Protocol):
-    """What is measured: an aggregator, or what stands for one."""
+    """What is measured: an aggregator, or a substitute for one."""
 
     endpoint: str
 
@@ -156,7 +156,7 @@ class OwnAggregator:
     """The aggregator's process, as rank 0's agent would start it."""
 
     def __init__(self, config: Config, folder: str, output: int, job: str) -> None:
-        listener = discovery.listen("127.0.0.1")
+        listener = listening.listen("127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         self.folder = Path(folder)
         own = pidfd(os.getpid())  # it does not outlive us
@@ -291,7 +291,7 @@ class SimulatedRun:
             self._until(self._has_reported, asked.windows * asked.interval_s * 2 + 30.0, "reported")
         except KeyboardInterrupt:  # what was seen until then is worth something
             self._sum_up(sum(part.sent for part in self._parts), time.monotonic() - start_s, cpu_s)
-            self.found.windows = self.found.windows_told
+            self.found.windows = self.found.windows_published
             raise
         self._sum_up(asked.ranks * asked.windows, time.monotonic() - start_s, cpu_s)
         self._until(lambda: all(part.end for part in self._parts), ENDS_S, "left")
@@ -319,9 +319,9 @@ class SimulatedRun:
             self.found.rss_slope_bytes_per_s = _slope(self._memory)
 
     def _sum_up_delays(self) -> None:
-        told = [window for window in self._last_s if window in self._seen_s]
-        self.found.windows_told = len(told)
-        self.found.delays_s = [max(self._seen_s[window] - self._last_s[window], 0.0) for window in sorted(told)]
+        published = [window for window in self._last_s if window in self._seen_s]
+        self.found.windows_published = len(published)
+        self.found.delays_s = [max(self._seen_s[window] - self._last_s[window], 0.0) for window in sorted(published)]
 
     def _has_reported(self) -> bool:
         return len(self._last_s) == self._asked.windows and all(

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, and what stands on it: TRL's trainers, LLaMA-Factory.
+"""Hugging Face Trainer, and what is built on it: TRL's trainers, LLaMA-Factory.
 
 A step begins after its micro-batches were fetched and ends before logging, evaluation and saving, so AL is
 computation and communication, and the fetch is the data wait.  The callback stamps the steps; what is in them is
@@ -16,16 +16,9 @@ from transformers.trainer_callback import TrainerCallback
 from effllm.hooks import Unknown
 from effllm.hooks._batch import Batch, read_batch
 from effllm.hooks._late import LateSums
-from effllm.hooks._parameters import (
-    CONVENTION,
-    FlopsByWidth,
-    Parameters,
-    config_of,
-    flops_per_token,
-    parameters_of,
-    unwrapped,
-)
+from effllm.hooks._parameters import CONVENTION, FlopsByWidth, Parameters, config_of, flops_per_token, parameters_of
 from effllm.hooks._steps import Steps, rank, version
+from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.training import ownership
 
@@ -64,8 +57,8 @@ def attach_reports(module: ModuleType) -> None:
     known.setdefault("efficientllm", EfficientLLMCallback)
 
 
-def running() -> Training | None:
-    """Return the training that is measured now, for the hooks of what stands on transformers."""
+def running() -> TrainerRun | None:
+    """Return the training that is measured now, for the hooks of what is built on transformers."""
     return _training
 
 
@@ -128,20 +121,20 @@ class EfficientLLMCallback(TrainerCallback):  # type: ignore[misc] # transformer
                 return  # the other one of this Trainer counts
             _finish("failed")
         if _training is None:
-            _training = Training(self, _trainer)
+            _training = TrainerRun(self, _trainer)
         if not _training.begin(args, state, model):
             _training = None
 
 
 class _Automatic(EfficientLLMCallback):
-    """The one that nobody asked for by name; transformers warns of two of one class."""
+    """The callback that is added without being named; transformers warns of two of one class."""
 
 
-_training: Training | None = None
+_training: TrainerRun | None = None
 _trainer: Any = None  # whose train() runs
 
 
-class Training:
+class TrainerRun:
     """One run of ``Trainer.train``.
 
     Args:
@@ -162,13 +155,13 @@ class Training:
         self._tokens_seen = 0  # of the Trainer's own count
         self._source = ""
         self._is_encoder_decoder = False
-        self._speaks = self._speaks_for_samples = True
+        self._counts = self._counts_samples = True
         self._model: Any = None
         self._parameters: Parameters | None = None
 
     def begin(self, args: Any, state: Any, model: Any) -> bool:
         """Start the metrics; again where the Trainer begins anew with a smaller batch."""
-        self._speaks, self._speaks_for_samples = speaks_for_its_batch(self.trainer)
+        self._counts, self._counts_samples = counts_its_batch(self.trainer)
         self._is_encoder_decoder = bool(getattr(config_of(model), "is_encoder_decoder", False))
         self._tokens_seen = state.num_input_tokens_seen
         self._model = model
@@ -190,11 +183,11 @@ class Training:
         self._num_batches += 1
         if batch.source != self._source or not self._source:
             self._learn(batch)
-        if self._speaks:
+        if self._counts:
             self._processed += batch.tokens_processed
-        samples = batch.samples if self._speaks_for_samples else 0
+        samples = batch.samples if self._counts_samples else 0
         weighted = batch.tokens * (batch.width or 0)
-        sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._speaks else (samples, 0, 0, 0)
+        sums = (samples, batch.tokens, batch.tokens_loss, weighted) if self._counts else (samples, 0, 0, 0)
         if not self._late.add(sums):
             self._has_unknown = True
             self._late.add((samples if isinstance(samples, int) else 1, 0, 0, 0))
@@ -214,29 +207,29 @@ class Training:
     def _end_step(self, args: Any, state: Any) -> None:
         seen, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         if not self._num_batches:
-            # A training_step of somebody's own that shows no batch.  The Trainer's count is the whole job's.
+            # A training_step of a subclass that shows no batch.  The Trainer's count is the whole job's.
             tokens = int(seen) if state.is_world_process_zero else 0
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            _STEPS.end(tokens, samples if self._speaks_for_samples else 0)
+            _STEPS.end(tokens, samples if self._counts_samples else 0)
             return
         samples, tokens, tokens_loss, weighted = self._late.take()
         processed, self._processed = self._processed, 0
         _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
         self._flops.add(tokens, weighted)
         if self._flops.has_news(WIDTH_TOLERANCE):
-            self._tell_flops()
+            self._report_flops()
 
     def finish(self, status: str) -> None:
-        """End the metrics, with what the GPU had not told by the last step."""
+        """End the metrics, with what had not come from the GPU by the last step."""
         if status == "completed":
             samples, tokens, tokens_loss, weighted = self._late.take_rest()
             _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
             self._flops.add(tokens, weighted)
             if self._flops.has_news(0.0):
-                self._tell_flops()
+                self._report_flops()
         _STEPS.finish(status)
 
-    def _tell_flops(self) -> None:
+    def _report_flops(self) -> None:
         """Replace the FLOPs of a token by those at the mean width of the batches so far."""
         width = self._flops.mean_width
         flops, forward = self._flops.at(width)
@@ -246,7 +239,7 @@ class Training:
         _STEPS.learn(flops_per_token=flops, hardware_flops_per_token=flops + more, facts=facts)
 
     def _learn(self, batch: Batch) -> None:
-        """Tell what the first batch shows: where tokens are counted, and how long a sequence is."""
+        """Report what the first batch shows: where tokens are counted, and how long a sequence is."""
         is_first, self._source = not self._source, batch.source or "no text in the batch"
         facts: dict[str, Any] = {"token_source": self._source}
         flops = hardware = None
@@ -275,58 +268,12 @@ class Training:
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else _type_of_weights(self._model),
             "parallel_layout": kind,
-            "device_mesh": " ".join(
-                f"{name}={size}" for mesh in _meshes(self.trainer)[:1] for name, size in _sizes(mesh)
-            )
-            or None,
-            "tensor_parallel": _tensor_parallel(self.trainer),
+            "device_mesh": mesh_text(self.trainer),
+            "tensor_parallel": tensor_parallel(self.trainer),
             "context_parallel": getattr(sizes, "cp_size", None),
             "sequence_parallel": getattr(sizes, "sp_size", None),
         }
         return {name: value for name, value in found.items() if value is not None}
-
-
-def speaks_for_its_batch(trainer: Any) -> tuple[bool, bool]:
-    """Say whether this rank counts the positions of its batch, and whether its samples.
-
-    Tensor, context and pipeline parallel peers are handed the same batch, so the first of them counts.  Of
-    DeepSpeed's sequence parallel ones each is handed its own stretch of the same sequences.
-    """
-    sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
-    own, named = True, set()
-    for mesh in _meshes(trainer):
-        for name in mesh.mesh_dim_names:
-            named.add(name)
-            own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
-    size = _tensor_parallel(trainer)
-    if "tp" not in named and size > 1:
-        own = own and _rank() % size == 0  # the ranks of such a group follow one another
-    split = getattr(sizes, "sp_size", 1) or 1
-    return own, own and (split <= 1 or _rank() % split == 0)
-
-
-def _meshes(trainer: Any) -> list[Any]:
-    """Return how ranks are laid out: by accelerate, and by transformers where it sharded the model as it loaded it."""
-    found = (
-        getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
-        getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
-    )
-    return [mesh for mesh in found if getattr(mesh, "mesh_dim_names", None)]
-
-
-def _sizes(mesh: Any) -> list[tuple[str, int]]:
-    return [(name, int(mesh.size(place))) for place, name in enumerate(mesh.mesh_dim_names)]
-
-
-def _tensor_parallel(trainer: Any) -> int:
-    ask = getattr(trainer, "get_tp_size", None)
-    return int(ask()) if ask is not None else 1
-
-
-def _rank() -> int:
-    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
-    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return int(distributed.get_rank()) if known else 0
 
 
 def _is_checkpointing(args: Any) -> bool:
@@ -400,17 +347,17 @@ def _micro_batch(call: Call) -> Any:
     return training
 
 
-def _micro_batch_ended(training: Training | None, call: Call, result: Any) -> None:
+def _micro_batch_ended(training: TrainerRun | None, call: Call, result: Any) -> None:
     _micro_batch_failed(training)
     if training is not None and not training.depth:
         training.see_loss(result)
 
 
-def _micro_batch_failed(training: Training | None) -> None:
+def _micro_batch_failed(training: TrainerRun | None) -> None:
     if training is not None:
         training.depth -= 1
 
 
-def _training_of(call: Call) -> Training | None:
+def _training_of(call: Call) -> TrainerRun | None:
     """Return the training that is measured, where this call is of its Trainer."""
     return _training if _training is not None and _training.trainer is call.args[0] else None

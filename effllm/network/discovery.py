@@ -1,8 +1,8 @@
 """How the ranks of a job find their aggregator.  Standard library, and torch where it already is.
 
 ``EFFICIENTLLM_ENDPOINT``, else the store that torchrun runs, else (srun, mpirun) a file beside the run folders, else a
-single process on loopback.  A record found there may be of an earlier attempt, so whoever looks goes on looking until
-its agent has been welcomed.  A record counts only with the signature of the user's secret.
+single process on loopback.  A record found there may be of an earlier attempt, so a rank goes on looking until its
+agent has been welcomed.  A record counts only with the signature of the user's secret.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from effllm.config import Config, secret_path
 from effllm.network import interface, secret
+from effllm.network.listening import DiscoveryError
 from effllm.place import Place
 from effllm.runs import own_files
 from effllm.switches import this_process
@@ -32,15 +33,10 @@ PROBE_S = 0.5
 STORE_S = 5.0
 GIVE_UP_S = 300.0
 LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.5, 10.0  # whether an address that was found is still rank 0's
-BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
 MAX_RECORD_BYTES = 4096
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - for a folder in them that is checked
 
 is_loopback = interface.is_loopback
-
-
-class DiscoveryError(RuntimeError):
-    """There is no way to the aggregator; the message is one line that says what to do."""
 
 
 def is_secured(config: Config) -> bool:
@@ -79,99 +75,16 @@ def host_of(endpoint: str) -> str:
 
 
 def openness(endpoint: str) -> str:
-    """Return what is to be said of an endpoint without keys: nothing on loopback."""
+    """Return the warning about an endpoint without keys: empty on loopback."""
     if is_loopback(host_of(endpoint)):
         return ""
     return (
         f"EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
-        f"whoever reaches {endpoint} can read and forge them"
+        f"every process that reaches {endpoint} can read and forge them"
     )
 
 
-def own_address(place: Place, config: Config) -> str:
-    """Return the address on which rank 0 listens: one that the other ranks can reach, never all of them.
-
-    Raises:
-        DiscoveryError: there is none; the message says which setting names it.
-    """
-    if place.one_host:
-        # Whatever is named: nothing listens elsewhere without keys.
-        if not (loopback := interface.loopback()):
-            raise DiscoveryError(
-                "the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
-            )
-        return loopback
-    if config.interface:
-        address = interface.of(config.interface)
-        if not address:
-            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface}: this host has no such interface")
-        if interface.is_wildcard(address):
-            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface} is every interface: name one of them")
-        return address
-    if place.master_addr:
-        try:
-            address = interface.towards(place.master_addr)
-        except OSError as error:
-            raise DiscoveryError(
-                f"MASTER_ADDR={place.master_addr} cannot be reached ({error.strerror or error}): "
-                "set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
-            ) from error
-        if address:
-            return address
-    # Debian writes 127.0.1.1 into /etc/hosts, so that a host's own name may lead to no other host.
-    address = interface.by_default_route()
-    if not address:
-        raise DiscoveryError(
-            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others can reach, and there is no "
-            "default route: set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
-        )
-    return address
-
-
-def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on a port; 0 is one that nobody uses.
-
-    Raises:
-        OSError: the address is not this host's, or the port is in use.
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if port:  # one who served on it a minute ago must not keep it
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        # Those who come inherit it, so that whoever serves here next is not kept off by their connections' ends; before
-        # the choice of a free port it would let that fall on one that another is about to listen on.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"cannot listen on {interface.endpoint(address, port)}: {error.strerror}") from error
-    return listener
-
-
-def listen_within(address: str, ports: str) -> socket.socket:
-    """Return a socket that listens on the first free port of ``lo-hi``, or on any where nothing is said.
-
-    Raises:
-        DiscoveryError: all of them are in use.
-        OSError: the address is not this host's.
-    """
-    if not ports:
-        return listen(address)
-    low, _, high = ports.partition("-")
-    for port in range(int(low), int(high) + 1):
-        try:
-            return listen(address, port)
-        except OSError as error:
-            if error.errno not in _PORT_TAKEN:
-                raise
-    raise DiscoveryError(f"no port of EFFICIENTLLM_PORTS={ports} is free on {address}")
-
-
-_PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
-
-
-class Source(Protocol):
+class RecordSource(Protocol):
     """Where rank 0's record is published and looked for."""
 
     key: str  # what a signature of the record holds for
@@ -204,7 +117,7 @@ class Store:
             raise DiscoveryError("the store of torchrun needs torch imported first, or EFFICIENTLLM_ENDPOINT set")
 
     def connect(self) -> bool:
-        """Connect if somebody listens there now; never waits long."""
+        """Connect if the port is open now; never waits long."""
         address, port = self._place.master_addr, self._place.master_port
         try:
             socket.create_connection((address, port), PROBE_S).close()  # TCPStore would wait for minutes
@@ -237,7 +150,7 @@ class SharedFile:
     """A file beside the run folders, for launchers that run no store: srun and mpirun.
 
     Raises:
-        DiscoveryError: nothing tells this launch from others, so the file would have no name.
+        DiscoveryError: this launch has no id, so the file would have no name.
     """
 
     def __init__(self, place: Place, config: Config, generation: int) -> None:
@@ -283,7 +196,7 @@ def remove(path: Path, job: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def source(place: Place, config: Config, generation: int) -> Source | None:
+def source(place: Place, config: Config, generation: int) -> RecordSource | None:
     """Return where the ranks of a job meet, or ``None`` for a job of one rank.
 
     Raises:
@@ -295,7 +208,7 @@ def source(place: Place, config: Config, generation: int) -> Source | None:
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
-def publish(source: Source, record: dict[str, str], failed: Callable[[str], None]) -> None:
+def publish(source: RecordSource, record: dict[str, str], failed: Callable[[str], None]) -> None:
     """Publish rank 0's record, at once or as soon as that is possible."""
     if source.connect() and source.publish(record):
         return
@@ -321,7 +234,7 @@ class Search:
 
     def __init__(
         self,
-        source: Source,
+        source: RecordSource,
         config: Config,
         is_secured: bool,
         found: Callable[[dict[str, str]], None],
@@ -333,7 +246,7 @@ class Search:
         self._is_connected = self._is_refused = False
         self._record: dict[str, str] = {}
         self._look_s, self._pause_s = 0.0, LOOK_AGAIN_S
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def start(self) -> None:
         """Look at once, and go on in a daemon thread: the one thread that a trainer ever has of us, at start-up."""
@@ -362,15 +275,15 @@ class Search:
         if "endpoint" not in record:
             if not self._is_refused and "refused" in record:
                 self._is_refused = True
-                self._found({"refused": record["refused"]})  # that nobody tells once more what rank 0 has said
+                self._found({"refused": record["refused"]})  # once: rank 0 has logged it
             return
         objection = self._objection(record)
         if not objection:
             self._record = record
             self._pause_s = LOOK_AGAIN_S
             self._found({"endpoint": record["endpoint"], "job": record.get("job", "")})
-        elif objection not in self._told:
-            self._told.add(objection)
+        elif objection not in self._reported:
+            self._reported.add(objection)
             self._failed(objection)
 
     def _objection(self, record: Mapping[str, str]) -> str:
@@ -378,7 +291,8 @@ class Search:
             endpoint = record["endpoint"]
             if self._config.security == "none" or is_loopback(host_of(endpoint)):
                 return ""
-            return f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: somebody else wrote it"
+            address = f"rank 0's address, {endpoint},"
+            return f"no metrics of this rank: {address} is not on this host: another user or job wrote it"
         try:
             known = secret.read(secret_path(self._config))  # anew each time: it may come late, over a slow file system
         except secret.SecretError as error:
@@ -387,12 +301,12 @@ class Search:
             return ""
         return (
             f"no metrics of this rank: rank 0's address is not signed with the secret {secret_path(self._config)}: "
-            "this host's is another than rank 0's, or somebody else wrote it"
+            "this host's is another than rank 0's, or another user or job wrote it"
         )
 
 
 def _record(content: bytes | str) -> dict[str, str] | None:
-    """Return a record: a flat object of text; whatever else somebody wrote there is none."""
+    """Return a record: a flat object of text; any other content is none."""
     if len(content) > MAX_RECORD_BYTES:
         return None
     try:

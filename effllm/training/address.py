@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from effllm.config import Config, secret_path
-from effllm.network import descriptors, discovery, interface, secret
+from effllm.network import descriptors, discovery, interface, listening, secret
 from effllm.place import Place
 from effllm.training.board import Board
 from effllm.training.declared import Declared
@@ -82,10 +82,10 @@ class AggregatorAddress:
         """Listen on rank 0 and return the endpoint; where that fails, publish the reason to the other ranks."""
         try:
             address = self._own_address()
-            self.listener = listener = discovery.listen_within(address, self._config.ports)
+            self.listener = listener = listening.listen_within(address, self._config.ports)
             if is_secured:
                 secret.create(secret_path(self._config))
-        except (discovery.DiscoveryError, OSError) as error:
+        except (listening.DiscoveryError, OSError) as error:
             if source is not None:
                 discovery.publish(source, {"refused": str(error), "job": ""}, self._not_found)
                 if path := getattr(source, "path", None):
@@ -95,8 +95,8 @@ class AggregatorAddress:
 
     def _own_address(self) -> str:
         if self._place.world_size > 1 and (trouble := descriptors.shortage(self._place.world_size)):
-            raise discovery.DiscoveryError(trouble)
-        return discovery.own_address(self._place, self._config)
+            raise listening.DiscoveryError(trouble)
+        return listening.own_address(self._place, self._config)
 
     def _has_secret(self) -> bool:
         """Whether there is a secret, where a job on one host chooses to have one; in other jobs it must be there."""

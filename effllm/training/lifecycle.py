@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from effllm.config import Config, ConfigError, read_config
-from effllm.network.discovery import DiscoveryError
+from effllm.network.listening import DiscoveryError
 from effllm.place import Place, read_place
 from effllm.switches import is_off, this_process
 from effllm.training.declared import Declared

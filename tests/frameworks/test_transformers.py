@@ -432,7 +432,7 @@ class Mesh:
 
 
 @pytest.mark.parametrize(
-    ("places", "speaks"),
+    ("places", "counts"),
     [
         ({"dp_shard": 1, "tp": 0}, True),
         ({"dp_shard": 0, "tp": 1}, False),
@@ -441,15 +441,15 @@ class Mesh:
         ({"pp": 1, "fsdp": 0, "tp": 0}, False),
     ],
 )
-def test_first_rank_with_the_same_batch_counts_it(places, speaks):
+def test_first_rank_with_the_same_batch_counts_it(places, counts):
     """Tensor and context parallelism are not run on a CPU by accelerate; this tests which rank would count."""
-    from effllm.hooks.transformers import speaks_for_its_batch
+    from effllm.hooks._trainer_layout import counts_its_batch
 
     by_accelerate = SimpleNamespace(accelerator=SimpleNamespace(torch_device_mesh=Mesh(**places)), model=None)
     by_transformers = SimpleNamespace(accelerator=None, model=SimpleNamespace(_device_mesh=Mesh(**places), config=1))
 
-    assert speaks_for_its_batch(by_accelerate) == (speaks, speaks)
-    assert speaks_for_its_batch(by_transformers) == (speaks, speaks)
+    assert counts_its_batch(by_accelerate) == (counts, counts)
+    assert counts_its_batch(by_transformers) == (counts, counts)
 
 
 def test_active_parameters_of_mixtral_are_the_chosen_experts(frameworks):

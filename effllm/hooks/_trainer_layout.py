@@ -1,0 +1,53 @@
+"""How the ranks of a Hugging Face Trainer are laid out: which of them are handed the same batch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from effllm.hooks._parameters import unwrapped
+
+
+def counts_its_batch(trainer: Any) -> tuple[bool, bool]:
+    """Return whether this rank counts the positions of its batch, and whether its samples.
+
+    Tensor, context and pipeline parallel peers are handed the same batch, so the first of them counts.  Of
+    DeepSpeed's sequence parallel ones each is handed its own stretch of the same sequences.
+    """
+    sizes = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
+    own, named = True, set()
+    for mesh in meshes(trainer):
+        for name in mesh.mesh_dim_names:
+            named.add(name)
+            own = own and (name not in ("tp", "cp", "pp") or mesh.get_local_rank(name) == 0)
+    size = tensor_parallel(trainer)
+    if "tp" not in named and size > 1:
+        own = own and _rank() % size == 0  # the ranks of such a group follow one another
+    split = getattr(sizes, "sp_size", 1) or 1
+    return own, own and (split <= 1 or _rank() % split == 0)
+
+
+def meshes(trainer: Any) -> list[Any]:
+    """Return how ranks are laid out: by accelerate, and by transformers where it sharded the model as it loaded it."""
+    found = (
+        getattr(getattr(trainer, "accelerator", None), "torch_device_mesh", None),
+        getattr(unwrapped(getattr(trainer, "model", None)), "_device_mesh", None),
+    )
+    return [mesh for mesh in found if getattr(mesh, "mesh_dim_names", None)]
+
+
+def mesh_text(trainer: Any) -> str | None:
+    """Return the sizes of the first mesh by name; ``None`` where there is none."""
+    sizes = (f"{name}={mesh.size(i)}" for mesh in meshes(trainer)[:1] for i, name in enumerate(mesh.mesh_dim_names))
+    return " ".join(sizes) or None
+
+
+def tensor_parallel(trainer: Any) -> int:
+    ask = getattr(trainer, "get_tp_size", None)
+    return int(ask()) if ask is not None else 1
+
+
+def _rank() -> int:
+    distributed: Any = getattr(sys.modules.get("torch"), "distributed", None)
+    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return int(distributed.get_rank()) if known else 0

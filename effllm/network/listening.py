@@ -1,0 +1,96 @@
+"""Where rank 0 of a job listens: its address, and the socket.  Standard library alone."""
+
+from __future__ import annotations
+
+import socket
+
+from effllm.config import Config
+from effllm.network import interface
+from effllm.place import Place
+
+BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
+_PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
+
+
+class DiscoveryError(RuntimeError):
+    """There is no way to the aggregator; the message is one line that says what to do."""
+
+
+def own_address(place: Place, config: Config) -> str:
+    """Return the address on which rank 0 listens: one that the other ranks can reach, never all of them.
+
+    Raises:
+        DiscoveryError: there is none; the message says which setting names it.
+    """
+    if place.one_host:
+        # Whatever is named: nothing listens elsewhere without keys.
+        if not (loopback := interface.loopback()):
+            raise DiscoveryError(
+                "the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
+            )
+        return loopback
+    if config.interface:
+        address = interface.of(config.interface)
+        if not address:
+            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface}: this host has no such interface")
+        if interface.is_wildcard(address):
+            raise DiscoveryError(f"EFFICIENTLLM_INTERFACE={config.interface} is every interface: name one of them")
+        return address
+    if place.master_addr:
+        try:
+            address = interface.towards(place.master_addr)
+        except OSError as error:
+            raise DiscoveryError(
+                f"MASTER_ADDR={place.master_addr} cannot be reached ({error.strerror or error}): "
+                "set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
+            ) from error
+        if address:
+            return address
+    # Debian writes 127.0.1.1 into /etc/hosts, so that a host's own name may lead to no other host.
+    address = interface.by_default_route()
+    if not address:
+        raise DiscoveryError(
+            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others can reach, and there is no "
+            "default route: set EFFICIENTLLM_INTERFACE to where rank 0 is to listen"
+        )
+    return address
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on a port; 0 is any that is free.
+
+    Raises:
+        OSError: the address is not this host's, or the port is in use.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port:  # an aggregator that served on it a minute ago must not keep it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        # Accepted connections inherit it, so that their ends do not keep the next aggregator off this port; before the
+        # choice of a free port it would let that fall on one that another process is about to listen on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {interface.endpoint(address, port)}: {error.strerror}") from error
+    return listener
+
+
+def listen_within(address: str, ports: str) -> socket.socket:
+    """Return a socket that listens on the first free port of ``lo-hi``, or on any where none are given.
+
+    Raises:
+        DiscoveryError: all of them are in use.
+        OSError: the address is not this host's.
+    """
+    if not ports:
+        return listen(address)
+    low, _, high = ports.partition("-")
+    for port in range(int(low), int(high) + 1):
+        try:
+            return listen(address, port)
+        except OSError as error:
+            if error.errno not in _PORT_TAKEN:
+                raise
+    raise DiscoveryError(f"no port of EFFICIENTLLM_PORTS={ports} is free on {address}")
