@@ -1,4 +1,4 @@
-"""The floors of the house: imports only point down, and nothing heavy happens when one enters."""
+"""Layers: imports only point down, and importing the package is cheap."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# From the bottom to the top; a module may import what stands on a line below its own.
+# From the bottom to the top; a module may import from the lines above its own.
 FLOORS = """
 0       agents  aggregation  energy  events  health  network  records  runs  server  store  training
 0.1     records.clock  records.counters  records.energy
@@ -132,7 +132,7 @@ IN_TRAINING = [
 
 
 def floor(module):
-    """Return the floor of a module as numbers; a name is told by the table before a pattern."""
+    """Return the floor of a module as numbers; an exact name goes before a pattern."""
     short = module.removeprefix("effllm.")
     named = [number for number, pattern in ROOMS if pattern == short]
     matched = named or [number for number, pattern in ROOMS if fnmatchcase(short, pattern)]
@@ -152,7 +152,7 @@ def imports(module):
                     yield inner if inner in MODULES else node.module
 
 
-def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
+def test_agent_does_not_import_the_aggregator():
     heavy = ["numpy", "tensorboard", "effllm.aggregation.server", "effllm.aggregation.account"]
     code = f"import sys, effllm.agents.agent; print(set({heavy}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -160,14 +160,14 @@ def test_an_agent_has_nothing_of_the_aggregator_in_its_memory():
     assert done.stdout.strip() == "set()"
 
 
-def test_there_are_modules_to_look_at():
+def test_modules_and_imports_are_found():
     assert {"effllm", "effllm.records.rank", "effllm.devices", "effllm.devices.nvml"} <= set(MODULES)
     assert "effllm.records.rank" in set(imports("effllm.aggregation.account"))
     assert "effllm.metrics" in set(imports("effllm.aggregation.reporting")), "from effllm import metrics"
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_module_has_a_floor_and_looks_neither_up_nor_sideways(module):
+def test_modules_import_only_from_lower_floors(module):
     own = floor(module)
     assert own is not None, f"{module} is not in the table of floors"
 
@@ -191,7 +191,7 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_environment_has_one_door(module):
+def test_only_switches_reads_the_environment(module):
     used = attributes(MODULES[module]) & {f"os.{name}" for name in ENVIRONMENT}
     used |= {f"{a}.{b}" for a, b in names_of_a_module_imported(MODULES[module]) if a == "os" and b in ENVIRONMENT}
 
@@ -199,14 +199,14 @@ def test_the_environment_has_one_door(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_file_is_named_the_rest(module):
+def test_no_module_has_a_catch_all_name(module):
     words = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "base", "core"}
 
     assert not set(module.split(".")) & words
 
 
-def modules_that_come_with(module):
-    """Return what a fresh interpreter imports with a module, beside what it had from the start."""
+def modules_imported_by(module):
+    """Return what a fresh interpreter imports with a module, without those that are imported at its start."""
     program = f"import sys; had = set(sys.modules); import {module}; print(*(set(sys.modules) - had))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -214,18 +214,18 @@ def modules_that_come_with(module):
 
 
 @pytest.mark.parametrize("module", IN_TRAINING)
-def test_the_training_process_imports_the_standard_library_alone(module):
-    tops = {name.split(".")[0] for name in modules_that_come_with(module)}
+def test_training_process_imports_only_the_standard_library(module):
+    tops = {name.split(".")[0] for name in modules_imported_by(module)}
 
     assert tops - {"effllm"} <= sys.stdlib_module_names
 
 
 def test_importing_the_package_imports_none_of_its_modules():
-    assert {name for name in modules_that_come_with("effllm") if name.startswith("effllm.")} == set()
+    assert {name for name in modules_imported_by("effllm") if name.startswith("effllm.")} == set()
 
 
-def test_the_stamps_of_a_loop_need_no_records_and_no_sockets():
-    assert not {"effllm.records.rank", "effllm.network.transport", "zmq", "msgspec"} & modules_that_come_with(
+def test_collector_imports_no_records_and_no_sockets():
+    assert not {"effllm.records.rank", "effllm.network.transport", "zmq", "msgspec"} & modules_imported_by(
         "effllm.collector"
     )
 
@@ -235,14 +235,14 @@ def names():
 
 
 def home_of(name):
-    # The callback is a class of transformers, which need not be here.
+    # The callback is a class of transformers, which may be missing.
     if name == "EfficientLLMCallback":
         pytest.importorskip("effllm.hooks.transformers", exc_type=ImportError)
     return importlib.import_module(effllm._HOMES[name])
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_public_name_can_be_imported_from_both_houses(name):
+def test_public_names_can_be_imported_from_both_packages(name):
     home = home_of(name)
     original = importlib.import_module("effllm.efficientllm_metrics")
 
@@ -257,7 +257,7 @@ def test_the_public_names_are_those_that_dir_shows():
     assert len(set(effllm.__all__)) == len(effllm.__all__)
 
 
-@pytest.mark.parametrize("house", ["effllm", "effllm.efficientllm_metrics"])
-def test_a_name_that_is_not_there_is_an_attribute_error(house):
+@pytest.mark.parametrize("package", ["effllm", "effllm.efficientllm_metrics"])
+def test_unknown_name_is_an_attribute_error(package):
     with pytest.raises(AttributeError, match="has no attribute 'metrics_manager'"):
-        importlib.import_module(house).metrics_manager  # noqa: B018 - asking is the test
+        importlib.import_module(package).metrics_manager  # noqa: B018 - the access is the test

@@ -1,4 +1,4 @@
-"""``import torch`` loads us: that must never fail, cost next to nothing, and start nothing."""
+"""``import torch`` loads effllm: this must never fail, must be cheap, and must start nothing."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 
 PACKAGE = Path(effllm.__file__).parent
 
-LOOK = """
+PRINT_HOOKS = """
 import sys, torch
 print("hooks" if "effllm.hooks" in sys.modules else "no hooks", torch.__name__)
 """
@@ -43,7 +43,7 @@ ON = {"EFFICIENTLLM_ATTACH": "1"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "says"),
+    ("environ", "printed"),
     [
         ({}, "no hooks"),
         (ON, "hooks"),
@@ -52,11 +52,11 @@ ON = {"EFFICIENTLLM_ATTACH": "1"}
         (ON | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "no hooks"),
     ],
 )
-def test_importing_torch_hooks_frameworks_where_the_environment_says_so_alone(environ, says):
-    assert run(LOOK, environ) == (f"{says} torch\n", "")
+def test_import_of_torch_hooks_only_if_the_environment_asks(environ, printed):
+    assert run(PRINT_HOOKS, environ) == (f"{printed} torch\n", "")
 
 
-def test_a_process_without_torch_imports_nothing_of_us():
+def test_process_without_torch_imports_nothing_of_effllm():
     program = "import sys; print([name for name in sys.modules if name.split('.')[0] == 'effllm'])"
 
     assert run(program, ON) == ("[]\n", "")
@@ -71,22 +71,22 @@ def test_importing_torch_starts_no_process_and_makes_no_file(tmp_path):
     assert run(program, ON | {"EFFICIENTLLM_RUN_DIR": str(tmp_path / "runs")}, cwd=tmp_path) == ("[] []\n", "")
 
 
-GONE = "raise ModuleNotFoundError('gone')"  # a file that is not there, an editable install would find elsewhere
+GONE = "raise ModuleNotFoundError('gone')"  # a missing file would be found through an editable install
 BROKEN = {
     "a hook file that is no Python": ("hooks/optimizer.py", "this is not Python"),
     "hooks that are no Python": ("hooks/__init__.py", "def ("),
     "hooks that raise": ("hooks/__init__.py", "raise SystemError('broken')"),
-    "hooks without what is called": ("hooks/__init__.py", ""),
+    "hooks without their functions": ("hooks/__init__.py", ""),
     "a configuration that raises": ("config.py", "raise OSError(28, 'No space left on device')"),
     "a configuration that is gone": ("config.py", GONE),
-    "the watch of imports that is gone": ("hooks/_imports.py", GONE),
+    "a missing import watch": ("hooks/_imports.py", GONE),
     "a collector that is gone": ("collector.py", GONE),
     "a ring that is no Python": ("training/ring.py", "x = ="),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_torch_can_be_imported_and_trains_whatever_is_broken_in_us(what, tmp_path):
+def test_torch_trains_with_a_broken_effllm(what, tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "effllm", ignore=shutil.ignore_patterns("__pycache__"))
     file, text = BROKEN[what]
     (tmp_path / "effllm" / file).write_text(text)
@@ -107,12 +107,12 @@ def test_torch_can_be_imported_and_trains_whatever_is_broken_in_us(what, tmp_pat
     where, weight = out.splitlines()
     assert where.startswith(str(tmp_path))
     assert weight == "[-0.5, -0.5]"
-    said = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
-    assert 1 <= len(said) <= 3, errors  # one for each module that cannot be hooked, and one at the end
+    lines = [line for line in errors.splitlines() if line.startswith("[EfficientLLM]")]
+    assert 1 <= len(lines) <= 3, errors  # one for each module that cannot be hooked, and one at the end
     assert "Traceback" not in errors
 
 
-def test_torch_can_be_imported_where_our_own_packages_are_missing(tmp_path):
+def test_torch_can_be_imported_without_our_dependencies(tmp_path):
     program = """
         import sys
         for name in ("msgspec", "zmq", "psutil", "tensorboard", "rich", "typer"):
@@ -124,9 +124,9 @@ def test_torch_can_be_imported_where_our_own_packages_are_missing(tmp_path):
     assert run(program, ON) == ("imported\n", "")
 
 
-def test_a_script_that_is_run_by_effllm_is_attached_without_the_entry_point(tmp_path):
+def test_effllm_run_attaches_without_the_entry_point(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(LOOK)
+    script.write_text(PRINT_HOOKS)
     environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "EFFICIENTLLM_RUN_DIR": str(tmp_path)}
     program = f"import sys; sys.argv[1:] = ['run', {str(script)!r}]; from effllm.cli import main; sys.exit(main())"
 
@@ -150,7 +150,7 @@ for step in range(6):
 """
 
 
-def test_a_loop_that_knows_nothing_of_us_is_measured_and_its_losses_are_the_same_to_the_last_bit(tmp_path):
+def test_unmodified_loop_is_measured_with_bit_identical_losses(tmp_path):
     environ = ON | {
         "EFFICIENTLLM_RUN_DIR": str(tmp_path),
         "EFFICIENTLLM_RUN_NAME": "run",
@@ -164,10 +164,10 @@ def test_a_loop_that_knows_nothing_of_us_is_measured_and_its_losses_are_the_same
     assert losses == without.splitlines()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed"
-    assert summary["iterations"] in (5, 6)  # the first may have no beginning
+    assert summary["iterations"] in (5, 6)  # the first may have no start
 
 
-def test_the_shell_file_is_all_that_a_launch_script_needs(tmp_path):
+def test_launch_script_needs_only_the_shell_file(tmp_path):
     root = PACKAGE.parent
     script = tmp_path / "train.py"
     script.write_text(LOOP)

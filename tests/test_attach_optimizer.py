@@ -1,4 +1,4 @@
-"""Loops of plain torch with no word of us but the environment's: what is counted, and what odd launches do to it."""
+"""Loops of plain torch attached by the environment alone: counted iterations, also with unusual launches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def iterations(job):
     return job.ledger.summary.iterations if job.runs() else 0
 
 
-def test_a_loop_that_does_not_know_us_has_its_iterations_counted(launch):
+def test_iterations_of_an_unmodified_loop_are_counted(launch):
     job = train(
         launch,
         """
@@ -53,7 +53,7 @@ def test_a_loop_that_does_not_know_us_has_its_iterations_counted(launch):
     assert job.our_errors == []
 
 
-def test_one_call_gives_tokens_and_samples_of_every_micro_batch(launch):
+def test_count_adds_tokens_and_samples_of_each_micro_batch(launch):
     job = train(
         launch,
         """
@@ -72,7 +72,7 @@ def test_one_call_gives_tokens_and_samples_of_every_micro_batch(launch):
     assert [window.iteration for window in job.ledger.windows][:5] == [2, 3, 4, 5, 6]
 
 
-def test_training_is_the_same_to_the_bit(launch):
+def test_losses_are_bit_identical_with_metrics(launch):
     code = """
         for _ in range(20):
             effllm.count(tokens=8)
@@ -89,7 +89,7 @@ def test_training_is_the_same_to_the_bit(launch):
 
 
 @pytest.mark.alone
-def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
+def test_al_contains_only_the_iteration(launch):
     job = train(
         launch,
         """
@@ -122,7 +122,7 @@ def test_only_the_iteration_is_in_al_and_the_rest_in_its_own_class(launch):
 
 
 @pytest.mark.alone
-def test_a_batch_fetched_in_the_middle_of_an_iteration_is_no_less_waiting(launch):
+def test_prefetch_inside_an_iteration_is_data_wait(launch):
     job = train(
         launch,
         """
@@ -158,13 +158,13 @@ TWO = """
     ],
     ids=["two in each step", "alternating", "one of them five times as often"],
 )
-def test_two_optimizers_are_one_iteration(launch, loop, expected):
+def test_steps_of_two_optimizers_are_one_iteration(launch, loop, expected):
     job = train(launch, dedent(TWO) + loop)
     assert iterations(job) == expected
     assert job.ledger.summary.parameters == 36 + 18
 
 
-def test_an_optimizer_that_is_made_anew_goes_on_where_the_old_one_was(launch):
+def test_new_optimizer_continues_the_run_of_the_old_one(launch):
     job = train(
         launch,
         """
@@ -180,7 +180,7 @@ def test_an_optimizer_that_is_made_anew_goes_on_where_the_old_one_was(launch):
     assert job.ledger.summary.parameters == 36
 
 
-def test_an_optimizer_that_no_longer_steps_is_followed_by_the_one_that_does(launch):
+def test_counting_follows_the_optimizer_that_still_steps(launch):
     job = train(
         launch,
         dedent(TWO)
@@ -195,15 +195,15 @@ def test_an_optimizer_that_no_longer_steps_is_followed_by_the_one_that_does(laun
             """
         ),
     )
-    # 3 steps less the first, one long iteration of 17 steps, 13 of the other's
+    # 3 steps less the first, one long iteration of 17 steps, 13 of the other optimizer
     assert iterations(job) == 2 + 1 + 13
 
 
-def test_steps_that_train_no_model_begin_nothing(launch):
+def test_steps_of_plain_tensors_start_no_run(launch):
     job = train(
         launch,
         """
-        optimizer.step()  # no gradient: so schedulers are kept from warning
+        optimizer.step()  # no gradient: done to silence a warning of schedulers
         image = torch.ones(4, requires_grad=True)
         art = torch.optim.Adam([image])
         for _ in range(5):
@@ -217,7 +217,7 @@ def test_steps_that_train_no_model_begin_nothing(launch):
     assert "effllm.monitor(parameters=n)" in line
 
 
-def test_batches_without_a_step_are_named_at_the_end(launch):
+def test_batches_without_a_step_are_reported_at_the_end(launch):
     loop = "for batch in torch.utils.data.DataLoader(torch.ones({}, 8)): model(batch)"
 
     (line,) = train(launch, loop.format(20)).our_errors
@@ -227,7 +227,7 @@ def test_batches_without_a_step_are_named_at_the_end(launch):
 
 
 @pytest.mark.parametrize(("how", "times"), [("torch.no_grad()", 1), ("effllm.phase('evaluation')", 0)])
-def test_evaluation_is_named_as_part_of_al_unless_marked(launch, how, times):
+def test_unmarked_evaluation_is_reported_as_part_of_al(launch, how, times):
     loop = """
     for _ in range(6):
         backward()
@@ -249,12 +249,12 @@ NET = """
     """
 
 
-def test_from_eval_to_train_is_an_evaluation(launch):
+def test_time_from_eval_to_train_is_an_evaluation(launch):
     loop = """
         for step in range(12):
             backward(net)
             optimizer.step()
-            if step % 3 == 2:  # after the last step too, but that one is not between two
+            if step % 3 == 2:  # after the last step too, which is not between two steps
                 net.eval()
                 for batch in torch.utils.data.DataLoader(torch.ones(4, 8)):
                     time.sleep(0.03)
@@ -275,13 +275,13 @@ NO_EVALUATIONS = """
         backward(net)
         optimizer.step()
         if step == 3:
-            net[1].eval()  # a part of it
+            net[1].eval()  # a part of the model
             net[1].train()
         if step == 5:
             teacher.eval()
             teacher.train()
         if step == 7:
-            net.eval()  # it trains in this mode
+            net.eval()  # the loop trains in this mode
         if step == 9:
             net.train()
             net.eval()
@@ -290,7 +290,7 @@ NO_EVALUATIONS = """
             net.train()
         if step == 13:
             net.eval()
-            with effllm.phase("checkpoint"):  # what the loop marks is not marked again
+            with effllm.phase("checkpoint"):  # time that the loop marks is not marked again
                 time.sleep(0.01)
             net.train()
     """
@@ -312,8 +312,8 @@ def test_eval_mode_for_other_reasons_stays_in_the_iteration(launch, loop):
     assert [line for line in summary.not_measured if "any other between steps is in AL" in line]
 
 
-def test_what_sees_evaluations_changes_nothing(launch, tmp_path):
-    """Losses, numbers of graphs, warnings, and a saved model, which needs no effllm where it names none."""
+def test_eval_detection_does_not_change_training(launch, tmp_path):
+    """Compare losses, numbers of graphs, warnings, and a saved model, which must not refer to effllm."""
     code = f"""
         import pathlib, warnings
         graphs = []
@@ -357,7 +357,7 @@ def test_what_sees_evaluations_changes_nothing(launch, tmp_path):
     assert on.ledger.summary.time_by_class["evaluation"] > 0
 
 
-def test_steps_that_a_gradient_scaler_skips_end_no_iteration(launch):
+def test_steps_skipped_by_a_gradient_scaler_are_not_counted(launch):
     job = train(
         launch,
         """
@@ -373,7 +373,7 @@ def test_steps_that_a_gradient_scaler_skips_end_no_iteration(launch):
     assert iterations(job) == 7  # of 12, 4 are skipped and the first is not measured
 
 
-def test_closures_pickles_and_compiled_steps_work_as_ever(launch):
+def test_closures_pickles_and_compiled_steps_still_work(launch):
     job = train(
         launch,
         """
@@ -398,7 +398,7 @@ def test_closures_pickles_and_compiled_steps_work_as_ever(launch):
     assert iterations(job) == 7
 
 
-def test_calls_of_the_loop_itself_take_over_from_the_optimizer(launch):
+def test_calls_of_the_loop_replace_the_optimizer_hook(launch):
     job = train(
         launch,
         """
@@ -418,7 +418,7 @@ def test_calls_of_the_loop_itself_take_over_from_the_optimizer(launch):
     assert (summary.iterations, summary.tokens) == (2 + 5, 500)
 
 
-def test_the_parameters_that_the_script_says_stand_and_a_nearer_hook_replaces_the_optimizers(launch):
+def test_framework_hook_and_script_replace_the_optimizer_hook(launch):
     job = train(
         launch,
         """
@@ -447,7 +447,7 @@ def test_the_parameters_that_the_script_says_stand_and_a_nearer_hook_replaces_th
     assert (second.summary.iterations, second.summary.parameters) == (3, 1000)
 
 
-def test_what_is_counted_apart_is_taken_where_the_call_that_ends_an_iteration_gives_none(launch):
+def test_counted_tokens_are_used_if_iteration_has_none(launch):
     job = train(
         launch,
         """
@@ -464,7 +464,7 @@ def test_what_is_counted_apart_is_taken_where_the_call_that_ends_an_iteration_gi
 
 
 @pytest.mark.parametrize("given", ["tokens='many'", "samples=-1"])
-def test_a_count_that_is_none_costs_one_line(launch, given):
+def test_invalid_count_is_at_most_one_warning(launch, given):
     job = train(
         launch,
         f"""
@@ -478,7 +478,7 @@ def test_a_count_that_is_none_costs_one_line(launch, given):
     assert len([text for text in job.ledger.event_texts("warning") if "effllm.count" in text]) <= 1
 
 
-# --- launches that are not what they seem ---
+# --- unusual launches ---
 
 SPAWNED = """
 import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -504,7 +504,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["env", "tcp"])
-def test_ranks_that_were_spawned_find_each_other(launch, tmp_path, way):
+def test_spawned_ranks_find_each_other(launch, tmp_path, way):
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
     job = launch.python(script, way, jobs.unused_port(), environ=ON).done(300)
@@ -513,7 +513,7 @@ def test_ranks_that_were_spawned_find_each_other(launch, tmp_path, way):
     assert (summary.iterations, summary.parameters, summary.tokens) == (5, 36, 2 * 5 * 16)
 
 
-def test_a_world_left_in_the_environment_is_not_waited_for(launch):
+def test_stale_world_size_is_not_waited_for(launch):
     left = {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     code = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(code, environ={**ON, **left}).done(300)
@@ -521,7 +521,7 @@ def test_a_world_left_in_the_environment_is_not_waited_for(launch):
     assert iterations(job) == 3
 
 
-def test_ranks_of_torchrun_count_the_model_once_and_the_launcher_starts_nothing(launch):
+def test_torchrun_ranks_count_the_model_once(launch):
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
     job = launch.torchrun(options, str(TORCHRUN), attach=1, sinks="none").done(300)
     summary = job.ledger.summary
@@ -550,7 +550,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("how", ["2", "flat", "original"])
-def test_parameters_of_fsdp_are_the_whole_models(launch, tmp_path, how):
+def test_fsdp_parameters_are_those_of_the_whole_model(launch, tmp_path, how):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
@@ -618,7 +618,7 @@ for cell in {cells!r}:
 
 
 @pytest.mark.alone
-def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
+def test_time_between_notebook_cells_is_in_no_iteration(launch):
     job = train(
         launch,
         """
@@ -631,7 +631,7 @@ def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
         sys.modules["IPython"] = types.SimpleNamespace(get_ipython=Shell)
         for cell in range(3):
             for name in ["pre_run_cell"] if Shell.events else []:
-                Shell.events[name]("what IPython tells of the cell")
+                Shell.events[name]("IPython's information on the cell")
             for _ in range(4):
                 backward()
                 time.sleep(0.01)
@@ -647,7 +647,7 @@ def test_time_between_the_cells_of_a_notebook_is_in_no_iteration(launch):
     assert job.ledger.event_texts("warning") == []
 
 
-def test_a_script_from_standard_input_is_counted(launch, tmp_path):
+def test_script_from_standard_input_is_counted(launch, tmp_path):
     script = dedent(MODEL) + "for _ in range(4):\n    backward()\n    optimizer.step()\n"
     job = launch.code(
         f"import subprocess, sys\nsubprocess.run([sys.executable, '-'], input={script!r}, text=True, check=True)",

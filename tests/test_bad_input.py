@@ -1,4 +1,4 @@
-"""Whatever is wrong from outside: a defined outcome, one clear line, what was measured kept, training unharmed."""
+"""Bad input: a defined outcome, one clear line, measurements kept, training not affected."""
 
 import json
 import math
@@ -19,8 +19,8 @@ LOOP = "loop.py"
 SERVED = (LOOP, "--served")
 
 
-def assert_refused(job, text):
-    """Check that the job says this once at its start and once at its end, and nothing else."""
+def assert_disabled(job, text):
+    """Check that stderr has this text once at the start, once at the end, and nothing else."""
     first, last = job.stderr.splitlines()
     assert first.startswith(f"[EfficientLLM] no metrics, training goes on: {text}")
     assert last.startswith(f"[EfficientLLM] this job ran without metrics: {text}")
@@ -44,15 +44,15 @@ def assert_refused(job, text):
         ("parameters", "some", "total, trainable or active"),
     ],
 )
-def test_a_wrong_setting_is_told_in_one_line_that_names_it_and_what_is_allowed(launch, name, wrong, allowed):
+def test_wrong_setting_is_one_line_with_the_allowed_values(launch, name, wrong, allowed):
     job = launch.python(LOOP, "--iterations", 3, **{name: wrong}).done()
 
-    assert_refused(job, f"EFFICIENTLLM_{name.upper()}='{wrong}' is not usable: must be {allowed}")
+    assert_disabled(job, f"EFFICIENTLLM_{name.upper()}='{wrong}' is not usable: must be {allowed}")
     assert len(job.output()["steps"]) == 3
     assert not job.runs()
 
 
-def test_a_wrong_setting_is_told_by_rank_0_alone(launch):
+def test_wrong_setting_is_reported_only_by_rank_0(launch):
     job = launch.python(LOOP, "--iterations", 3, environ=jobs.rank_environ(1, 2), log_interval=0).done()
 
     assert (job.stdout, job.stderr) == ("", "")
@@ -66,25 +66,25 @@ def test_a_wrong_setting_is_told_by_rank_0_alone(launch):
         ({"RANK": "0", "WORLD_SIZE": "-1"}, "WORLD_SIZE"),
     ],
 )
-def test_a_launcher_that_says_what_cannot_be_costs_the_metrics_alone(launch, variables, named):
+def test_impossible_launcher_variables_disable_only_metrics(launch, variables, named):
     job = launch.python(LOOP, "--iterations", 3, environ=variables).done()
 
-    assert_refused(job, f"{named}=")
+    assert_disabled(job, f"{named}=")
 
 
 @pytest.mark.parametrize(
     "arguments", ["collection_interval='often'", "collection_interval=0", "collection_interval=float('nan')"]
 )
-def test_a_wrong_argument_is_told_like_a_wrong_setting(launch, arguments):
+def test_wrong_argument_is_reported_like_a_wrong_setting(launch, arguments):
     job = launch.code(
         f"import effllm\neffllm.initialize_efficientllm_metrics(5, {arguments})\nprint('trained')\n"
     ).done()
 
     assert job.stdout == "trained\n"
-    assert_refused(job, "collection_interval=")
+    assert_disabled(job, "collection_interval=")
 
 
-def test_a_sink_that_there_is_not_silences_no_other(launch):
+def test_unknown_sink_does_not_affect_other_sinks(launch):
     job = launch.python(*SERVED, sinks="nosuch,console").done()
 
     assert len(job.blocks) == 2
@@ -92,7 +92,7 @@ def test_a_sink_that_there_is_not_silences_no_other(launch):
     assert job.ledger.summary.tokens == 2000
 
 
-def test_a_device_that_there_is_not_leaves_time_and_tokens(launch):
+def test_unknown_device_leaves_time_and_tokens(launch):
     job = launch.python(*SERVED, device="nosuch").done()
 
     assert any("there is no device 'nosuch'" in text for text in job.ledger.event_texts("agent"))
@@ -104,7 +104,7 @@ def test_a_device_that_there_is_not_leaves_time_and_tokens(launch):
 # --- folders ---
 
 
-def test_a_run_folder_that_cannot_be_written_is_told_once_and_the_console_goes_on(launch, tmp_path):
+def test_unwritable_run_folder_is_reported_once(launch, tmp_path):
     (tmp_path / "file").touch()
     job = launch.python(LOOP, run_dir=tmp_path / "file" / "runs").done()
 
@@ -116,7 +116,7 @@ def test_a_run_folder_that_cannot_be_written_is_told_once_and_the_console_goes_o
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "summary.json"])
-def test_a_link_in_the_place_of_a_file_is_never_written_through(launch, tmp_path, name):
+def test_symlink_in_place_of_a_file_is_not_followed(launch, tmp_path, name):
     folder, precious = tmp_path / "runs" / "mine", tmp_path / "precious"
     folder.mkdir(parents=True)
     precious.write_text("precious\n")
@@ -136,11 +136,11 @@ def test_a_run_folder_may_itself_be_a_link(launch, tmp_path):
     assert jobs.Ledger(tmp_path / "elsewhere").summary.tokens == 2000
 
 
-def test_a_folder_in_which_another_run_writes_is_left_to_it(launch):
+def test_folder_of_another_running_job_is_not_used(launch):
     first = launch.python(LOOP, "--until", "enough", run_name="shared")
     jobs.until(lambda: first.num_windows)
     second = launch.python(LOOP, "--until", "enough", run_name="shared")
-    # It asks for the folder for six seconds.
+    # It tries to lock the folder for six seconds.
     jobs.until(lambda: len(first.runs()) == 2 and jobs.Ledger(first.runs()[1]).num_windows)
     counts = [first.finish(), second.finish()]
 
@@ -149,7 +149,7 @@ def test_a_folder_in_which_another_run_writes_is_left_to_it(launch):
     assert [jobs.Ledger(folder).summary.iterations for folder in first.runs()] == counts
 
 
-def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_path):
+def test_invalid_state_file_is_reported_and_totals_restart(launch, tmp_path):
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text('{"attempt": "many"}')
@@ -162,18 +162,20 @@ def test_a_state_file_of_nonsense_is_told_and_the_totals_start_anew(launch, tmp_
 # --- addresses ---
 
 
-def test_an_endpoint_where_nobody_listens_costs_one_line_and_a_bounded_end(launch):
+def test_endpoint_without_listener_is_one_line(launch):
     endpoint = f"127.0.0.1:{jobs.unused_port()}"
     job = launch.python(LOOP, endpoint=endpoint).done()
 
     assert len(job.output()["steps"]) == 20
     assert job.longest_step_s() < 1.0
     assert job.our_errors == [f"[EfficientLLM] rank 0: 3 reports could not be delivered to tcp://{endpoint}"]
-    assert time.monotonic() - job.output()["steps"][-1][1] < 20  # it waits for five seconds, and its agent for four
+    assert (
+        time.monotonic() - job.output()["steps"][-1][1] < 20
+    )  # the trainer waits for five seconds, its agent for four
     assert not job.runs()
 
 
-def test_an_endpoint_that_takes_connections_and_never_answers_is_no_worse(launch):
+def test_endpoint_that_never_answers_is_one_line(launch):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
@@ -184,18 +186,18 @@ def test_an_endpoint_that_takes_connections_and_never_answers_is_no_worse(launch
 
 
 @pytest.mark.parametrize("endpoint", ["192.0.2.1:5555", "somewhere.example:5555", "[2001:db8::1]:5555"])
-def test_an_endpoint_off_this_host_is_refused_without_a_secret_before_anything_is_sent(launch, endpoint):
+def test_remote_endpoint_without_a_secret_is_rejected(launch, endpoint):
     job = launch.python(LOOP, "--iterations", 3, endpoint=endpoint).done()
 
-    assert_refused(job, "there is no secret ")
+    assert_disabled(job, "there is no secret ")
 
 
-def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
+def test_multi_host_job_with_a_readable_secret_is_rejected(launch, tmp_path):
     (tmp_path / "secret").write_text("a" * 64)
     (tmp_path / "secret").chmod(0o644)
     environ = {**jobs.rank_environ(0, 2), "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     job = launch.code(
-        "import sys, types\n"  # the store of torchrun, of which nothing is asked before that
+        "import sys, types\n"  # a stand-in for torchrun's store, which is not used before the check
         "sys.modules['torch'] = types.SimpleNamespace(distributed=types.SimpleNamespace(TCPStore=None))\n"
         "import effllm\neffllm.initialize_efficientllm_metrics(5)\nprint('trained')\n",
         environ=environ,
@@ -204,7 +206,7 @@ def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
     ).done()
 
     assert job.stdout == "trained\n"
-    assert_refused(
+    assert_disabled(
         job,
         f"the secret {tmp_path}/secret can be read by others: renew what is in it if they may have, "
         f"and chmod 600 {tmp_path}/secret",
@@ -212,7 +214,7 @@ def test_a_job_over_hosts_is_refused_rather_than_exposed(launch, tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
-def test_ranks_without_torch_and_without_an_endpoint_train_on_without_metrics(launch, rank, lines):
+def test_ranks_without_torch_or_endpoint_have_no_metrics(launch, rank, lines):
     environ = {**jobs.rank_environ(rank, 2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.unused_port())}
     job = launch.python(LOOP, "--iterations", 20, environ=environ).done()
 
@@ -226,7 +228,7 @@ def test_ranks_without_torch_and_without_an_endpoint_train_on_without_metrics(la
 
 def row(**changes):
     values = {
-        "agent": "stranger", "sequence": 1, "rank": 0, "window": 1, "iteration_first": 1, "iteration_last": 10,
+        "agent": "unknown", "sequence": 1, "rank": 0, "window": 1, "iteration_first": 1, "iteration_last": 10,
         "iteration_shown": 10, "start_time_s": 1.0, "end_time_s": 2.0, "wall_s": 1.0, "busy_s": 1.0, "wait_s": 0.0,
         "phases_s": {}, "tokens": 10**9, "tokens_processed": 10**9, "tokens_loss": 0, "samples": 10**6,
     }  # fmt: skip
@@ -235,13 +237,13 @@ def row(**changes):
 
 def hello(**changes):
     values = {
-        "job": "", "agent": "stranger", "rank": 0, "local_rank": 0, "world_size": 1, "host": "elsewhere", "role": "x",
+        "job": "", "agent": "unknown", "rank": 0, "local_rank": 0, "world_size": 1, "host": "elsewhere", "role": "x",
         "devices": (Device("GPU-x", "nvml"),), "parameters": ParameterCount(7), "log_interval": 10,
     }  # fmt: skip
     return Hello(**{**values, **changes})
 
 
-STRANGERS = {
+UNKNOWN_PEERS = {
     "nothing": b"",
     "random bytes": os.urandom(500),
     "our magic and nothing": MAGIC,
@@ -256,11 +258,11 @@ STRANGERS = {
     "too large a message": MAGIC + b"\0" * 600_000,
     "negative tokens": encode(Reports((row(tokens=-1),))),
     "a time of nan": encode(Reports((row(busy_s=math.nan),))),
-    "a row of a rank that is another's": encode(Reports((row(),))),
+    "a row of another agent's rank": encode(Reports((row(),))),
     "a row of no rank": encode(Reports((row(rank=10**6),))),
-    "a sign of life of a stranger": encode(Heartbeat("stranger", 0, 1, "x", 0.0)),
-    "a farewell of a stranger": encode(Bye("stranger", 0, "completed", 1)),
-    "an event of an unknown agent": encode(AgentEvent("stranger", 0, Event(0.0, "agent", "nonsense \x1b[31m"))),
+    "a heartbeat of an unknown agent": encode(Heartbeat("unknown", 0, 1, "x", 0.0)),
+    "a bye of an unknown agent": encode(Bye("unknown", 0, "completed", 1)),
+    "an event of an unknown agent": encode(AgentEvent("unknown", 0, Event(0.0, "agent", "nonsense \x1b[31m"))),
     "an agent for a rank that has one": encode(hello()),
     "a rank outside the world": encode(hello(rank=5)),
     "another world": encode(hello(rank=1, world_size=2)),
@@ -270,7 +272,7 @@ STRANGERS = {
 
 
 def send_raw_bytes(port):
-    """Speak no ZeroMQ: half a greeting that stays open, a browser, and a connection that is reset."""
+    """Send no ZeroMQ: half a greeting that stays open, a browser's request, and a connection that is reset."""
     held = socket.create_connection(("127.0.0.1", port))
     held.sendall(b"\xff\0\0\0")
     with socket.create_connection(("127.0.0.1", port)) as browser:
@@ -284,21 +286,21 @@ def send_raw_bytes(port):
 def send_frames(port, frames):
     context = zmq.Context()
     for frame in frames:
-        with context.socket(zmq.DEALER) as stranger:
-            stranger.set(zmq.LINGER, 5000)
-            stranger.connect(f"tcp://127.0.0.1:{port}")
-            stranger.send(frame)
-            stranger.send_multipart([frame, b"more", b""])
+        with context.socket(zmq.DEALER) as peer:
+            peer.set(zmq.LINGER, 5000)
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            peer.send(frame)
+            peer.send_multipart([frame, b"more", b""])
     context.term()
 
 
-def test_nothing_that_strangers_send_to_the_port_changes_the_job(launch):
+def test_hostile_bytes_at_the_port_do_not_change_the_job(launch):
     aggregator = launch.aggregator()
     ledger = aggregator.ledger
     rank = launch.python(LOOP, "--until", "enough", endpoint=aggregator.endpoint)
     jobs.until(lambda: ledger.num_windows)
     with send_raw_bytes(aggregator.port):
-        send_frames(aggregator.port, STRANGERS.values())
+        send_frames(aggregator.port, UNKNOWN_PEERS.values())
         for reason in (
             "rank 0 has an agent already",
             "lies outside a world",
@@ -319,7 +321,7 @@ def test_nothing_that_strangers_send_to_the_port_changes_the_job(launch):
     assert "\x1b[31m" not in aggregator.job.stdout
 
 
-def test_a_large_world_that_nobody_has_does_not_take_the_memory(launch):
+def test_huge_world_size_is_rejected_without_using_memory(launch):
     aggregator = launch.aggregator()
     send_frames(aggregator.port, [encode(hello(world_size=2**40))])
     launch.python(LOOP, endpoint=aggregator.endpoint).done()
@@ -331,7 +333,7 @@ def test_a_large_world_that_nobody_has_does_not_take_the_memory(launch):
     )
 
 
-# --- what a loop says ---
+# --- calls of the loop ---
 
 CALLS = """
 import math, os, pathlib, time
@@ -354,7 +356,9 @@ print("trained")
 
 def loop(launch, body, **settings):
     job = launch.code(CALLS.format(body=body), **{"log_interval": 5, **settings}).done()
-    assert "trained" in job.stdout.splitlines()  # last, where its end has waited for the summary: five seconds at most
+    assert (
+        "trained" in job.stdout.splitlines()
+    )  # the last line, if its end waited for the summary: five seconds at most
     assert job.stderr == ""
     return job
 
@@ -373,16 +377,16 @@ def loop(launch, body, **settings):
         "10, 1, tokens=-5",
     ],
 )
-def test_counts_that_are_none_are_told_once_and_count_nothing(launch, wrong):
+def test_invalid_counts_are_reported_once_and_ignored(launch, wrong):
     job = loop(launch, f"for i in range(10):\n    step(10, 1)\n    step({wrong})")
 
     assert (job.ledger.summary.tokens, job.ledger.summary.samples, job.ledger.summary.iterations) == (100, 10, 20)
-    (told,) = job.ledger.event_texts("warning")
-    assert "tokens and samples must be counts of at least 0; iteration 2 counts none" in told
+    (text,) = job.ledger.event_texts("warning")
+    assert "tokens and samples must be counts of at least 0; iteration 2 counts none" in text
 
 
 @pytest.mark.parametrize("loss", ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"])
-def test_a_loss_that_is_no_number_has_no_line_and_costs_nothing(launch, loss):
+def test_loss_that_is_no_number_is_not_shown(launch, loss):
     job = loop(launch, f"for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i, {loss})")
 
     assert [block["iteration"] for block in job.blocks] == ["5", "10", "15", "20"]
@@ -391,7 +395,7 @@ def test_a_loss_that_is_no_number_has_no_line_and_costs_nothing(launch, loss):
 
 
 @pytest.mark.parametrize("loss", ["'2.5'", "fractions.Fraction(5, 2)", "decimal.Decimal('2.5')"])
-def test_a_loss_that_can_be_a_number_is_one(launch, loss):
+def test_loss_that_converts_to_a_number_is_shown(launch, loss):
     job = loop(
         launch,
         f"import fractions, decimal\nfor i in range(1, 11):\n    step(10, 1)\n    collector.log_metrics(i, {loss})",
@@ -400,18 +404,18 @@ def test_a_loss_that_can_be_a_number_is_one(launch, loss):
     assert {block["loss"] for block in job.blocks} == {"2.500000"}
 
 
-def test_an_iteration_number_that_goes_back_is_told_and_counting_goes_on(launch):
+def test_iteration_number_going_back_is_one_warning(launch):
     job = loop(
         launch,
         "for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i if i <= 10 else i - 8, 1.0)",
     )
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (20, 200)
-    (told,) = job.ledger.event_texts("warning")
-    assert "the iteration number went back from 10 to 3; counting goes on" in told
+    (text,) = job.ledger.event_texts("warning")
+    assert "the iteration number went back from 10 to 3; counting goes on" in text
 
 
-def test_a_number_that_is_none_is_told_and_counting_goes_on(launch):
+def test_invalid_iteration_numbers_are_ignored(launch):
     job = loop(
         launch, "for i in [None, 'x', 2**80, math.nan, -2**80]:\n    step(10, 1)\n    collector.log_metrics(i, 1.0)"
     )
@@ -420,7 +424,7 @@ def test_a_number_that_is_none_is_told_and_counting_goes_on(launch):
     assert job.blocks[0]["iteration"] == "5"
 
 
-def test_two_initialisations_are_one_and_the_second_adds_what_it_knows(launch):
+def test_second_initialisation_updates_the_first(launch):
     job = loop(
         launch,
         "effllm.initialize_efficientllm_metrics(2000, facts={'model': 'small'})\nfor i in range(10):\n    step(10, 1)",
@@ -432,7 +436,7 @@ def test_two_initialisations_are_one_and_the_second_adds_what_it_knows(launch):
     assert len(job.runs()) == 1
 
 
-def test_an_end_without_a_start_and_a_start_without_an_end_are_told_once(launch):
+def test_unpaired_iteration_calls_are_one_warning(launch):
     job = loop(
         launch,
         "for i in range(10):\n    collector.record_iteration_end(10, 1)\n"
@@ -440,11 +444,11 @@ def test_an_end_without_a_start_and_a_start_without_an_end_are_told_once(launch)
     )
 
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (11, 110)
-    (told,) = job.ledger.event_texts("warning")
-    assert "an iteration ended that had not started" in told
+    (text,) = job.ledger.event_texts("warning")
+    assert "an iteration ended that had not started" in text
 
 
-def test_finalising_twice_and_calling_on_after_that_does_nothing(launch):
+def test_calls_after_finalising_do_nothing(launch):
     job = loop(
         launch,
         "for i in range(10):\n    step(10, 1)\n"
@@ -463,7 +467,7 @@ def test_finalising_without_a_start_is_silent(launch):
     assert (job.stdout, job.stderr) == ("", "")
 
 
-def test_phases_that_are_crossed_unknown_or_left_open_keep_every_second(launch):
+def test_crossed_and_unknown_phases_keep_every_second(launch):
     job = loop(
         launch,
         "whole = collector.phase('evaluation')\nwhole.__enter__()\nstep(10, 1)\nwhole.__exit__(None, None, None)\n"
@@ -479,7 +483,7 @@ def test_phases_that_are_crossed_unknown_or_left_open_keep_every_second(launch):
 
 
 @pytest.mark.parametrize("parameters", ["0", "-5", "'many'", "math.nan", "2**70", "None", "1.5e3"])
-def test_parameters_that_are_no_count_leave_tt_and_st_out(launch, parameters):
+def test_invalid_parameter_count_leaves_tt_and_st_out(launch, parameters):
     job = loop(launch, f"collector.set_model_parameters({parameters})\nfor i in range(10):\n    step(10, 1)")
     known = parameters == "1.5e3"
 
@@ -499,7 +503,7 @@ def test_parameters_that_are_no_count_leave_tt_and_st_out(launch, parameters):
         "total_iterations='all'",
     ],
 )
-def test_facts_of_any_kind_cost_no_metrics(launch, arguments):
+def test_invalid_facts_do_not_disable_metrics(launch, arguments):
     job = launch.code(
         "import math\nimport effllm.efficientllm_metrics as effllm\n"
         f"effllm.initialize_efficientllm_metrics(1000, {arguments})\n"
@@ -524,7 +528,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.parametrize("history_size", [16, 1000])
-def test_a_full_ring_loses_detail_but_no_iteration_and_no_token(launch, history_size):
+def test_full_ring_loses_detail_but_no_iteration_or_token(launch, history_size):
     job = launch.code(FAST, history_size=history_size, log_interval=10_000).done()
     summary, rows = job.ledger.summary, job.ledger.ranks
 
@@ -535,7 +539,7 @@ def test_a_full_ring_loses_detail_but_no_iteration_and_no_token(launch, history_
     assert summary.coverage.reports_lost == 0
 
 
-def test_more_windows_at_once_than_a_sink_can_queue_are_all_written(launch):
+def test_more_windows_than_a_sink_queues_are_all_written(launch):
     job = launch.code(FAST, history_size=10_000, log_interval=50, sinks="console").done()
     summary = job.ledger.summary
 
@@ -547,12 +551,12 @@ def test_more_windows_at_once_than_a_sink_can_queue_are_all_written(launch):
     assert not job.ledger.event_texts("sink")
 
 
-def test_a_writer_that_raises_does_not_end_the_loop(launch):
+def test_raising_writer_does_not_end_the_loop(launch):
     job = loop(
         launch,
-        "i, asked = 0, []\nclass Writer:\n"
-        "    def add_scalar(self, *_):\n        asked.append(1)\n        raise OSError('full')\n"
-        "while not asked and i < 3000:\n    i += 1\n    step(10, 1)\n    time.sleep(0.01)\n"
+        "i, calls = 0, []\nclass Writer:\n"
+        "    def add_scalar(self, *_):\n        calls.append(1)\n        raise OSError('full')\n"
+        "while not calls and i < 3000:\n    i += 1\n    step(10, 1)\n    time.sleep(0.01)\n"
         "    collector.log_metrics(i, 1.0, Writer())",
     )
 
@@ -575,7 +579,7 @@ for i in range(11, 21):
 
 @pytest.mark.torch
 @jobs.skip_without_torch
-def test_tensors_of_one_number_are_numbers_and_others_are_told(launch):
+def test_tensors_of_one_element_are_numbers(launch):
     job = loop(launch, TENSORS)
 
     assert (job.ledger.summary.tokens, job.ledger.summary.iterations) == (100, 20)
@@ -604,7 +608,7 @@ for _ in range(2):
 """
 
 
-def test_a_second_run_in_one_process_gives_its_own_reports_to_the_writer(launch):
+def test_second_run_in_a_process_has_its_own_reports(launch):
     job = launch.code(TWO_RUNS, log_interval=5).done()
 
     written = [json.loads(line.split(maxsplit=1)[1]) for line in job.stdout.splitlines() if line.startswith("written")]

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: it runs with what there is, and its figures are right where the truth is known."""
+"""benchmarks/gpu.py: it runs with partial hardware, and its figures match where the truth is known."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def bench(*arguments, **variables):
 # --- the command ---
 
 
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
+def test_no_gpu_is_one_line(tmp_path):
     done = bench("--keep", "--folder", str(tmp_path / "results"), LD_LIBRARY_PATH=str(tmp_path))
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -46,7 +46,7 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
-def test_without_cuda_the_rest_is_measured_and_what_is_left_out_is_named(library, tmp_path):
+def test_without_cuda_the_missing_parts_are_listed(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", H100, flat(80.0), tick_s=0.1, power_mode="held"), driver="570.86.15")
     (tmp_path / "site" / "torch").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_without_cuda_the_rest_is_measured_and_what_is_left_out_is_named(library
     assert UUID not in path.read_text() + done.stdout
 
 
-def test_make_has_a_target_for_it(tmp_path):
+def test_make_has_the_target_bench_gpu(tmp_path):
     done = subprocess.run(
         ["make", "-n", "bench-gpu", "ARGUMENTS=--keep"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -86,7 +86,7 @@ def test_make_has_a_target_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("traits", [{}, {"lag_s": 0.04}, {"counts": 1.06}])
-def test_power_read_densely_is_the_counters_whatever_the_wave(traits):
+def test_dense_power_readings_match_the_counter(traits):
     gpu = SensedGpu(tick_s=0.1, **traits)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 
@@ -101,7 +101,7 @@ def test_power_read_densely_is_the_counters_whatever_the_wave(traits):
     assert [figure.value for figure in dense] == pytest.approx([1 / traits.get("counts", 1.0)] * 3, rel=0.01)
 
 
-def test_power_polled_once_a_second_is_not():
+def test_power_polled_once_a_second_is_less_certain():
     gpu = SensedGpu(tick_s=0.1)
     found = profile(gpu, lambda: gpu, 30.0, clock=gpu.clock)
 
@@ -115,7 +115,7 @@ def test_power_polled_once_a_second_is_not():
 
 
 class SameGpu:
-    """A load that can be started again and again."""
+    """A load that can be restarted."""
 
     def __init__(self, gpu):
         self._gpu = gpu
@@ -131,16 +131,16 @@ class SameGpu:
 # --- windows ---
 
 
-def test_the_two_powers_are_those_that_explain_all_windows():
+def test_two_levels_fit_all_windows():
     # 1 s at rest: 100 J; 2 s, of which 1 under load: 700 J; 4 s, of which 3 under load: 1900 J: 100 W and 500 W more.
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 
-def test_windows_that_are_all_alike_tell_nothing():
+def test_equal_windows_give_no_levels():
     assert two_levels([1.0, 2.0], [0.5, 1.0], [350.0, 700.0]) is None
 
 
-def test_an_error_is_what_the_two_powers_leave_of_a_window():
+def test_error_of_a_window_is_its_residual_from_two_levels():
     edges = [LoadEdge(second * NS, second % 2 == 1) for second in range(1, 12)]  # load in 1..2, 3..4, ...
     exact = [Window(1.5, start * NS, start * NS + 3 * NS // 2, on_s * 500.0 + 150.0, 1.0) for start, on_s in
              [(1, 1.0), (2, 0.5), (3, 1.0), (4, 0.5), (5, 1.0), (6, 0.5)]]  # fmt: skip
@@ -150,11 +150,11 @@ def test_an_error_is_what_the_two_powers_leave_of_a_window():
     [right], [wrong] = judged(OURS, exact, edges), judged(OURS, off, edges)
 
     assert right.value == pytest.approx(0.0, abs=1e-9)
-    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the two powers stay between
+    assert wrong.value == pytest.approx(2.0, abs=1e-6)  # the two levels are in the middle
     assert (right.detail["in_stated_interval"], wrong.detail["in_stated_interval"]) == (1.0, 0.0)
 
 
-def test_windows_on_the_real_library_are_as_true_as_the_ledger_says(library, tmp_path):
+def test_windows_through_nvml_are_within_the_stated_error(library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     power = bursts(90.0, 620.0, 0.73, 0.5, 3)
     trace.write(Gpu(UUID, "00000000:01:00.0", H100, power, tick_s=0.1, lag_s=0.03, power_mode="held"))

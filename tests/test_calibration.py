@@ -1,4 +1,4 @@
-"""effllm/energy/calibration.py: two seconds of reads, and what is kept of them."""
+"""effllm/energy/calibration.py: two seconds of reads, and the cache of the result."""
 
 import datetime
 import math
@@ -33,7 +33,7 @@ def day(days_ago):
 
 
 class Board:
-    """A GPU that draws 300 W, whose counter moves every ``tick_s``, in a time of its own."""
+    """A GPU that draws 300 W and whose counter moves every ``tick_s``, in virtual time."""
 
     def __init__(self, tick_s=0.1, call_s=0.0005, hold=True):
         self.now_s, self.reads = 1000.0, []
@@ -68,7 +68,7 @@ def lasted_s(board):
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106, 0.25])
-def test_the_tick_is_found_in_two_seconds(board, tmp_path, tick_s):
+def test_tick_is_found_in_two_seconds(board, tmp_path, tick_s):
     watched = board(tick_s=tick_s)
 
     sensor = calibrate(H100, watched.read, tmp_path)
@@ -80,7 +80,7 @@ def test_the_tick_is_found_in_two_seconds(board, tmp_path, tick_s):
 
 
 @pytest.mark.parametrize("call_s", [0.03, 0.5, 1.5])
-def test_a_slow_driver_costs_no_more_than_its_last_call_beyond_the_two_seconds(board, call_s):
+def test_slow_driver_delays_by_at_most_one_call(board, call_s):
     watched = board(call_s=call_s)
 
     sensor = calibrate(H100, watched.read, None)
@@ -89,20 +89,20 @@ def test_a_slow_driver_costs_no_more_than_its_last_call_beyond_the_two_seconds(b
     assert sensor.call_s == pytest.approx(call_s)
 
 
-def test_reads_too_far_apart_to_see_a_tick_do_not_say_that_there_is_none(board):
-    # 30 ms a call and three times that of rest: 120 ms, in which a counter of 100 ms always moves.
+def test_sparse_reads_do_not_conclude_that_there_is_no_tick(board):
+    # A call of 30 ms and three times that as a pause: 120 ms, in which a counter of 100 ms always moves.
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
     assert sensor.tick_s == 0.1
     assert sensor.source == "hardware table: the reads did not tell the tick"
 
 
-def test_a_counter_that_moves_between_dense_reads_moves_all_the_time():
+def test_counter_moving_at_every_dense_read_has_no_tick():
     assert tick_of([(step * 2_000_000, 0.6 * step) for step in range(1000)]) == (0.0, 0.0)
 
 
-def readings(tick_s, apart_s, seed, jitter_s=0.0, held_up_s=0.0):
-    """Return two seconds of reads of a counter, about ``apart_s`` apart; now and then one is held up."""
+def readings(tick_s, apart_s, seed, jitter_s=0.0, delay_s=0.0):
+    """Return two seconds of reads of a counter, about ``apart_s`` apart; some reads are delayed."""
     chance = random.Random(seed)
     now_s, phase_s, found = 1000.0 + chance.random(), chance.uniform(0, tick_s), []
     end_s = now_s + 2.0
@@ -112,23 +112,23 @@ def readings(tick_s, apart_s, seed, jitter_s=0.0, held_up_s=0.0):
             tick -= 1
         found.append((round(now_s * NS), 30.0 * tick))
         now_s += apart_s * chance.uniform(0.95, 1.1)
-        if held_up_s and chance.random() < 0.02:
-            now_s += chance.uniform(0, held_up_s)
+        if delay_s and chance.random() < 0.02:
+            now_s += chance.uniform(0, delay_s)
     return found
 
 
 @pytest.mark.parametrize("tick_s", [0.01, 0.02, 0.1, 0.106])
 @pytest.mark.parametrize("part", [0.03, 0.1, 0.4, 0.45, 0.5])
-@pytest.mark.parametrize("held_up_s", [0.0, 0.3])
-def test_the_true_tick_is_within_what_is_said_however_far_apart_the_reads_are(tick_s, part, held_up_s):
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_true_tick_is_within_the_error_at_any_read_distance(tick_s, part, delay_s):
     for seed in range(10):
-        found_s, error_s = tick_of(readings(tick_s, part * tick_s, seed, held_up_s=held_up_s))
+        found_s, error_s = tick_of(readings(tick_s, part * tick_s, seed, delay_s=delay_s))
 
         assert abs(found_s - tick_s) <= error_s
         assert error_s < 0.1 * tick_s
 
 
-def test_calls_that_take_now_more_now_less_cost_no_precision():
+def test_varying_call_times_keep_the_precision():
     chance, reads, now_s = random.Random(1), [], 1000.0
     while now_s < 1002.0:
         reads.append((round(now_s * NS), 30.0 * math.floor(now_s / 0.1)))
@@ -140,7 +140,7 @@ def test_calls_that_take_now_more_now_less_cost_no_precision():
 
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
-def test_a_tick_that_jitters_is_found_with_a_wider_margin(tick_s):
+def test_jittering_tick_has_a_wider_error(tick_s):
     for seed in range(10):
         jittering = tick_of(readings(tick_s, 0.002, seed, jitter_s=0.4 * tick_s))
         steady = tick_of(readings(tick_s, 0.002, seed))
@@ -149,25 +149,25 @@ def test_a_tick_that_jitters_is_found_with_a_wider_margin(tick_s):
         assert jittering[1] > 2 * steady[1]
 
 
-def test_a_counter_that_stands_has_no_tick_that_could_be_told():
+def test_constant_counter_has_no_known_tick():
     assert tick_of([]) is None
     assert tick_of([(step * 2_000_000, 7.0) for step in range(1000)]) is None
     assert tick_of([(step * 2_000_000, 7.0 + (step > 300) + (step > 700)) for step in range(1000)]) is None
 
 
-def test_what_the_table_says_of_duty_and_gain_outlives_the_measurement(board, tmp_path):
+def test_duty_and_gain_of_the_table_are_kept(board, tmp_path):
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
 
-    # The H100 measures 25 of 100 ms; nobody has held it against a meter: 5 %; the lag is unknown, up to a tick.
+    # The H100 measures 25 of 100 ms; not compared with a meter: 5 %; the lag is unknown, up to a tick.
     assert (sensor.duty, sensor.gain_error, sensor.lag_s) == (0.25, 0.05, 0.0)
     assert sensor.lag_error_s == sensor.tick_s == pytest.approx(0.05, abs=1e-4)
 
 
-def test_power_that_changes_between_ticks_is_not_held_whatever_the_table_says(board):
+def test_power_changing_between_ticks_is_not_held(board):
     assert not calibrate(H100, board(hold=False).read, None).is_held
 
 
-def test_power_that_does_not_change_tells_nothing():
+def test_constant_power_does_not_show_whether_it_is_held():
     samples = [Sample(step, power_w=60.0, energy_j=step // 5) for step in range(100)]
 
     assert is_held(samples) is None
@@ -176,7 +176,7 @@ def test_power_that_does_not_change_tells_nothing():
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1, 0.106])
 @pytest.mark.parametrize("phase_s", [0.0, 0.003, 0.031, 0.077])
-def test_the_second_start_reads_for_half_a_second(board, tmp_path, tick_s, phase_s):
+def test_second_start_reads_for_half_a_second(board, tmp_path, tick_s, phase_s):
     first = calibrate(H100, board(tick_s=tick_s).read, tmp_path)
     watched, lines = board(tick_s=tick_s), []
     watched.now_s += phase_s
@@ -203,7 +203,7 @@ def test_the_second_start_reads_for_half_a_second(board, tmp_path, tick_s, phase
         (0.1, 0.001, "the counter moves all the time, not every 100 ms"),
     ],
 )
-def test_another_tick_drops_the_calibration(board, tmp_path, profiled, kept_s, true_s, why):
+def test_different_tick_drops_the_calibration(board, tmp_path, profiled, kept_s, true_s, why):
     kept = replace(PROFILE, sensor=replace(PROFILE.sensor, tick_s=kept_s), measured_lag=profiled, date=day(3))
     store(tmp_path, kept)
     lines = []
@@ -215,10 +215,10 @@ def test_another_tick_drops_the_calibration(board, tmp_path, profiled, kept_s, t
     assert sensor.tick_s == pytest.approx(true_s if true_s > 0.005 else 0.0, abs=1e-3)
     assert load(tmp_path, H100.name, H100.driver).sensor == sensor
     assert calibrate(H100, board(tick_s=true_s).read, tmp_path, report=lines.append).tick_s == sensor.tick_s
-    assert len(lines) == 1, "the next start agrees with what is kept now"
+    assert len(lines) == 1, "the next start agrees with the new cache"
 
 
-def test_power_between_the_ticks_drops_a_held_calibration(board, tmp_path):
+def test_power_between_ticks_drops_a_held_calibration(board, tmp_path):
     store(tmp_path, replace(PROFILE, sensor=replace(PROFILE.sensor, is_held=True), date=day(3)))
     lines = []
 
@@ -228,7 +228,7 @@ def test_power_between_the_ticks_drops_a_held_calibration(board, tmp_path):
     assert lines[0].endswith("the power reading changes between the ticks of the counter, not with them")
 
 
-def test_a_suspect_calibration_is_measured_finely(board, tmp_path):
+def test_suspect_calibration_is_measured_again_in_full(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -240,7 +240,7 @@ def test_a_suspect_calibration_is_measured_finely(board, tmp_path):
     assert len(lines) == 1
 
 
-def test_a_suspect_profile_that_is_right_is_kept(board, tmp_path):
+def test_correct_suspect_profile_is_kept(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -249,12 +249,12 @@ def test_a_suspect_profile_that_is_right_is_kept(board, tmp_path):
     assert (sensor.lag_s, sensor.duty, lines) == (0.04, 0.3, [])
 
 
-def test_a_check_that_was_held_up_changes_nothing(board, tmp_path):
+def test_delayed_check_changes_nothing(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     watched, chance, lines = board(tick_s=0.1), random.Random(3), []
 
     def read():
-        watched.now_s += chance.uniform(0.0, 0.09)  # as on a machine whose cores others hold
+        watched.now_s += chance.uniform(0.0, 0.09)  # as on a busy machine
         return watched.read()
 
     sensor = calibrate(H100, read, tmp_path, is_suspect=True, report=lines.append)
@@ -263,7 +263,7 @@ def test_a_check_that_was_held_up_changes_nothing(board, tmp_path):
 
 
 @pytest.mark.parametrize("call_s", [0.03, 0.5])
-def test_reads_too_slow_to_tell_drop_nothing(board, tmp_path, call_s):
+def test_too_slow_reads_do_not_drop_the_calibration(board, tmp_path, call_s):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -273,13 +273,13 @@ def test_reads_too_slow_to_tell_drop_nothing(board, tmp_path, call_s):
     assert load(tmp_path, H100.name, H100.driver).sensor == PROFILE.sensor
 
 
-def test_what_is_only_looked_at_is_not_kept(board, tmp_path):
+def test_keep_false_writes_no_file(board, tmp_path):
     calibrate(H100, board().read, tmp_path, keep=False)
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_driver_is_another_sensor(board, tmp_path):
+def test_another_driver_is_calibrated_anew(board, tmp_path):
     calibrate(H100, board().read, tmp_path)
 
     again = calibrate(replace(H100, driver="570.2"), board().read, tmp_path)
@@ -287,7 +287,7 @@ def test_another_driver_is_another_sensor(board, tmp_path):
     assert again.source == "measured here"
 
 
-def test_a_profile_is_what_the_agent_uses(board, tmp_path):
+def test_agent_uses_the_profile(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(H100, board().read, tmp_path)
@@ -295,7 +295,7 @@ def test_a_profile_is_what_the_agent_uses(board, tmp_path):
     assert sensor == replace(PROFILE.sensor, source=f"profiled {day(3)}, kept in the cache")
 
 
-def test_a_slice_has_the_sensor_of_its_chip(board, tmp_path):
+def test_mig_slice_has_the_sensor_of_its_chip(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(replace(H100, name=f"{H100.name} MIG 1g.10gb"), board().read, tmp_path)
@@ -303,7 +303,7 @@ def test_a_slice_has_the_sensor_of_its_chip(board, tmp_path):
     assert sensor.lag_s == 0.04
 
 
-def test_a_gpu_without_a_counter_has_its_profile_too(tmp_path):
+def test_gpu_without_a_counter_uses_its_profile(tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
 
     sensor = calibrate(replace(H100, energy_method=INSTANT), lambda: pytest.fail("nothing to watch"), tmp_path)
@@ -311,7 +311,7 @@ def test_a_gpu_without_a_counter_has_its_profile_too(tmp_path):
     assert sensor.lag_s == 0.04
 
 
-def test_an_old_calibration_is_measured_anew(board, tmp_path):
+def test_old_calibration_is_measured_anew(board, tmp_path):
     old = Calibration(H100.name, H100.driver, day(KEPT_DAYS + 1), Sensor(tick_s=0.2))
     store(tmp_path, old)
 
@@ -321,7 +321,7 @@ def test_an_old_calibration_is_measured_anew(board, tmp_path):
     assert load(tmp_path, H100.name, H100.driver).date == day(0)
 
 
-def test_an_old_profile_stands_while_its_tick_is_found_again(board, tmp_path):
+def test_old_profile_is_kept_if_its_tick_is_confirmed(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(KEPT_DAYS + 1)))
 
     sensor = calibrate(H100, board(tick_s=0.1).read, tmp_path)
@@ -332,7 +332,7 @@ def test_an_old_profile_stands_while_its_tick_is_found_again(board, tmp_path):
     assert kept.is_fresh()
 
 
-def test_an_old_profile_with_another_tick_is_of_another_firmware(board, tmp_path):
+def test_old_profile_with_another_tick_is_dropped(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(KEPT_DAYS + 1)))
 
     sensor = calibrate(H100, board(tick_s=0.05).read, tmp_path)
@@ -343,11 +343,11 @@ def test_an_old_profile_with_another_tick_is_of_another_firmware(board, tmp_path
 
 
 @pytest.mark.parametrize("date", ["yesterday", "", "2999-01-01"])
-def test_a_date_that_cannot_be_is_old(date):
+def test_invalid_date_is_not_fresh(date):
     assert not replace(PROFILE, date=date).is_fresh()
 
 
-def test_a_profile_that_is_put_there_meanwhile_stays(board, tmp_path):
+def test_profile_written_meanwhile_is_kept(board, tmp_path):
     watched = board()
 
     def read():
@@ -371,7 +371,7 @@ def test_a_profile_that_is_put_there_meanwhile_stays(board, tmp_path):
         '{"name": "NVIDIA H100 80GB HBM3", "driver": "570-1", "date": "2026-11-01", "sensor": [0.1]}',
     ],
 )
-def test_a_file_that_makes_no_sense_is_passed_over(board, tmp_path, text):
+def test_invalid_file_is_ignored(board, tmp_path, text):
     store(tmp_path, PROFILE)
     [path] = tmp_path.iterdir()
     path.write_text(text)
@@ -380,7 +380,7 @@ def test_a_file_that_makes_no_sense_is_passed_over(board, tmp_path, text):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 5000, b'{"name": "\xff"}', bytes(1000)])
-def test_a_file_that_is_no_text_is_passed_over(board, tmp_path, content):
+def test_binary_file_is_ignored(board, tmp_path, content):
     store(tmp_path, PROFILE)
     [path] = tmp_path.iterdir()
     path.write_bytes(content)
@@ -389,7 +389,7 @@ def test_a_file_that_is_no_text_is_passed_over(board, tmp_path, content):
     assert calibrate(H100, board().read, tmp_path).source == "measured here"
 
 
-def test_a_kept_calibration_is_its_owners_alone(board, tmp_path):
+def test_calibration_file_is_readable_only_by_its_owner(board, tmp_path):
     folder = tmp_path / "cache" / "calibration"
 
     calibrate(H100, board().read, folder)
@@ -399,14 +399,14 @@ def test_a_kept_calibration_is_its_owners_alone(board, tmp_path):
     assert path.name == "NVIDIA-H100-80GB-HBM3-570.1.json"
 
 
-def test_a_cache_that_cannot_be_written_costs_only_the_time(board, tmp_path):
+def test_unwritable_cache_only_costs_time(board, tmp_path):
     (tmp_path / "file").write_text("")
 
     assert calibrate(H100, board().read, tmp_path / "file" / "calibration").source == "measured here"
 
 
 @pytest.mark.parametrize("traits", [{"simulated": True}, {"is_gpu": False}, {"energy_method": None}])
-def test_what_is_no_gpus_counter_is_left_alone(tmp_path, traits):
+def test_device_without_a_gpu_counter_is_not_calibrated(tmp_path, traits):
     device = replace(H100, **traits)
 
     assert calibrate(device, lambda: pytest.fail("read"), tmp_path) == device.sensor
@@ -431,7 +431,7 @@ def calibrated(trace, tmp_path):
 
 
 @pytest.mark.alone
-def test_the_tick_of_a_gpu_that_measures_part_of_it_is_found_through_nvml_and_kept(calibrated):
+def test_tick_is_found_through_nvml_and_kept(calibrated):
     gpu = Gpu("GPU-a", "0:01:00", power=square(100.0, 600.0, 0.33), tick_s=0.1, duty_s=0.025, power_mode="held")
 
     measured, took_s = calibrated(gpu)
@@ -442,14 +442,14 @@ def test_the_tick_of_a_gpu_that_measures_part_of_it_is_found_through_nvml_and_ke
     assert 0.0 < measured.call_s < 0.02
     assert took_s < 2.5
     assert (kept.tick_s, kept.source.partition(" ")[0]) == (measured.tick_s, "measured")
-    assert again_s < 1.0  # half a second, and what a busy machine adds
+    assert again_s < 1.0  # half a second, and a margin for a busy machine
 
 
 @pytest.mark.alone
-def test_calls_that_are_too_slow_to_see_the_tick_leave_it_open(calibrated):
+def test_too_slow_nvml_calls_leave_the_tick_unknown(calibrated):
     sensor, took_s = calibrated(Gpu("GPU-a", "0:01:00", tick_s=0.02), "0 energy delay 0.02")
 
-    # That of most GPUs, known so badly that no moment is told from it.
+    # The tick of most GPUs, with an error so large that no time is derived from it.
     assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
     assert sensor.source == "assumed: the reads did not tell the tick"
     assert sensor.call_s == pytest.approx(0.02, abs=0.015)

@@ -55,11 +55,11 @@ def broken(survey):
         ("tensor_activity_ratio", ["gpu", "activity"]),
     ],
 )
-def test_what_a_metric_needs_is_asked_of_its_formula(metric, needs):
+def test_needs_of_a_metric_are_derived_from_its_formula(metric, needs):
     assert needs_of(metric) == needs
 
 
-def test_every_metric_needs_something_and_every_need_is_some_metrics():
+def test_every_metric_has_needs_and_every_need_is_used():
     needed = {name: needs_of(name) for name in METRICS}
 
     assert all(needed.values())
@@ -72,7 +72,7 @@ PROFILED = {
 }  # fmt: skip
 
 
-def test_the_simulated_device_measures_all_but_what_the_settings_and_a_real_chip_would_tell(cli):
+def test_simulated_device_measures_all_but_these_metrics(cli):
     code, survey = found(cli, "--device", "simulated")
 
     metrics = by_metric(survey)
@@ -101,7 +101,7 @@ SETTINGS = {
 }
 
 
-def test_what_a_setting_would_make_measurable_names_it_and_is_measurable_with_it(cli):
+def test_missing_setting_is_named_and_enables_the_metric(cli):
     _, without = found(cli, "--device", "simulated")
     variables = {f"EFFICIENTLLM_{name}": value for name, value in SETTINGS.values()}
     _, survey = found(cli, "--device", "simulated", **variables)
@@ -112,7 +112,7 @@ def test_what_a_setting_would_make_measurable_names_it_and_is_measurable_with_it
         assert f"EFFICIENTLLM_{variable}={value}" in by_metric(survey)[metric]["by"]
 
 
-def test_the_host_has_nothing_of_a_gpu_and_says_so_once_for_each(cli):
+def test_host_device_lists_gpu_metrics_as_missing(cli):
     code, survey = found(cli, "--device", "host")
 
     metrics = by_metric(survey)
@@ -130,7 +130,7 @@ def library(tmp_path_factory):
     return folder
 
 
-def test_a_gpu_is_named_by_its_uuid_and_what_it_lacks_by_nvmls_sentence(cli, library, tmp_path):
+def test_gpu_is_named_by_uuid_with_nvmls_reason_for_gaps(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name="Tracer", unsupported=("energy", "power")))
 
@@ -154,7 +154,7 @@ H100 = Gpu(
 )
 
 
-def test_a_hopper_has_its_peak_in_the_hardware_table_and_its_activity_from_gpm(cli, library, tmp_path):
+def test_hopper_has_a_peak_in_the_table_and_gpm_activity(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(H100)
 
@@ -171,7 +171,7 @@ def test_a_hopper_has_its_peak_in_the_hardware_table_and_its_activity_from_gpm(c
     }  # fmt: skip
 
 
-def test_a_gpu_before_hopper_says_what_its_activity_would_need(cli, library, tmp_path):
+def test_gpu_before_hopper_names_gpm_as_missing(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name="NVIDIA A10"))
 
@@ -181,7 +181,7 @@ def test_a_gpu_before_hopper_says_what_its_activity_would_need(cli, library, tmp
     assert reason == "activity: device nvml does not give it; NVIDIA's GPUs have GPM for it from Hopper on"
 
 
-def test_the_node_is_asked_for_its_own_power_and_the_scope_is_named(cli, library, tmp_path):
+def test_node_power_and_its_scope_are_shown(cli, library, tmp_path):
     trace = Trace(library, tmp_path / "trace")
     trace.write(H100)
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
@@ -198,7 +198,7 @@ def test_the_node_is_asked_for_its_own_power_and_the_scope_is_named(cli, library
     assert (scope["state"], scope["text"]) == ("missing", "not every node has gpu+cpu; gpu is used")
 
 
-def test_a_reason_stands_in_the_table_once_and_is_pointed_to_after_that(cli):
+def test_repeated_reason_refers_to_the_first_one(cli):
     lines = cli.run("check", "--device", "host", "--all").stdout.splitlines()
 
     reasons = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if " no " in line}
@@ -206,7 +206,7 @@ def test_a_reason_stands_in_the_table_once_and_is_pointed_to_after_that(cli):
     assert reasons["p95_watts_per_gpu"] == "no gpu: see above"
 
 
-def test_a_device_that_is_not_here_is_broken_and_says_what_to_do(cli, tmp_path):
+def test_missing_device_is_broken_with_advice(cli, tmp_path):
     code, survey = found(cli, "--device", "nvml", LD_LIBRARY_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES="99")
 
     assert code == 1
@@ -225,31 +225,31 @@ def test_a_device_that_is_not_here_is_broken_and_says_what_to_do(cli, tmp_path):
         ("settings", {"EFFICIENTLLM_SINKS": "consol"}),
     ],
 )
-def test_what_a_run_cannot_do_without_makes_the_status_1(cli, name, variables):
+def test_broken_required_setting_exits_with_1(cli, name, variables):
     code, survey = found(cli, "--device", "simulated", **variables)
 
     assert (code, survey["measured"]) == (1, False)
     assert name in broken(survey)
 
 
-def test_an_aggregator_that_nobody_runs_is_broken(cli):
+def test_endpoint_without_an_aggregator_is_broken(cli):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        told = {"EFFICIENTLLM_ENDPOINT": f"127.0.0.1:{listener.getsockname()[1]}", "EFFICIENTLLM_SECURITY": "none"}
-        with_one, _ = found(cli, "--device", "simulated", **told)
-    without, survey = found(cli, "--device", "simulated", **told)
+        variables = {"EFFICIENTLLM_ENDPOINT": f"127.0.0.1:{listener.getsockname()[1]}", "EFFICIENTLLM_SECURITY": "none"}
+        with_one, _ = found(cli, "--device", "simulated", **variables)
+    without, survey = found(cli, "--device", "simulated", **variables)
 
     assert (with_one, without) == (0, 1)
     assert "start effllm serve" in broken(survey)["aggregator"]["advice"]
 
 
-def test_nothing_is_left_behind(cli):
+def test_check_leaves_no_file(cli):
     cli.run("check")
 
     assert list(cli.folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all"], ["--device", "simulated"]])
-def test_the_table_fits_80_columns_and_has_no_colours_in_a_pipe(cli, arguments):
+def test_table_fits_80_columns_without_colours_in_a_pipe(cli, arguments):
     done = cli.run("check", *arguments)
 
     assert done.returncode == 0
@@ -257,7 +257,7 @@ def test_the_table_fits_80_columns_and_has_no_colours_in_a_pipe(cli, arguments):
     assert "\x1b" not in done.stdout
 
 
-def test_the_table_ends_with_what_is_broken(cli):
+def test_table_ends_with_broken_findings(cli):
     done = cli.run("check", EFFICIENTLLM_RUN_DIR="/dev/null/runs", EFFICIENTLLM_LOG_INTERVAL="0")
 
     end = " ".join(done.stdout.split("would not be measured")[1].split())
@@ -266,33 +266,33 @@ def test_the_table_ends_with_what_is_broken(cli):
     assert "run folders: /dev/null/runs cannot be written" in end
 
 
-def test_a_device_that_no_file_reads_is_wrong_use(cli):
+def test_unknown_device_is_a_usage_error(cli):
     done = cli.run("check", "--device", "tpu")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("there is no such device; there are: auto, amd, host, nvml, simulated\n")
 
 
-def test_it_says_who_can_read_reports_and_whether_the_secret_is_well(cli, tmp_path):
-    def said(**variables):
+def test_security_and_state_of_the_secret_are_shown(cli, tmp_path):
+    def security(**variables):
         found = json.loads(cli.run("check", "--device", "simulated", "--json", **variables).stdout)
         return next((one["state"], one["text"]) for one in found["findings"] if one["name"] == "security")
 
     file = tmp_path / "secret"
-    named = {"EFFICIENTLLM_SECRET_FILE": str(file)}
-    assert said(**named)[1].endswith(f"no secret {file} yet: rank 0 makes it")
+    variables = {"EFFICIENTLLM_SECRET_FILE": str(file)}
+    assert security(**variables)[1].endswith(f"no secret {file} yet: rank 0 makes it")
 
     file.write_text("a" * 64)
     file.chmod(0o600)
-    assert said(**named) == (
+    assert security(**variables) == (
         "ok",
         f"auto: CURVE; the secret {file} is yours alone",
     )
 
     file.chmod(0o640)
-    state, text = said(**named)
+    state, text = security(**variables)
     assert (state, text.endswith(f"chmod 600 {file}")) == ("missing", True)
-    assert said(**named, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
+    assert security(**variables, EFFICIENTLLM_SECURITY="curve")[0] == "broken"
 
-    state, text = said(EFFICIENTLLM_SECURITY="none")
+    state, text = security(EFFICIENTLLM_SECURITY="none")
     assert (state, text) == ("missing", "none: every process that reaches the port can read and forge reports")

@@ -12,7 +12,7 @@ from effllm.runs.summary_text import outcome
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 
 
-def test_it_ends_with_a_summary_that_counts_every_token_and_says_simulated(cli):
+def test_demo_summary_counts_every_token_and_is_simulated(cli):
     done = cli.run("demo", *SHORT)
 
     assert (done.returncode, done.stderr) == (0, "")
@@ -35,10 +35,10 @@ def test_without_an_interval_windows_last_a_second(cli):
     [path] = cli.folder.glob("efficientllm_runs/*/ranks-0001.jsonl")
     rows = [row for row in map(json.loads, path.read_text().splitlines()) if row.get("rank") == 0]
     span_s = rows[-1]["end_time_s"] - rows[0]["start_time_s"]
-    assert len(rows) <= span_s + 2, "the last window is what is left"
+    assert len(rows) <= span_s + 2, "the last window is the remainder"
 
 
-def test_the_slow_rank_is_named(cli):
+def test_slow_rank_is_named(cli):
     shown = cli.run("demo", "--ranks", "3", "--iterations", "50", "--step-seconds", "0.05").stdout
 
     assert "slowest rank 2 +" in shown
@@ -46,7 +46,7 @@ def test_the_slow_rank_is_named(cli):
     assert [words[2:5] for words in slowest] == [["rank", "2,", "in"]], "one line of the closing table"
 
 
-def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):
+def test_demo_ignores_settings_of_another_job(cli):
     other = {"METRICS_ENABLED": "false", "RUN_NAME": "precious", "LOG_INTERVAL": "7", "SINKS": "none"}
     variables = {f"EFFICIENTLLM_{name}": value for name, value in other.items()}
 
@@ -57,7 +57,7 @@ def test_settings_of_another_job_in_the_shell_do_not_reach_it(cli):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "killed")])
-def test_a_signal_ends_all_of_it_with_a_summary_of_every_rank(cli, number, status):
+def test_signal_ends_the_demo_with_a_summary_of_every_rank(cli, number, status):
     process = cli.start("demo", "--ranks", "2", "--iterations", "2000", "--log-interval", "10")
     read_until(process, "Iteration 10:")
 
@@ -73,13 +73,13 @@ def test_a_signal_ends_all_of_it_with_a_summary_of_every_rank(cli, number, statu
     assert cli.summary()["coverage"]["reports_lost"] == 0
 
 
-def test_a_signal_before_anything_has_begun_ends_it_too(cli):
+def test_signal_before_the_first_iteration_ends_the_demo(cli):
     process = cli.start("demo", "--iterations", "2000")
     read_until(process, "No hardware is measured")
 
     process.send_signal(signal.SIGINT)
 
-    process.communicate(timeout=25)  # ranks that never came are not waited for, which would take 30 s
+    process.communicate(timeout=25)  # absent ranks are not waited for, which would take 30 s
     assert process.returncode == 130
 
 
@@ -93,7 +93,7 @@ def test_wrong_use_starts_nothing(cli, wrong):
     assert wrong[0] in done.stderr
 
 
-def test_a_wrong_setting_is_one_line(cli):
+def test_wrong_setting_is_one_line(cli):
     done = cli.run("demo", EFFICIENTLLM_LOG_INTERVAL="0")
 
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""effllm env: what a shell exports, and what is wrong with it."""
+"""effllm env: the exports for a shell, and the check of settings."""
 
 import subprocess
 import sys
@@ -20,14 +20,14 @@ def evaluated(cli, statement, **variables):
 @pytest.mark.parametrize(
     "statement", ['eval "$(effllm env)"', 'eval "$(effllm env --shell)"', "eval $(effllm env --shell)"]
 )
-def test_a_shell_that_evaluates_it_has_every_setting_that_has_a_value(cli, statement):
+def test_evaluated_output_exports_every_default(cli, statement):
     values = evaluated(cli, statement)
 
     assert values.pop("ATTACH") == "1"
     assert values == {variable.name: variable.default for variable in VARIABLES if variable.default}
 
 
-def test_what_is_set_is_kept_and_quoted(cli):
+def test_set_variables_are_kept_and_quoted(cli):
     awkward = "my runs; it's $(false)"
 
     values = evaluated(cli, 'eval "$(effllm env)"', EFFICIENTLLM_RUN_DIR=awkward, EFFICIENTLLM_LOG_INTERVAL="7")
@@ -35,7 +35,7 @@ def test_what_is_set_is_kept_and_quoted(cli):
     assert (values["RUN_DIR"], values["LOG_INTERVAL"]) == (awkward, "7")
 
 
-def test_every_variable_stands_there_with_its_meaning(cli):
+def test_every_variable_is_listed_with_its_meaning(cli):
     shown = cli.run("env").stdout
 
     for variable in VARIABLES:
@@ -44,14 +44,14 @@ def test_every_variable_stands_there_with_its_meaning(cli):
     assert f"{SWITCHES[0]}=1" in shown
 
 
-def test_right_settings_are_checked_in_silence(cli):
+def test_check_of_valid_settings_prints_nothing(cli):
     done = cli.run("env", "--check", EFFICIENTLLM_LOG_INTERVAL="50")
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("option", [[], ["--check"], ["--shell"]])
-def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
+def test_each_wrong_value_has_a_line_and_none_is_exported(cli, option):
     done = cli.run("env", *option, EFFICIENTLLM_LOG_INTERVAL="0", EFFICIENTLLM_MIN_COVERAGE="2")
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -62,7 +62,7 @@ def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("SINKS", "consol", "there is no sink 'consol'; there are: console,"),
         ("SINKS", "console,runfolder", "there is no sink 'runfolder'"),
@@ -75,15 +75,15 @@ def test_every_wrong_value_has_its_line_and_nothing_is_exported(cli, option):
         ("TENSORBOARD_DIR", "/proc/x", "/proc/x cannot be written: "),
     ],
 )
-def test_names_that_nothing_answers_to_are_told_with_those_there_are(cli, name, value, said):
+def test_unknown_names_are_reported_with_the_known_ones(cli, name, value, expected):
     done = cli.run("env", "--check", **{PREFIX + name: value})
 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert expected in done.stderr
 
 
-def test_a_sink_without_its_package_is_named_with_the_pip_line(cli):
+def test_sink_without_its_package_shows_the_pip_command(cli):
     cli.script("raise ImportError('not installed')", "prometheus_client.py")
 
     done = cli.run("env", "--check", EFFICIENTLLM_SINKS="console,prometheus", PYTHONPATH=str(cli.folder))
@@ -92,7 +92,7 @@ def test_a_sink_without_its_package_is_named_with_the_pip_line(cli):
     assert "pip install 'effllm[prometheus]'" in done.stderr
 
 
-def test_redfish_without_its_package_is_named_with_the_pip_line(cli):
+def test_redfish_without_its_package_shows_the_pip_command(cli):
     cli.script("raise ImportError('not installed')", "urllib3.py")
 
     done = cli.run(
@@ -103,7 +103,7 @@ def test_redfish_without_its_package_is_named_with_the_pip_line(cli):
     assert "pip install 'effllm[redfish]'" in done.stderr
 
 
-def test_a_wrong_prefix_is_named_with_the_right_name(cli):
+def test_wrong_prefix_is_reported_with_the_right_name(cli):
     done = cli.run("env", "--check", EFFLLM_LOG_INTERVAL="5")
 
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -111,7 +111,7 @@ def test_a_wrong_prefix_is_named_with_the_right_name(cli):
     assert "did you mean EFFICIENTLLM_LOG_INTERVAL?" in done.stderr
 
 
-def test_an_interface_that_may_be_another_hosts_is_named(cli):
+def test_unknown_interface_is_a_warning(cli):
     unknown = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="ib7")
     known = cli.run("env", "--check", EFFICIENTLLM_INTERFACE="lo")
 
@@ -120,7 +120,7 @@ def test_an_interface_that_may_be_another_hosts_is_named(cli):
     assert known.stderr == ""
 
 
-def test_an_option_that_it_does_not_have_is_wrong_use(cli):
+def test_unknown_option_is_a_usage_error(cli):
     done = cli.run("env", "--chekc")
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -128,7 +128,7 @@ def test_an_option_that_it_does_not_have_is_wrong_use(cli):
 
 
 @pytest.mark.parametrize("command", [["env", "--check"], ["run", "train.py"]])
-def test_it_starts_without_what_only_a_person_at_a_terminal_needs(cli, command):
+def test_env_and_run_import_no_terminal_packages(cli, command):
     cli.script("")
     start = [sys.executable, "-X", "importtime", "-m", "effllm", *command]
 

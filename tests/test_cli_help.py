@@ -1,4 +1,4 @@
-"""The face of the command line: its help, its version, and the table of metrics."""
+"""The command line's help, version, and tables of metrics and events."""
 
 import pytest
 
@@ -18,43 +18,43 @@ def test_every_command_has_worked_examples_that_fit_80_columns(cli, command):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_run_help_says_that_loops_are_hooked(cli):
+def test_run_help_mentions_hooked_loops(cli):
     help_text = " ".join(cli.run("run", "--help").stdout.split())
 
     assert "any other loop with an optimizer of torch, are hooked" in help_text
     assert "later version" not in help_text
 
 
-def test_without_a_command_it_shows_what_there_is(cli):
+def test_no_command_lists_the_commands(cli):
     done = cli.run()
 
     shown = done.stdout + done.stderr
     assert [command for command in COMMANDS if f"\n  {command}  " in shown] == COMMANDS
 
 
-def test_its_version_is_the_packages(cli):
+def test_version_is_that_of_the_package(cli):
     assert cli.run("--version").stdout == f"effllm {__version__}\n"
 
 
-def test_a_command_that_is_not_there_is_wrong_use(cli):
+def test_unknown_command_is_a_usage_error(cli):
     done = cli.run("dmeo")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert "dmeo" in done.stderr
 
 
-def test_every_metric_is_listed_with_its_unit_what_it_is_over_and_its_meaning(cli):
+def test_metrics_are_listed_with_unit_bases_and_meaning(cli):
     done = cli.run("metrics")
 
     shown = " ".join(done.stdout.split())
     assert done.returncode == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
     for entry in METRICS.values():
-        over = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
-        assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} ({over}) {entry.help}" in shown
+        bases = ", ".join(entry.bases) + ("" if entry.chart else "; no chart")
+        assert f"efficientllm/{entry.tag(entry.bases[0])} {entry.unit} ({bases}) {entry.help}" in shown
 
 
-def test_every_kind_of_event_is_listed_with_its_meaning(cli):
+def test_event_kinds_are_listed_with_their_meaning(cli):
     done = cli.run("events")
 
     shown = " ".join(done.stdout.split())

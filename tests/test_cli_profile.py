@@ -1,6 +1,6 @@
-"""effllm profile: the command, its report, the process that loads the GPU, and what runs make of it.
+"""effllm profile: the command, its report, the process that loads the GPU, and the use of the result in runs.
 
-torch is one of the tests' own where it is to compute: its products sleep, and move no sensor.
+Where torch must compute, a stand-in is used: its matrix products sleep, and change no sensor.
 """
 
 import datetime
@@ -55,7 +55,7 @@ def mm(one, other, out):
 
 
 def put_torch(folder, text=TORCH):
-    """Put a torch there, and return what the environment needs to find it."""
+    """Write a stand-in for torch; return the environment variables to find it."""
     package = folder / "site" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(text)
@@ -63,8 +63,8 @@ def put_torch(folder, text=TORCH):
 
 
 @pytest.fixture
-def torch_of_ours(tmp_path, monkeypatch):
-    """Let every process that is started find a torch with CUDA, or what else stands in it."""
+def stand_in_torch(tmp_path, monkeypatch):
+    """Let every started process import a stand-in for torch with CUDA, or the given text."""
 
     def put(text=TORCH):
         for name, value in put_torch(tmp_path, text).items():
@@ -77,7 +77,7 @@ SENSOR = {"tick_s": 0.1, "duty_s": 0.025, "power_mode": "held", "power_usage": "
 
 
 def idle_gpu(library, folder):
-    """Trace an H100 that draws 80 W whatever is done."""
+    """Trace an H100 that always draws 80 W."""
     trace = Trace(library, folder / "trace")
     gpu = Gpu(
         UUID,
@@ -99,7 +99,7 @@ def traced(library, tmp_path):
 
 @pytest.fixture(scope="module")
 def idle(library, tmp_path_factory):
-    """One profile of a GPU at rest, which torch cannot load: what was printed, saved, and kept for runs."""
+    """One profile of an idle GPU that torch cannot load: its output, its report, and the cache."""
     folder = tmp_path_factory.mktemp("idle")
     without_cuda = TORCH.replace("lambda: True", "lambda: False").replace('"13.9"', "None")
     environ = {**idle_gpu(library, folder).environment(), **put_torch(folder, without_cuda)}
@@ -120,7 +120,7 @@ def idle(library, tmp_path_factory):
 # --- the report ---
 
 
-def test_without_cuda_the_idle_gpu_is_measured_and_it_says_why_the_rest_is_not(idle):
+def test_without_cuda_only_the_idle_gpu_is_measured(idle):
     found = idle.found
 
     assert found["unmeasured"] == ["lag, windows and the loaded GPU: torch 9.9.0 is built without CUDA"]
@@ -133,20 +133,20 @@ def test_without_cuda_the_idle_gpu_is_measured_and_it_says_why_the_rest_is_not(i
     assert {"energy", "utilization", "memory", "SM clock"} <= {one["name"] for one in found["calls"]}
 
 
-def test_what_is_found_is_kept_for_runs(idle):
+def test_result_is_kept_for_runs(idle):
     assert idle.kept.sensor.tick_s == pytest.approx(0.1, rel=0.01)
     assert (idle.kept.sensor.duty, idle.kept.sensor.gain_error, idle.kept.measured_lag) == (0.25, 0.05, False)
 
 
-def test_the_report_names_neither_host_nor_user_nor_gpu(idle):
-    told = idle.shown + json.dumps(idle.found)
+def test_report_contains_no_host_user_or_gpu_name(idle):
+    output = idle.shown + json.dumps(idle.found)
 
     secrets = [os.uname().nodename, str(Path.home()), UUID, UUID[4:12], SERIAL, "/tmp", "pytest"]
-    assert not [secret for secret in secrets if secret in told]
+    assert not [secret for secret in secrets if secret in output]
     assert len(idle.found["board"]["uuid"]) == 8
 
 
-def test_the_table_fits_80_columns_and_progress_stays_out_of_it(idle):
+def test_table_fits_80_columns_and_has_no_progress_lines(idle):
     shown = " ".join(idle.shown.split())
 
     assert max(map(len, idle.shown.splitlines())) <= 80
@@ -158,8 +158,8 @@ def test_the_table_fits_80_columns_and_progress_stays_out_of_it(idle):
     assert shown.endswith("Kept: runs on this model and driver use it from now on. The report is in h100.json.")
 
 
-def test_a_load_that_moves_no_sensor_tells_no_lag(cli, traced, torch_of_ours):
-    torch_of_ours()
+def test_load_that_changes_no_sensor_gives_no_lag(cli, traced, stand_in_torch):
+    stand_in_torch()
 
     done = cli.run("profile", "--seconds", "10", "--json", **traced.environment())
 
@@ -182,7 +182,7 @@ def test_another_gpu_can_be_chosen(cli, traced):
 # --- effllm check ---
 
 
-def test_check_shows_what_is_assumed_of_a_sensor_and_what_two_seconds_tell(cli, traced):
+def test_check_shows_assumed_and_measured_sensor_values(cli, traced):
     found = json.loads(cli.run("check", "--json", **traced.environment()).stdout)
 
     sensor = found["sensor"]
@@ -193,7 +193,7 @@ def test_check_shows_what_is_assumed_of_a_sensor_and_what_two_seconds_tell(cli, 
     assert not cache_folder().exists()
 
 
-def test_check_shows_a_profile_where_there_is_one(cli, traced):
+def test_check_shows_the_profile(cli, traced):
     sensor = Sensor(tick_s=0.1, tick_error_s=1e-4, lag_s=-0.0372, lag_error_s=0.005, duty=0.253, is_held=True)
     profile = calibration.Calibration(H100, "570.0", datetime.date.today().isoformat(), sensor, measured_lag=True)
     calibration.store(cache_folder() / "calibration", profile)
@@ -208,11 +208,11 @@ def test_check_shows_a_profile_where_there_is_one(cli, traced):
 
 
 @pytest.mark.parametrize("device", ["host", "simulated"])
-def test_check_shows_no_sensor_where_there_is_no_gpu(cli, device):
+def test_check_shows_no_sensor_without_a_gpu(cli, device):
     assert json.loads(cli.run("check", "--json", "--device", device).stdout)["sensor"] is None
 
 
-# --- where there is nothing to profile ---
+# --- nothing to profile ---
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_check_shows_no_sensor_where_there_is_no_gpu(cli, device):
         (["--save", "."], {}, "--save .: there is no such folder, or it is one"),
     ],
 )
-def test_without_a_gpu_it_refuses_in_one_line(cli, tmp_path, arguments, variables, why):
+def test_no_gpu_is_one_line(cli, tmp_path, arguments, variables, why):
     done = cli.run("profile", *arguments, LD_LIBRARY_PATH=str(tmp_path), **variables)
 
     assert (done.returncode, done.stdout) == (2, "")
@@ -233,18 +233,18 @@ def test_without_a_gpu_it_refuses_in_one_line(cli, tmp_path, arguments, variable
     assert done.stderr.count("\n") == 1
 
 
-def test_a_gpu_that_is_not_there_is_named(cli, traced):
+def test_missing_gpu_is_reported(cli, traced):
     done = cli.run("profile", "--device", "7", **traced.environment())
 
     assert done.returncode == 2
     assert "CUDA_VISIBLE_DEVICES='7' shows no usable of the 1 here" in done.stderr
 
 
-def test_too_few_seconds_are_wrong_use(cli):
+def test_too_few_seconds_are_a_usage_error(cli):
     assert cli.run("profile", "--seconds", "1").returncode == 2
 
 
-def test_its_help_has_worked_examples_that_fit_80_columns(cli):
+def test_help_has_examples_that_fit_80_columns(cli):
     done = cli.run("profile", "--help")
 
     assert "effllm profile --save" in done.stdout.split("Examples:")[1]
@@ -263,15 +263,15 @@ def test_its_help_has_worked_examples_that_fit_80_columns(cli):
         ("import os; os._exit(3)", "the process that loads the GPU has ended"),
     ],
 )
-def test_a_torch_that_cannot_compute_is_told_in_one_sentence(torch_of_ours, text, why):
-    torch_of_ours(text)
+def test_unusable_torch_is_one_sentence(stand_in_torch, text, why):
+    stand_in_torch(text)
     load = TorchLoad(UUID)
 
-    with pytest.raises(LoadUnavailable) as told:
+    with pytest.raises(LoadUnavailable) as error:
         load.opened()
 
     load.close()
-    assert str(told.value) == why
+    assert str(error.value) == why
 
 
 def edges_of(load):
@@ -280,23 +280,25 @@ def edges_of(load):
     return edges
 
 
-def test_load_is_stamped_when_it_begins_and_when_it_has_ended(torch_of_ours):
-    torch_of_ours()
+def test_load_has_timestamps_of_its_begin_and_end(stand_in_torch):
+    stand_in_torch()
     load = TorchLoad(UUID).opened()
 
     load.start([0.05, 0.1, 0.2])
     edges = edges_of(load)
     load.close()
 
-    # A rest that comes too late by a parcel of work, of a millisecond or so, says so.
+    # A pause that starts late, by about a millisecond of work, has that timestamp.
     stretches_s = [(later.time_ns - earlier.time_ns) / NS for earlier, later in pairwise(edges)]
     assert [edge.is_on for edge in edges] == [True, False, True, False]
     assert all(real_s >= asked_s for real_s, asked_s in zip(stretches_s, [0.05, 0.1, 0.2], strict=True))
     assert sum(stretches_s) < 0.35 + 0.1
 
 
-def test_the_process_sees_the_one_gpu_alone(torch_of_ours):
-    torch_of_ours(f"import os; __version__ = os.environ['CUDA_VISIBLE_DEVICES']\n{TORCH.replace('__version__', 'own')}")
+def test_load_process_sees_only_its_gpu(stand_in_torch):
+    stand_in_torch(
+        f"import os; __version__ = os.environ['CUDA_VISIBLE_DEVICES']\n{TORCH.replace('__version__', 'own')}"
+    )
 
     load = TorchLoad(UUID).opened()
 
@@ -305,8 +307,8 @@ def test_the_process_sees_the_one_gpu_alone(torch_of_ours):
 
 
 @pytest.mark.parametrize("stretches_s", [[60.0], [0.01, 60.0]])
-def test_the_gpu_is_not_left_under_load_when_its_profiler_has_gone(torch_of_ours, stretches_s):
-    torch_of_ours()
+def test_load_stops_when_the_profiler_closes(stand_in_torch, stretches_s):
+    stand_in_torch()
     load = TorchLoad(UUID).opened()
     load.start(stretches_s)
 
@@ -316,8 +318,8 @@ def test_the_gpu_is_not_left_under_load_when_its_profiler_has_gone(torch_of_ours
     assert time.monotonic() - began_s < 5.0
 
 
-def test_a_load_that_fails_says_so(torch_of_ours):
-    torch_of_ours(TORCH + FAILS_LATER)
+def test_failing_load_raises(stand_in_torch):
+    stand_in_torch(TORCH + FAILS_LATER)
     load = TorchLoad(UUID).opened()
     load.start([60.0])
 
@@ -336,8 +338,8 @@ def mm(one, other, out):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_profiler_that_is_stopped_leaves_neither_load_nor_result(cli, traced, torch_of_ours, number):
-    torch_of_ours()
+def test_stopped_profiler_leaves_no_load_and_no_result(cli, traced, stand_in_torch, number):
+    stand_in_torch()
     process = subprocess.Popen(
         [sys.executable, "-m", "effllm", "profile", "--seconds", "20"],
         env=cli.environ(**traced.environment()),
@@ -349,7 +351,7 @@ def test_a_profiler_that_is_stopped_leaves_neither_load_nor_result(cli, traced, 
         process.send_signal(number)
         assert process.wait(60) in (130, -signal.SIGKILL)
 
-    # One that is still importing torch notices when it has.
+    # A process that is still importing torch notices after the import.
     assert not jobs.wait_until_gone(lambda: {pid for pid in children if Path(f"/proc/{pid}").exists()}, within_s=40.0)
     assert calibration.load(cache_folder() / "calibration", H100, "570.0") is None
 
@@ -361,7 +363,7 @@ def children_of(pid):
 # --- through the real library, in real time ---
 
 
-def test_through_the_real_library_planted_tick_lag_and_windows_are_found(library, tmp_path):
+def test_known_tick_lag_and_window_are_found_through_nvml(library, tmp_path):
     power = bursts(90.0, 620.0, 0.45, 0.5, 11)
     trace = Trace(library, tmp_path / "trace")
     trace.write(Gpu(UUID, "00000000:01:00.0", name=H100, power=power, lag_s=0.04, tick_phase_s=0.02, **SENSOR))

@@ -1,4 +1,4 @@
-"""effllm run: a script as python runs it, and the end of its ledger."""
+"""effllm run: a script runs as with python, and its run folder is complete."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ for _ in range(10):
         ("raise KeyError('step')", 1, "failed"),
     ],
 )
-def test_the_exit_status_is_the_scripts_and_the_ledger_knows_it(cli, ending, code, status):
+def test_exit_status_is_the_scripts_and_in_the_summary(cli, ending, code, status):
     done = cli.run("run", cli.script(MEASURED + ending), **QUIET)
 
     assert done.returncode == code
@@ -42,7 +42,7 @@ def test_the_exit_status_is_the_scripts_and_the_ledger_knows_it(cli, ending, cod
     assert cli.summary()["tokens"] == 1000
 
 
-def test_a_script_that_is_interrupted_was_stopped_by_ctrl_c(cli):
+def test_interrupted_script_ends_by_sigint(cli):
     script = cli.script(MEASURED + "print('ready', flush=True)\ntime.sleep(60)")
     process = cli.start("run", script, **QUIET)
     read_until(process, "ready")
@@ -54,14 +54,14 @@ def test_a_script_that_is_interrupted_was_stopped_by_ctrl_c(cli):
 
 
 @pytest.mark.parametrize("text", ["def step():\n    raise KeyError('x')\n\nstep()\n", "x = = 3\n", "import nowhere\n"])
-def test_the_traceback_is_what_python_shows(cli, text):
+def test_traceback_is_the_same_as_with_python(cli, text):
     script = cli.script(text)
     expected = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False).stderr
 
     assert cli.run("run", script).stderr == expected
 
 
-def test_a_script_sees_the_process_that_python_would_give_it(cli):
+def test_script_sees_the_same_process_as_with_python(cli):
     script = cli.script("""
 import atexit, sys, __main__
 print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())
@@ -88,7 +88,7 @@ def test_a_module_runs_from_the_current_folder_as_with_python_m(cli):
     assert cli.run("run", "-m", "package.train", "--lr", "1").stdout == expected.stdout
 
 
-def test_a_child_that_the_script_forks_does_not_close_the_ledger(cli):
+def test_forked_child_does_not_close_the_run(cli):
     script = cli.script(
         MEASURED
         + """
@@ -104,7 +104,7 @@ collector.record_iteration_end(100, 1)
     assert (cli.summary()["status"], cli.summary()["tokens"]) == ("completed", 1100)
 
 
-def test_a_script_that_never_calls_effllm_is_told_so_in_one_line(cli):
+def test_script_without_effllm_calls_gets_one_line(cli):
     done = cli.run("run", cli.script("print('trained')"))
 
     assert (done.returncode, done.stdout) == (0, "trained\n")
@@ -128,7 +128,7 @@ def test_off_means_off(cli):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ([], "give a script, or -m and a module"),
         (["-m"], "give a script, or -m and a module"),
@@ -136,16 +136,16 @@ def test_off_means_off(cli):
         (["--lr", "1"], "--lr is not an option of it"),
     ],
 )
-def test_wrong_use_is_one_line_and_2(cli, arguments, said):
+def test_usage_error_is_one_line_and_status_2(cli, arguments, expected):
     done = cli.run("run", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert expected in done.stderr
 
 
 @pytest.mark.torch
-def test_under_torchrun_every_rank_is_in_one_ledger(cli):
+def test_all_ranks_of_torchrun_are_in_one_run(cli):
     pytest.importorskip("torch")
     script = cli.script("import torch.distributed\n" + MEASURED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]

@@ -1,4 +1,4 @@
-"""effllm serve: an aggregator on its own, and a training loop in another process."""
+"""effllm serve: a separate aggregator, and a training loop in another process."""
 
 import signal
 import socket
@@ -29,7 +29,7 @@ def train(cli, endpoint):
     return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=100)
 
 
-def test_it_takes_the_reports_of_a_loop_and_ends_when_the_loop_has(cli):
+def test_serve_takes_reports_and_ends_with_the_loop(cli):
     process = cli.start("serve", "--run-dir", "runs", "--run-name", "one", **SINKS)
 
     done = train(cli, ready(process))
@@ -43,7 +43,7 @@ def test_it_takes_the_reports_of_a_loop_and_ends_when_the_loop_has(cli):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_without_ranks_it_leaves_no_folder(cli, number):
+def test_no_folder_is_left_without_ranks(cli, number):
     process = cli.start("serve")
     ready(process)
 
@@ -56,7 +56,7 @@ def test_without_ranks_it_leaves_no_folder(cli, number):
     assert not (cli.folder / "efficientllm_runs").exists()
 
 
-def test_without_ranks_a_folder_that_was_there_stays(cli):
+def test_existing_folder_stays_without_ranks(cli):
     (cli.folder / "runs" / "one").mkdir(parents=True, mode=0o700)
     (cli.folder / "runs" / "one" / "notes.txt").write_text("mine")
     process = cli.start("serve", "--run-dir", "runs", "--run-name", "one")
@@ -68,7 +68,7 @@ def test_without_ranks_a_folder_that_was_there_stays(cli):
     assert (cli.folder / "runs" / "one" / "notes.txt").read_text() == "mine"
 
 
-def test_a_port_in_use_is_one_line_and_1(cli):
+def test_port_in_use_is_one_line_and_status_1(cli):
     with socket.create_server(("127.0.0.1", 0)) as other:
         bind = f"127.0.0.1:{other.getsockname()[1]}"
 
@@ -81,7 +81,7 @@ def test_a_port_in_use_is_one_line_and_1(cli):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "said"),
+    ("arguments", "variables", "expected"),
     [
         (["--bind", "0.0.0.0:5555"], {}, "is every interface: name the address that the job reaches"),
         (["--bind", "[::]:5555"], {}, "is every interface"),
@@ -96,9 +96,9 @@ def test_a_port_in_use_is_one_line_and_1(cli):
         ([], {"EFFICIENTLLM_SINKS": "consol"}, "there is no sink 'consol'"),
     ],
 )
-def test_wrong_use_is_one_line_and_2(cli, arguments, variables, said):
+def test_usage_error_is_one_line_and_status_2(cli, arguments, variables, expected):
     done = cli.run("serve", *arguments, **variables)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert expected in done.stderr

@@ -1,4 +1,4 @@
-"""effllm simulate: as many agents' worth of messages as a job would send."""
+"""effllm simulate: the messages of a job's agents."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from effllm.aggregation.simulation import TOKENS, SimulatedRank
 from effllm.network import descriptors
 
 
-def test_what_a_simulated_rank_reports_is_what_it_counts():
+def test_simulated_rank_reports_what_it_counts():
     rank = SimulatedRank(3, 8, "job", "agent", log_interval=10)
 
     rows = [rank.next_row(100.0 + window, 101.0 + window, 0.0) for window in range(5)]
@@ -25,7 +25,7 @@ def test_what_a_simulated_rank_reports_is_what_it_counts():
     assert all(row.wall_s == pytest.approx(row.busy_s + row.wait_s) for row in rows)
 
 
-def test_ranks_share_nodes_by_eight_and_no_gpu():
+def test_eight_ranks_share_a_node_and_none_a_gpu():
     ranks = [SimulatedRank(number, 20, "job", "agent", 10).hello() for number in range(20)]
 
     assert [ranks[number].host for number in (0, 7, 8, 19)] == ["node00000", "node00000", "node00001", "node00002"]
@@ -43,14 +43,14 @@ def test_ranks_share_nodes_by_eight_and_no_gpu():
         ([], "--ranks"),
     ],
 )
-def test_wrong_use_is_told_by_its_option(cli, arguments, named):
+def test_usage_error_names_the_option(cli, arguments, named):
     done = cli.run("simulate", *arguments)
 
     assert (done.returncode, done.stdout) == (2, "")
     assert named in done.stderr
 
 
-def test_a_run_folder_that_is_there_is_not_written_to(cli):
+def test_existing_run_folder_is_not_written_to(cli):
     folder = cli.folder / "mine"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
@@ -74,10 +74,10 @@ def test_two_hundred_ranks_are_counted_to_the_last_token(cli, security, arrival)
     assert found["energy_j"] == pytest.approx(found["energy_true_j"], rel=1e-9)
     assert (found["lost"], found["unconfirmed"], found["duplicates"]) == (0, 0, 0)
     assert found["descriptors"] > 200
-    assert len(found["delays_s"]) >= 5  # what rank 0 is told last may be lost when both ends are ending
+    assert len(found["delays_s"]) >= 5  # the last message to rank 0 may be lost when both ends close
 
 
-MAX_BYTES_PER_RANK = 90_000  # of the aggregator; 62,000 were seen, of which ZeroMQ's are 42,000
+MAX_BYTES_PER_RANK = 90_000  # of the aggregator; 62,000 were measured, 42,000 of them in ZeroMQ
 
 
 @pytest.mark.faults
@@ -86,7 +86,7 @@ MAX_BYTES_PER_RANK = 90_000  # of the aggregator; 62,000 were seen, of which Zer
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_NOFILE)[1] < descriptors.needed(10_000), reason="the hard limit of open files"
 )
-def test_ten_thousand_ranks_with_keys_are_all_heard_and_counted_to_the_last_token(cli):
+def test_ten_thousand_ranks_with_keys_lose_no_token(cli):
     simulation = cli.start("simulate", "--ranks", "10000", "--minutes", "0.1", "--arrival", "burst", "--json")
     found = json.loads(simulation.communicate(timeout=220)[0])
 
@@ -128,7 +128,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one(limits):
     assert limits == [4096, 4096]
 
 
-def test_a_hard_limit_that_is_too_low_is_told_with_the_number_needed_and_how_to_get_it(limits):
+def test_too_low_hard_limit_is_reported_with_the_number(limits):
     least = descriptors.needed(10_000)
 
     assert least == 12_256
@@ -144,7 +144,7 @@ def test_a_small_world_needs_little_more_than_its_ranks():
     assert [descriptors.needed(peers) for peers in (2, 8, 100, 160, 200)] == [101, 114, 316, 448, 496]
 
 
-def test_a_trainer_learns_of_the_shortage_and_keeps_its_own_limits(limits):
+def test_trainer_gets_the_shortage_and_keeps_its_limits(limits):
     assert descriptors.shortage(3000) == ""  # 3,856
     assert descriptors.shortage(10_000).startswith("12256 open files are needed and 4096 are allowed: ")
     limits.most = 12_256
@@ -152,7 +152,7 @@ def test_a_trainer_learns_of_the_shortage_and_keeps_its_own_limits(limits):
     assert limits == [1024, 4096]
 
 
-def test_what_is_held_back_from_connections_is_free_for_files_when_they_have_taken_all():
+def test_reserved_descriptors_are_free_for_files():
     before, reserve, taken = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors.Reserve(), []
     with open(os.devnull) as last:  # noqa: PTH123
         resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + 64, before[1]))
@@ -165,7 +165,7 @@ def test_what_is_held_back_from_connections_is_free_for_files_when_they_have_tak
             reserve.release()
             taken += [os.dup(last.fileno()) for _ in range(descriptors.HELD_BACK)]
             os.close(taken.pop())
-            assert not reserve.take(), "it would leave none for a connection"
+            assert not reserve.take(), "no descriptor would be left for a connection"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             reserve.release()
@@ -173,10 +173,10 @@ def test_what_is_held_back_from_connections_is_free_for_files_when_they_have_tak
                 os.close(one)
 
 
-def test_ctrl_c_prints_what_was_seen_until_then(cli):
+def test_ctrl_c_prints_the_results_so_far(cli):
     process = cli.start("simulate", "--ranks", "2", "--minutes", "5", "--interval", "0.2", "--run-dir", "here")
     jobs.until(lambda: any(path.stat().st_size for path in (cli.folder / "here").glob("windows-*.jsonl")))
-    time.sleep(1.0)  # news of the ranks comes twice a second
+    time.sleep(1.0)  # the ranks report their counts twice a second
 
     process.send_signal(signal.SIGINT)
 

@@ -8,7 +8,7 @@ MS, S = 1_000_000, 1_000_000_000
 
 
 def exchange(clocks, sent_ns, there_ns, held_ns, back_ns, ahead_ns=0):
-    """One exchange as both ends stamp it; the other clock is ahead by so much."""
+    """Make one exchange with the timestamps of both ends; the other clock is ahead by ``ahead_ns``."""
     assert clocks.ask(sent_ns) == sent_ns
     received_ns = sent_ns + there_ns + ahead_ns
     heard_ns = sent_ns + there_ns + held_ns + back_ns
@@ -16,18 +16,18 @@ def exchange(clocks, sent_ns, there_ns, held_ns, back_ns, ahead_ns=0):
     return heard_ns
 
 
-def test_the_offset_is_exact_where_both_ways_are_equally_long():
+def test_offset_is_exact_with_equal_delays():
     clocks = Exchanges(2)
 
     heard_ns = exchange(clocks, 7 * S, 3 * MS, 40 * MS, 3 * MS, ahead_ns=1000 * S)
 
     # received - sent is 1000.003 s and answered - heard is 999.997 s
     assert clocks.offset(heard_ns).offset_s == pytest.approx(1000.0, abs=1e-9)
-    # Half of the 6 ms on the way; that it was held for 40 ms matters not. The drift over it is 0.6 us.
+    # Half of the 6 ms on the way; the 40 ms at the other end do not matter. The drift over it is 0.6 us.
     assert clocks.offset(heard_ns).error_s == pytest.approx(3.0006e-3)
 
 
-def test_a_crooked_way_is_off_by_no_more_than_half_of_the_round_trip():
+def test_offset_with_unequal_delays_is_within_the_error():
     clocks = Exchanges(2)
 
     heard_ns = exchange(clocks, 7 * S, 9 * MS, 0, 1 * MS, ahead_ns=-5 * S)
@@ -37,12 +37,12 @@ def test_a_crooked_way_is_off_by_no_more_than_half_of_the_round_trip():
     assert abs(offset.offset_s + 5.0) <= offset.error_s == pytest.approx(5.001e-3)
 
 
-def test_the_shortest_of_the_last_sixteen_round_trips_holds():
+def test_shortest_of_the_last_sixteen_round_trips_is_used():
     clocks = Exchanges(2)
     exchange(clocks, 1 * S, MS, 0, MS)
     for i in range(15):
         heard_ns = exchange(clocks, (2 + i) * S, 50 * MS, 0, 90 * MS)
-    # 15 s have made of its 1 ms 2.5 ms, which is still the least.
+    # In 15 s its 1 ms has grown to 2.5 ms, still the smallest.
     assert clocks.offset(heard_ns).error_s == pytest.approx(1e-3 + DRIFT * (heard_ns - 1 * S) / S, abs=1e-6)
 
     heard_ns = exchange(clocks, 17 * S, 50 * MS, 0, 90 * MS)  # the seventeenth takes its place
@@ -50,7 +50,7 @@ def test_the_shortest_of_the_last_sixteen_round_trips_holds():
     assert clocks.offset(heard_ns).error_s == pytest.approx(70e-3, abs=1e-3)
 
 
-def test_an_estimate_ages():
+def test_error_of_an_estimate_grows_with_its_age():
     clocks = Exchanges(2)
     heard_ns = exchange(clocks, 1 * S, MS, 0, MS)
 
@@ -58,18 +58,20 @@ def test_an_estimate_ages():
     assert aged(1e-3, 30.0) == pytest.approx(4e-3)
 
 
-def test_what_contradicts_the_newest_exchange_is_forgotten():
+def test_exchanges_that_contradict_the_newest_are_dropped():
     clocks = Exchanges(2)
     for i in range(4):
         exchange(clocks, (1 + i) * S, MS, 0, MS)
 
-    heard_ns = exchange(clocks, 6 * S, 2 * MS, 0, 2 * MS, ahead_ns=3600 * S)  # slewed, or another process
+    heard_ns = exchange(
+        clocks, 6 * S, 2 * MS, 0, 2 * MS, ahead_ns=3600 * S
+    )  # the clock was set, or it is another process
 
     assert clocks.offset(heard_ns).offset_s == pytest.approx(3600.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_truth_is_inside_of_the_bound_whatever_the_network_does(seed):
+def test_true_offset_is_within_the_error_on_any_network(seed):
     luck = random.Random(seed)
     clocks, ahead_ns, rate = Exchanges(2), luck.randrange(-(10**15), 10**15), luck.uniform(-DRIFT, DRIFT)
     now_ns = 10**12
@@ -85,17 +87,17 @@ def test_the_truth_is_inside_of_the_bound_whatever_the_network_does(seed):
         assert abs(offset.offset_s - truth_s) <= offset.error_s * 1.0001 + 1e-9
 
 
-def test_an_answer_to_no_message_of_ours_is_no_exchange():
+def test_unsolicited_answer_is_no_exchange():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
 
     assert not clocks.add(2 * S, 0, 0, 3 * S)  # never asked
-    assert not clocks.add(1 * S, 5, 4, 3 * S)  # answered before it came
+    assert not clocks.add(1 * S, 5, 4, 3 * S)  # answered before it was received
     assert not clocks.add(1 * S, 4, 5, 3 * S)  # answered twice
     assert clocks.offset(3 * S) is None
 
 
-def test_an_answer_that_came_before_its_message_or_far_too_late_is_no_exchange():
+def test_answer_too_early_or_too_late_is_no_exchange():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
     assert not clocks.add(1 * S, 0, 0, 1 * S - 1)
@@ -105,7 +107,7 @@ def test_an_answer_that_came_before_its_message_or_far_too_late_is_no_exchange()
     assert clocks.offset(13 * S) is None
 
 
-def test_sixteen_exchanges_are_soon_there_and_then_they_are_seldom():
+def test_first_sixteen_exchanges_are_quick_then_slow():
     clocks = Exchanges(2)
     assert clocks.due_s(1.0) == 1.0
 
@@ -117,7 +119,7 @@ def test_sixteen_exchanges_are_soon_there_and_then_they_are_seldom():
     assert clocks.due_s(0.0) == 10 + PACE_S
 
 
-def test_ten_thousand_ranks_ask_five_hundred_times_a_second_at_first_and_then_two_hundred_times():
+def test_exchange_rate_of_ten_thousand_ranks_is_bounded():
     ranks = [Exchanges(10_000, rank) for rank in range(0, 10_000, 7)]
     first = [clocks.due_s(0.0) for clocks in ranks]
     assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # spread over the first pace, 20 s
@@ -128,7 +130,7 @@ def test_ten_thousand_ranks_ask_five_hundred_times_a_second_at_first_and_then_tw
     assert ranks[0].due_s(0.0) == 2050.0  # 10,000 ranks in 50 s
 
 
-def test_another_aggregator_is_another_clock():
+def test_new_aggregator_resets_the_exchanges():
     clocks = Exchanges(2)
     clocks.ask(1 * S)
     exchange(clocks, 2 * S, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Clocks compared over real sockets: the true offset lies within the error that is told, whatever the way is like."""
+"""Clocks compared over real sockets: the true offset is within the reported error, for any delays."""
 
 import contextlib
 import random
@@ -14,11 +14,11 @@ from effllm.records.wire import Clock, Heartbeat
 
 pytestmark = pytest.mark.faults
 
-SHIFT_NS = 3_600 * 10**9  # an hour, and as much as two hosts that were started apart may differ by
+SHIFT_NS = 3_600 * 10**9  # an hour; two hosts that booted at different times may differ as much
 
 
 class Way:
-    """A TCP proxy that holds back what goes through it, either way by its own law."""
+    """A TCP proxy that delays data, each direction by its own function."""
 
     def __init__(self, port, there_s, back_s):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class Way:
 
 
 def exchanged(there_s, back_s, count=MOST):
-    """Return the estimate after so many exchanges with an aggregator whose clock is an hour ahead."""
+    """Return the estimate after this many exchanges with an aggregator whose clock is an hour ahead."""
     context = make_context()
     server = ServerSocket(context)
     address = server.listen("tcp://127.0.0.1:*")
@@ -93,14 +93,14 @@ def exchanged(there_s, back_s, count=MOST):
 WAYS = {
     "at once": (lambda luck: 0.0, lambda luck: 0.0),
     "jitter": (lambda luck: luck.expovariate(300), lambda luck: luck.expovariate(300)),
-    "crooked": (lambda luck: 0.012, lambda luck: 0.001),
-    "crooked jitter": (lambda luck: 0.004 + luck.expovariate(500), lambda luck: luck.expovariate(500)),
+    "unequal": (lambda luck: 0.012, lambda luck: 0.001),
+    "unequal with jitter": (lambda luck: 0.004 + luck.expovariate(500), lambda luck: luck.expovariate(500)),
 }
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", WAYS)
-def test_the_true_offset_is_within_the_error_that_is_told(way, seed):
+def test_true_offset_is_within_the_reported_error(way, seed):
     luck = random.Random(seed)
     there, back = WAYS[way]
 
@@ -109,9 +109,9 @@ def test_the_true_offset_is_within_the_error_that_is_told(way, seed):
     assert abs(offset.offset_s - SHIFT_NS * 1e-9) <= offset.error_s
 
 
-def test_a_crooked_way_is_found_out_by_its_error():
+def test_unequal_delays_are_covered_by_the_error():
     offset = exchanged(lambda: 0.012, lambda: 0.001, count=4)
 
     assert offset.error_s >= 0.0065  # half of the round trip of 13 ms
-    # ... of which the estimate is off by half of the difference, 5.5 ms: it could not know.
+    # The estimate is off by half of the difference, 5.5 ms: no exchange shows it.
     assert 0.003 < offset.offset_s - SHIFT_NS * 1e-9 <= offset.error_s

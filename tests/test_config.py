@@ -1,4 +1,4 @@
-"""effllm/config.py: every variable has a default, takes a good value, and names what is wrong with a bad one."""
+"""effllm/config.py: every variable has a default, takes valid values, and reports invalid ones."""
 
 from pathlib import Path
 
@@ -76,23 +76,23 @@ BAD = {
 ALLOWS_ANYTHING = {"RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS", "SECRET_FILE"}
 
 
-def test_every_variable_is_tried_here():
+def test_every_variable_is_tested_here():
     assert {variable.name for variable in VARIABLES} == set(GOOD) == set(BAD) | ALLOWS_ANYTHING
 
 
-def test_nothing_set_means_the_defaults():
+def test_empty_environment_gives_the_defaults():
     assert read_config({}) == Config(min_window_s=MIN_WINDOW_S)
     assert read_config({PREFIX + variable.name: " " for variable in VARIABLES}) == Config(min_window_s=MIN_WINDOW_S)
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
-def test_a_default_written_in_a_shell_reads_back_as_itself(variable):
+def test_default_in_a_shell_reads_back_as_itself(variable):
     assert getattr(read_config({PREFIX + variable.name: variable.default}), variable.field) == getattr(
         Config(), variable.field
     )
 
 
-def test_the_defaults_are_the_originals():
+def test_defaults_are_those_of_the_original():
     config = Config()
 
     assert (config.metrics_enabled, config.collection_interval_s, config.history_size, config.log_interval) == (
@@ -104,7 +104,7 @@ def test_the_defaults_are_the_originals():
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_value_is_taken(name):
+def test_valid_value_is_taken(name):
     text, expected = GOOD[name]
     field = next(variable.field for variable in VARIABLES if variable.name == name)
 
@@ -112,7 +112,7 @@ def test_a_good_value_is_taken(name):
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
-def test_a_bad_value_names_the_variable_the_value_and_what_is_allowed(name, text):
+def test_invalid_value_error_names_variable_and_allowed_values(name, text):
     allowed = next(variable.allowed for variable in VARIABLES if variable.name == name)
 
     with pytest.raises(ConfigError) as error:
@@ -133,16 +133,16 @@ def test_these_words_mean_off(word):
     assert not read_config({"EFFICIENTLLM_METRICS_ENABLED": word}).metrics_enabled
 
 
-def test_metrics_are_on_where_nobody_says_anything():
+def test_metrics_are_on_by_default():
     assert is_enabled({})
 
 
-def test_an_endpoint_may_be_a_name_or_an_ipv6_address():
+def test_endpoint_may_be_a_name_or_an_ipv6_address():
     assert read_config({"EFFICIENTLLM_ENDPOINT": "tcp://node-1.cluster:99"}).endpoint == "tcp://node-1.cluster:99"
     assert read_config({"EFFICIENTLLM_ENDPOINT": "[::1]:99"}).endpoint == "tcp://[::1]:99"
 
 
-def test_a_variable_that_nothing_reads_is_told_with_the_likely_meant_name():
+def test_unknown_variable_is_reported_with_a_similar_name():
     lines = unknown_variables({"EFFICIENTLLM_LOG_INTERVALL": "1", "EFFICIENTLLM_X": "1", "PATH": "/bin"})
 
     assert lines == [
@@ -151,19 +151,19 @@ def test_a_variable_that_nothing_reads_is_told_with_the_likely_meant_name():
     ]
 
 
-def test_variables_that_are_read_are_not_told():
+def test_known_variables_are_not_reported():
     known = {PREFIX + variable.name: "x" for variable in VARIABLES}
 
     assert unknown_variables({**known, "EFFICIENTLLM_ATTACH": "1"}) == []
 
 
-def test_a_config_survives_the_way_to_the_agent():
+def test_config_round_trips_to_the_agent():
     config = Config(sinks=("csv",), peak_tflops=1.5, run_name="x")
 
     assert Config.from_dict(config.to_dict()) == config
 
 
-def test_the_secret_is_in_the_users_config_folder_unless_a_file_is_named(monkeypatch, tmp_path):
+def test_secret_is_in_the_users_config_folder_by_default(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert secret_path(Config()) == tmp_path / "efficientllm" / "secret"
 

@@ -30,8 +30,8 @@ SECRET, JOB = b"s" * 64, "job-1"
 BEAT = Heartbeat("agent", 0, 0, "step", 0.0)
 
 
-class Door:
-    """A secured aggregator's socket on a listening descriptor, as the server has it."""
+class Listener:
+    """An aggregator's secured socket on a listening descriptor, as in the server."""
 
     def __init__(self, address="127.0.0.1", keys=None, gated=True):
         keys = keys or ServerKeys.of(SECRET, JOB)
@@ -54,7 +54,7 @@ class Door:
         return link
 
     def serve(self, until, within_s=30.0):
-        """Serve until a condition holds; return whether it came to that."""
+        """Serve until a condition holds; return whether it does."""
         deadline_s = time.monotonic() + within_s
         while not until() and time.monotonic() < deadline_s:
             poller = zmq.Poller()
@@ -90,11 +90,11 @@ class Door:
 
 
 @pytest.fixture
-def door():
+def listener():
     made = []
 
     def make(*arguments, **more):
-        made.append(Door(*arguments, **more))
+        made.append(Listener(*arguments, **more))
         return made[-1]
 
     yield make
@@ -103,18 +103,18 @@ def door():
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_an_agent_of_the_job_is_let_in_on_a_socket_that_listened_before(door, address):
+def test_agent_of_the_job_is_admitted_on_an_inherited_socket(listener, address):
     if address == "::1" and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    secured = door(address)
+    secured = listener(address)
     secured.link(AgentKeys.of(SECRET, JOB))
 
     assert secured.serve(lambda: secured.heard)
     assert (secured.refused, secured.event_texts) == ([], [])
 
 
-def test_another_jobs_key_is_refused_at_the_gate_and_its_address_is_known(door):
-    secured = door()
+def test_key_of_another_job_is_rejected_with_its_address(listener):
+    secured = listener()
     secured.link(AgentKeys.of(SECRET, "job-2"))
 
     assert secured.serve(lambda: secured.refused)
@@ -122,23 +122,23 @@ def test_another_jobs_key_is_refused_at_the_gate_and_its_address_is_known(door):
     assert secured.heard == 0
 
 
-def test_a_key_that_somebody_made_up_is_refused_at_the_gate(door):
-    secured = door()
+def test_random_key_is_rejected_at_the_gate(listener):
+    secured = listener()
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 
     assert secured.serve(lambda: secured.refused)
     assert secured.heard == 0
 
 
-def test_without_a_gate_any_key_would_do(door):
-    secured = door(gated=False)
+def test_without_a_gate_any_key_is_admitted(listener):
+    secured = listener(gated=False)
     secured.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
 
     assert not secured.serve(lambda: secured.heard, within_s=0.5), (
         "ZeroMQ itself refuses where a ZAP domain has no gate"
     )
 
-    open_to_all = door(gated=False, keys=_WithoutDomain())
+    open_to_all = listener(gated=False, keys=_WithoutDomain())
     open_to_all.link(AgentKeys(KeyPair.of(os.urandom(32)), AgentKeys.of(SECRET, JOB).server_public))
     assert open_to_all.serve(lambda: open_to_all.heard)
 
@@ -152,11 +152,11 @@ class _WithoutDomain:
 @pytest.mark.parametrize(
     ("keys", "why"), [(None, NO_KEY), (AgentKeys.of(b"x" * 64, JOB), OTHER_SECRET)], ids=["no key", "another secret"]
 )
-def test_a_peer_without_the_secret_is_rejected_counted_and_named(door, keys, why):
-    secured = door()
+def test_peer_without_the_secret_is_rejected_and_counted(listener, keys, why):
+    secured = listener()
     secured.link(keys)
 
-    # It tries again and again; a peer without CURVE may close its connection before its mechanism was read.
+    # It retries; a peer without CURVE may close its connection before its mechanism was read.
     expected = {f"a peer at 127.0.0.1 was rejected: {one}" for one in ({why, NO_PROTOCOL} if not keys else {why})}
     assert secured.serve(lambda: expected & set(secured.event_texts))
     assert secured.rejections.count >= 1
@@ -164,60 +164,62 @@ def test_a_peer_without_the_secret_is_rejected_counted_and_named(door, keys, why
 
 
 @pytest.mark.parametrize("word", [b"GET / HTTP/1.1\r\n\r\n", bytes(4000), b""], ids=["http", "zeros", "nothing"])
-def test_what_is_no_agent_is_rejected_and_does_no_harm(door, word):
-    secured = door()
+def test_other_protocols_are_rejected_without_harm(listener, word):
+    secured = listener()
     for _ in range(2 * MAX_UNSEEN):
         with socket.create_connection((secured.address, secured.port)) as raw:
             raw.sendall(word)
         if secured.serve(lambda: secured.event_texts, within_s=1.0):
             break
-    where = ("at 127.0.0.1", "whose address was not seen")  # which, depends on how soon the connection ends
+    where = ("at 127.0.0.1", "whose address was not seen")  # depends on how soon the connection ends
     assert secured.event_texts in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
     assert secured.rejections.count == 1
 
     secured.link(AgentKeys.of(SECRET, JOB))
-    assert secured.serve(lambda: secured.heard), "it lives on"
+    assert secured.serve(lambda: secured.heard), "it still serves"
     secured.links.pop().close()
     secured.serve(lambda: False, within_s=0.4)
     assert secured.rejections.count == 1, "an agent that leaves is not rejected"
 
 
-KNOCK = """
+CONNECT_ON_COMMAND = """
 import socket, sys, time
 print(flush=True)
 sys.stdin.readline()
-knocks = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(64)]
+connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(64)]
 sys.stdin.readline()
 """
 
 
-def test_descriptors_that_run_out_are_told_once_and_come_back(door):
-    secured = door()
-    command = [sys.executable, "-c", KNOCK, str(secured.port)]
-    knocking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    knocking.stdout.readline()  # it has started, however long that takes
+def test_exhausted_descriptors_are_an_error_until_freed(listener):
+    secured = listener()
+    command = [sys.executable, "-c", CONNECT_ON_COMMAND, str(secured.port)]
+    connecting = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    connecting.stdout.readline()  # wait for its start, however long that takes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 48), hard))
     try:
-        knocking.stdin.write(b"\n")
-        knocking.stdin.flush()
-        told = secured.serve(lambda: secured.connections.accept_error, within_s=20.0)
+        connecting.stdin.write(b"\n")
+        connecting.stdin.flush()
+        is_exhausted = secured.serve(lambda: secured.connections.accept_error, within_s=20.0)
         secured.serve(lambda: False, within_s=0.2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        knocking.communicate(b"\n", timeout=10)
-    assert told
+        connecting.communicate(b"\n", timeout=10)
+    assert is_exhausted
     assert secured.connections.accept_error == errno.EMFILE
 
     secured.link(AgentKeys.of(SECRET, JOB))
     assert secured.serve(lambda: secured.heard, within_s=20.0)
 
 
-def test_keys_are_not_shown():
+def test_repr_shows_no_keys():
     keys = ServerKeys.of(SECRET, JOB)
 
     assert keys.own.secret.decode() not in repr(keys)
-    assert ServerKeys.of(SECRET, JOB).own == ServerKeys.of(SECRET, "job-2").own, "the user's: the gate tells jobs apart"
+    assert ServerKeys.of(SECRET, JOB).own == ServerKeys.of(SECRET, "job-2").own, (
+        "one per user: the gate distinguishes jobs"
+    )
     assert AgentKeys.of(SECRET, JOB).own != AgentKeys.of(SECRET, "job-2").own
     assert AgentKeys.of(SECRET, JOB).server_public == keys.own.public
 
@@ -225,7 +227,7 @@ def test_keys_are_not_shown():
 # --- which rejections are reported: pure
 
 
-def test_an_address_is_reported_once_per_reason_and_counted_each_time():
+def test_address_is_reported_once_per_reason_and_counted():
     rejections = Rejections()
     for why in (OTHER_JOB, OTHER_JOB, NO_KEY, OTHER_JOB):
         rejections.reject("10.9.0.7", why)
@@ -235,7 +237,7 @@ def test_an_address_is_reported_once_per_reason_and_counted_each_time():
     assert (rejections.count, rejections.take_repeated(), rejections.take_repeated()) == (4, 2, 0)
 
 
-def test_a_thousand_addresses_are_reported_and_the_rest_counted():
+def test_thousand_addresses_are_reported_and_the_rest_counted():
     rejections = Rejections()
     for i in range(MAX_ADDRESSES + 10):
         rejections.reject(f"10.0.{i // 256}.{i % 256}", NO_KEY)
@@ -246,7 +248,7 @@ def test_a_thousand_addresses_are_reported_and_the_rest_counted():
     assert rejections.count == MAX_ADDRESSES + 10
 
 
-def test_an_agent_killed_in_its_handshake_is_no_rejection():
+def test_agent_killed_in_its_handshake_is_no_rejection():
     rejections = Rejections()
     rejections.admit("10.0.0.2")
     rejections.reject("10.0.0.2", NO_PROTOCOL)
