@@ -1,1 +1,1 @@
-"""What effllm costs, as ratios measured in one run against a bare lower bound or a peer."""
+"""The cost of effllm, as ratios measured in one run against a bare lower bound or a peer."""

@@ -1,4 +1,4 @@
-"""Measure everything, or what is named: ``python -m benchmarks [recorder importing ...]``."""
+"""Measure everything, or the named parts: ``python -m benchmarks [recorder importing ...]``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def table(figures: Sequence[Figure], title: str) -> Table:
-    """Return the figures as they are shown."""
+    """Return the figures as a table."""
     table = Table(title=title)
     for column, justify in (("figure", "left"), ("measured", "right"), ("goal", "right"), ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an agent costs its node at default settings: share of a core, and memory."""
+"""The cost of an agent for its node at default settings: share of a core, and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ with effllm.monitor(parameters=1_000_000) as m:
 
 
 def measure(settle_s: float = SETTLE_S, measure_s: float = MEASURE_S) -> list[Figure]:
-    """Let one rank train for a minute, or so long, and read the CPU time of its agent and its aggregator."""
+    """Train one rank for `measure_s`, and read the CPU time of its agent and its aggregator."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("EFFICIENTLLM_")}
         environ |= {"EFFICIENTLLM_RUN_DIR": folder}

@@ -1,4 +1,4 @@
-"""The error of a window's energy, effllm's beside its peers': ``make bench-energy``.
+"""The error of a window's energy, of effllm and of its peers: ``make bench-energy``.
 
 Hosts of traced GPUs are measured by one tool after the other, so that none disturbs another.  Every tool gets
 the same lengths and pauses, and each of its windows is judged by the true energy between the edges that the
@@ -88,7 +88,7 @@ def _prepare(folder: Path, chosen: str, settings: dict[str, str]) -> list[Host]:
         sys.exit("there is no C compiler here, so the traced NVML library cannot be built")
     programs = folder / "bin"
     programs.mkdir()
-    smi = programs / "nvidia-smi"  # CodeCarbon believes in a GPU where this runs
+    smi = programs / "nvidia-smi"  # CodeCarbon detects GPUs by running this
     smi.write_text("#!/bin/sh\n")
     smi.chmod(0o755)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("EFFICIENTLLM_", "CUDA_"))}

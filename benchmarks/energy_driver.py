@@ -1,4 +1,4 @@
-"""What the process of every measured tool runs: windows at given moments, stamped from outside the tool.
+"""The process of every measured tool: windows at given moments, stamped from outside the tool.
 
 The standard library alone, because it runs in the peers' environment as well as in the project's own.
 """
@@ -24,7 +24,7 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a tool says of one window, and for which stretch of time it says so.
+    """A tool's result for one window, and the stretch of time that it covers.
 
     ``start_ns`` and ``end_ns`` are the tool's own stamps where it has some: a tool that works for a while
     inside its calls is judged on the moments that it claims.
@@ -38,7 +38,7 @@ class Reading:
 
 
 class Tool:
-    """A tool that measures windows, one after the other, on so many GPUs."""
+    """A tool that measures windows, one after the other, on several GPUs."""
 
     name: str
     version: str
@@ -55,21 +55,21 @@ class Tool:
         raise NotImplementedError
 
     def reading(self, key: int, calls: Calls) -> Reading:
-        """Return what was measured; asked only after the last window."""
+        """Return the measurement; called only after the last window."""
         raise NotImplementedError
 
     def cpu_s(self) -> float:
-        """Return the CPU time spent so far, by what measures for one rank."""
+        """Return the CPU time spent so far by the measurement of one rank."""
         return time.process_time()
 
     def close(self) -> None:
-        """Let everything go."""
+        """Release everything."""
 
 
 def drive(open_tool: type[Tool]) -> None:
     """Read the orders from stdin, measure the windows, and answer with a line for each and one at the end.
 
-    Answers go to the descriptor that the orders name: what a tool prints is none.
+    Answers go to the descriptor given in the orders: the output of a tool is none.
     """
     orders = json.loads(sys.stdin.readline())
     answers = os.fdopen(orders["answers"], "w", buffering=1)

@@ -1,4 +1,4 @@
-"""What tools said of windows, against the truth of the trace."""
+"""The results of tools for windows, against the truth of the trace."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Verdict:
     """One window of one GPU, or of the sum of a group's; all relative to the truth."""
 
     error: float  # signed; infinite where nothing was measured
-    least_error: float  # the smallest that its edges allow if they may lie anywhere inside the tool's calls
-    random: float | None = None  # half-width (95 %) of what the tool says of its random errors
+    min_error: float  # the smallest that its edges allow if they may lie anywhere inside the tool's calls
+    random: float | None = None  # half-width (95 %) of the random errors as stated by the tool
     whole: float | None = None  # ... and of the sensor's as well
 
 
@@ -52,7 +52,7 @@ def errors(verdicts: Sequence[Verdict]) -> Errors:
         p95=sizes[math.ceil(0.95 * len(sizes)) - 1],
         worst=sizes[-1],
         bias=sum(verdict.error for verdict in verdicts) / len(verdicts),
-        least_mean=sum(verdict.least_error for verdict in verdicts) / len(verdicts),
+        least_mean=sum(verdict.min_error for verdict in verdicts) / len(verdicts),
         random_mean=_mean(width for _, width in random),
         in_random=_mean(abs(error) <= width for error, width in random),
         whole_mean=_mean(width for _, width in whole),
@@ -62,7 +62,7 @@ def errors(verdicts: Sequence[Verdict]) -> Errors:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one tool did, and what it cost."""
+    """The results of one tool, and its cost."""
 
     tool: str
     version: str

@@ -1,6 +1,6 @@
-"""effllm: for each GPU a process that does what an agent does with its device, told of the edges by a pipe.
+"""effllm: for each GPU a process that samples like an agent and gets the edges by a pipe.
 
-All that knows effllm's own code is in `_Agent`; it opens, samples and integrates as `effllm.agents.agent` does.
+Only `_Agent` uses effllm's own code; it opens, samples and integrates as `effllm.agents.agent` does.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class _Agent:
         poller = select.poll()
         poller.register(self._sampled, select.POLLIN)
         poller.register(self._edges, select.POLLIN)
-        told = True
-        while told or self._waiting:
+        is_open = True
+        while is_open or self._waiting:
             ready = dict(poller.poll(self._timeout_ms()))
             if self._edges in ready:
                 edge = os.read(self._edges, 8)
-                told = bool(edge)
-                if told:
+                is_open = bool(edge)
+                if is_open:
                     self._waiting.append(int.from_bytes(edge, "little"))
                 else:
                     poller.unregister(self._edges)
@@ -86,7 +86,7 @@ class _Agent:
     def _calibrate(self, device: Device, read: Callable[[], Sample], is_suspect: bool) -> Sensor:
         sensor = calibrate(device, read, cache_folder() / "calibration", is_suspect=is_suspect)
         if PROFILED in os.environ:
-            # Not the counter lags here, but what it adds up is the end of each tick (docs/calibration.md).
+            # The counter does not lag here, but it adds up only the end of each tick (docs/calibration.md).
             sensor = replace(sensor, lag_s=-(1 - sensor.duty) * sensor.tick_s / 2, lag_error_s=0.0)
         self._calibrated.set()
         return sensor
@@ -97,7 +97,7 @@ class _Agent:
         return max(int(self._waiting[0] / 1e6 + EDGE_WAIT_S * 1e3 - time.monotonic() * 1e3) + 1, 0)
 
     def _cut(self) -> None:
-        """Cut at every edge that has been told as well as can be; every other one ends a window."""
+        """Cut at every settled edge; every other one ends a window."""
         for edge_ns in self._waiting:
             self._track.ask(edge_ns)
         while self._waiting:
@@ -129,8 +129,8 @@ def _log(line: str) -> None:
 class Ours(Tool):
     """The agents of a node, one for each GPU.
 
-    At an edge a trainer reads the clock and writes to one descriptor, and so does the caller here; that it
-    stands for the trainers of all GPUs is made good by a process that passes the edge on to every agent.
+    At an edge a trainer reads the clock and writes to one descriptor, and so does the caller here; because it
+    replaces the trainers of all GPUs, a process passes the edge on to every agent.
     """
 
     name = "effllm"
@@ -141,7 +141,7 @@ class Ours(Tool):
         self._answers: list[TextIO] = []
         self._ends: list[int] = []
         with (Path.home() / "calibrating").open("w") as lock:
-            # One after the other: there are not as many cores here as a node with so many GPUs has.
+            # One after the other: a test machine has fewer cores than a node with that many GPUs.
             fcntl.flock(lock, fcntl.LOCK_EX)
             for gpu in range(gpus):
                 self._start_agent(gpu)
@@ -165,11 +165,11 @@ class Ours(Tool):
         self._ends.append(edges_write)
 
     def begin(self, key: int) -> None:
-        """Tell every agent of an edge."""
+        """Send an edge to every agent."""
         self._edge_ns[key] = [self._edge()]
 
     def end(self, key: int) -> None:
-        """Tell every agent of an edge."""
+        """Send an edge to every agent."""
         self._edge_ns[key].append(self._edge())
 
     def _edge(self) -> int:
@@ -178,7 +178,7 @@ class Ours(Tool):
         return now_ns
 
     def reading(self, key: int, calls: Calls) -> Reading:  # noqa: ARG002 - its edges are its own
-        """Return what the agents answer once there are no more edges."""
+        """Return the answers of the agents after the last edge."""
         if not self._said:
             os.close(self._edges)
             self._said = [json.load(answers) for answers in self._answers]

@@ -1,4 +1,4 @@
-"""The processes of one tool: several side by side, each with windows of its own."""
+"""The processes of one tool: several side by side, each with its own windows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Host:
 def measure(
     name: str, command: Sequence[str], hosts: Sequence[Host], lengths: Sequence[Length], copies: int, bar: Progress
 ) -> Measured:
-    """Let one tool measure all hosts at once, each with so many processes, and judge what they say."""
+    """Measure all hosts at once with one tool and several processes each, and judge the results."""
     task = bar.add_task(f"{name}: starting", total=None)
     places = [host for _ in range(copies) for host in hosts]
     with ExitStack() as stack:
@@ -61,12 +61,12 @@ def measure(
             chance = random.Random(number)  # the same windows for every tool
             blocks = [{"name": length.name, "windows": length.windows(chance)} for length in lengths]
             seconds += sum(sum(window) for block in blocks for window in block["windows"])
-            run.tell({"gpus": sum(len(group.gpus) for group in place.groups), "blocks": blocks})
-        version = [run.hear()["version"] for run in runs][0]  # noqa: RUF015 - all are heard
+            run.send({"gpus": sum(len(group.gpus) for group in place.groups), "blocks": blocks})
+        version = [run.receive()["version"] for run in runs][0]  # noqa: RUF015 - all are received
         time.sleep(SETTLE_S)
         bar.update(task, description=name, total=seconds)
         for run in runs:
-            run.tell({})
+            run.send({})
         answers = _gather(runs, bar, task)
     bar.update(task, completed=seconds)
     return _judged(name, version, list(zip(places, answers, strict=True)), lengths)
@@ -93,18 +93,18 @@ class _Run:
         os.close(self._write)
 
     def stop(self) -> None:
-        """Stop it, whatever it is doing."""
+        """Stop it in any state."""
         if self._process.poll() is None:
             self._process.terminate()
         self._process.communicate()
         self._answers.close()
 
-    def tell(self, orders: dict[str, Any]) -> None:
+    def send(self, orders: dict[str, Any]) -> None:
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"answers": self._write, **orders}) + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         line = self._answers.readline()
         if not line:
             raise RuntimeError(f"a tool has stopped:\n{self._complaints.read_text()}")
@@ -117,7 +117,7 @@ def _gather(runs: Sequence[_Run], bar: Progress, task: TaskID) -> list[dict[str,
     answers: list[dict[str, Any]] = [{} for _ in runs]
 
     def listen(number: int) -> None:
-        while "rows" not in (answer := runs[number].hear()):
+        while "rows" not in (answer := runs[number].receive()):
             bar.advance(task, answer["done_s"])
         answers[number] = answer
 
@@ -127,7 +127,7 @@ def _gather(runs: Sequence[_Run], bar: Progress, task: TaskID) -> list[dict[str,
     for thread in threads:
         thread.join()
     if not all(answers):
-        raise SystemExit(1)  # its thread has said why
+        raise SystemExit(1)  # its thread has printed the reason
     return answers
 
 

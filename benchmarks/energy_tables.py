@@ -21,7 +21,7 @@ CPU_GOAL = 0.005
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that is to lie between two bounds."""
+    """A figure with a lower and an upper bound."""
 
     name: str
     value: float
@@ -30,7 +30,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it does."""
+        """Whether it is within them."""
         return self.lowest <= self.value <= self.highest
 
 
@@ -67,7 +67,7 @@ def to_dict(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequen
 
 
 def goals(measured: Sequence[Measured], node: Sequence[Group], lengths: Sequence[str]) -> list[Goal]:
-    """Return what effllm is held to; what it needs and was not measured is left out."""
+    """Return the goals of effllm; those without their measurement are left out."""
     tools = {one.tool: one for one in measured}
     ours, peer = tools.get(OURS), tools.get(PEER)
     if ours is None:

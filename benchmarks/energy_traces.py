@@ -1,4 +1,4 @@
-"""What the GPUs of the measured node draw, and how their sensors tell it: two sets, one to tune on and one to judge by.
+"""The power of the GPUs of the measured node, and their sensors: two sets, one to tune on and one to judge by.
 
 A trace is one wave seen by one or more GPUs whose sensors tick at different moments, as those of a node that
 trains in step.  The held-out set shares no period, level, phase or seed with the other.
@@ -29,15 +29,15 @@ class Group:
 
     @property
     def is_planted(self) -> bool:
-        """Whether the sensor of these is off on purpose: they belong to the second run's figures alone."""
+        """Whether the sensor of these has a planted error: only the second run's figures use them."""
         return self.gain != 1.0
 
 
 def hosts(chosen: str) -> list[list[Group]]:
     """Return the hosts of a set: groups, whose GPUs are the host's, one after the other, eight at most.
 
-    Each group of the held-out set has a wave of its own, drawn: where a sensor measures part of each tick, how far
-    off its counter is depends on how the period of a wave stands to the tick, and one period would decide it all.
+    Each group of the held-out set has its own random wave: where a sensor measures part of each tick, the error
+    of its counter depends on the ratio of the wave's period to the tick, and one period would decide the result.
     """
     chance = random.Random({TUNING: 20261121, HELD_OUT: 1618033}[chosen])
     made = []
@@ -61,7 +61,7 @@ _TUNING_WAVES: dict[str, Curve] = {
 
 
 def drawn(wave: str, chance: random.Random) -> Curve:
-    """Return a wave of this kind with levels, period, share and seed of its own."""
+    """Return a wave of this kind with its own levels, period, share and seed."""
     low_w, high_w = round(chance.uniform(70.0, 200.0)), round(chance.uniform(420.0, 690.0))
     share, seed = round(chance.uniform(0.35, 0.65), 2), chance.randrange(10_000)
     period_s = {name: round(chance.uniform(*between), 3) for name, between in _PERIODS_S.items()}[wave]
@@ -74,7 +74,7 @@ def drawn(wave: str, chance: random.Random) -> Curve:
     return square(low_w, high_w, period_s, share)
 
 
-#: Those of the tuning set lie within.
+#: Those of the tuning set are within these ranges.
 _PERIODS_S = {
     "square": (1.2, 2.6),
     "fast": (0.22, 0.45),
@@ -87,11 +87,11 @@ _Sensor = Callable[[Gpu, random.Random], Gpu]
 
 
 def _ticking(gpu: Gpu, chance: random.Random, tick_s: float) -> Gpu:
-    """Let the counter move, and the power be told, at the ticks only: as every sensor does that was looked at."""
+    """Update counter and power only at the ticks, as every examined sensor does."""
     return replace(gpu, tick_s=tick_s, tick_phase_s=round(chance.uniform(0.0, tick_s), 6), power_mode="held")
 
 
-# Boards that measure like this, so that nobody who knows them by name is misled (arXiv 2312.02741, raw table).
+# Boards that measure like this, so that their names fit their sensors (arXiv 2312.02741, raw table).
 
 
 def _whole_100(gpu: Gpu, chance: random.Random) -> Gpu:

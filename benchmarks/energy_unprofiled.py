@@ -1,9 +1,9 @@
 """Stated and true errors of windows after five minutes, on sensors that were never profiled.
 
 ``python -m benchmarks.energy_unprofiled``.  Sensors, waves and the agent that reads them are simulated in virtual
-time (`tests/sensor_model.py`); a period of a wave is an iteration, whose length the agent knows.  Each run is measured
-twice: once with what the hardware table knows, and once by an agent that knows the lag exactly, beside which the first
-is judged.  Each set is drawn with a seed of its own.
+time (`tests/sensor_model.py`); a period of a wave is an iteration, whose length the agent gets.  Each run is measured
+twice: once with the sensor of the hardware table, and once by an agent with the exact lag, with which the first
+is compared.  Each set has its own seed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SensorKind:
     model: str
     tick_s: float
     duty: float
-    latest_s: float = 0.0  # counters are late by up to so much, drawn for each run
+    latest_s: float = 0.0  # largest lag of a counter, drawn for each run
 
 
 KINDS = (
@@ -62,7 +62,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Run:
-    """What is simulated: one wave on one sensor."""
+    """One simulation: one wave on one sensor."""
 
     kind: SensorKind
     wave: str
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def drawn_runs(chosen: str, count: int) -> Iterator[Run]:
-    """Yield the runs of a set, so many of each wave on each kind of sensor."""
+    """Yield the runs of a set, `count` of each wave on each kind of sensor."""
     chance = random.Random(SEEDS[chosen])
     for kind in KINDS:
         for wave in WAVES:
@@ -189,7 +189,7 @@ def _row(sensor: str, wave: str, length_s: float, waves: dict[str, list[Judged]]
     half_width = statistics.median(one.half_width for one in every)
     known_error = statistics.median(one.known_error for one in every)
     known_half_width = statistics.median(one.known_half_width for one in every)
-    needed = [_least_half_width(judged) for judged in waves.values() for _ in judged]
+    needed = [_min_half_width(judged) for judged in waves.values() for _ in judged]
     return Row(
         sensor=sensor,
         wave=wave,
@@ -207,12 +207,12 @@ def _row(sensor: str, wave: str, length_s: float, waves: dict[str, list[Judged]]
     )
 
 
-def _least_half_width(judged: Sequence[Judged]) -> float:
+def _min_half_width(judged: Sequence[Judged]) -> float:
     return sorted(one.error for one in judged)[math.ceil(MIN_GROUP * len(judged)) - 1]
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Return what the stated intervals are held to."""
+    """Return the goals of the stated intervals."""
     groups = [row for row in rows if row.wave != ALL]
     pools = [row for row in rows if row.wave == ALL]
     overall = sum(row.covered * row.windows for row in groups) / sum(row.windows for row in groups)

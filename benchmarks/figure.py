@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that somebody may rely on.
+    """A number for reports and comparisons.
 
-    ``goal`` is the largest value that meets it; ``detail`` holds what the number was made of.
+    ``goal`` is the largest value that meets it; ``detail`` has the values behind the number.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Everything that only a GPU can tell, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
+"""All measurements that need a GPU, in one command: ``python -m benchmarks.gpu --keep``, or ``make bench-gpu``.
 
 How its sensors behave (the report of ``effllm profile``); the counter beside integrated power under square waves;
-windows' energy beside what the load is known to have drawn; what calls and an agent cost on this driver; and
-training with metrics on against off.  What needs CUDA is left out where there is none, and said so.
+windows' energy beside the known energy of the load; the cost of calls and of an agent on this driver; and
+training with metrics on against off.  Without CUDA, the steps that need it are skipped and named.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def open_gpu(which: str) -> Reader:
 
 
 class _Bench:
-    """The steps, and what they have found."""
+    """The steps and their results."""
 
     def __init__(self, reader: Reader, load: str, *, quick: bool) -> None:
         self.figures: list[Figure] = []
@@ -92,7 +92,7 @@ class _Bench:
         self._load, self._quick = load, quick
 
     def steps(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what there is to do, by name."""
+        """Return the steps by name."""
         return [
             ("the sensors", self._sensors),
             ("the counter beside power", self._waves),
@@ -102,10 +102,10 @@ class _Bench:
         ]
 
     def open_load(self) -> Loader:
-        """Make ready what loads the GPU.
+        """Prepare the load of the GPU.
 
         Raises:
-            LoadUnavailable: nothing can.
+            LoadUnavailable: no load is available.
         """
         if self._load:
             module, _, name = self._load.partition(":")

@@ -1,4 +1,4 @@
-"""The energy counter beside integrated power, under square waves: what polling power makes of the same joules."""
+"""The energy counter beside integrated power, under square waves: the same joules by polled power."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from effllm.profiling.watching import Record, Timer, watch
 PERIODS_S = (0.2, 2.0, 10.0)
 MIN_S, MAX_S = 12.0, 120.0
 POLLED_EVERY_S = (0.1, 1.0)
-#: Sensors that average over a second have forgotten what was before by then.
+#: Averages over a second have no earlier power in them after this time.
 SETTLE_S = 2.0
 
 
@@ -52,7 +52,7 @@ def _compared(record: Record, load: Load, found: SensorProfile, period_s: float)
 
 
 def _shift_s(found: SensorProfile) -> float:
-    """Return by how much later than the counter power shows the same, as far as the profile tells."""
+    """Return the delay of power after the counter, from the profile."""
     if found.power_response is None or not found.measured_lag:
         return 0.0
     held_s = found.power.period_s / 2 if found.power else 0.0
@@ -60,7 +60,7 @@ def _shift_s(found: SensorProfile) -> float:
 
 
 def _polled(powers: Sequence[tuple[float, float]], every_s: float) -> list[tuple[float, float]]:
-    """Return what somebody gets who reads power so often."""
+    """Return the readings of power polled at this period."""
     taken: list[tuple[float, float]] = []
     for time_s, power_w in powers:
         if not taken or time_s >= taken[-1][0] + every_s:

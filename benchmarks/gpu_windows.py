@@ -1,8 +1,8 @@
-"""Windows' energy on a real GPU, beside what its load is known to have drawn.
+"""Windows' energy on a real GPU, beside the known energy of its load.
 
 Load is switched between two levels at moments that are known, so that every window's energy is its length times
-one power plus its time under load times another.  Both powers are fitted to all windows; what is left of each
-window is its error, together with whatever the load itself does not repeat: an upper bound.
+one power plus its time under load times another.  Both powers are fitted to all windows; the residual of each
+window is its error, together with variations of the load itself: an upper bound.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Window:
 
 
 def windows(key: str, loader: Loader, sensor: Sensor, counts: Mapping[float, int]) -> list[Figure]:
-    """Return how far windows of some lengths are off, by effllm's ledger and by the bare counter.
+    """Return the errors of windows of some lengths, by effllm's ledger and by the bare counter.
 
     Args:
         key: the GPU's.
         loader: loads it.
-        sensor: what its profile says of it.
+        sensor: the one of its profile.
         counts: how many windows of which length, in s.
     """
     chance = random.Random(7)
@@ -98,7 +98,7 @@ class _Measuring:
             raise RuntimeError(f"the GPU cannot be sampled: {self._track.sampler.unavailable}")
 
     def close(self) -> None:
-        """Let it go."""
+        """Close it."""
         self._track.sampler.stop(5.0)
         if self._reader is not None:
             self._reader.close()
@@ -115,7 +115,7 @@ class _Measuring:
             self.bare.append(Window(length_s, first.time_ns, last.time_ns, last.energy_j - first.energy_j))
 
     def work_until(self, until_s: float) -> None:
-        """Do what an agent does meanwhile."""
+        """Sample like an agent until a time."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._cut()
             time.sleep(min(left_s, 0.005))
@@ -176,7 +176,7 @@ def judged(tool: str, made: Sequence[Window], edges: Sequence[LoadEdge]) -> list
 
 
 def two_levels(spans_s: Sequence[float], on_s: Sequence[float], joules: Sequence[float]) -> tuple[float, float] | None:
-    """Return power at rest, and what load adds, by least squares over all windows."""
+    """Return the power at rest and the additional power of load, by least squares over all windows."""
     aa, bb = sum(span**2 for span in spans_s), sum(on**2 for on in on_s)
     ab = sum(span * on for span, on in zip(spans_s, on_s, strict=True))
     ay = sum(span * one for span, one in zip(spans_s, joules, strict=True))

@@ -1,4 +1,4 @@
-"""``import effllm`` against ``import msgspec``, one small extension module; and what it adds to ``import torch``."""
+"""``import effllm`` against ``import msgspec``, one small extension module; and its addition to ``import torch``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _import_s(module: str) -> float:
 
 
 def _autoload_s(switch: str) -> float:
-    """Return what the entry point takes once torch has been imported, which has most of what it needs."""
+    """Return the time of the entry point after torch has imported most of the modules that it needs."""
     program = (
         "import time, torch; a = time.perf_counter(); from effllm.attach import autoload; autoload();"
         "print(time.perf_counter() - a)"

@@ -1,4 +1,4 @@
-"""What a results file says of where and when its figures were seen."""
+"""The date, commit and machine of a results file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def machine(**more: Any) -> dict[str, Any]:
-    """Return date, commit and machine, without a name that would tell whose it is, and what else there is to say."""
+    """Return date, commit and machine, without a name that identifies its owner, and the given facts."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _git("rev-parse", "--short", "HEAD"),

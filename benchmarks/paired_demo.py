@@ -1,4 +1,4 @@
-"""The demo's training, with stretches of metrics on and off that take turns; run by training.py under torchrun.
+"""The demo's training, with alternating stretches of metrics on and off; run by training.py under torchrun.
 
 Off means that the calls are left out and that agent and aggregator are stopped by SIGSTOP: the bare job.
 """
@@ -73,7 +73,7 @@ def main(times: Path, pairs: int, iterations: int) -> None:
 
 @contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """Keep our processes from running at all."""
+    """Stop our processes while inside."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     try:

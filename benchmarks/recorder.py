@@ -1,4 +1,4 @@
-"""The two calls of a training loop, against the least that they could be: two clock reads and one pack."""
+"""The two calls of a training loop, against their lower bound: two clock reads and one pack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS, CALLS = 40, 5000
 
 
 def measure() -> list[Figure]:
-    """Time both in turn, with an agent at work; the cost of timing nothing is taken off both."""
+    """Time both in turn, with an agent at work; the cost of timing an empty call is subtracted from both."""
     fields = struct.Struct("<Qhhqqqqdqqqqqqqqq")
     memory = mmap.mmap(-1, 4096)
     pack, now = fields.pack_into, time.monotonic_ns

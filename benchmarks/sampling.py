@@ -1,4 +1,4 @@
-"""What a tick of the sampler costs, over the bare calls of NVML that it makes; and what a tick of the peers' costs.
+"""The cost of a tick of the sampler over its bare calls of NVML, and the cost of a tick of the peers.
 
 The calls that a reader makes are recorded with their arguments and played back through ctypes by a loop that
 sleeps as long between them: nothing that samples in Python can cost less.  Sampler and loop take turns in one
@@ -32,8 +32,8 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PEERS = ("nvitop", "zeus")
 INTERVAL_S = 0.02
 ROUNDS, TICKS = 15, 60
-#: Seconds that calls of a driver took, of those that were told: INSTANT power, memory, utilization.
-#: https://github.com/flightlessmango/MangoHud/pull/2104; energy counters were seen to take 2.4 ms beside.
+#: Reported seconds of calls of a driver: INSTANT power, memory, utilization.
+#: https://github.com/flightlessmango/MangoHud/pull/2104; energy counters took 2.4 ms.
 DRIVER_CALLS_S = {"fields": 170e-6, "memory": 12e-6, "utilization": 2.5e-6}
 
 Calls = Sequence[tuple[Callable[..., int], tuple[Any, ...]]]
@@ -113,7 +113,7 @@ def _answer(command: Sequence[str], environ: dict[str, str]) -> dict[str, Any]:
 
 
 class _Recorder:
-    """pynvml's library, which notes what is called with what."""
+    """pynvml's library, which records its calls and their arguments."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -179,7 +179,7 @@ def _play(calls: Calls) -> None:
 
 
 def _sampler_cpu_us() -> float:
-    """Return what the sampler's thread spends on a tick of a round."""
+    """Return the CPU time of the sampler's thread for a tick of a round."""
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     sampler = Sampler(_open, INTERVAL_S, lambda event: print(event.text, file=sys.stderr), wake)
     sampler.start()
@@ -199,7 +199,7 @@ def _sampler_cpu_us() -> float:
 
 
 def main() -> None:
-    """Measure in turns, and print what each round gave."""
+    """Measure in turns, and print the result of each round."""
     recorded, ticks = _record()
     reader = _open()
     rounds: dict[str, list[float]] = {name: [] for name in ("bare", "bare_wall", "reader", "reader_wall", "sampler")}

@@ -1,6 +1,6 @@
-"""What an aggregator takes for ten thousand ranks, beside a loop that does nothing: ``python -m benchmarks.scale``.
+"""The cost of an aggregator for ten thousand ranks, beside a loop that does nothing: ``python -m benchmarks.scale``.
 
-Processor time is measured, not time: it is the same, within a fifth or so, on a machine that others use too.
+Processor time is measured, not time: it stays the same, within about a fifth, on a shared machine.
 Every run is of both, one after the other, with the same ranks, connections and messages.
 """
 
@@ -84,7 +84,7 @@ def measure_bare(asked: Simulation) -> Findings:
 
 
 def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
-    """Return what is promised of the largest world, and what it costs at each size."""
+    """Return the promised figures of the largest world, and the cost at each size."""
     figures = []
     for ours, bare in found:
         name = f"{ours.ranks:,} ranks"
@@ -108,7 +108,7 @@ def figures_of(found: list[tuple[Findings, Findings]]) -> list[Figure]:
 
 
 def table(found: list[tuple[Findings, Findings]]) -> Table:
-    """Return what was seen, a line for each world."""
+    """Return the results, a line for each world."""
     shown = Table(title="One aggregator, one report a second of each rank: processor time")
     for column in (
         "ranks",

@@ -1,4 +1,4 @@
-"""What the aggregator is compared with: pyzmq and msgspec alone, which take every frame, decode it and do nothing."""
+"""The reference of the aggregator: pyzmq and msgspec alone, which receive and decode every frame."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERYTHING = 2**61  # a sequence that confirms all
 
 
 class Bare:
-    """The loop in a process of its own.
+    """The loop in its own process.
 
     Args:
         secret_file: of the keys; empty for none.
@@ -58,7 +58,7 @@ class Bare:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve on a descriptor until the benchmark is gone."""
+    """Serve on a descriptor until the benchmark ends."""
     endpoint, descriptor, secret_file, parent = json.loads(arguments[0])
     raise_limit()
     context = make_context()

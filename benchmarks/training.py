@@ -1,4 +1,4 @@
-"""Iteration time of the demo with metrics on against off, in pairs that take turns within one job."""
+"""Iteration time of the demo with metrics on against off, in alternating pairs within one job."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from benchmarks.figure import Figure, interval_95, median
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS, ITERATIONS = 36, 6
-#: A GPU takes some milliseconds to what takes a CPU half a second.
+#: An iteration of half a second on a CPU takes some milliseconds on a GPU.
 ITERATIONS_ON_GPU = 100
 
 
 def measure() -> list[Figure]:
-    """Run the paired job on two processes of the CPU, or as it finds GPUs."""
+    """Run the paired job on two processes of the CPU, or on the GPUs found."""
     return _measure(processes=2, iterations=ITERATIONS, where="")
 
 
 def lacks_on_gpu() -> str:
-    """Return what keeps the job from running on a GPU, or nothing."""
+    """Return the reason why the job cannot run on a GPU, or nothing."""
     missing = [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} is not installed"

@@ -25,7 +25,7 @@ def worlds(tmp_path_factory):
     @functools.cache
     def run(world_size):
         with jobs.launching(tmp_path_factory.mktemp("world")) as launch:
-            arguments = ("--iterations", ITERATIONS, "--step-s", STEP_S, "--told-within-s", 60)
+            arguments = ("--iterations", ITERATIONS, "--step-s", STEP_S, "--values-within-s", 60)
             return launch.torchrun([*ONE_NODE, str(world_size)], "torch_loop.py", *arguments).done()
 
     return run

@@ -44,8 +44,8 @@ class Counter:
         for time_ns in map(round, times_ns):
             number = self.number(time_ns)
             if self._last is not None:
-                tell = self.clock.moved if number > self._last[1] else self.clock.stood
-                tell(self._last[0], time_ns)
+                record = self.clock.moved if number > self._last[1] else self.clock.stood
+                record(self._last[0], time_ns)
             self._last = (time_ns, number)
 
     def off_ns(self, time_ns):

@@ -1,1 +1,1 @@
-"""The tools that effllm is measured beside, each in a process of its own in the peers' environment."""
+"""The tools that effllm is compared with, each in its own process in the peers' environment."""

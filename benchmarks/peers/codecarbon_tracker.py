@@ -26,7 +26,7 @@ class CodeCarbon(Tool):
         self._tracker = OfflineEmissionsTracker(
             country_iso_code="USA", save_to_file=False, log_level="critical", allow_multiple_runs=True
         )
-        self._tracker.start_task("warm-up")  # the first one looks for hardware, which takes seconds
+        self._tracker.start_task("warm-up")  # the first one searches for hardware, which takes seconds
         self._tracker.stop_task()
         (self._devices,) = [
             hardware.devices.devices for hardware in self._tracker._hardware if isinstance(hardware, GPU)
@@ -36,11 +36,11 @@ class CodeCarbon(Tool):
         self._edges_ns: dict[int, tuple[int, int]] = {}
 
     def begin(self, key: int) -> None:
-        """Start a task of that name."""
+        """Start a task."""
         self._tracker.start_task(str(key))
 
     def end(self, key: int) -> None:
-        """Stop it, and take what each GPU had."""
+        """Stop it, and record the energy of each GPU."""
         said = self._tracker.stop_task()
         self._joules[key] = [device.energy_delta.kWh * JOULES_PER_KWH for device in self._devices]
         # The task's clock is perf_counter, which on Linux is the monotonic clock.
@@ -54,7 +54,7 @@ class CodeCarbon(Tool):
         return Reading(*self._edges_ns[key], list(self._joules[key]))
 
     def close(self) -> None:
-        """Let it go."""
+        """Close it."""
         self._tracker.stop()
 
 

@@ -35,7 +35,7 @@ class Counter(Tool):
         return Reading((calls.begin_ns + calls.begun_ns) // 2, (calls.end_ns + calls.ended_ns) // 2, joules)
 
     def close(self) -> None:
-        """Let it go."""
+        """Close it."""
         pynvml.nvmlShutdown()
 
     def _read(self) -> list[int]:

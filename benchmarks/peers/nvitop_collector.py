@@ -42,7 +42,7 @@ class Nvitop(Tool):
         return Reading(calls.begin_ns, calls.begin_ns + int(duration_s * 1e9), list(joules))
 
     def close(self) -> None:
-        """Let it go."""
+        """Close it."""
         self._collector.deactivate("run")
 
 

@@ -1,4 +1,4 @@
-"""What a tick of nvitop's `ResourceMetricCollector` costs its thread, on one GPU: ``INTERVAL_S``."""
+"""The cost of a tick of nvitop's `ResourceMetricCollector` for its thread, on one GPU: ``INTERVAL_S``."""
 
 from __future__ import annotations
 

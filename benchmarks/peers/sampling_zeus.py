@@ -1,4 +1,4 @@
-"""What a tick of Zeus's `PowerMonitor` costs its process, on one GPU and one kind of power: ``INTERVAL_S``.
+"""The cost of a tick of Zeus's `PowerMonitor` for its process, on one GPU and one kind of power: ``INTERVAL_S``.
 
 `ZeusMonitor` does not sample where there is an energy counter, so it has no ticks.
 """
@@ -25,7 +25,7 @@ def main(interval_s: float) -> None:
     time.sleep(MEASURE_S)
     spent_ns, wall_s = _cpu_ns(pid) - began_ns, time.monotonic() - began_s
     monitor.stop()
-    # It keeps only samples that differ from the one before, so ticks cannot be counted: it is taken to keep up.
+    # It keeps only samples that differ from the one before, so ticks cannot be counted; assume that it keeps up.
     ticks = wall_s / interval_s
     what = f"Zeus {version('zeus')} PowerMonitor"
     print(json.dumps({"what": what, "cpu_us": spent_ns / ticks / 1e3, "ticks_per_s": ticks / wall_s}))

@@ -1,4 +1,4 @@
-"""Zeus: `ZeusMonitor.begin_window` and `end_window`, as its documentation has them.
+"""Zeus: `ZeusMonitor.begin_window` and `end_window`, as in its documentation.
 
 Both calls read the clock before they read the counters, so their beginnings are the edges that it claims.
 ``sync_execution`` is off because there is no torch here and nothing that would run on a GPU.
@@ -28,7 +28,7 @@ class Zeus(Tool):
         self._joules: dict[int, dict[int, float]] = {}
 
     def begin(self, key: int) -> None:
-        """Begin a window of that name."""
+        """Begin a window."""
         self._monitor.begin_window(str(key), sync_execution=False)
 
     def end(self, key: int) -> None:

@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--iterations", type=int, default=43)
 parser.add_argument("--step-s", type=float, default=0.02)
 parser.add_argument("--until", type=Path, help="a file: after the iterations, continue until it exists")
-parser.add_argument("--told-within-s", type=float, default=0.0, help="wait so long at most for values of the job")
+parser.add_argument("--values-within-s", type=float, default=0.0, help="longest wait for values of the job")
 given = parser.parse_args()
 
 session.READY_S = 60.0  # so that the first window has its device, even on a busy machine
@@ -33,7 +33,7 @@ values = {}
 
 effllm.initialize_efficientllm_metrics(sum(p.numel() for p in model.parameters()))
 collector = effllm.get_metrics_collector()
-deadline_s = time.monotonic() + given.told_within_s
+deadline_s = time.monotonic() + given.values_within_s
 dist.barrier()  # so that no rank begins before every agent has started
 for iteration in count(1):
     stop = torch.tensor(float(iteration > given.iterations and (not given.until or given.until.exists())))
