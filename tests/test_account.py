@@ -49,7 +49,7 @@ def test_latency_is_the_largest_mean_step_of_a_rank():
     totals = totals_of([[row(0, busy_s=9.0), row(1, busy_s=12.0)]], *gpus(2))
 
     assert (totals.loop.slowest_step_s, totals.loop.slowest_iterations) == (12.0, 10)
-    assert metrics.al_seconds(totals) == pytest.approx(1.2)
+    assert metrics.contract.al_seconds(totals) == pytest.approx(1.2)
 
 
 def test_each_token_and_sample_is_counted_once():
@@ -165,8 +165,8 @@ def test_window_below_min_coverage_enters_no_sum():
     # The second window is covered for 14 of 20 device seconds.
     assert (totals.energy.joules, totals.energy.time_s, totals.energy.counts.tokens) == (2000.0, 10.0, 2000)
     assert (totals.energy.is_complete, totals.energy.measured_j) == (False, 2000.0 + 1000.0 + 400.0)
-    assert metrics.aec_watts(totals) == 200.0
-    assert metrics.total_joules(totals) is None
+    assert metrics.contract.aec_watts(totals) == 200.0
+    assert metrics.energy.total_joules(totals) is None
 
 
 def test_min_coverage_applies_per_window():
@@ -243,7 +243,7 @@ def test_power_times_time_is_energy_in_total_and_per_token(cluster, wall, least)
     windows, ranks = cluster
 
     totals = totals_of(windows, *gpus(ranks), wall=wall, least=least)
-    power_w, per_token = metrics.aec_watts(totals), metrics.joules_per_token(totals)
+    power_w, per_token = metrics.contract.aec_watts(totals), metrics.energy.joules_per_token(totals)
 
     if totals.energy.joules is None:
         assert power_w is None
@@ -329,10 +329,10 @@ def test_power_percentiles_weight_ten_watt_bins_by_time():
 
     totals = totals_of([[row(0, devices=(busy,)), row(1, devices=(idle,))]], *gpus(2))
 
-    assert [metrics.power_percentile(totals, share) for share in (0.5, 0.94, 0.95, 0.99, 1.0)] == [
+    assert [metrics.energy.power_percentile(totals, share) for share in (0.5, 0.94, 0.95, 0.99, 1.0)] == [
         305.0, 305.0, 505.0, 505.0, 695.0,
     ]  # fmt: skip
-    assert metrics.power_percentile(totals_of([[row(0)]], *gpus(1)), 0.5) is None
+    assert metrics.energy.power_percentile(totals_of([[row(0)]], *gpus(1)), 0.5) is None
 
 
 def test_gauges_are_averaged_and_temperature_is_the_maximum():
@@ -348,9 +348,9 @@ def test_gauges_are_averaged_and_temperature_is_the_maximum():
     totals = totals_of([rows], *gpus(2))
 
     assert (totals.devices.temperature_max_c, totals.devices.sm_clock_hz) == (75.0, pytest.approx(1.75e9))
-    assert metrics.throttled_ratio(totals) == pytest.approx(0.2)
-    assert metrics.sm_clock_mhz(totals) == pytest.approx(1750.0)
-    assert metrics.sm_activity_ratio(totals) is None
+    assert metrics.health.throttled_ratio(totals) == pytest.approx(0.2)
+    assert metrics.health.sm_clock_mhz(totals) == pytest.approx(1750.0)
+    assert metrics.health.sm_activity_ratio(totals) is None
 
 
 @st.composite
@@ -411,12 +411,12 @@ def test_inference_throughput_divides_by_the_longest_rank():
 
     # Rank 0: 2 + 1 s, rank 1: 1 + 3 s, at the same time.  A sum of the maxima would be 2 + 3.
     assert (totals.counts.generated_tokens, totals.loop.generation_s, totals.counts.prompt_tokens) == (2000, 4.0, 100)
-    assert metrics.it_tokens_per_sec(totals) == 500.0
+    assert metrics.contract.it_tokens_per_sec(totals) == 500.0
     assert totals.counts.tokens == 4000, "what is generated is not what is trained on"
 
 
 def test_no_generation_gives_no_inference_throughput():
-    assert metrics.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
+    assert metrics.contract.it_tokens_per_sec(totals_of([[row(0), row(1)]], *gpus(2))) is None
 
 
 def sampled(values, peak):

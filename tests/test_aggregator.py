@@ -1197,8 +1197,8 @@ def test_energy_with_an_error_above_20_percent_is_not_shown():
     assert "energy/watts_per_gpu" not in unknown.values
     assert "window/aec_watts" not in unknown.values
     assert unknown.last.energy.joules == 1000.0, "what was measured stays in the files"
-    assert metrics.joules_per_token(unknown.last) is None
-    assert metrics.joules_per_token(known.last) is not None
+    assert metrics.energy.joules_per_token(unknown.last) is None
+    assert metrics.energy.joules_per_token(known.last) is not None
 
 
 @pytest.mark.parametrize(("num_ranks", "runs"), [(1, 50), (8, 10)])

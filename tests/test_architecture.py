@@ -27,7 +27,11 @@ FLOORS = """
 0.6     known_sensors  network.descriptors  network.intake  network.monitor  network.rejections  network.secret
 0.7     network.connections  network.curve
 0.8     network.door
-1.0     devices  energy.tick_clock  hardware  health.clock  metrics
+1.0     devices  energy.tick_clock  hardware  health.clock
+1.0     metrics.ratios  metrics.table
+1.0.0.1 metrics.contract  metrics.energy  metrics.evaluation  metrics.goodput  metrics.health
+1.0.0.2 metrics.throughput
+1.0.0.3 metrics
 1.0     network.interface  network.transport
 1.0     runs.plain_text  runs.redaction  runs.run_lock  runs.runfolder  spawn  switches  training.facts
 1.0     training.ownership  training.shared_memory  training.without_metrics

@@ -226,8 +226,8 @@ def test_a_job_of_two_gpus_and_two_windows_has_the_error_worked_by_hand():
     # 2 x 1000 J at 5 %, 2 x 2000 J at 10 %
     assert totals.energy.gain_j == pytest.approx(100 + 400)
     assert (totals.energy.joules, totals.energy.estimated_j) == pytest.approx((6000.0, 60.0))
-    assert metrics.timing_error_ratio(totals) == pytest.approx(1.96 * math.sqrt(44) / 6000)
-    assert metrics.sensor_error_ratio(totals) == pytest.approx(500 / 6000)
+    assert metrics.energy.timing_error_ratio(totals) == pytest.approx(1.96 * math.sqrt(44) / 6000)
+    assert metrics.energy.sensor_error_ratio(totals) == pytest.approx(500 / 6000)
 
 
 # --- to the metrics ------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_what_no_energy_is_in_has_no_error_of_energy():
     for share in (0.1, 0.05, 0.03, 0.07):
         gain = with_keys(TOTALS, energy_gain_error_j=share * 60_000.0)
         assert "energy/sensor_error_ratio" not in metrics.errors(gain, gain), "for the rounding of floats"
-    assert metrics.mfu_ratio(TOTALS) == pytest.approx(12_000 * 2e5 / 1e10)
+    assert metrics.throughput.mfu_ratio(TOTALS) == pytest.approx(12_000 * 2e5 / 1e10)
 
 
 @pytest.mark.parametrize("lacking", [{"energy_j": None}, {"energy_j": 0.0}])

@@ -1,4 +1,4 @@
-"""effllm/metrics.py: each formula by hand, and the one table that every sink uses."""
+"""effllm/metrics/: each formula by hand, and the one table that every sink uses."""
 
 import pytest
 from sink_examples import make_totals, with_keys
@@ -286,20 +286,20 @@ def test_the_mfu_of_a_job_that_runs_at_peak_is_exactly_one():
     # 8 devices of 1e12 FLOP/s, 4e9 FLOPs a token: 2000 tokens/s are all there is.
     at_peak = with_keys(TOTALS, tokens=200_000, time_s=100.0, peak_flops_per_s=8e12, flops_per_token=4e9, gpus=8)
 
-    assert metrics.mfu_ratio(at_peak) == 1.0
-    assert metrics.tflops_per_gpu(at_peak) == 1.0
+    assert metrics.throughput.mfu_ratio(at_peak) == 1.0
+    assert metrics.throughput.tflops_per_gpu(at_peak) == 1.0
 
 
 def test_an_mfu_above_one_is_no_value():
     above = with_keys(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
 
-    assert (metrics.mfu_ratio(above), metrics.hfu_ratio(above)) == (None, None)
-    assert metrics.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event reports"
+    assert (metrics.throughput.mfu_ratio(above), metrics.throughput.hfu_ratio(above)) == (None, None)
+    assert metrics.throughput.share_of_peak(above, 4e5) == pytest.approx(1.2), "which an event reports"
 
 
 def test_mfu_needs_a_peak_and_the_flops_of_a_token():
-    assert metrics.mfu_ratio(with_keys(TOTALS, peak_flops_per_s=None)) is None
-    assert metrics.mfu_ratio(with_keys(TOTALS, flops_per_token=None)) is None
+    assert metrics.throughput.mfu_ratio(with_keys(TOTALS, peak_flops_per_s=None)) is None
+    assert metrics.throughput.mfu_ratio(with_keys(TOTALS, flops_per_token=None)) is None
 
 
 def test_without_counted_tokens_throughput_is_none_not_zero():
@@ -310,42 +310,42 @@ def test_without_counted_tokens_throughput_is_none_not_zero():
 
 
 def test_throughput_per_parameter_needs_the_parameters():
-    assert metrics.tt_tokens_per_param_per_sec(with_keys(TOTALS, parameters=None)) is None
-    assert metrics.st_samples_per_param_per_sec(with_keys(TOTALS, parameters=0)) is None
+    assert metrics.contract.tt_tokens_per_param_per_sec(with_keys(TOTALS, parameters=None)) is None
+    assert metrics.contract.st_samples_per_param_per_sec(with_keys(TOTALS, parameters=0)) is None
 
 
 def test_without_gpus_throughput_is_per_rank():
     # 12,000 tokens/s on 8 ranks
-    assert metrics.tokens_per_second_per_gpu(with_keys(TOTALS, gpus=0)) == 1500.0
-    assert metrics.watts_per_gpu(with_keys(TOTALS, gpus=0)) is None
+    assert metrics.throughput.tokens_per_second_per_gpu(with_keys(TOTALS, gpus=0)) == 1500.0
+    assert metrics.energy.watts_per_gpu(with_keys(TOTALS, gpus=0)) is None
 
 
 def test_energy_of_the_job_in_wh_and_per_generated_token():
-    assert metrics.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
-    assert metrics.joules_per_generated_token(COMPLETE) == pytest.approx(60_000 / 900)
+    assert metrics.energy.total_wh(COMPLETE) == pytest.approx(60_000 / 3600)
+    assert metrics.energy.joules_per_generated_token(COMPLETE) == pytest.approx(60_000 / 900)
 
 
 def test_emissions_are_kwh_times_pue_times_intensity():
     # 60 kJ are 1/60 kWh: 1/60 * 1.2 * 400 g = 8 g
-    assert metrics.co2_kg(COMPLETE) == pytest.approx(0.008)
-    assert metrics.co2_kg(with_keys(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
-    assert metrics.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
-    assert metrics.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
+    assert metrics.energy.co2_kg(COMPLETE) == pytest.approx(0.008)
+    assert metrics.energy.co2_kg(with_keys(COMPLETE, pue=1.0)) == pytest.approx(0.4 / 60)
+    assert metrics.energy.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=None)) is None, "never guessed"
+    assert metrics.energy.co2_kg(with_keys(COMPLETE, carbon_g_per_kwh=0.0)) == 0.0, "zero is an intensity"
 
 
 def test_costs_are_in_the_currency_of_their_prices_and_need_them():
     # 1/60 kWh * 1.2 * 0.25
-    assert metrics.electricity_cost(COMPLETE) == pytest.approx(0.005)
-    assert metrics.electricity_cost(with_keys(COMPLETE, price_per_kwh=None)) is None
-    assert metrics.gpu_cost(with_keys(COMPLETE, gpus=0)) is None
-    assert metrics.gpu_cost(with_keys(COMPLETE, price_per_gpu_hour=None)) is None
+    assert metrics.energy.electricity_cost(COMPLETE) == pytest.approx(0.005)
+    assert metrics.energy.electricity_cost(with_keys(COMPLETE, price_per_kwh=None)) is None
+    assert metrics.energy.gpu_cost(with_keys(COMPLETE, gpus=0)) is None
+    assert metrics.energy.gpu_cost(with_keys(COMPLETE, price_per_gpu_hour=None)) is None
 
 
 def test_joules_above_baseline_may_be_negative():
     idle = with_keys(TOTALS, baseline_w=2000.0)
 
-    assert metrics.joules_above_baseline(idle) == -20_000.0
-    assert metrics.joules_per_token(idle) == metrics.joules_per_token(TOTALS)
+    assert metrics.energy.joules_above_baseline(idle) == -20_000.0
+    assert metrics.energy.joules_per_token(idle) == metrics.energy.joules_per_token(TOTALS)
 
 
 def test_metrics_without_a_chart_are_listed():
@@ -366,24 +366,24 @@ def test_metrics_without_a_chart_are_listed():
 def test_a_percentile_of_power_is_not_above_the_peak():
     totals = with_keys(TOTALS, power_histogram_s={50: 10.0}, power_peak_w=501.0)
 
-    assert metrics.p95_watts_per_gpu(totals) == metrics.median_watts_per_gpu(totals) == 501.0
-    assert metrics.median_watts_per_gpu(with_keys(totals, power_peak_w=509.0)) == 505.0
+    assert metrics.energy.p95_watts_per_gpu(totals) == metrics.energy.median_watts_per_gpu(totals) == 501.0
+    assert metrics.energy.median_watts_per_gpu(with_keys(totals, power_peak_w=509.0)) == 505.0
 
 
 def test_padding_is_unknown_where_only_one_count_is():
-    assert metrics.padding_ratio(with_keys(TOTALS, tokens_processed=0)) is None
-    assert metrics.padding_ratio(with_keys(TOTALS, tokens_processed=600_000)) is None
+    assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=0)) is None
+    assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=600_000)) is None
 
 
 def test_compression_ratio_is_size_ratio_times_kept_score():
     # A quarter of the size at 95 % of the score: 4 * 0.95.
-    assert metrics.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
+    assert metrics.contract.model_compression_ratio(16e9, 4e9, 80.0, 76.0) == pytest.approx(3.8)
     for wrong in ((0, 4e9, 80, 76), (16e9, 0, 80, 76), (16e9, 4e9, 0, 76), (float("nan"), 4e9, 80, 76)):
         with pytest.raises(ValueError, match="above 0"):
-            metrics.model_compression_ratio(*wrong)
+            metrics.contract.model_compression_ratio(*wrong)
 
 
 def test_inference_throughput_is_not_divided_by_parameters():
-    assert metrics.inference_throughput(900, 30.0) == 30.0
-    assert metrics.inference_throughput(900, 0.0) is None
-    assert metrics.inference_throughput(0, 30.0) is None
+    assert metrics.contract.inference_throughput(900, 30.0) == 30.0
+    assert metrics.contract.inference_throughput(900, 0.0) is None
+    assert metrics.contract.inference_throughput(0, 30.0) is None

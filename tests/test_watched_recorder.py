@@ -9,7 +9,7 @@ from pytest import approx
 
 from effllm.agents.window import WindowCutter
 from effllm.aggregation.account import Account
-from effllm.metrics import computation_seconds, device_step_seconds, exposed_seconds
+from effllm.metrics.throughput import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
 from effllm.records.job import JobConstants
 from effllm.records.rank import Profile

@@ -200,7 +200,7 @@ def report_of(
         time_by_class=ledger.time_by_class(),
         stragglers=waited.verdicts,
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
-        energy_doubtful=(metrics.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
+        energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
     )
 
 
@@ -346,7 +346,7 @@ def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
     """Yield what speaks against the values of a window, as kind and sentence."""
     last = report.last
     for name, flops in (("MFU", last.constants.flops_per_token), ("HFU", last.constants.hardware_flops_per_token)):
-        share = metrics.share_of_peak(last, flops)
+        share = metrics.throughput.share_of_peak(last, flops)
         if share is not None and share > 1 + ROUNDING:
             yield (
                 "mfu",

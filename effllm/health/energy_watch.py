@@ -49,14 +49,14 @@ class EnergyWatch:
         self._report(Event(time_s, "energy_aliasing", text))
 
     def _judge_length(self, report: ClusterReport) -> None:
-        if metrics.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
+        if metrics.energy.timing_error_ratio(report.last) is None or self._is_reported("energy_doubtful"):
             return
-        self._unknown.append(not metrics.is_energy_known(report.last))
+        self._unknown.append(not metrics.ratios.is_energy_known(report.last))
         if len(self._unknown) < MIN_JUDGED or 2 * sum(self._unknown) <= len(self._unknown):
             return
         text = (
             f"most windows are too short for the power sensors: their energy is known to worse than "
-            f"±{100 * metrics.MAX_SHOWN_ERROR:.0f} % and not shown; windows four times as long "
+            f"±{100 * metrics.ratios.MAX_SHOWN_ERROR:.0f} % and not shown; windows four times as long "
             "(EFFICIENTLLM_LOG_INTERVAL) have half of that error or less; values of the run to date are not affected"
         )
         self._report(Event(report.time_s, "energy_doubtful", text))

@@ -98,12 +98,12 @@ class WasteWatch:
 def _evidence(window: ClusterTotals) -> list[str]:
     """Return what else speaks of idle GPUs: power below its limit, and the wait for data."""
     texts = []
-    watts = metrics.watts_per_gpu(window)
+    watts = metrics.energy.watts_per_gpu(window)
     if watts is not None:
         limit_w, gpus = window.constants.power_limit_w, window.constants.gpus
         limit = f" of {limit_w / gpus:.0f} W" if limit_w and gpus else " W"
         texts.append(f"{watts:.0f}{limit} per GPU")
-    wait = metrics.data_wait_ratio(window)
+    wait = metrics.throughput.data_wait_ratio(window)
     if wait is not None and wait >= DATA_WAIT_FROM:
         texts.append(f"{100 * wait:.0f} % of the time waiting for data")
     return texts

@@ -15,14 +15,14 @@ MAX_NAMED = 8
 _ESTIMATED = 0.001
 
 _WATCHED: tuple[tuple[metrics.Formula, Callable[[float], str], str], ...] = (
-    (metrics.seconds_per_iteration, readable, "{} s/{step}"),
-    (metrics.tokens_per_second_per_gpu, readable, "{} tok/s/{device}"),
-    (metrics.mfu_ratio, lambda ratio: readable(100 * ratio), "MFU {} %"),
-    (metrics.watts_per_gpu, readable, "{} W/GPU"),
-    (metrics.joules_per_token, readable, "{} J/token"),
-    (metrics.peak_gb, readable, "peak {} GiB"),
-    (metrics.data_wait_ratio, lambda ratio: f"{100 * ratio:.0f}", "data {} %"),
-    (metrics.exposed_communication_ratio, lambda ratio: f"{100 * ratio:.0f}", "exposed comm {} %"),
+    (metrics.throughput.seconds_per_iteration, readable, "{} s/{step}"),
+    (metrics.throughput.tokens_per_second_per_gpu, readable, "{} tok/s/{device}"),
+    (metrics.throughput.mfu_ratio, lambda ratio: readable(100 * ratio), "MFU {} %"),
+    (metrics.energy.watts_per_gpu, readable, "{} W/GPU"),
+    (metrics.energy.joules_per_token, readable, "{} J/token"),
+    (metrics.health.peak_gb, readable, "peak {} GiB"),
+    (metrics.throughput.data_wait_ratio, lambda ratio: f"{100 * ratio:.0f}", "data {} %"),
+    (metrics.throughput.exposed_communication_ratio, lambda ratio: f"{100 * ratio:.0f}", "exposed comm {} %"),
 )
 
 _SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
@@ -81,23 +81,23 @@ def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
         return found if found is not None and math.isfinite(found) else None
 
     yield 0, ("it " if report.style == "Iteration" else "step ") + _place(report)
-    if (step_s := value(metrics.seconds_per_iteration)) is not None:
+    if (step_s := value(metrics.throughput.seconds_per_iteration)) is not None:
         yield 1, f"{readable(step_s)}s"
-    if (rate := value(metrics.tokens_per_second_per_gpu)) is not None:
+    if (rate := value(metrics.throughput.tokens_per_second_per_gpu)) is not None:
         number, prefix = scaled(rate)
         yield 2, f"{number}{prefix} tok/s/{device}"
-    if (mfu := value(metrics.mfu_ratio)) is not None:
+    if (mfu := value(metrics.throughput.mfu_ratio)) is not None:
         yield 3, f"MFU {_percent(mfu)}%"
-    if last.constants.gpus and (busy := value(metrics.pcu_ratio)) is not None:
+    if last.constants.gpus and (busy := value(metrics.contract.pcu_ratio)) is not None:
         yield 4, f"busy {_percent(busy)}%"
-    if (watts := value(metrics.watts_per_gpu)) is not None:
+    if (watts := value(metrics.energy.watts_per_gpu)) is not None:
         yield 5, f"{readable(watts)}W"
-    if (joules := value(metrics.joules_per_token)) is not None:
+    if (joules := value(metrics.energy.joules_per_token)) is not None:
         number, prefix = scaled(joules)
         yield 6, f"{number}{prefix}J/token"
     if report.loss is not None and math.isfinite(report.loss):
         yield 8, f"loss {report.loss:.4g}"
-    if (wait := value(metrics.data_wait_ratio)) is not None:
+    if (wait := value(metrics.throughput.data_wait_ratio)) is not None:
         yield (3 if wait >= 0.1 else 10), f"data {_percent(wait)}%"
     if report.remaining_s is not None:
         yield 9, f"eta {duration(report.remaining_s)}"
@@ -184,9 +184,10 @@ def watched(report: ClusterReport) -> Iterator[str]:
     yield report.style.lower() + " " + _place(report)
     if not is_loss_finite(report):
         yield "loss is not finite"
-    errors = errors_text(metrics.timing_error_ratio(last), metrics.sensor_error_ratio(last))
+    energy = metrics.energy
+    errors = errors_text(energy.timing_error_ratio(last), energy.sensor_error_ratio(last))
     # They hold for the power as well, and follow it where no tokens are known.
-    with_errors = metrics.watts_per_gpu if metrics.joules_per_token(last) is None else metrics.joules_per_token
+    with_errors = energy.watts_per_gpu if energy.joules_per_token(last) is None else energy.joules_per_token
     for formula, to_text, template in _WATCHED:
         value = formula(last)
         if value is not None and math.isfinite(value):

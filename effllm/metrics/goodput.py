@@ -1,0 +1,80 @@
+"""The elapsed time of the job by class (docs/goodput.md), and the waiting for stragglers."""
+
+from __future__ import annotations
+
+from effllm.metrics.ratios import measured_quotient, quotient
+from effllm.metrics.table import metric
+from effllm.records.job import ClusterTotals
+
+
+@metric("ratio", group="goodput", bases=("job",))
+def ratio(totals: ClusterTotals) -> float | None:
+    """Goodput: share of the elapsed time, over all attempts, in iterations that were kept and in generation."""
+    return quotient(
+        sum(totals.goodput.class_s.get(name, 0.0) for name in ("kept", "generation")), totals.goodput.elapsed_s
+    )
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def redone_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time in iterations that were lost and done again after a restart."""
+    return _share_of_elapsed(totals, "redone")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def restart_gap_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time between the end of an attempt and the beginning of the next."""
+    return _share_of_elapsed(totals, "restart_gap")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def startup_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time before the first iteration of each attempt."""
+    return _share_of_elapsed(totals, "startup")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def checkpoint_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time in checkpoints."""
+    return _share_of_elapsed(totals, "checkpoint")
+
+
+@metric("ratio", group="goodput", bases=("job",), chart=False)
+def unknown_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the elapsed time of which no report tells."""
+    return _share_of_elapsed(totals, "unknown")
+
+
+@metric("J", group="goodput", bases=("job",), chart=False)
+def lost_joules(totals: ClusterTotals) -> float | None:
+    """Measured energy of what was lost: iterations done again, straggling, hangs."""
+    lost = [totals.goodput.class_j.get(name) for name in ("redone", "straggling", "hang")]
+    return None if None in lost else sum(joules for joules in lost if joules is not None)
+
+
+@metric("ranks", group="straggler", bases=("window",), chart=False)
+def named_ranks(totals: ClusterTotals) -> float | None:
+    """Ranks that are named as stragglers at the end of the window; no value where no rank has a sync point."""
+    return None if totals.health.straggling_s is None else float(totals.health.stragglers)
+
+
+@metric("ratio", group="straggler", bases=("window",), chart=False)
+def waiting_ratio(totals: ClusterTotals) -> float | None:
+    """Share of iteration time in which the job waited for whoever is named as a straggler."""
+    return measured_quotient(totals.health.straggling_s, totals.loop.time_s)
+
+
+@metric("GPU-s", group="straggler", bases=("job",), chart=False)
+def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
+    """What all ranks together have waited for stragglers, once they stood out."""
+    return None if totals.health.straggling_s is None else totals.health.straggling_gpu_s
+
+
+@metric("J", group="straggler", bases=("job",), chart=False)
+def waiting_joules(totals: ClusterTotals) -> float | None:
+    """What the devices of those that waited have drawn for it, by their mean power in those windows."""
+    return None if totals.health.straggling_s is None else totals.health.straggling_j
+
+
+def _share_of_elapsed(totals: ClusterTotals, name: str) -> float | None:
+    return quotient(totals.goodput.class_s[name], totals.goodput.elapsed_s) if name in totals.goodput.class_s else None

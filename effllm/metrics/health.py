@@ -1,0 +1,107 @@
+"""Memory and state of the devices, clocks, stalls, and what measuring costs."""
+
+from __future__ import annotations
+
+from effllm.metrics.ratios import GIB, measured_quotient
+from effllm.metrics.table import metric
+from effllm.records.job import ClusterTotals
+
+
+@metric("GB", group="memory", bases=("run",))
+def peak_gb(totals: ClusterTotals) -> float | None:
+    """Largest memory reading on any device, run to date (2^30 bytes)."""
+    return None if totals.devices.memory_peak_bytes is None else totals.devices.memory_peak_bytes / GIB
+
+
+@metric("GB", group="memory", bases=("window",))
+def smallest_mean_gb(totals: ClusterTotals) -> float | None:
+    """Memory of the device that uses least of it, mean over the window (2^30 bytes)."""
+    return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GIB
+
+
+@metric("GB", group="memory", bases=("window",))
+def largest_mean_gb(totals: ClusterTotals) -> float | None:
+    """Memory of the device that uses most of it, mean over the window (2^30 bytes)."""
+    return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GIB
+
+
+@metric("ratio", group="health", bases=("window",))
+def least_utilization_ratio(totals: ClusterTotals) -> float | None:
+    """Utilization of the least busy device in the window."""
+    return totals.devices.utilization_min
+
+
+@metric("ratio", group="health", bases=("window",))
+def throttled_ratio(totals: ClusterTotals) -> float | None:
+    """Share of GPU time in which heat or the board slowed a clock down; the power limit does not count."""
+    return measured_quotient(totals.devices.throttled_s, totals.devices.throttle_covered_s)
+
+
+@metric("degC", group="health", bases=("window",))
+def hottest_c(totals: ClusterTotals) -> float | None:
+    """Highest temperature reading of any GPU in the window."""
+    return totals.devices.temperature_max_c
+
+
+@metric("MHz", group="health", bases=("window",))
+def sm_clock_mhz(totals: ClusterTotals) -> float | None:
+    """Clock of the streaming multiprocessors, mean over the window and the GPUs."""
+    return None if totals.devices.sm_clock_hz is None else totals.devices.sm_clock_hz / 1e6
+
+
+@metric("ratio", group="health", bases=("window",))
+def sm_activity_ratio(totals: ClusterTotals) -> float | None:
+    """Share of SMs and time with work on them (GPM, Hopper and later); utilization tells only that some kernel ran."""
+    return totals.devices.sm_activity
+
+
+@metric("ratio", group="health", bases=("window",))
+def tensor_activity_ratio(totals: ClusterTotals) -> float | None:
+    """Share of time in which tensor cores worked (GPM, Hopper and later)."""
+    return totals.devices.tensor_activity
+
+
+@metric("ratio", group="health", bases=("window",))
+def dram_activity_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the memory's bandwidth in use (GPM, Hopper and later)."""
+    return totals.devices.dram_activity
+
+
+@metric("s", group="health", bases=("window",), chart=False)
+def clock_error_s(totals: ClusterTotals) -> float | None:
+    """Bound of the error of clocks' offsets to the aggregator's, of the rank where it is largest."""
+    return totals.health.clock_error_s
+
+
+@metric("s", group="health", bases=("job",))
+def stalled_s(totals: ClusterTotals) -> float | None:
+    """Time for which the whole job stood, no rank's loop moving: it is told of while it lasts."""
+    return totals.health.stalled_s
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds of the agents over the elapsed time of their ranks: a share of one core each."""
+    spent = totals.overhead
+    return None if spent is None else measured_quotient(spent.agents_cpu_s, totals.goodput.rank_seconds)
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds in the loops' own calls, estimated from what one took at the start, over the ranks' elapsed time."""
+    spent = totals.overhead
+    return None if spent is None else measured_quotient(spent.recorder_cpu_s, totals.goodput.rank_seconds)
+
+
+@metric("ratio", group="health", bases=("job",), chart=False)
+def aggregator_cpu_ratio(totals: ClusterTotals) -> float | None:
+    """CPU seconds of the aggregator and its sinks over the elapsed time: a share of one core."""
+    spent = totals.overhead
+    return None if spent is None else measured_quotient(spent.aggregator_cpu_s, totals.goodput.elapsed_s)
+
+
+@metric("bytes/s", group="health", bases=("job",), chart=False)
+def sent_bytes_per_second(totals: ClusterTotals) -> float | None:
+    """Bytes that an agent sends, over the elapsed time, mean over ranks."""
+    spent = totals.overhead
+    return None if spent is None else measured_quotient(spent.sent_bytes, totals.goodput.rank_seconds)

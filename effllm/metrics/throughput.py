@@ -1,0 +1,125 @@
+"""Tokens, iterations and FLOPs over time."""
+
+from __future__ import annotations
+
+from effllm.metrics.contract import al_seconds
+from effllm.metrics.ratios import counted_quotient, quotient
+from effllm.metrics.table import metric
+from effllm.records.job import ClusterTotals
+
+
+@metric("tokens/s", group="throughput", bases=("window",))
+def tokens_per_second(totals: ClusterTotals) -> float | None:
+    """Tokens of the whole job per second, padding left out where the loop counts it."""
+    return counted_quotient(totals.counts.tokens, totals.loop.time_s)
+
+
+@metric("tokens/s", group="throughput", bases=("window",))
+def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
+    """Tokens per second and GPU; per rank where there are no GPUs."""
+    return counted_quotient(
+        totals.counts.tokens, totals.loop.time_s * (totals.constants.gpus or totals.constants.world_size)
+    )
+
+
+@metric("samples/s", group="throughput", bases=("window",))
+def samples_per_second(totals: ClusterTotals) -> float | None:
+    """Samples of the whole job per second."""
+    return counted_quotient(totals.counts.samples, totals.loop.time_s)
+
+
+@metric("s/iteration", group="throughput", bases=("window",))
+def seconds_per_iteration(totals: ClusterTotals) -> float | None:
+    """Iteration time: data wait and step, from the end of one iteration to the end of the next."""
+    return quotient(totals.loop.time_s, totals.counts.iterations)
+
+
+@metric("ratio", group="throughput", bases=("window",))
+def data_wait_ratio(totals: ClusterTotals) -> float | None:
+    """Share of iteration time spent between steps, waiting for data."""
+    return quotient(totals.loop.wait_s, totals.loop.time_s)
+
+
+@metric("ratio", group="throughput", bases=("window",))
+def exposed_communication_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the profiled iterations' time in which communication ran and no computation, over all ranks."""
+    return None if totals.profile is None else quotient(totals.profile.exposed_s, totals.profile.time_s)
+
+
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
+def exposed_seconds(totals: ClusterTotals) -> float | None:
+    """Part of AL in which communication runs and no computation: AL times its share of the profiled iterations."""
+    return _part_of_al(totals, exposed_communication_ratio(totals))
+
+
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
+def computation_seconds(totals: ClusterTotals) -> float | None:
+    """AL less exposed communication, so that the two add up; what is idle and no communication is in it."""
+    exposed = exposed_communication_ratio(totals)
+    return None if exposed is None else _part_of_al(totals, 1.0 - exposed)
+
+
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
+def communication_seconds(totals: ClusterTotals) -> float | None:
+    """Part of AL in which communication runs, hidden by computation or not; never to be added to computation."""
+    profile = totals.profile
+    return None if profile is None else _part_of_al(totals, quotient(profile.communication_s, profile.time_s))
+
+
+@metric("s/iteration", group="throughput", bases=("window",), chart=False)
+def device_step_seconds(totals: ClusterTotals) -> float | None:
+    """Step on the CUDA device, between events on its stream; mean over steps, of the slowest rank."""
+    return quotient(totals.loop.device_step_s, totals.loop.device_steps)
+
+
+@metric("s", group="throughput", bases=("window",), chart=False)
+def profiling_seconds(totals: ClusterTotals) -> float | None:
+    """What a profiled iteration costs its rank beside itself: starting, stopping and reading the profiler."""
+    return None if totals.profile is None else quotient(totals.profile.cost_s, totals.profile.iterations)
+
+
+@metric("ratio", group="throughput", bases=("window",))
+def padding_ratio(totals: ClusterTotals) -> float | None:
+    """Share of the processed positions that are padding; no value where the loop counted no padding."""
+    if not totals.counts.tokens or totals.counts.tokens_processed <= totals.counts.tokens:
+        return None
+    return 1.0 - totals.counts.tokens / totals.counts.tokens_processed
+
+
+@metric("TFLOP/s", group="throughput", bases=("window",))
+def tflops_per_gpu(totals: ClusterTotals) -> float | None:
+    """Model TFLOP/s of one device, from the FLOPs per token that the loop or a hook declared."""
+    devices = totals.constants.gpus or totals.constants.world_size
+    if totals.constants.flops_per_token is None or not devices:
+        return None
+    rate = counted_quotient(totals.counts.tokens, totals.loop.time_s)
+    return None if rate is None else rate * totals.constants.flops_per_token / devices / 1e12
+
+
+@metric("ratio", group="throughput", bases=("window",))
+def mfu_ratio(totals: ClusterTotals) -> float | None:
+    """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): model FLOP/s over the job's peak."""
+    return _possible(share_of_peak(totals, totals.constants.flops_per_token))
+
+
+@metric("ratio", group="throughput", bases=("window",))
+def hfu_ratio(totals: ClusterTotals) -> float | None:
+    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): recomputation counts as well."""
+    return _possible(share_of_peak(totals, totals.constants.hardware_flops_per_token))
+
+
+def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float | None:
+    """Return FLOP/s over the job's peak, by the FLOPs of a token: a utilization, unless one of these is wrong."""
+    rate = counted_quotient(totals.counts.tokens, totals.loop.time_s)
+    if rate is None or flops_per_token is None or not totals.constants.peak_flops_per_s:
+        return None
+    return rate * flops_per_token / totals.constants.peak_flops_per_s
+
+
+def _part_of_al(totals: ClusterTotals, share: float | None) -> float | None:
+    step = al_seconds(totals)
+    return None if step is None or share is None else share * step
+
+
+def _possible(share: float | None) -> float | None:
+    return share if share is not None and share <= 1.0 else None
