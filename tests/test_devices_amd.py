@@ -1,4 +1,4 @@
-"""effllm/devices/amd.py on the tests' own amdsmi, whose truth is known; not run on an AMD GPU."""
+"""effllm/devices/amd.py with the tests' own amdsmi, whose true values are known; not run on an AMD GPU."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ FIELDS = {
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -57,7 +57,7 @@ class Clock:
 
 
 class Library:
-    """The fake amdsmi in this process, on a clock of the test's own."""
+    """The fake amdsmi in this process, with the test's clock."""
 
     def __init__(self, path):
         self.path = path
@@ -93,7 +93,7 @@ class Library:
             reader.close()
 
 
-def forget():
+def unload_amdsmi():
     for name in [name for name in sys.modules if name.split(".")[0] == "amdsmi"]:
         del sys.modules[name]
 
@@ -102,18 +102,18 @@ def forget():
 def library(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(LIBRARY))
     monkeypatch.setenv("AMDSMI_SCRIPT", str(tmp_path / "script.json"))
-    forget()
+    unload_amdsmi()
     library = Library(tmp_path / "script.json")
     yield library
     library.close()
-    forget()
+    unload_amdsmi()
 
 
 # --- which GPU ---
 
 
 def device_of(library, **site):
-    """Return what is opened, and the GiB in use there: two witnesses of which GPU it is."""
+    """Return the key of the opened device and the GiB in use on it: both identify the GPU."""
     reader = library.open(**site)
     sample, failures = reader.read()
     assert not failures
@@ -134,7 +134,7 @@ def device_of(library, **site):
         ("1,99,0", 0, (KEY_C, 3)),
     ],
 )
-def test_permuted_visible_devices_lead_to_the_right_gpu(library, visible, local_rank, expected):
+def test_permuted_visible_devices_select_the_right_gpu(library, visible, local_rank, expected):
     assert device_of(library, visible_devices=visible, local_rank=local_rank) == expected
 
 
@@ -142,7 +142,7 @@ def test_permuted_visible_devices_lead_to_the_right_gpu(library, visible, local_
     ("visible", "local_rank"),
     [("", 0), ("-1", 0), ("0,1", 2), (None, 3), ("1,99,0", 1), ("GPU-none", 0)],
 )
-def test_a_rank_without_a_visible_gpu_is_told_so(library, visible, local_rank):
+def test_rank_without_a_visible_gpu_raises(library, visible, local_rank):
     with pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"):
         library.open(visible_devices=visible, local_rank=local_rank)
 
@@ -152,17 +152,17 @@ def test_a_rank_without_a_visible_gpu_is_told_so(library, visible, local_rank):
     [
         ((7, 0), [KEY_B, KEY_C, KEY_A]),  # HIP's own numbers
         ((6, 3), [KEY_B, KEY_C, KEY_A]),  # the numbers of the driver's nodes, from which HIP's are made
-        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # neither is told: the PCI bus
+        ((6, 1), [KEY_C, KEY_A, KEY_B]),  # neither is known: the PCI bus
     ],
 )
-def test_gpus_are_counted_as_hip_counts_them_and_not_as_amd_smi_lists_them(library, release, order):
+def test_gpus_have_hips_order_and_not_that_of_amd_smi(library, release, order):
     library.write(release=release)
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(3)] == order
 
 
 @pytest.mark.parametrize("bus", ["00000000:5E:00.0", "0000:5e:00.0"])
-def test_the_bus_that_torch_gives_outranks_every_position(library, bus):
+def test_torchs_bus_id_goes_before_any_position(library, bus):
     assert device_of(library, cuda_pci_bus_id=bus, visible_devices="0,1", local_rank=1) == (KEY_A, 1)
 
 
@@ -174,17 +174,17 @@ def test_the_bus_that_torch_gives_outranks_every_position(library, bus):
         "00ff74a1-0000-1000-8000-00000000000c",  # AMD SMI's own
     ],
 )
-def test_the_uuid_that_torch_gives_is_found_however_it_is_written(library, uuid):
+def test_torchs_uuid_is_found_in_any_spelling(library, uuid):
     assert device_of(library, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (KEY_C, 3)
 
 
 @pytest.mark.parametrize("site", [{"cuda_uuid": "GPU-gone"}, {"cuda_pci_bus_id": "00000000:01:00.0"}])
-def test_a_gpu_of_torch_that_amd_smi_does_not_know_is_never_guessed(library, site):
+def test_unknown_gpu_of_torch_raises(library, site):
     with pytest.raises(DeviceUnavailable, match="does not know the GPU"):
         library.open(**site)
 
 
-def test_a_hidden_gpu_has_no_place_in_the_order(library):
+def test_hidden_gpu_is_not_counted(library):
     library.fault(("amdsmi_get_gpu_device_bdf", NO_PERMISSION, 1))  # B, as in a container that was given A and C
 
     assert device_of(library, visible_devices="0") == (KEY_C, 3)
@@ -192,7 +192,7 @@ def test_a_hidden_gpu_has_no_place_in_the_order(library):
 
 @pytest.mark.parametrize("release", [(6, 0), (7, 0)])  # all bits set, and "N/A"
 @pytest.mark.parametrize("serial", [None, 0])
-def test_gpus_without_a_serial_number_are_told_apart_by_their_place(library, release, serial):
+def test_gpus_without_a_serial_are_distinguished_by_bus(library, release, serial):
     library.write(gpus=[A | {"serial": serial}, B | {"serial": serial}], release=release)
 
     found = {device_of(library, local_rank=rank) for rank in (0, 1)}
@@ -200,19 +200,19 @@ def test_gpus_without_a_serial_number_are_told_apart_by_their_place(library, rel
     assert found == {("node7-0000:5e:00.0", 1), ("node7-0000:c1:00.0", 2)}
 
 
-def test_all_partitions_of_a_gpu_are_the_one_device_whose_energy_they_share(library):
+def test_partitions_of_a_gpu_are_one_device(library):
     partitions = [A | {"bdf": f"0000:5e:00.{function}", "hip_id": function} for function in (0, 1, 2)]
-    partitions[1] |= {"serial": None}  # as AMD SMI tells of all but the first, since 7.12
+    partitions[1] |= {"serial": None}  # AMD SMI gives none for all but the first, since 7.12
     library.write(gpus=[partitions[1], partitions[0], partitions[2], B | {"hip_id": 3}])
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(4)] == [KEY_A, KEY_A, KEY_A, KEY_B]
 
 
-# --- what is read ---
+# --- readings ---
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_sample_has_the_values_of_its_moment_in_base_units_whatever_the_release(library, release):
+def test_sample_is_in_base_units_for_every_release(library, release):
     reader = library.of(release, power_kind="average" if release < (6, 0) else "current")
     library.clock.now_s = 2000.25
     first, failures = reader.read()
@@ -249,7 +249,7 @@ def test_energy_alone_is_read_with_two_calls(library, kind):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_device_says_what_it_is(library, release):
+def test_device_has_its_name_key_and_limits(library, release):
     reader = library.of(release, serial=0x1234567890ABCDEF, power_kind="average")
     device = reader.device
 
@@ -275,7 +275,7 @@ def test_the_device_says_what_it_is(library, release):
         ("energy_accumulator", "energy_j"),
     ],
 )
-def test_a_value_that_is_not_there_is_none_and_no_failure(library, release, no_value, gone):
+def test_missing_value_is_none_and_no_failure(library, release, no_value, gone):
     reader = library.of(release, no_value=[no_value])
     sample, failures = reader.read()
 
@@ -284,7 +284,7 @@ def test_a_value_that_is_not_there_is_none_and_no_failure(library, release, no_v
     assert failures == {}
 
 
-def test_a_gpu_says_in_a_sentence_each_what_it_does_not_measure(library):
+def test_device_lists_what_it_does_not_measure(library):
     lacking = ["memory_usage", "activity"]
     gpu = {"lacking": [f"amdsmi_get_gpu_{name}" for name in lacking] + ["amdsmi_get_power_info"]}
     device = library.of(no_value=["energy_accumulator"], **gpu).device
@@ -295,14 +295,14 @@ def test_a_gpu_says_in_a_sentence_each_what_it_does_not_measure(library):
     assert (device.energy_method, device.power_scope) == (None, None)
 
 
-def test_activity_of_the_memory_is_bandwidth_since_mi300_only(library):
+def test_memory_activity_is_bandwidth_only_since_mi300(library):
     sample, _ = library.of(name="AMD Instinct MI210").read()
 
     assert sample.utilization == 0.75
     assert "dram_activity_ratio" not in sample.gauges
 
 
-def test_an_activity_above_100_percent_is_no_number(library):
+def test_activity_above_100_percent_is_a_failure(library):
     reader = library.of()
     library.write(gpus=[{"gfx_activity": 250}])
     sample, failures = reader.read()
@@ -313,7 +313,7 @@ def test_an_activity_above_100_percent_is_no_number(library):
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("error", [IO_ERROR, RETRY, TIMEOUT])
-def test_a_failing_read_is_none_never_zero_and_recovers(library, field, error):
+def test_failing_read_is_none_never_zero_and_recovers(library, field, error):
     reader = library.of()
     library.fault((FIELDS[field], error))
     failing = [reader.read() for _ in range(2)]
@@ -327,12 +327,12 @@ def test_a_failing_read_is_none_never_zero_and_recovers(library, field, error):
     for failed, reasons in failing:
         assert value(failed) is None
         assert reason in reasons[field]
-        assert failed.memory_bytes or failed.power_w  # the others stand
+        assert failed.memory_bytes or failed.power_w  # the other values are there
     assert value(sample) > 0
     assert failures == {}
 
 
-def test_a_release_that_cannot_raise_its_own_exception_fails_a_read_and_nothing_else(library):
+def test_broken_exception_of_a_release_fails_one_read(library):
     reader = library.of((5, 7), power_kind="average")
     library.fault(("amdsmi_get_gpu_activity", RETRY))
     sample, failures = reader.read()
@@ -344,7 +344,7 @@ def test_a_release_that_cannot_raise_its_own_exception_fails_a_read_and_nothing_
 @pytest.mark.parametrize("call", [*FIELDS.values(), "amdsmi_get_gpu_metrics_info", "*"])
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION, IO_ERROR, RETRY, 0xFFFFFFFF])
 @pytest.mark.parametrize("release", [(5, 7), (7, 0)])
-def test_a_read_never_raises(library, release, call, error):
+def test_read_never_raises(library, release, call, error):
     reader = library.of(release)
     library.fault((call, error))
 
@@ -353,7 +353,7 @@ def test_a_read_never_raises(library, release, call, error):
     assert sample.time_ns > 0
 
 
-def test_a_counter_that_fails_at_the_opening_is_not_trusted(library):
+def test_counter_that_fails_at_opening_is_not_used(library):
     library.fault(("amdsmi_get_energy_count", IO_ERROR))
     reader = library.of()
     library.fault()
@@ -367,29 +367,29 @@ def test_a_counter_that_fails_at_the_opening_is_not_trusted(library):
 # --- throttling ---
 
 
-def test_a_limit_throttles_when_the_time_that_it_held_has_grown(library):
+def test_growing_residency_of_a_limit_is_throttling(library):
     reader = library.of(residencies={"ppt": 0.5, "vr_thm": 0.4, "hbm_thm": 0.0})
     then_s = library.clock()
     first, _ = reader.read()
     library.clock.sleep(1.0)
-    over = 0.4 * then_s / library.clock()  # it held before, and not since
+    over = 0.4 * then_s / library.clock()  # active before, and not since
     library.write(gpus=[{"residencies": {"ppt": 0.5, "vr_thm": over, "hbm_thm": 0.0}}])
     second, failures = reader.read()
 
-    assert first.throttled_by is None  # there is nothing to compare with
+    assert first.throttled_by is None  # there is no earlier read to compare with
     assert second.throttled_by == ("power_cap",)
     assert failures == {}
 
 
 @pytest.mark.parametrize("release", [(6, 0), (7, 0)])
 @pytest.mark.parametrize(("throttled", "expected"), [(True, ("unspecified",)), (False, ()), (None, None)])
-def test_before_mi300_it_is_told_that_a_gpu_is_throttled_but_not_why(library, release, throttled, expected):
+def test_throttling_before_mi300_has_no_reason(library, release, throttled, expected):
     sample, failures = library.of(release, throttled=throttled).read()
 
     assert (sample.throttled_by, failures) == (expected, {})
 
 
-def test_limits_that_cannot_be_read_are_a_failure(library):
+def test_unreadable_limits_are_a_failure(library):
     reader = library.of(residencies={"ppt": 0.5})
     library.fault(("amdsmi_get_gpu_metrics_info", IO_ERROR))
     sample, failures = reader.read()
@@ -398,7 +398,7 @@ def test_limits_that_cannot_be_read_are_a_failure(library):
     assert list(failures) == ["throttled_by"]
 
 
-# --- whether the counter can be believed ---
+# --- the check of the counter ---
 
 
 def readings(joules, watts=100.0, every_s=0.1, stamps=None):
@@ -422,12 +422,12 @@ def readings(joules, watts=100.0, every_s=0.1, stamps=None):
         ([50, 40, 30, 20, 10], False, "it went back by 10 J"),
         ([0, 10, 20, 19, 30], False, "it went back by 1 J"),
         ([0, None, None, None, 40], False, "it could not be read"),
-        # Three ticks of 0.2 s: 40 J from the first move to the last, wherever in a tick one begins to look.
+        # Three ticks of 0.2 s: 40 J from the first move to the last, wherever in a tick the check begins.
         ([0, 20, 20, 40, 40, 60, 60], True, ""),
         ([0, 0, 20, 20, 40, 40, 60], True, ""),
     ],
 )
-def test_a_counter_is_believed_where_power_comes_to_as_much(joules, is_good, reason):
+def test_counter_is_accepted_if_it_matches_the_power(joules, is_good, reason):
     verdict = judge_counter(readings(joules))
 
     assert verdict.is_good is is_good
@@ -435,13 +435,13 @@ def test_a_counter_is_believed_where_power_comes_to_as_much(joules, is_good, rea
     assert not verdict.is_stale
 
 
-def test_power_of_a_few_watts_may_be_half_a_watt_off():
+def test_small_power_has_a_tolerance_of_half_a_watt():
     # 2 W for 0.3 s are 0.6 J, of which 25 % are 0.15 J; half a watt of rounding is 0.15 J more.
     assert judge_counter(readings([0, 0.29, 0.58, 0.87, 1.16], watts=2.0)).is_good
     assert not judge_counter(readings([0, 0.31, 0.62, 0.93, 1.24], watts=2.0)).is_good
 
 
-def test_a_counter_that_nothing_can_check_is_believed_and_says_so():
+def test_unchecked_counter_is_accepted_with_a_note():
     verdict = judge_counter(readings([0, 10, 20, 30], watts=None))
 
     assert (verdict.is_good, verdict.reason) == (True, "there is no power to check it against")
@@ -453,7 +453,7 @@ def test_a_counter_that_nothing_can_check_is_believed_and_says_so():
 @pytest.mark.parametrize(
     ("kind", "method", "field"), [("current", INSTANT, "power_w"), ("average", AVERAGE, "power_average_w")]
 )
-def test_a_counter_of_a_wrong_rate_gives_way_to_power_and_it_is_said(library, rate, why, kind, method, field):
+def test_power_replaces_a_counter_of_a_wrong_rate(library, rate, why, kind, method, field):
     reader = library.of(rate=rate, power_kind=kind)
     sample, failures = reader.read()
     device = reader.device
@@ -465,7 +465,7 @@ def test_a_counter_of_a_wrong_rate_gives_way_to_power_and_it_is_said(library, ra
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0])
-def test_a_counter_of_a_wrong_rate_without_power_is_no_energy(library, rate):
+def test_wrong_counter_without_power_gives_no_energy(library, rate):
     reader = library.of(rate=rate, lacking=["amdsmi_get_power_info"])
     sample, _ = reader.read()
 
@@ -473,7 +473,7 @@ def test_a_counter_of_a_wrong_rate_without_power_is_no_energy(library, rate):
     assert reader.device.not_measured[-1].startswith("energy: the energy counter of this GPU is not used, it ")
 
 
-def test_a_counter_alone_is_used_and_it_is_said_that_nothing_checks_it(library):
+def test_counter_without_power_is_used_with_a_note(library):
     device = library.of(lacking=["amdsmi_get_power_info"]).device
 
     assert device.energy_method == COUNTER
@@ -486,10 +486,10 @@ def test_power_without_a_counter_is_integrated(library):
 
     assert reader.device.energy_method == INSTANT
     assert reader.device.energy_note.endswith("is not used: it has none")
-    assert library.clock() == began_s  # nothing to look at
+    assert library.clock() == began_s  # there is no counter to check
 
 
-def test_a_library_that_repeats_one_reading_measures_neither_energy_nor_power(library):
+def test_stale_library_measures_neither_energy_nor_power(library):
     library.fault(("*", "stale"))
     reader = library.of((6, 0))
     library.clock.sleep(10)
@@ -503,7 +503,7 @@ def test_a_library_that_repeats_one_reading_measures_neither_energy_nor_power(li
     assert sample.memory_bytes == 48 * GIB
 
 
-def test_the_opening_looks_at_the_counter_for_half_a_second_at_most(library):
+def test_opening_checks_the_counter_for_at_most_half_a_second(library):
     began_s = library.clock()
     library.of(tick_s=0.1)
 
@@ -512,13 +512,13 @@ def test_the_opening_looks_at_the_counter_for_half_a_second_at_most(library):
 
 @pytest.mark.parametrize("power", [[400.0, 0.0, 1.0], [400.0, 300.0, 0.7], [40.0, 0.0, 1.0]])
 @pytest.mark.parametrize("tick_s", [0.0, 0.01, 0.05, 0.1])
-def test_a_good_counter_is_believed_whatever_its_tick_and_its_load(library, power, tick_s):
+def test_good_counter_is_accepted_at_any_tick_and_load(library, power, tick_s):
     device = library.of(power=power, tick_s=tick_s).device
 
     assert (device.energy_method, device.energy_note) == (COUNTER, "")
 
 
-def test_a_counter_that_goes_back_later_is_given_as_it_is(library):
+def test_counter_that_goes_back_later_is_returned_as_it_is(library):
     reader = library.of()
     first, _ = reader.read()
     library.write(gpus=[{"rate": 0.5}])
@@ -540,26 +540,26 @@ FIRST, SECOND = "GPU-0000000000000011", "GPU-0000000000000012"
 
 
 @pytest.mark.parametrize("release", [(5, 7), (6, 0), (7, 0)])
-def test_the_two_dies_of_a_card_share_an_energy_key_and_one_carries_the_energy(library, release):
+def test_two_dies_of_a_card_share_one_energy(library, release):
     library.write(gpus=CARD_1, release=release)
     first, second = library.open(local_rank=0), library.open(local_rank=1)
     (one, _), (other, failures) = first.read(), second.read()
 
     assert (first.device.key, second.device.key) == (FIRST, SECOND)
     assert first.device.energy_key == second.device.energy_key == FIRST
-    assert (first.device.energy_method, first.device.power_scope) == (COUNTER, GPU)  # a module has its CPU in it
+    assert (first.device.energy_method, first.device.power_scope) == (COUNTER, GPU)  # a module would include its CPU
     assert first.device.energy_note == "of both dies of the card"
     assert (one.power_average_w, one.energy_j > 0) == (400.0, True)
     assert (second.device.energy_method, second.device.power_scope) == (None, None)
     assert (other.power_average_w, other.power_w, other.energy_j, failures) == (None, None, None, {})
-    assert other.memory_bytes == 48 * GIB  # the rest of it is its own
+    assert other.memory_bytes == 48 * GIB  # its other values are its own
     assert second.device.not_measured[-1] == (
         f"energy: this is the second die of its card; the other one, {FIRST}, has that of both"
     )
     assert second.device.power_limit_w is None
 
 
-def test_the_links_say_which_die_is_on_the_same_card_before_the_bus_does(library):
+def test_links_identify_the_card_of_a_die_before_the_bus(library):
     # The first die of card 1, and the second of card 2 next to it on the bus, whose first one lies elsewhere.
     other = [CARD_1[0] | {"serial": 0x21, "bdf": "0000:d6:00.0"}, CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0"}]
     other[1] |= {"max_bandwidth": {"0": 100_000, "1": 200_000}}
@@ -571,10 +571,10 @@ def test_the_links_say_which_die_is_on_the_same_card_before_the_bus_does(library
 
 
 @pytest.mark.parametrize("max_bandwidth", [{"1": 100_000}, {}])
-def test_a_die_whose_card_shows_no_other_is_nobodys_energy(library, max_bandwidth):
-    # Beside it only another card's die, which the links tell, or which is a second die, too.
-    stranger = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
-    library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, stranger])
+def test_second_die_without_a_visible_first_has_no_energy(library, max_bandwidth):
+    # The only other die is of another card: its links show it, or it is a second die too.
+    other_card = CARD_1[1] | {"serial": 0x22, "bdf": "0000:c2:00.0", "max_bandwidth": {}}
+    library.write(gpus=[CARD_1[1] | {"max_bandwidth": max_bandwidth}, other_card])
 
     device = library.open(cuda_pci_bus_id="0000:c6:00.0").device
 
@@ -582,7 +582,7 @@ def test_a_die_whose_card_shows_no_other_is_nobodys_energy(library, max_bandwidt
     assert "not to be seen here" in device.not_measured[-1]
 
 
-def test_first_dies_of_two_cards_are_two_energies(library):
+def test_first_dies_of_two_cards_have_two_energies(library):
     library.write(gpus=[CARD_1[0], CARD_1[0] | {"serial": 0x21, "bdf": "0000:c9:00.0", "hip_id": 1}])
 
     keys = [library.open(local_rank=rank).device.energy_key for rank in (0, 1)]
@@ -592,7 +592,7 @@ def test_first_dies_of_two_cards_are_two_energies(library):
 
 @pytest.mark.parametrize("release", [(5, 7), (7, 0)])
 @pytest.mark.parametrize("device_id", [0x7408, 0x740C])
-def test_a_card_of_two_dies_is_known_by_its_number_where_its_name_is_not_told(library, release, device_id):
+def test_two_die_card_without_a_name_is_known_by_its_id(library, release, device_id):
     device = library.of(release, name="", device_id=device_id, power_kind="average").device
 
     assert (device.name, device.energy_note) == ("", "of both dies of the card")
@@ -600,13 +600,13 @@ def test_a_card_of_two_dies_is_known_by_its_number_where_its_name_is_not_told(li
 
 @pytest.mark.parametrize("gpu", [{"name": "AMD Instinct MI300A"}, {"name": "", "device_id": 0x74A0}])
 @pytest.mark.parametrize("release", [(6, 0), (7, 0)])
-def test_the_energy_of_an_mi300a_is_that_of_a_module_with_a_cpu_in_it(library, release, gpu):
+def test_energy_of_an_mi300a_has_the_scope_module(library, release, gpu):
     device = library.of(release, **gpu).device
 
     assert (device.power_scope, device.energy_key) == (MODULE, "")
 
 
-def test_an_mi210_has_one_die_and_an_energy_of_its_own(library):
+def test_mi210_has_one_die_and_its_own_energy(library):
     device = library.of(name="AMD Instinct MI210", device_id=0x740F, power_kind="average").device
 
     assert (device.energy_key, device.power_scope, device.energy_note) == ("", GPU, "")
@@ -617,12 +617,12 @@ def test_an_mi210_has_one_die_and_an_energy_of_its_own(library):
 LOST = ("*", IO_ERROR, 0)
 
 
-def test_a_lost_gpu_comes_back(library):
+def test_lost_gpu_is_read_again(library):
     reader = library.of()
     library.fault(LOST)
     lost, failures = reader.read()
     library.fault()
-    waiting, _ = reader.read()  # AMD SMI was just started anew in vain: not again within the second
+    waiting, _ = reader.read()  # a restart of AMD SMI has just failed: no retry within the second
     library.clock.sleep(1.0)
     back, no_failures = reader.read()
 
@@ -633,7 +633,7 @@ def test_a_lost_gpu_comes_back(library):
     assert (back.memory_bytes, back.power_w, no_failures) == (48 * GIB, 400.0, {})
 
 
-def test_a_gpu_that_comes_back_elsewhere_in_the_list_is_the_same_gpu(library):
+def test_returning_gpu_is_found_at_another_list_position(library):
     reader = library.open(cuda_pci_bus_id="0000:5e:00.0")
     library.fault(LOST)
     reader.read()
@@ -644,10 +644,10 @@ def test_a_gpu_that_comes_back_elsewhere_in_the_list_is_the_same_gpu(library):
     assert sample.memory_bytes == 1 * GIB
 
 
-def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(library):
+def test_search_for_a_lost_gpu_backs_off(library):
     reader = library.of()
     library.fault(LOST)
-    reader.read()  # sought at once, in vain; then after 1, 2, 4, 8 s
+    reader.read()  # first search at once, without success; then after 1, 2, 4, 8 s
     for delay_s in (1.0, 2.0, 4.0):
         library.clock.sleep(delay_s)
         reader.read()
@@ -661,10 +661,10 @@ def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(library):
     assert back.memory_bytes == 48 * GIB
 
 
-def test_a_gpu_that_is_lost_again_is_sought_soon(library):
+def test_backoff_restarts_when_a_gpu_is_lost_again(library):
     reader = library.of()
     library.fault(LOST)
-    for _ in range(4):  # sought four times in vain: the next delay would be 16 s
+    for _ in range(4):  # four searches without success: the next delay would be 16 s
         library.clock.sleep(60.0)
         reader.read()
     library.fault()
@@ -681,7 +681,7 @@ def test_a_gpu_that_is_lost_again_is_sought_soon(library):
     assert back.memory_bytes == 48 * GIB
 
 
-def test_a_driver_that_goes_and_returns_is_survived(library):
+def test_reader_recovers_after_a_driver_reload(library):
     reader = library.of()
     library.fault(LOST, ("amdsmi_init", NOT_LOADED))
     reader.read()  # AMD SMI is shut down now, and does not start
@@ -694,7 +694,7 @@ def test_a_driver_that_goes_and_returns_is_survived(library):
     assert sample.memory_bytes == 48 * GIB
 
 
-def test_a_closed_reader_fails_and_does_not_come_back(library):
+def test_closed_reader_fails_and_does_not_reopen(library):
     reader = library.of()
     reader.close()
     reader.close()
@@ -705,7 +705,7 @@ def test_a_closed_reader_fails_and_does_not_come_back(library):
     assert set(failures.values()) == {"AMDSMI_STATUS_NOT_INIT - Device not initialized"}
 
 
-# --- where there is no GPU ---
+# --- no GPU ---
 
 
 @pytest.mark.parametrize(
@@ -716,7 +716,7 @@ def test_a_closed_reader_fails_and_does_not_come_back(library):
         (18, "AMD SMI does not start: AMDSMI_STATUS_INIT_ERROR - Initialization error"),
     ],
 )
-def test_a_library_that_does_not_start_is_told_in_a_sentence(library, monkeypatch, tmp_path, error, advice):
+def test_library_that_does_not_start_raises_one_sentence(library, monkeypatch, tmp_path, error, advice):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.fault(("amdsmi_init", error))
 
@@ -725,7 +725,7 @@ def test_a_library_that_does_not_start_is_told_in_a_sentence(library, monkeypatc
     assert "\n" not in str(raised.value)
 
 
-def test_no_gpus_at_all_are_told_in_a_sentence(library, monkeypatch, tmp_path):
+def test_no_gpu_raises_one_sentence(library, monkeypatch, tmp_path):
     monkeypatch.setattr(_amd_library, "_DEVICE_NODES", tmp_path)
     library.write(gpus=[])
 
@@ -735,7 +735,7 @@ def test_no_gpus_at_all_are_told_in_a_sentence(library, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("denied", ["kfd", "dri/renderD128"])
-def test_a_node_that_this_user_may_not_open_is_why_there_are_no_gpus(library, monkeypatch, tmp_path, denied):
+def test_denied_device_node_is_given_as_the_reason(library, monkeypatch, tmp_path, denied):
     (tmp_path / "dri").mkdir()
     for name in ("kfd", "dri/renderD128"):
         (tmp_path / name).touch()
@@ -749,7 +749,7 @@ def test_a_node_that_this_user_may_not_open_is_why_there_are_no_gpus(library, mo
         library.open()
 
 
-def test_a_missing_package_is_told_in_a_sentence(monkeypatch):
+def test_missing_package_raises_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
 
     with pytest.raises(DeviceUnavailable, match="the Python package amdsmi is not installed: install"):
@@ -757,7 +757,7 @@ def test_a_missing_package_is_told_in_a_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("error", ["KeyError", "AttributeError", "OSError"])
-def test_a_package_without_its_library_is_told_in_a_sentence_and_prints_nothing(library, capfd, error):
+def test_package_without_its_library_raises_one_sentence(library, capfd, error):
     library.write(import_error=error)
 
     with pytest.raises(DeviceUnavailable, match=r"cannot use libamd_smi.so .* install ROCm's amd-smi-lib"):
@@ -781,7 +781,7 @@ def test_auto_finds_an_amd_gpu(library, no_nvidia):
     assert (reader.device.kind, reader.device.key) == ("amd", KEY_B)
 
 
-def test_an_amd_gpu_that_auto_cannot_read_is_named(monkeypatch, no_nvidia, tmp_path):
+def test_amd_gpu_unreadable_by_auto_is_reported(monkeypatch, no_nvidia, tmp_path):
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     without_driver = open_named("auto", Site()).device
     monkeypatch.setitem(devices._GPUS, "amd", tmp_path)  # its driver is loaded
@@ -803,7 +803,7 @@ def test_watch_measures_amd_gpus_by_default(library, no_nvidia):
     assert count == 3
 
 
-def test_its_name_is_its_file_and_needs_no_library_to_be_listed():
+def test_device_is_listed_without_importing_amdsmi():
     code = "import effllm.devices.amd, sys; print('amdsmi' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
@@ -820,14 +820,14 @@ def train(launch, script, gpu, **settings):
     environ = {
         "PYTHONPATH": f"{LIBRARY}{os.pathsep}{others}" if others else str(LIBRARY),
         "AMDSMI_SCRIPT": str(script),
-        "XDG_CACHE_HOME": str(script.parent / "cache"),  # what is learnt of a counter is learnt anew
+        "XDG_CACHE_HOME": str(script.parent / "cache"),  # no calibration from an earlier run
     }
-    # Longer than the two seconds in which the agent learns how a counter moves and reads nothing else.
+    # Longer than the two seconds in which the agent calibrates the counter and reads nothing else.
     return launch.python(LOOP, "--iterations", 350, environ=environ, device="amd", **settings).done()
 
 
 @pytest.mark.parametrize(("rate", "method"), [(1.0, COUNTER), (0.01, INSTANT)])
-def test_a_job_on_an_amd_gpu_is_measured_as_its_power_says(launch, library, tmp_path, rate, method):
+def test_job_on_an_amd_gpu_has_the_true_power(launch, library, tmp_path, rate, method):
     gpu = {"serial": 0xA, "power": [400.0, 100.0, 1.3], "gfx_activity": 25, "rate": rate}
     job = train(launch, tmp_path / "job.json", gpu)
     ledger, summary = job.ledger, job.ledger.summary
@@ -849,12 +849,12 @@ def test_a_job_on_an_amd_gpu_is_measured_as_its_power_says(launch, library, tmp_
     ("rocr", "hip", "cuda", "expected"),
     [
         ("2,0", None, None, "2"),
-        ("2,0", "1", None, "0"),  # HIP counts within what ROCR shows
-        ("2,0", None, "1", "0"),  # and knows CUDA's variable as its own
-        (None, "1", "0", "1"),  # which it outranks
+        ("2,0", "1", None, "0"),  # HIP counts within the list of ROCR
+        ("2,0", None, "1", "0"),  # HIP reads CUDA's variable too
+        (None, "1", "0", "1"),  # HIP's own variable goes first
     ],
 )
-def test_the_lists_of_rocm_count_one_within_the_other(library, rocr, hip, cuda, expected):
+def test_visible_device_lists_of_rocm_are_nested(library, rocr, hip, cuda, expected):
     whole = [device_of(library, visible_devices=str(index))[0] for index in range(3)]
 
     found, _ = device_of(library, rocr_visible_devices=rocr, hip_visible_devices=hip, visible_devices=cuda)

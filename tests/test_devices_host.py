@@ -19,7 +19,7 @@ from effllm.node_power.rapl import NO_RAPL, RAPL_UNREADABLE
 MIB = 2**20
 DEADLINE_S = 30.0
 
-# A line comes back for every line sent, so the test knows when a request has been carried out.
+# A line comes back for every line sent, so the test sees when a request is done.
 ECHO = """
 import ctypes, os, subprocess, sys, time
 libc = ctypes.CDLL(None)
@@ -67,7 +67,7 @@ class Clock:
 
 
 class Trainer:
-    """A real process that does what it is told."""
+    """A real process that evaluates the test's expressions."""
 
     def __init__(self, process):
         self.pid = process.pid
@@ -122,14 +122,14 @@ def reader(trainer, clock, no_rapl):
 
 
 def memory_mib(reader, clock):
-    """Return the memory after a fresh look at who belongs to the tree."""
+    """Return the memory after a new search for the processes of the tree."""
     clock.now_s += 10.0
     sample, failures = reader.read()
     assert failures == {}
     return sample.memory_bytes / MIB
 
 
-def test_the_device_is_the_share_of_this_rank(reader):
+def test_device_is_the_share_of_this_rank(reader):
     device = reader.device
 
     assert (device.key, device.kind, device.is_gpu, device.shared) == ("host:node1", "host", False, True)
@@ -138,21 +138,21 @@ def test_the_device_is_the_share_of_this_rank(reader):
     assert (device.energy_method, device.power_scope, device.not_measured) == (None, None, (NO_RAPL,))
 
 
-def test_what_the_trainer_allocates_is_seen(trainer, reader, clock):
+def test_memory_of_the_trainer_is_measured(trainer, reader, clock):
     before = memory_mib(reader, clock)
     trainer.do("grow(50)")
 
     assert memory_mib(reader, clock) - before == pytest.approx(50, abs=3)
 
 
-def test_a_child_that_allocates_50_mib_is_seen(trainer, reader, clock):
+def test_memory_of_a_child_is_measured(trainer, reader, clock):
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: grow(50))")
 
     assert memory_mib(reader, clock) - before == pytest.approx(50, abs=5)
 
 
-def test_a_forked_child_does_not_count_its_parents_pages_again(trainer, reader, clock):
+def test_pages_shared_by_a_fork_are_counted_once(trainer, reader, clock):
     trainer.do("grow(100)")
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: None)")
@@ -160,7 +160,7 @@ def test_a_forked_child_does_not_count_its_parents_pages_again(trainer, reader, 
     assert memory_mib(reader, clock) - before == pytest.approx(0, abs=5)
 
 
-def test_what_a_forked_child_allocates_later_is_its_own(trainer, reader, clock):
+def test_later_memory_of_a_forked_child_is_counted(trainer, reader, clock):
     trainer.do("grow(100)")
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: (time.sleep(0.5), grow(50)))")  # returns when it has grown
@@ -179,7 +179,7 @@ def test_excluded_processes_and_their_children_are_not_counted(trainer, clock, n
     assert with_them - without == pytest.approx(50, abs=5)
 
 
-def test_the_reader_itself_is_not_part_of_the_trainer(clock, no_rapl):
+def test_reader_itself_is_not_counted(clock, no_rapl):
     code = f"""
 from pathlib import Path
 import os
@@ -197,14 +197,14 @@ reader.close()
     assert measured < alone + 50 * MIB
 
 
-def test_the_first_read_has_no_utilization_and_no_failure(reader):
+def test_first_read_has_no_utilization_and_no_failure(reader):
     sample, failures = reader.read()
 
     assert (sample.utilization, failures) == (None, {})
 
 
 def cpu_s_between(reader, act):
-    """Return the CPU seconds that the reader sees between two reads around ``act``."""
+    """Return the CPU seconds that the reader measures between two reads around ``act``."""
     first, _ = reader.read()
     act()
     second, _ = reader.read()
@@ -212,30 +212,30 @@ def cpu_s_between(reader, act):
 
 
 @pytest.mark.alone
-def test_a_busy_trainer_is_busy(trainer, reader):
+def test_busy_trainer_is_measured(trainer, reader):
     assert cpu_s_between(reader, lambda: trainer.do("burn(time.process_time() + 0.3)")) == pytest.approx(0.3, abs=0.06)
 
 
 @pytest.mark.alone
-def test_an_idle_trainer_is_idle(trainer, reader):
+def test_idle_trainer_is_measured(trainer, reader):
     assert cpu_s_between(reader, lambda: trainer.do("time.sleep(0.2)")) == pytest.approx(0.0, abs=0.03)
 
 
 @pytest.mark.alone
-def test_a_child_that_came_and_went_in_between_has_been_busy(trainer, reader):
+def test_cpu_time_of_a_short_lived_child_is_counted(trainer, reader):
     busy_s = cpu_s_between(reader, lambda: trainer.do("os.waitpid(fork(lambda: burn(0.3)), 0)"))
 
     assert busy_s == pytest.approx(0.3, abs=0.06)
 
 
-def test_a_child_that_is_waited_for_is_counted_once(trainer, reader, clock):
+def test_cpu_time_of_a_reaped_child_is_counted_once(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
     memory_mib(reader, clock)  # the child is known, with its 0.3 s
 
     assert cpu_s_between(reader, lambda: trainer.do(f"(os.kill({child}, 9), os.waitpid({child}, 0))")) < 0.1
 
 
-def test_a_child_that_waits_to_be_waited_for_is_counted_once(trainer, reader, clock):
+def test_cpu_time_of_a_zombie_is_counted_once(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
     memory_mib(reader, clock)
     trainer.do(f"os.kill({child}, 9)")
@@ -246,8 +246,8 @@ def test_a_child_that_waits_to_be_waited_for_is_counted_once(trainer, reader, cl
 
 
 @pytest.mark.alone
-def test_a_child_whose_time_is_lost_never_makes_utilization_negative(trainer, reader, clock):
-    trainer.do("__import__('signal').signal(17, 1)")  # SIGCHLD ignored: no one waits for children
+def test_lost_child_time_never_gives_negative_utilization(trainer, reader, clock):
+    trainer.do("__import__('signal').signal(17, 1)")  # SIGCHLD ignored: children are not waited for
     child = trainer.do("fork_waiting(lambda: burn(0.3))")
     memory_mib(reader, clock)
 
@@ -266,7 +266,7 @@ def wait_until(is_true):
         time.sleep(0.005)
 
 
-def test_descendants_are_looked_up_every_ten_seconds_only(trainer, reader, clock):
+def test_descendants_are_looked_up_every_ten_seconds(trainer, reader, clock):
     before = memory_mib(reader, clock)
     trainer.do("fork_waiting(lambda: grow(50))")
 
@@ -279,7 +279,7 @@ def test_descendants_are_looked_up_every_ten_seconds_only(trainer, reader, clock
     assert late.memory_bytes / MIB - before > 40
 
 
-def test_an_ended_trainer_is_a_failure(trainer, reader):
+def test_ended_trainer_is_a_failure(trainer, reader):
     reader.read()
     trainer.end()
 
@@ -289,7 +289,7 @@ def test_an_ended_trainer_is_a_failure(trainer, reader):
     assert failures == dict.fromkeys(["memory_bytes", "utilization"], "the trainer has ended")
 
 
-def test_a_trainer_that_no_one_has_waited_for_has_ended_too(trainer, reader):
+def test_zombie_trainer_has_ended(trainer, reader):
     os.kill(trainer.pid, signal.SIGKILL)
     wait_until(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "Z")
 
@@ -298,7 +298,7 @@ def test_a_trainer_that_no_one_has_waited_for_has_ended_too(trainer, reader):
     assert failures["memory_bytes"] == "the trainer has ended"
 
 
-def test_a_trainer_that_never_was_is_a_failure_of_reading_and_not_of_opening(clock, no_rapl):
+def test_invalid_trainer_pid_fails_reads_and_not_opening(clock, no_rapl):
     with opened(Site(trainer_pid=0), clock, no_rapl) as reader:
         _, failures = reader.read()
 
@@ -309,7 +309,7 @@ def num_open_files():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_closing_gives_back_all_files_and_may_happen_twice(trainer, clock, no_rapl):
+def test_close_frees_all_files_and_may_be_repeated(trainer, clock, no_rapl):
     trainer.do("fork_waiting(lambda: None)")
     before = num_open_files()
     reader = open_device(Site(trainer_pid=trainer.pid), clock=clock, powercap=no_rapl, perf=no_rapl)
@@ -321,7 +321,7 @@ def test_closing_gives_back_all_files_and_may_happen_twice(trainer, clock, no_ra
     assert (while_open - before, num_open_files() - before) == (4, 0)
 
 
-def test_a_process_that_is_gone_keeps_no_file_open(trainer, reader, clock):
+def test_ended_process_keeps_no_file_open(trainer, reader, clock):
     child = trainer.do("fork_waiting(lambda: None)")
     memory_mib(reader, clock)
     before = num_open_files()
@@ -331,7 +331,7 @@ def test_a_process_that_is_gone_keeps_no_file_open(trainer, reader, clock):
     assert num_open_files() - before == -2
 
 
-# --- RAPL, whose own tests are in test_node_power_rapl.py ---
+# --- RAPL; its own tests are in test_node_power_rapl.py ---
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def powercap(tmp_path):
     return Powercap(tmp_path / "powercap")
 
 
-def test_local_rank_0_counts_the_host_once_and_says_its_scope(trainer, powercap, clock):
+def test_local_rank_0_measures_the_host_with_scope_cpu(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, local_rank=0), clock, powercap.root) as reader:
         before, _ = reader.read()
         clock.now_s += 1.0
@@ -350,7 +350,7 @@ def test_local_rank_0_counts_the_host_once_and_says_its_scope(trainer, powercap,
     assert (sample.energy_j - before.energy_j, sample.power_w, failures) == (300.0, None, {})
 
 
-def test_a_cpu_job_shares_the_key_of_its_energy_with_the_nodes_own_sensor_of_its_cpus(trainer, powercap, clock):
+def test_cpu_job_and_node_sensor_share_the_energy_key(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, host="node1"), clock, powercap.root) as reader:
         by_device = reader.device
     by_node = rapl.open_reader("node1", rapl.open_rapl(clock, powercap.root, pause=lambda _: None)).device
@@ -359,7 +359,7 @@ def test_a_cpu_job_shares_the_key_of_its_energy_with_the_nodes_own_sensor_of_its
     assert (by_device.energy_note, by_device.sensor) == (by_node.energy_note, by_node.sensor)
 
 
-def test_other_local_ranks_leave_the_energy_to_rank_0(trainer, powercap, clock):
+def test_other_local_ranks_measure_no_energy(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid, local_rank=1), clock, powercap.root) as reader:
         sample, failures = reader.read()
 
@@ -367,10 +367,10 @@ def test_other_local_ranks_leave_the_energy_to_rank_0(trainer, powercap, clock):
     assert (sample.energy_j, failures) == (None, {})
 
 
-def test_unreadable_rapl_names_the_ways_to_grant_it(trainer, powercap, clock, monkeypatch):
+def test_unreadable_rapl_is_reported_with_advice(trainer, powercap, clock, monkeypatch):
     read_text = Path.read_text
 
-    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, whom no mode stops
+    def as_an_ordinary_user(path, *args, **kwargs):  # the tests may run as root, for which modes do not apply
         if path.name == "energy_uj":
             raise PermissionError(13, "Permission denied", str(path))
         return read_text(path, *args, **kwargs)
@@ -383,7 +383,7 @@ def test_unreadable_rapl_names_the_ways_to_grant_it(trainer, powercap, clock, mo
     assert (sample.energy_j, failures) == (None, {})
 
 
-def test_rapl_that_fails_while_it_is_read_is_none_and_recovers(trainer, powercap, clock):
+def test_failing_rapl_read_is_none_and_recovers(trainer, powercap, clock):
     with opened(Site(trainer_pid=trainer.pid), clock, powercap.root) as reader:
         before, _ = reader.read()
         powercap.break_zone("intel-rapl:1")
@@ -394,5 +394,5 @@ def test_rapl_that_fails_while_it_is_read_is_none_and_recovers(trainer, powercap
 
     assert failed.energy_j is None
     assert list(reasons) == ["energy_j"]
-    assert failed.memory_bytes > 0  # the rest goes on
+    assert failed.memory_bytes > 0  # the other values are there
     assert (sample.energy_j - before.energy_j, failures) == (100.0, {})

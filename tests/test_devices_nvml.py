@@ -1,4 +1,4 @@
-"""effllm/devices/nvml.py through the real pynvml, on the tests' own NVML library."""
+"""effllm/devices/nvml.py through the real pynvml, with the tests' own NVML library."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from nvml_library import GIB, Gpu, Trace, flat, square
 
 from effllm.devices import DeviceUnavailable, Site, open_device
 
-# In NVML's order, which is not the order of their buses: that is A, B, C.  Memory tells them apart.
+# In NVML's order; the order of their buses is A, B, C. Their memory distinguishes them.
 GPU_C = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", memory=flat(3 * GIB))
 GPU_A = Gpu("GPU-aaaa0001-0000-4000-8000-000000000001", "00000000:3B:00.0", memory=flat(1 * GIB))
 GPU_B = Gpu("GPU-aaaa0002-0000-4000-8000-000000000002", "00000000:5E:00.0", memory=flat(2 * GIB))
@@ -30,7 +30,7 @@ def trace(library, tmp_path):
 
 
 def device_of(trace, **site):
-    """Return what is opened, and the GiB in use there: two witnesses of which device it is."""
+    """Return the key of the opened device and the GiB in use on it: both identify the device."""
     with trace.reader(Site(**site)) as reader:
         sample, failures = reader.read()
         assert not failures
@@ -52,7 +52,7 @@ def device_of(trace, **site):
         ("1,99,0", 0, (B, 2)),
     ],
 )
-def test_permuted_visible_devices_lead_to_the_right_gpu(trace, visible, local_rank, expected):
+def test_permuted_visible_devices_select_the_right_gpu(trace, visible, local_rank, expected):
     assert device_of(trace, visible_devices=visible, local_rank=local_rank) == expected
 
 
@@ -68,7 +68,7 @@ def test_permuted_visible_devices_lead_to_the_right_gpu(trace, visible, local_ra
         ("GPU-none", 0),
     ],
 )
-def test_a_rank_without_a_visible_gpu_is_told_so(trace, visible, local_rank):
+def test_rank_without_a_visible_gpu_raises(trace, visible, local_rank):
     with (
         pytest.raises(DeviceUnavailable, match=f"local rank {local_rank} has no GPU"),
         trace.reader(Site(visible_devices=visible, local_rank=local_rank)),
@@ -77,32 +77,32 @@ def test_a_rank_without_a_visible_gpu_is_told_so(trace, visible, local_rank):
 
 
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
-def test_the_uuid_that_torch_gives_outranks_every_position(trace, uuid):
+def test_torchs_uuid_goes_before_any_position(trace, uuid):
     assert device_of(trace, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_the_bus_that_torch_gives_outranks_every_position(trace):
+def test_torchs_bus_id_goes_before_any_position(trace):
     assert device_of(trace, cuda_pci_bus_id="0000:C1:00.0", visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_a_gpu_of_torch_that_nvml_does_not_know_is_never_guessed(trace):
+def test_unknown_gpu_of_torch_raises(trace):
     with pytest.raises(DeviceUnavailable, match="does not know the GPU"), trace.reader(Site(cuda_uuid="GPU-gone")):
         pass
 
 
-def test_a_hidden_gpu_has_no_place_in_the_order(trace):
+def test_hidden_gpu_is_not_counted(trace):
     trace.fault("1 handle error 4")  # no permission for A, as in a container that was given B and C
 
     assert device_of(trace, visible_devices="0") == (B, 2)
 
 
-def test_a_broken_gpu_beside_it_costs_a_rank_nothing(trace):
+def test_broken_other_gpu_does_not_affect_a_rank(trace):
     trace.fault("0 handle error 999")  # "Unable to determine the device handle for GPU C: Unknown Error"
 
     assert device_of(trace, visible_devices="1") == (B, 2)
 
 
-def test_the_device_says_what_it_is(trace):
+def test_device_has_its_name_key_and_limits(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         device = reader.device
 
@@ -111,7 +111,7 @@ def test_the_device_says_what_it_is(trace):
     assert (device.energy_method, device.power_scope, device.not_measured) == ("counter", "gpu", ())
 
 
-def test_a_sample_has_the_values_of_its_moment(trace):
+def test_sample_has_the_values_of_its_time(trace):
     trace.write(Gpu(A, "0:01:00", power=flat(300.0), utilization=flat(0.37)))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -125,7 +125,7 @@ def test_a_sample_has_the_values_of_its_moment(trace):
     assert 300 * before_ns / 1e9 - 0.01 <= sample.energy_j <= 300 * after_ns / 1e9
 
 
-def test_two_reads_of_the_counter_enclose_the_energy_between_them(trace):
+def test_counter_difference_is_the_energy_between_reads(trace):
     gpu = Gpu(A, "0:01:00", power=square(100.0, 500.0, 0.02))
     trace.write(gpu)
 
@@ -135,13 +135,13 @@ def test_two_reads_of_the_counter_enclose_the_energy_between_them(trace):
         while last.time_ns - first.time_ns < 0.1e9:
             last, _ = reader.read()
 
-    # A read may lie up to its own duration beside its time stamp; at 500 W, 2 ms of it are 1 J.
+    # A read may be off its timestamp by its own duration; at 500 W, 2 ms are 1 J.
     truth_j = gpu.energy_j(first.time_ns / 1e9, last.time_ns / 1e9)
     assert last.energy_j - first.energy_j == pytest.approx(truth_j, abs=1.0)
 
 
 @pytest.mark.parametrize("field", ["memory", "utilization", "power", "energy"])
-def test_a_failing_read_is_none_never_zero_and_recovers(trace, field):
+def test_failing_read_is_none_never_zero_and_recovers(trace, field):
     name = {"memory": "memory_bytes", "utilization": "utilization", "power": "power_w", "energy": "energy_j"}[field]
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -163,15 +163,15 @@ def test_a_failing_read_is_none_never_zero_and_recovers(trace, field):
         ("memory", ["memory"]),
         ("utilization", ["utilization"]),
         ("power", ["power"]),
-        ("energy", []),  # power takes its place
-        ("fields", []),  # older calls do
+        ("energy", []),  # power is used instead
+        ("fields", []),  # older calls are used instead
         *(
             (call, [])
             for call in ("mig", "limit", "clocks", "temperature", "throttle", "ecc", "gpm", "events", "about")
         ),
     ],
 )
-def test_what_this_user_may_not_ask_is_a_lack_and_no_failure_and_costs_nothing_else(trace, call, missing):
+def test_denied_call_is_not_measured_and_no_failure(trace, call, missing):
     trace.fault(f"1 {call} error {NO_PERMISSION}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -189,7 +189,7 @@ def test_what_this_user_may_not_ask_is_a_lack_and_no_failure_and_costs_nothing_e
     ("call", "name"),
     [("memory", "memory_bytes"), ("energy", "energy_j"), ("clocks.sm", "sm_clock_hz"), ("throttle", "throttled_by")],
 )
-def test_a_right_that_is_taken_away_later_is_a_failure(trace, call, name):
+def test_permission_lost_later_is_a_failure(trace, call, name):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {call} error {NO_PERMISSION}")
         _, failures = reader.read()
@@ -206,7 +206,7 @@ def test_a_right_that_is_taken_away_later_is_a_failure(trace, call, name):
         ("energy", "energy_j", NOT_AVAILABLE_64),
     ],
 )
-def test_the_mark_for_not_available_is_no_number(trace, field, name, value):
+def test_not_available_mark_is_a_failure_and_no_number(trace, field, name, value):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault(f"1 {field} value {value}")
         sample, failures = reader.read()
@@ -216,7 +216,7 @@ def test_the_mark_for_not_available_is_no_number(trace, field, name, value):
     assert "not available" in failures[name]
 
 
-def test_a_utilization_above_one_is_no_number(trace):
+def test_utilization_above_one_is_a_failure(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 utilization value 250")
         sample, failures = reader.read()
@@ -225,7 +225,7 @@ def test_a_utilization_above_one_is_no_number(trace):
     assert "250" in failures["utilization"]
 
 
-def test_a_gpu_without_energy_counter_falls_back_to_power(trace):
+def test_gpu_without_energy_counter_uses_power(trace):
     trace.write(Gpu(A, "0:01:00", power=flat(250.0), unsupported=("energy",)))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -234,10 +234,10 @@ def test_a_gpu_without_energy_counter_falls_back_to_power(trace):
 
     assert (device.energy_method, device.power_scope) == ("instant power", "gpu")
     assert (sample.energy_j, sample.power_w) == (None, 250.0)
-    assert failures == {}  # what a device does not have is no failure
+    assert failures == {}  # an unsupported value is no failure
 
 
-def test_a_gpu_without_any_energy_says_so(trace):
+def test_gpu_without_energy_lists_it_as_not_measured(trace):
     trace.write(Gpu(A, "0:01:00", unsupported=("energy", "power", "utilization")))
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -249,7 +249,7 @@ def test_a_gpu_without_any_energy_says_so(trace):
     assert (sample.utilization, sample.power_w, sample.energy_j, failures) == (None, None, None, {})
 
 
-def test_a_counter_that_fails_at_the_opening_is_a_failure_and_not_a_lack(trace):
+def test_counter_failing_at_opening_is_a_failure(trace):
     trace.fault(f"1 energy error {UNKNOWN_ERROR}")
 
     with trace.reader(Site(cuda_uuid=A)) as reader:
@@ -262,12 +262,12 @@ def test_a_counter_that_fails_at_the_opening_is_a_failure_and_not_a_lack(trace):
     assert sample.energy_j > 0
 
 
-def test_a_lost_gpu_comes_back(trace):
+def test_lost_gpu_is_read_again(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
         lost, failures = reader.read()
         trace.fault()
-        waiting, _ = reader.read()  # NVML was just started anew in vain: not again within the second
+        waiting, _ = reader.read()  # a restart of NVML has just failed: no retry within the second
         reader.pass_time(1.0)
         back, no_failures = reader.read()
 
@@ -278,10 +278,10 @@ def test_a_lost_gpu_comes_back(trace):
     assert (back.memory_bytes, no_failures) == (1 * GIB, {})
 
 
-def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(trace):
+def test_search_for_a_lost_gpu_backs_off(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
-        reader.read()  # sought at once, in vain; then after 1, 2, 4, 8 s
+        reader.read()  # first search at once, without success; then after 1, 2, 4, 8 s
         for delay_s in (1.0, 2.0, 4.0):
             reader.pass_time(delay_s)
             reader.read()
@@ -295,10 +295,10 @@ def test_a_gpu_that_stays_lost_is_sought_ever_more_rarely(trace):
     assert back.memory_bytes == 1 * GIB
 
 
-def test_a_gpu_that_is_lost_again_is_sought_soon(trace):
+def test_backoff_restarts_when_a_gpu_is_lost_again(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
-        for _ in range(4):  # sought four times in vain: the next delay would be 16 s
+        for _ in range(4):  # four searches without success: the next delay would be 16 s
             reader.pass_time(60.0)
             reader.read()
         trace.fault()
@@ -315,7 +315,7 @@ def test_a_gpu_that_is_lost_again_is_sought_soon(trace):
     assert back.memory_bytes == 1 * GIB
 
 
-def test_a_driver_that_goes_and_returns_is_survived(trace):
+def test_reader_recovers_after_a_driver_reload(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost", "init * error 9")
         reader.read()  # NVML is shut down now, and does not start
@@ -328,7 +328,7 @@ def test_a_driver_that_goes_and_returns_is_survived(trace):
     assert sample.memory_bytes == 1 * GIB
 
 
-def test_a_gpu_that_came_back_is_read_as_before_and_asked_nothing_about_what_it_can(trace):
+def test_returned_gpu_is_read_without_new_capability_calls(trace):
     trace.count_calls()
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.fault("1 * lost")
@@ -340,31 +340,31 @@ def test_a_gpu_that_came_back_is_read_as_before_and_asked_nothing_about_what_it_
         calls = trace.call_count(reader.pid) - before
 
     assert (calls["nvmlInitWithFlags"], calls["nvmlDeviceGetHandleByUUID"]) == (1, 1)
-    assert calls["nvmlDeviceGetFieldValues"] == 2  # the one that failed, and the one that did not
+    assert calls["nvmlDeviceGetFieldValues"] == 2  # a failing call and a successful one
     assert not {"nvmlDeviceGetName", "nvmlDeviceIsMigDeviceHandle", "nvmlDeviceGetPowerUsage"} & set(calls)
 
 
-def test_a_gpu_that_came_back_is_found_by_its_uuid_wherever_it_is_now(trace):
+def test_returned_gpu_is_found_by_its_uuid(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.write(GPU_A, GPU_B, GPU_C)
-        trace.fault("1 * lost")  # which is A until NVML starts anew, and then B
+        trace.fault("1 * lost")  # A until NVML restarts, then B
         sample, failures = reader.read()
 
     assert (sample.memory_bytes, failures) == (1 * GIB, {})
 
 
-def test_nothing_is_asked_of_a_library_that_has_not_found_its_gpu_again(trace):
+def test_missing_gpu_is_not_read_until_it_is_found_again(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         trace.write(GPU_C, GPU_B)
         trace.fault("1 * lost")
-        reader.read()  # NVML starts anew, without it
+        reader.read()  # NVML restarts without this GPU
         trace.fault()
         sample, failures = reader.read()
         trace.write(GPU_C, GPU_A, GPU_B)
         reader.pass_time(1.0)
         back, _ = reader.read()
 
-    assert sample.memory_bytes is None  # the handle may mean another GPU by now
+    assert sample.memory_bytes is None  # the old handle may be another GPU's now
     assert set(failures.values()) == {"Uninitialized"}
     assert back.memory_bytes == 1 * GIB
 
@@ -384,7 +384,7 @@ from effllm.agents import sampler
 from effllm.devices import Site, open_device
 from effllm.agents.track import DeviceTrack
 
-sampler.STALE_AFTER_S = 1.5  # a busy machine holds up a read for some tenths of a second
+sampler.STALE_AFTER_S = 1.5  # a busy machine delays a read by some tenths of a second
 lines, events, num_samples = [], [], 0
 open_reader = lambda: open_device("nvml", Site(visible_devices="0"))
 reading = sampler.Sampler(open_reader, 0.02, lambda event: lines.append(event.text), os.eventfd(0))
@@ -406,43 +406,43 @@ open(path + ".draft", "w").write("1 energy hang " + sys.argv[1])
 os.replace(path + ".draft", path)
 until(lambda: events)
 hung_ns = time.monotonic_ns()
-said = {"settled": track.is_settled(hung_ns), "stale_s": reading.stale_s()}
+result = {"settled": track.is_settled(hung_ns), "stale_s": reading.stale_s()}
 if float(sys.argv[1]) < 5:
     until(lambda: len(events) > 1)
     end_ns = time.monotonic_ns()
     track.ask(end_ns)
     until(lambda: track.series.is_settled(end_ns))
-    said["energy"] = track.series.integrals(start_ns, end_ns).energy.joules
-    said["truth"] = 300.0 * (end_ns - start_ns) / 1e9
+    result["energy"] = track.series.integrals(start_ns, end_ns).energy.joules
+    result["truth"] = 300.0 * (end_ns - start_ns) / 1e9
 began_s = time.monotonic()
-said["stopped"] = reading.stop(0.2)
-said["stop_s"] = time.monotonic() - began_s
-print(json.dumps(said | {"events": events, "lines": lines}))
+result["stopped"] = reading.stop(0.2)
+result["stop_s"] = time.monotonic() - began_s
+print(json.dumps(result | {"events": events, "lines": lines}))
 """
 
 
-def test_a_call_that_hangs_makes_the_device_stale_and_holds_up_nothing(trace):
-    said = json.loads(run_python(HANGS, "30", **trace.environment()))
+def test_hanging_call_makes_the_device_stale_and_blocks_nothing(trace):
+    result = json.loads(run_python(HANGS, "30", **trace.environment()))
 
-    assert [kind for kind, _ in said["events"]] == ["stale"]
-    assert f"{A} is stale" in said["events"][0][1]
-    assert said["settled"]  # nobody waits for it
-    assert said["stale_s"] >= 1.5
-    assert not said["stopped"]
-    assert said["stop_s"] < 10.0  # of the 30 s
+    assert [kind for kind, _ in result["events"]] == ["stale"]
+    assert f"{A} is stale" in result["events"][0][1]
+    assert result["settled"]  # it is not waited for
+    assert result["stale_s"] >= 1.5
+    assert not result["stopped"]
+    assert result["stop_s"] < 10.0  # of the 30 s
 
 
 @pytest.mark.alone
-def test_after_a_call_that_hung_for_a_while_no_energy_is_missing(trace):
-    said = json.loads(run_python(HANGS, "4", **trace.environment()))
+def test_no_energy_is_missing_after_a_call_hung(trace):
+    result = json.loads(run_python(HANGS, "4", **trace.environment()))
 
-    assert [kind for kind, _ in said["events"]] == ["stale", "stale"]
-    assert said["events"][1][1].endswith("answers again")
-    assert said["energy"] == pytest.approx(said["truth"], rel=0.005)
-    assert said["stopped"]
+    assert [kind for kind, _ in result["events"]] == ["stale", "stale"]
+    assert result["events"][1][1].endswith("answers again")
+    assert result["energy"] == pytest.approx(result["truth"], rel=0.005)
+    assert result["stopped"]
 
 
-def test_the_only_slice_of_a_gpu_has_its_own_memory_and_all_of_its_energy_but_no_utilization(trace):
+def test_only_slice_of_a_gpu_has_all_of_its_energy(trace):
     with trace.reader(Site(visible_devices=MIG.uuid, cuda_uuid=B)) as reader:  # torch may name the slice's GPU
         sample, failures = reader.read()
         device = reader.device
@@ -455,11 +455,11 @@ def test_the_only_slice_of_a_gpu_has_its_own_memory_and_all_of_its_energy_but_no
     assert failures == {}
 
 
-def test_a_slice_is_found_by_the_bare_uuid_of_torch(trace):
+def test_slice_is_found_by_torchs_bare_uuid(trace):
     assert device_of(trace, cuda_uuid=MIG.uuid.removeprefix("MIG-")) == (MIG.uuid, 5)
 
 
-def test_a_closed_reader_fails_and_does_not_come_back(trace):
+def test_closed_reader_fails_and_does_not_reopen(trace):
     with trace.reader(Site(cuda_uuid=A)) as reader:
         reader.close_device()
         reader.close_device()
@@ -470,7 +470,7 @@ def test_a_closed_reader_fails_and_does_not_come_back(trace):
 
 
 @pytest.mark.parametrize(("error", "advice"), [(9, "driver is not loaded"), (18, "differ in version"), (20, "Memory")])
-def test_a_driver_that_does_not_start_is_told_in_a_sentence(trace, error, advice):
+def test_driver_that_does_not_start_raises_one_sentence(trace, error, advice):
     trace.fault(f"init * error {error}")
 
     with pytest.raises(DeviceUnavailable, match=advice), trace.reader(Site()):
@@ -484,7 +484,7 @@ def run_python(code, *arguments, **environ):
     return done.stdout
 
 
-def test_a_missing_library_is_told_in_a_sentence():
+def test_missing_library_raises_one_sentence():
     code = """
 import pynvml
 def fail(name): raise OSError(name)
@@ -502,7 +502,7 @@ print(open_device("auto", Site()).device.kind)
     assert kind == "host"
 
 
-def test_bytes_from_an_old_pynvml_are_text_to_us(trace):
+def test_bytes_of_an_old_pynvml_are_decoded(trace):
     code = f"""
 import pynvml
 for name in ("nvmlDeviceGetUUID", "nvmlDeviceGetName"):

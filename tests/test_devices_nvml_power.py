@@ -1,7 +1,7 @@
-"""What a GPU says beside memory and utilization: energy and power by scope, GPM, clocks, events, and a slice's part.
+"""Other readings of a GPU: energy and power by scope, GPM, clocks, events, and a slice's part.
 
-Numbers are those of the curves behind the tests' own NVML library; ``frozen`` asks as of one moment, so that they
-are exact.  NVML counts in whole mW and mJ, cut off.
+The values are those of the curves of the tests' own NVML library; ``frozen`` reads at one time, so they are exact. NVML
+counts in whole mW and mJ, truncated.
 """
 
 import os
@@ -33,12 +33,12 @@ def frozen(at_s: float = MOMENT_S) -> str:
 
 
 def milli(value: float) -> float:
-    """Return a value as NVML gives it: in whole thousandths, cut off."""
+    """Return a value as NVML gives it: truncated to whole thousandths."""
     return int(1e3 * value) / 1e3
 
 
 def read_at(trace, site: Site = AT_A, moment_s: float = MOMENT_S, faults=()):
-    """Open a device, and read it as of a moment; return it, the sample, and what failed."""
+    """Open a device and read it at a time; return it, the sample, and the failures."""
     with trace.reader(site) as reader:
         trace.fault(frozen(moment_s), *faults)
         sample, failures = reader.read()
@@ -48,7 +48,7 @@ def read_at(trace, site: Site = AT_A, moment_s: float = MOMENT_S, faults=()):
 # --- energy and power, by scope ---
 
 
-def test_energy_and_power_are_those_of_the_moment_to_the_last_millijoule(trace):
+def test_energy_and_power_are_exact_to_the_millijoule(trace):
     (one,) = trace.write(gpu())
 
     device, sample, failures = read_at(trace)
@@ -65,7 +65,7 @@ def test_energy_and_power_are_those_of_the_moment_to_the_last_millijoule(trace):
     assert failures == {}
 
 
-def test_each_scope_is_read_under_a_name_of_its_own(trace):
+def test_each_power_scope_has_its_own_gauge(trace):
     (one,) = trace.write(gpu(module_power=sine(500.0, 900.0, 2.3), memory_power=sine(30.0, 90.0, 0.7)))
 
     device, sample, _ = read_at(trace)
@@ -75,7 +75,7 @@ def test_each_scope_is_read_under_a_name_of_its_own(trace):
     assert sample.gauges["memory_power_w"] == milli(one.power_w(MOMENT_S, "average", "memory"))
 
 
-def test_a_board_with_one_scope_has_no_gauge_of_another(trace):
+def test_board_with_one_scope_has_no_other_gauge(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace)
@@ -85,7 +85,7 @@ def test_a_board_with_one_scope_has_no_gauge_of_another(trace):
 
 
 @pytest.mark.parametrize("scope", ["module_power", "memory_power"])
-def test_a_driver_that_gives_the_gpus_power_for_every_scope_is_not_believed(trace, scope):
+def test_scope_with_the_gpus_own_power_is_ignored(trace, scope):
     trace.write(gpu(power=flat(300.0), **{scope: flat(300.0)}))
 
     device, sample, _ = read_at(trace)
@@ -95,12 +95,12 @@ def test_a_driver_that_gives_the_gpus_power_for_every_scope_is_not_believed(trac
 
 
 def superchip(**changes) -> list[Gpu]:
-    """Return the two GPUs of a module, of which the counter of either counts all."""
+    """Return the two GPUs of a module; the counter of each counts the whole module."""
     module = {"module_power": sine(900.0, 1100.0, 1.1), "energy_scope": "module", "tick_s": 0.1, "serial": "S1"}
     return [gpu(A, **{**module, **changes}), gpu(B, "0:02:00", **{**module, **changes})]
 
 
-def test_a_counter_that_is_its_modules_is_found_by_comparing_rates(trace):
+def test_module_counter_is_found_by_comparing_rates(trace):
     one, _ = trace.write(*superchip())
 
     device, sample, _ = read_at(trace)
@@ -108,12 +108,12 @@ def test_a_counter_that_is_its_modules_is_found_by_comparing_rates(trace):
     assert (device.power_scope, device.energy_method) == ("module", "counter")
     assert sample.energy_j == milli(one.counter_j(MOMENT_S))
     assert sample.power_w == sample.gauges["module_power_w"] == milli(one.power_w(MOMENT_S, "instant", "module"))
-    assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", "module"))  # never the GPU's beside it
-    # The limit that NVML tells is the GPU's: the module may draw more, and its counter must not be doubted for it.
+    assert sample.power_average_w == milli(one.power_w(MOMENT_S, "average", "module"))  # never the GPU's own
+    # NVML's limit is the GPU's: the module may draw more, and its counter is right then.
     assert (device.power_limit_w, sample.gauges["power_limit_w"]) == (None, 700.0)
 
 
-def test_the_gpus_of_one_module_have_one_energy_and_those_of_two_have_two(trace):
+def test_gpus_of_one_module_share_one_energy(trace):
     trace.write(*superchip(), *(gpu(f"GPU-{n}", f"0:0{n}:00", **SECOND) for n in (3, 4)))
 
     keys = {}
@@ -129,7 +129,7 @@ SECOND = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05,
 
 
 def test_modules_without_a_serial_number_are_counted_once_per_host(trace):
-    # The module ids of NVML tell GPUs apart, not modules: on a tray of two superchips they are 1 to 4.
+    # The module ids of NVML distinguish GPUs, not modules: on a tray of two superchips they are 1 to 4.
     trace.write(*superchip(serial=None, module_id=2))
 
     device, _, _ = read_at(trace)
@@ -137,7 +137,7 @@ def test_modules_without_a_serial_number_are_counted_once_per_host(trace):
     assert device.energy_key == "module:node0"
 
 
-def test_a_counter_that_is_the_gpus_on_a_board_with_a_module_sensor_stays_the_gpus(trace):
+def test_gpu_counter_beside_a_module_sensor_stays_the_gpus(trace):
     trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1))
 
     device, _, _ = read_at(trace)
@@ -145,7 +145,7 @@ def test_a_counter_that_is_the_gpus_on_a_board_with_a_module_sensor_stays_the_gp
     assert (device.power_scope, device.energy_key) == ("gpu", "")
 
 
-def test_who_wants_the_gpus_power_on_such_a_module_gets_it_integrated(trace):
+def test_scope_gpu_on_a_module_integrates_power(trace):
     one, _ = trace.write(*superchip())
 
     device, sample, failures = read_at(trace, Site(cuda_uuid=A, power_scope="gpu"))
@@ -157,7 +157,7 @@ def test_who_wants_the_gpus_power_on_such_a_module_gets_it_integrated(trace):
     assert failures == {}
 
 
-def test_who_wants_the_modules_power_gets_it_integrated_where_the_counter_is_the_gpus(trace):
+def test_scope_module_with_a_gpu_counter_integrates_power(trace):
     (one,) = trace.write(gpu(module_power=sine(900.0, 1100.0, 1.1), tick_s=0.1, serial="S1"))
 
     device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope="module"))
@@ -167,7 +167,7 @@ def test_who_wants_the_modules_power_gets_it_integrated_where_the_counter_is_the
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "module", "gpu+cpu", "node-psu"])
-def test_a_board_with_one_scope_gives_it_whatever_is_wanted(trace, wanted):
+def test_board_with_one_scope_ignores_the_configured_scope(trace, wanted):
     trace.write(gpu())
 
     device, sample, _ = read_at(trace, Site(cuda_uuid=A, power_scope=wanted))
@@ -176,7 +176,7 @@ def test_a_board_with_one_scope_gives_it_whatever_is_wanted(trace, wanted):
     assert sample.energy_j > 0
 
 
-def test_power_of_a_module_that_fails_is_not_replaced_by_the_gpus(trace):
+def test_failing_module_power_is_not_replaced_by_the_gpus(trace):
     trace.write(*superchip())
 
     _, sample, failures = read_at(trace, faults=[f"0 power.instant.module error {UNKNOWN_ERROR}"])
@@ -186,7 +186,7 @@ def test_power_of_a_module_that_fails_is_not_replaced_by_the_gpus(trace):
     assert failures == {"power_w": "Unknown Error"}
 
 
-def test_one_field_that_fails_costs_no_other_field_of_its_call(trace):
+def test_failing_field_does_not_affect_other_fields(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
     _, sample, failures = read_at(trace, faults=[f"0 power.instant.gpu value {NOT_AVAILABLE_32}"])
@@ -198,7 +198,7 @@ def test_one_field_that_fails_costs_no_other_field_of_its_call(trace):
     assert failures == {"power_w": "NVML gave 0xffffffff, its mark for a value that is not available"}
 
 
-def test_a_gauge_that_fails_is_left_out_without_a_word(trace):
+def test_failing_gauge_is_left_out_silently(trace):
     trace.write(gpu(memory_power=flat(40.0)))
 
     _, sample, failures = read_at(trace, faults=["0 power.average.memory error 999"])
@@ -207,7 +207,7 @@ def test_a_gauge_that_fails_is_left_out_without_a_word(trace):
     assert failures == {}
 
 
-def test_what_lasts_49_days_in_millijoules_is_no_mark(trace):
+def test_64_bit_energy_may_equal_the_32_bit_mark(trace):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 energy value {NOT_AVAILABLE_32}"])
@@ -216,7 +216,7 @@ def test_what_lasts_49_days_in_millijoules_is_no_mark(trace):
     assert failures == {}
 
 
-def test_the_reads_at_edges_have_energy_and_power_and_nothing_else(trace):
+def test_reads_at_edges_have_only_energy_and_power(trace):
     (one,) = trace.write(gpu(memory_power=flat(40.0)))
 
     with trace.reader(AT_A) as reader:
@@ -232,7 +232,7 @@ def test_the_reads_at_edges_have_energy_and_power_and_nothing_else(trace):
 # --- older boards and drivers ---
 
 
-def test_a_chip_without_averaged_power_has_none(trace):
+def test_chip_without_averaged_power_has_none(trace):
     trace.write(gpu(name="Tesla T4", unsupported=("power.average",)))
 
     device, sample, failures = read_at(trace)
@@ -251,9 +251,7 @@ def test_a_chip_without_averaged_power_has_none(trace):
         ("NVIDIA H100 80GB HBM3", "average", "power_average_w"),
     ],
 )
-def test_without_field_values_the_two_older_calls_are_used_and_power_is_what_it_is_on_the_chip(
-    trace, name, usage, expected
-):
+def test_without_field_values_the_older_calls_are_used(trace, name, usage, expected):
     (one,) = trace.write(gpu(name=name, power_usage=usage, unsupported=("fields",)))
 
     device, sample, failures = read_at(trace)
@@ -265,7 +263,7 @@ def test_without_field_values_the_two_older_calls_are_used_and_power_is_what_it_
     assert failures == {}
 
 
-def test_a_chip_that_counts_no_energy_is_measured_by_its_power(trace):
+def test_chip_without_a_counter_uses_instant_power(trace):
     (one,) = trace.write(gpu(name="Tesla P100-PCIE-16GB", unsupported=("fields", "energy")))
 
     device, sample, failures = read_at(trace)
@@ -275,7 +273,7 @@ def test_a_chip_that_counts_no_energy_is_measured_by_its_power(trace):
     assert failures == {}
 
 
-def test_a_chip_that_has_only_averaged_power_is_measured_by_that(trace):
+def test_chip_with_only_averaged_power_uses_it(trace):
     (one,) = trace.write(gpu(name="NVIDIA A10", power_usage="average", unsupported=("fields", "energy")))
 
     device, sample, _ = read_at(trace)
@@ -309,7 +307,7 @@ def run_on_old_driver(trace, missing, code):
     return done.stdout.split()
 
 
-def test_a_driver_that_lacks_the_newer_functions_gives_what_it_has_by_the_older_ones(trace):
+def test_old_driver_is_read_through_older_functions(trace):
     missing = ["nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons"]
     missing += ["nvmlGpmQueryDeviceSupport", "nvmlDeviceIsMigDeviceHandle", "nvmlEventSetCreate"]
     trace.write(gpu(power=flat(250.0), memory=flat(3.0 * GIB), memory_reserved=GIB, throttle=0x4))
@@ -320,14 +318,14 @@ def test_a_driver_that_lacks_the_newer_functions_gives_what_it_has_by_the_older_
         "print(reader.device.energy_method, sample.power_w, sample.memory_bytes, *sample.throttled_by, failures)",
     )
 
-    # The first version of the memory's call counts what the driver keeps for itself as used.
+    # The first version of the memory call counts memory reserved by the driver as used.
     assert told == ["counter", "250.0", str(4.0 * GIB), "power_cap", "{}"]
 
 
 @pytest.mark.parametrize(
     ("capability", "field"), [((7, 5), "power_w"), ((8, 0), "power_w"), ((8, 6), "power_average_w")]
 )
-def test_what_the_power_of_a_board_that_no_table_has_is_its_chip_tells(trace, capability, field):
+def test_kind_of_power_of_an_unknown_board_is_its_chips(trace, capability, field):
     trace.write(gpu(name="NVIDIA Something New", power=flat(250.0), unsupported=("fields",)))
     patch = f"import pynvml; pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: {capability}"
 
@@ -374,7 +372,7 @@ def test_gauges_of_the_chip_are_in_base_units(trace):
         ("temperature", NOT_AVAILABLE_32 - 4, "temperature_c"),  # -5 read as unsigned
     ],
 )
-def test_a_gauge_that_cannot_be_is_left_out_and_told_and_costs_no_other(trace, call, value, name):
+def test_impossible_gauge_is_a_failure_and_left_out(trace, call, value, name):
     trace.write(gpu())
 
     _, sample, failures = read_at(trace, faults=[f"0 {call} value {value}"])
@@ -385,7 +383,7 @@ def test_a_gauge_that_cannot_be_is_left_out_and_told_and_costs_no_other(trace, c
     } - {name}  # fmt: skip
 
 
-def test_marks_for_what_is_asked_once_are_no_numbers_either(trace):
+def test_not_available_marks_at_opening_are_ignored(trace):
     trace.write(gpu(memory_total=NOT_AVAILABLE_64, memory_reserved=NOT_AVAILABLE_64))
     trace.fault(f"0 limit value {NOT_AVAILABLE_32}", f"0 ecc value {NOT_AVAILABLE_64}", f"0 memory value {GIB}")
 
@@ -397,22 +395,22 @@ def test_marks_for_what_is_asked_once_are_no_numbers_either(trace):
     assert (sample.events, failures) == ((), {})
 
 
-# --- what slows it down ---
+# --- throttling ---
 
 
 @pytest.mark.parametrize(
     ("bits", "names"),
     [
         (0x0, ()),
-        (0x1 | 0x2 | 0x100, ()),  # idle, told to run at a clock, its display's clock: nothing is slowed down
+        (0x1 | 0x2 | 0x100, ()),  # idle, a clock set by the user, the display's clock: no throttling
         (0x4, ("power_cap",)),
         (0x8 | 0x40, ("hw_slowdown", "hw_thermal")),
         (0x8 | 0x80, ("hw_slowdown", "power_brake")),
         (0x10 | 0x20, ("sync_boost", "sw_thermal")),
-        (0x4 | 0x1_0000, ("power_cap",)),  # and one that nobody has heard of
+        (0x4 | 0x1_0000, ("power_cap",)),  # and an unknown one
     ],
 )
-def test_what_slows_the_clocks_down_is_named(trace, bits, names):
+def test_throttle_reasons_are_named(trace, bits, names):
     trace.write(gpu(throttle=bits))
 
     _, sample, failures = read_at(trace)
@@ -422,7 +420,7 @@ def test_what_slows_the_clocks_down_is_named(trace, bits, names):
 
 
 @pytest.mark.parametrize("fault", [f"value {NOT_AVAILABLE_64}", f"value {NOT_AVAILABLE_32}", f"error {UNKNOWN_ERROR}"])
-def test_reasons_that_are_not_known_are_none_and_not_no_reason(trace, fault):
+def test_unreadable_throttle_reasons_are_none(trace, fault):
     trace.write(gpu(throttle=0x4))
 
     _, sample, failures = read_at(trace, faults=[f"0 throttle {fault}"])
@@ -431,7 +429,7 @@ def test_reasons_that_are_not_known_are_none_and_not_no_reason(trace, fault):
     assert list(failures) == ["throttled_by"]
 
 
-def test_a_gpu_that_has_no_reasons_to_tell_tells_none(trace):
+def test_gpu_without_throttle_reasons_has_none(trace):
     trace.write(gpu(unsupported=("throttle",)))
 
     _, sample, failures = read_at(trace)
@@ -449,16 +447,16 @@ ACTIVITIES = {
 
 
 def read_twice(trace, reader, first_s, last_s, *faults):
-    """Read as of two moments; return both samples, and what failed in either."""
+    """Read at two times; return both samples, and the failures of both."""
     trace.fault(frozen(first_s), *faults)
     first, failures = reader.read()
-    time.sleep(0.105)  # the reader asks its own clock whether a pair is far enough apart
+    time.sleep(0.105)  # by the reader's own clock the pair must be far enough apart
     trace.fault(frozen(last_s), *faults)
     last, more = reader.read()
     return first, last, failures | more
 
 
-def test_activities_are_the_means_between_two_samples_and_none_is_in_the_first(trace):
+def test_activities_are_means_between_two_samples(trace):
     trace.write(gpu(gpm=1, utilization=flat(0.9), **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -467,11 +465,11 @@ def test_activities_are_the_means_between_two_samples_and_none_is_in_the_first(t
     assert not [name for name in first.gauges if "activity" in name]
     for name, curve in ACTIVITIES.items():
         assert last.gauges[f"{name}_ratio"] == pytest.approx(curve.mean(100.0, 101.2), rel=1e-12)
-    assert (first.utilization, last.utilization) == (0.9, 0.9)  # which stays what it was
+    assert (first.utilization, last.utilization) == (0.9, 0.9)  # not affected
     assert failures == {}
 
 
-def test_a_pair_that_is_too_near_is_not_asked_for(trace):
+def test_too_close_gpm_samples_are_not_taken(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -486,7 +484,7 @@ def test_a_pair_that_is_too_near_is_not_asked_for(trace):
 
 
 @pytest.mark.parametrize("value", ["nan", "250", "-1"])
-def test_an_activity_that_cannot_be_is_left_out(trace, value):
+def test_impossible_activity_is_left_out(trace, value):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -496,7 +494,7 @@ def test_an_activity_that_cannot_be_is_left_out(trace, value):
     assert failures == {}
 
 
-def test_gpm_that_fails_is_told_and_costs_nothing_else(trace):
+def test_failing_gpm_is_a_failure_of_its_own(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -506,7 +504,7 @@ def test_gpm_that_fails_is_told_and_costs_nothing_else(trace):
     assert last.gauges["temperature_c"] == 50.0
 
 
-def test_a_chip_before_hopper_has_no_activities_and_no_failure(trace):
+def test_chip_before_hopper_has_no_activities_or_failure(trace):
     trace.write(gpu(**ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -516,7 +514,7 @@ def test_a_chip_before_hopper_has_no_activities_and_no_failure(trace):
     assert failures == {}
 
 
-def test_a_gpu_that_came_back_starts_its_pairs_anew(trace):
+def test_returned_gpu_starts_new_gpm_pairs(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -527,7 +525,7 @@ def test_a_gpu_that_came_back_starts_its_pairs_anew(trace):
         time.sleep(0.105)
         first, last, failures = read_twice(trace, reader, 200.0, 201.0)
 
-    assert "sm_activity_ratio" not in first.gauges  # of 101 s to 200 s it would be
+    assert "sm_activity_ratio" not in first.gauges  # it would be that of 101 s to 200 s
     assert last.gauges["sm_activity_ratio"] == pytest.approx(ACTIVITIES["sm_activity"].mean(200.0, 201.0), rel=1e-12)
     assert failures == {}
 
@@ -547,7 +545,7 @@ def open_slice(trace, name: str, *faults: str) -> Device:
         return reader.device
 
 
-def test_two_slices_have_their_part_of_the_energy_and_a_third_keeps_its_own(trace):
+def test_slices_have_their_parts_of_the_energy(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 2, 20), part("c", 3, 2, 20))
 
     device_a, sample_a, _ = read_at(trace, Site(visible_devices="MIG-a"))
@@ -564,7 +562,7 @@ def test_two_slices_have_their_part_of_the_energy_and_a_third_keeps_its_own(trac
     assert (device_a.energy_key, device_a.power_scope, device_a.energy_method) == ("", "gpu", "counter")
 
 
-def test_two_compute_instances_of_one_gpu_instance_have_a_part_each(trace):
+def test_compute_instances_have_a_part_each(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_instance=1,
                 compute_slices=1), part("c", 2, 4, 40))  # fmt: skip
 
@@ -573,27 +571,27 @@ def test_two_compute_instances_of_one_gpu_instance_have_a_part_each(trace):
     assert notes == ["2/7", "1/7", "4/7"]
 
 
-def test_the_memory_that_compute_instances_share_is_not_taken_twice(trace):
+def test_shared_memory_of_compute_instances_counts_once(trace):
     # Both are of one 3g.40gb; in the other half of the GPU there may be slices that are not shown.
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40, compute_slices=2), part("b", 1, 3, 40, compute_slices=1))
 
     assert open_slice(trace, "a").energy_note.startswith("2/7 of")
 
 
-def test_slices_that_fill_their_gpu_share_all_of_it(trace):
-    # 3g.40gb twice: the seventh compute slice has no memory left, and belongs to nobody.
+def test_slices_that_fill_a_gpu_share_all_of_its_energy(trace):
+    # 3g.40gb twice: the seventh compute slice has no memory left and is unused.
     trace.write(gpu(**WHOLE), part("a", 1, 3, 40), part("b", 2, 3, 40))
 
     assert open_slice(trace, "a").energy_note.startswith("3/6 of")
 
 
-def test_a_container_that_is_shown_one_slice_of_many_does_not_take_the_energy_of_all(trace):
+def test_visible_slice_does_not_take_the_whole_energy(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 1, 10))
 
     assert open_slice(trace, "a").energy_note.startswith("1/7 of")
 
 
-def test_a_slice_that_may_not_see_its_neighbours_is_still_measured(trace):
+def test_slice_without_access_to_others_is_measured(trace):
     trace.write(gpu(**WHOLE), part("a", 1, 1, 10), part("b", 2, 2, 20))
 
     assert open_slice(trace, "a", "0 mig error 4").energy_note.startswith("1/7 of")
@@ -607,7 +605,7 @@ def test_slices_of_unknown_shape_share_evenly(trace):
     assert device.energy_note == f"1/3 of {A}'s energy, by number of slices"
 
 
-def test_the_activities_of_a_slice_are_its_gpu_instances_own(trace):
+def test_activities_of_a_slice_are_its_gpu_instances(trace):
     trace.write(
         gpu(**WHOLE, sm_activity=flat(0.9)),
         part("a", 1, 3, sm_activity=flat(0.4)),
@@ -621,7 +619,7 @@ def test_the_activities_of_a_slice_are_its_gpu_instances_own(trace):
     assert (last.utilization, failures) == (None, {})
 
 
-def test_a_slice_whose_gpu_instance_is_unknown_has_no_activities(trace):
+def test_slice_of_an_unknown_instance_has_no_activities(trace):
     trace.write(gpu(**WHOLE, sm_activity=flat(0.9)), part("a", -1, 3, sm_activity=flat(0.4)))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
@@ -631,7 +629,7 @@ def test_a_slice_whose_gpu_instance_is_unknown_has_no_activities(trace):
     assert failures == {}
 
 
-def test_a_slice_of_a_module_is_measured_by_the_power_of_its_gpu(trace):
+def test_slice_of_a_module_uses_the_power_of_its_gpu(trace):
     one, *_ = trace.write(superchip()[0], part("a", 1, 3, 40), part("b", 2, 4, 40))
 
     device, sample, _ = read_at(trace, Site(visible_devices="MIG-a"))
@@ -642,11 +640,11 @@ def test_a_slice_of_a_module_is_measured_by_the_power_of_its_gpu(trace):
     assert sample.energy_j is None
 
 
-def test_a_slice_that_was_lost_is_found_elsewhere_and_keeps_its_part(trace):
+def test_lost_slice_is_found_again_with_its_part(trace):
     one, *_ = trace.write(gpu(**WHOLE), part("a", 1, 3, 40, memory=flat(5.0 * GIB)), part("b", 2, 4, 40))
 
     with trace.reader(Site(visible_devices="MIG-a")) as reader:
-        # While it is away, its neighbour is taken down, and NVML has another order.
+        # While it is lost, its neighbour is removed, and NVML's order changes.
         moved = part("a", 1, 3, 40, memory=flat(5.0 * GIB))
         trace.write(gpu(B, "0:02:00", power=flat(99.0)), gpu(**WHOLE), Gpu(**vars(moved) | {"parent": 1}))
         trace.fault("0 * lost")
@@ -664,12 +662,12 @@ def test_a_slice_that_was_lost_is_found_elsewhere_and_keeps_its_part(trace):
 
 
 def told(reader, pass_s: float = 0.0):
-    """Let time pass for the reader, read, and return what it tells to have happened."""
+    """Advance the reader's clock, read, and return the events."""
     reader.pass_time(pass_s)
     return tuple((event.kind, event.text) for event in reader.read()[0].events)
 
 
-def test_a_critical_error_is_told_once(trace):
+def test_critical_error_is_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -681,7 +679,7 @@ def test_a_critical_error_is_told_once(trace):
     assert events == [(("xid", "Xid 79: a critical error of the GPU, see the driver's log"),), (), ()]
 
 
-def test_an_error_that_comes_again_and_again_is_one_line(trace):
+def test_repeated_error_is_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -692,7 +690,7 @@ def test_an_error_that_comes_again_and_again_is_one_line(trace):
     assert [text.partition(":")[0] for _, text in events] == ["Xid 63, 5 times"]
 
 
-def test_the_last_words_of_a_gpu_that_does_not_answer_are_heard_at_once(trace):
+def test_events_of_a_failing_gpu_are_read_at_once(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -705,7 +703,7 @@ def test_the_last_words_of_a_gpu_that_does_not_answer_are_heard_at_once(trace):
     assert [kind for kind, _ in events] == ["xid"]
 
 
-def test_a_gpu_that_came_back_is_listened_to_again(trace):
+def test_events_of_a_returned_gpu_are_read(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -719,7 +717,7 @@ def test_a_gpu_that_came_back_is_listened_to_again(trace):
     assert [kind for kind, _ in events] == ["xid"]
 
 
-def test_memory_errors_are_told_once_and_counted_from_those_at_the_opening(trace):
+def test_memory_errors_are_counted_since_the_opening(trace):
     trace.write(gpu(ecc_uncorrected=2, ecc_corrected=7))
 
     with trace.reader(AT_A) as reader:
@@ -737,7 +735,7 @@ def test_memory_errors_are_told_once_and_counted_from_those_at_the_opening(trace
     assert again == (("ecc", "1 uncorrected memory errors"),)
 
 
-def test_a_changed_power_limit_is_told_once_and_shown_from_then_on(trace):
+def test_changed_power_limit_is_one_event_and_a_gauge(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -761,7 +759,7 @@ def test_a_changed_power_limit_is_told_once_and_shown_from_then_on(trace):
         f"limit value {NOT_AVAILABLE_32}",
     ],
 )
-def test_what_cannot_be_read_has_not_happened(trace, fault):
+def test_unreadable_values_are_no_events(trace, fault):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -773,7 +771,7 @@ def test_what_cannot_be_read_has_not_happened(trace, fault):
     assert (events, after) == ((), ())
 
 
-def test_a_limit_that_could_not_be_read_at_the_opening_is_taken_up_later_without_a_word(trace):
+def test_limit_first_read_later_is_no_event(trace):
     trace.write(gpu())
     trace.fault(f"0 limit error {UNKNOWN_ERROR}")
 
@@ -786,11 +784,11 @@ def test_a_limit_that_could_not_be_read_at_the_opening_is_taken_up_later_without
     assert (first.events, second.gauges["power_limit_w"]) == ((), 700.0)
 
 
-# --- what it costs ---
+# --- cost ---
 
 
 def calls_of(trace, site: Site, *methods: str) -> list[Counter]:
-    """Return for each of some calls of a reader the calls of NVML that it makes."""
+    """Return the NVML calls of each of these calls of a reader."""
     trace.count_calls()
     with trace.reader(site) as reader:
         counts = [trace.call_count(reader.pid)]
@@ -806,7 +804,7 @@ PLAIN = Counter({
 })  # fmt: skip
 
 
-def test_a_read_makes_one_batched_call_and_six_others_and_listens_to_events_once_a_second(trace):
+def test_read_makes_one_batched_call_and_six_others(trace):
     trace.write(gpu(module_power=sine(500.0, 900.0, 2.3), memory_power=flat(70.0)))
 
     first, second = calls_of(trace, AT_A, "read", "read")
@@ -815,7 +813,7 @@ def test_a_read_makes_one_batched_call_and_six_others_and_listens_to_events_once
     assert second == PLAIN
 
 
-def test_a_read_at_an_edge_makes_one_call(trace):
+def test_read_at_an_edge_makes_one_call(trace):
     trace.write(gpu(memory_power=flat(70.0), gpm=1, **ACTIVITIES))
 
     (calls,) = calls_of(trace, AT_A, "read_energy")
@@ -823,7 +821,7 @@ def test_a_read_at_an_edge_makes_one_call(trace):
     assert calls == Counter({"nvmlDeviceGetFieldValues": 1})
 
 
-def test_gpm_makes_two_calls_more(trace):
+def test_gpm_adds_two_calls(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -837,7 +835,7 @@ def test_gpm_makes_two_calls_more(trace):
     assert calls == PLAIN + Counter({"nvmlGpmSampleGet": 1, "nvmlGpmMetricsGet": 1})
 
 
-def test_limit_and_memory_errors_are_asked_every_ten_seconds(trace):
+def test_limit_and_memory_errors_are_read_every_ten_seconds(trace):
     trace.write(gpu())
     trace.count_calls()
 
@@ -852,7 +850,7 @@ def test_limit_and_memory_errors_are_asked_every_ten_seconds(trace):
     assert calls["nvmlEventSetWait_v2"] == 21
 
 
-def test_a_driver_without_field_values_is_asked_for_energy_and_power_apart(trace):
+def test_without_field_values_energy_is_two_calls(trace):
     trace.write(gpu(name="Tesla V100-SXM2-32GB", unsupported=("fields",)))
 
     (calls,) = calls_of(trace, AT_A, "read_energy")
@@ -860,7 +858,7 @@ def test_a_driver_without_field_values_is_asked_for_energy_and_power_apart(trace
     assert calls == Counter({"nvmlDeviceGetTotalEnergyConsumption": 1, "nvmlDeviceGetPowerUsage": 1})
 
 
-def test_a_gpu_that_has_gone_is_not_asked_for_what_is_beside_the_point(trace):
+def test_lost_gpu_is_not_read_for_secondary_values(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
     trace.count_calls()
 
@@ -868,13 +866,13 @@ def test_a_gpu_that_has_gone_is_not_asked_for_what_is_beside_the_point(trace):
         trace.fault("0 * lost")
         reader.read()
         before = trace.call_count(reader.pid)
-        reader.read()  # it was just sought in vain
+        reader.read()  # the search has just failed
         calls = trace.call_count(reader.pid) - before
 
     assert set(calls) <= {"nvmlDeviceGetFieldValues", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates"}
 
 
-def test_nothing_in_the_loop_is_known_to_block_or_to_cost_milliseconds(trace):
+def test_reads_make_no_slow_nvml_calls(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES), part("a", 1, 3))
 
     calls = sum(calls_of(trace, AT_A, "read", "read", "read_energy"), Counter())

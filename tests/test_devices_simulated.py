@@ -1,4 +1,4 @@
-"""effllm/devices/simulated.py: its integrals are the truth that the rest is compared with."""
+"""effllm/devices/simulated.py: its integrals are the true values for other tests."""
 
 import math
 
@@ -15,7 +15,7 @@ WAVE = Waveform(period_s=4.0, power_mean_w=400.0, power_amplitude_w=100.0)
 PAIRS = [("power_w", "energy_j"), ("memory_bytes", "memory_byte_seconds"), ("utilization", "utilization_seconds")]
 
 
-def test_a_whole_period_has_the_mean_power():
+def test_whole_period_has_the_mean_power():
     assert WAVE.energy_j(1.3, 5.3) == pytest.approx(400.0 * 4.0)
 
 
@@ -26,7 +26,7 @@ def test_the_first_half_period_has_the_upper_half_wave():
 
 
 @pytest.mark.parametrize(("value", "integral"), PAIRS)
-def test_an_integral_is_the_sum_of_many_small_steps(value, integral):
+def test_integral_is_the_sum_of_many_small_steps(value, integral):
     wave = waveform_of(3)
     steps = 2000
     width = 7.0 / steps
@@ -45,7 +45,7 @@ def test_integrals_of_two_stretches_add_up(start, first, second):
     assert total == pytest.approx(WAVE.energy_j(start, end), rel=1e-6, abs=1e-6)
 
 
-def test_the_device_says_that_it_is_simulated():
+def test_device_is_marked_as_simulated():
     device = open_device("simulated", Site(host="node1", local_rank=2)).device
 
     assert (device.key, device.name, device.simulated) == ("SIM-node1-2", "simulated GPU", True)
@@ -53,7 +53,7 @@ def test_the_device_says_that_it_is_simulated():
     assert device.memory_total_bytes == 80 * 2**30
 
 
-def test_samples_lie_on_the_wave():
+def test_samples_are_on_the_wave():
     times = iter([5_000_000_000, 7_500_000_000])
     reader = open_simulated(Site(local_rank=1), clock_ns=lambda: next(times))
     wave = reader.waveform
@@ -69,12 +69,12 @@ def test_samples_lie_on_the_wave():
     assert second.energy_j - first.energy_j == pytest.approx(wave.energy_j(5.0, 7.5))
 
 
-def test_ranks_differ_at_the_same_moment():
+def test_ranks_have_different_values_at_the_same_time():
     assert len({round(waveform_of(rank).power_w(1.0), 6) for rank in range(8)}) == 8
 
 
 @given(st.floats(0, 1e6), st.integers(0, 1000))
-def test_no_value_leaves_its_bounds(t, rank):
+def test_values_stay_within_bounds(t, rank):
     wave = waveform_of(rank)
 
     assert 0 < wave.power_w(t) <= 650.0
@@ -82,7 +82,7 @@ def test_no_value_leaves_its_bounds(t, rank):
     assert 0 < wave.memory_bytes(t) < 80 * 2**30
 
 
-def test_two_reads_of_one_moment_have_no_mean_but_its_value():
+def test_two_reads_at_one_time_have_its_value():
     reader = open_simulated(Site(), clock_ns=lambda: 1_000_000_000)
 
     reader.read()

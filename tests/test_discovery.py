@@ -1,4 +1,4 @@
-"""effllm/network/discovery.py and interface.py: which address is told, where it is found, and which records count."""
+"""effllm/network/discovery.py and interface.py: the published address, its source, and which records are valid."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")
 
 
 class Source:
-    """A place that holds what a test puts there."""
+    """A source of records that the test sets."""
 
     key = "run/1"
 
@@ -73,11 +73,11 @@ def threads():
         (Config(endpoint="tcp://node7:1", security="none"), False),
     ],
 )
-def test_there_are_keys_unless_the_user_wants_none(config, expected):
+def test_keys_are_used_unless_security_is_none(config, expected):
     assert is_secured(config) == expected
 
 
-def test_secret_lies_in_the_home_where_it_can(tmp_path):
+def test_secret_is_in_the_home_if_possible(tmp_path):
     config = Config(secret_file=str(tmp_path / "home" / "secret"))
 
     assert find_secret(config) == config
@@ -123,13 +123,13 @@ def test_secret_is_not_in_a_folder_of_another_user(tmp_path, monkeypatch):
         find_secret(Config(secret_file="/dev/null/secret"))
 
 
-def test_a_job_on_one_host_listens_on_loopback_whatever_the_master_is_called():
+def test_single_host_job_listens_on_loopback():
     assert own_address(ONE_HOST, Config()) == "127.0.0.1"
     assert own_address(Place(), Config()) == "127.0.0.1"
-    assert own_address(ONE_HOST, Config(interface="10.0.0.5")) == "127.0.0.1", "nothing listens elsewhere without keys"
+    assert own_address(ONE_HOST, Config(interface="10.0.0.5")) == "127.0.0.1", "no other address without keys"
 
 
-def test_an_interface_or_an_address_that_is_named_is_taken():
+def test_configured_interface_or_address_is_used():
     assert own_address(OVER_HOSTS, Config(interface="lo")) == "127.0.0.1"
     assert own_address(OVER_HOSTS, Config(interface="10.0.0.5")) == "10.0.0.5"
     assert own_address(OVER_HOSTS, Config(interface="[fd00::5]")) == "fd00::5"
@@ -141,7 +141,7 @@ def test_an_interface_or_an_address_that_is_named_is_taken():
             own_address(OVER_HOSTS, Config(interface=every))
 
 
-def test_the_address_is_that_on_the_way_to_the_master_never_loopback(monkeypatch):
+def test_address_is_on_the_route_to_the_master(monkeypatch):
     monkeypatch.setattr(interface, "by_default_route", lambda: "")
     with pytest.raises(
         DiscoveryError, match=r"MASTER_ADDR=127.0.0.1 leads to no address .* set EFFICIENTLLM_INTERFACE"
@@ -155,7 +155,7 @@ def test_the_address_is_that_on_the_way_to_the_master_never_loopback(monkeypatch
         own_address(nameless, Config())
 
 
-def test_the_first_free_port_of_the_range_is_taken():
+def test_first_free_port_of_the_range_is_taken():
     with listen("127.0.0.1") as taken:
         low = taken.getsockname()[1]
         with pytest.raises(DiscoveryError, match=f"no port of EFFICIENTLLM_PORTS={low}-{low} is free on 127.0.0.1"):
@@ -169,14 +169,14 @@ def test_the_first_free_port_of_the_range_is_taken():
         listen_within("203.0.113.1", "29700-29799")
 
 
-def test_the_search_goes_on_until_the_agent_is_welcome_where_it_was_sent(monkeypatch):
+def test_search_goes_on_until_the_agent_is_welcome(monkeypatch):
     monkeypatch.setattr(discovery, "LOOK_AGAIN_S", 0.01)
     source = Source(FIRST)
     rank = Found(source)
     rank.search.start()
     assert rank.records == [FIRST], "at once"
 
-    rank.welcome = "tcp://10.9.9.9:1"  # somewhere else
+    rank.welcome = "tcp://10.9.9.9:1"  # at another endpoint
     source.record = SECOND
     jobs.until(lambda: len(rank.records) == 2)
     assert rank.records == [FIRST, SECOND]
@@ -188,19 +188,19 @@ def test_the_search_goes_on_until_the_agent_is_welcome_where_it_was_sent(monkeyp
     assert (rank.records, rank.lines) == ([FIRST, SECOND], [])
 
 
-def test_a_refusal_of_rank_0_is_no_address():
+def test_rejection_by_rank_0_is_no_address():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
     rank.search._look()
     rank.search._look()
-    assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), "told once, and to the agent alone"
+    assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), "given once, and only to the agent"
 
     source.record = FIRST
     rank.search._look()
     assert rank.records[1:] == [FIRST], "of the next start"
 
 
-def test_only_a_record_that_is_signed_for_this_run_counts_and_each_objection_is_told_once(tmp_path):
+def test_only_records_signed_for_this_run_are_valid(tmp_path):
     config = Config(secret_file=str(tmp_path / "secret"))
     source = Source(FIRST)
     rank = Found(source, True, config)
@@ -224,7 +224,7 @@ def test_only_a_record_that_is_signed_for_this_run_counts_and_each_objection_is_
 # --- the file of srun and mpirun
 
 
-def test_the_file_is_the_users_alone_named_after_the_launch_and_goes_with_its_job(tmp_path):
+def test_address_file_is_private_and_removed_with_its_job(tmp_path):
     config = Config(run_dir=str(tmp_path / "runs"))
     source = SharedFile(OVER_HOSTS, config, 1)
 
@@ -242,14 +242,14 @@ def test_the_file_is_the_users_alone_named_after_the_launch_and_goes_with_its_jo
     assert list(source.path.parent.iterdir()) == []
 
 
-def test_a_launch_without_an_id_is_refused_with_what_to_set():
+def test_launch_without_an_id_raises_with_advice():
     with pytest.raises(DiscoveryError, match="set EFFICIENTLLM_RUN_NAME"):
         discovery.source(Place(world_size=2, launcher="openmpi"), Config(), 1)
     assert SharedFile(Place(world_size=2, launcher="openmpi"), Config(run_name="mine"), 1).key == "mine/1"
     assert discovery.source(Place(launcher="openmpi"), Config(), 1) is None
 
 
-def test_a_name_of_a_launch_cannot_leave_the_folder(tmp_path):
+def test_launch_id_cannot_leave_the_folder(tmp_path):
     place = Place(world_size=2, launcher="openmpi", launch_id="../../etc/x@1")
     assert SharedFile(place, Config(run_dir=str(tmp_path)), 1).path == tmp_path / ".address-..-..-etc-x-1-1"
 
@@ -269,14 +269,14 @@ def test_a_name_of_a_launch_cannot_leave_the_folder(tmp_path):
     ],
     ids=range(9),
 )
-def test_what_is_no_record_is_none(tmp_path, content):
+def test_invalid_record_is_none(tmp_path, content):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_bytes(content.encode(errors="surrogatepass"))
 
     assert source.look() is None
 
 
-def test_a_link_and_a_pipe_are_no_records(tmp_path):
+def test_symlink_and_pipe_are_no_records(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     (tmp_path / "real").write_text(json.dumps(FIRST))
     source.path.symlink_to("real")
@@ -289,7 +289,7 @@ def test_a_link_and_a_pipe_are_no_records(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
-def test_another_users_file_is_no_record(tmp_path):
+def test_file_of_another_user_is_no_record(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_text(json.dumps(FIRST))
     assert source.look() is not None
@@ -298,7 +298,7 @@ def test_another_users_file_is_no_record(tmp_path):
     assert source.look() is None
 
 
-def test_loopback_and_every_interface_are_known_in_all_their_spellings():
+def test_loopback_and_wildcard_are_found_in_any_spelling():
     assert all(interface.is_loopback(one) for one in ("127.0.0.1", "127.0.1.1", "::1", "[::1]", "localhost"))
     assert not any(interface.is_loopback(one) for one in ("10.0.0.1", "fd00::1", "node7", "0.0.0.0", "::"))
     assert all(interface.is_wildcard(one) for one in ("0.0.0.0", "::", "[::]", "*", ""))

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""The documents match the code."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])
 
 
-def test_the_configuration_page_has_a_row_for_every_variable():
+def test_configuration_page_has_a_row_per_variable():
     page = (ROOT / "docs" / "configuration.md").read_text()
     for variable in VARIABLES:
         default = f"`{variable.default}`" if variable.default else ""
         assert f"| `{variable.name}` | {default} | {variable.meaning} | {variable.allowed} |" in page
 
 
-def test_the_page_of_metrics_names_every_one_beside_the_seven():
+def test_metrics_page_names_every_further_metric():
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name, entry in METRICS.items() if entry.group and f"`{name}`" not in page] == []
 
 
-def test_the_page_of_events_ends_with_the_table_that_is_printed(cli):
+def test_events_page_ends_with_the_printed_table(cli):
     """After a change: ``effllm events --markdown``."""
     page = (ROOT / "docs" / "events.md").read_text()
     table = cli.run("events", "--markdown").stdout
@@ -38,7 +38,7 @@ def test_the_page_of_events_ends_with_the_table_that_is_printed(cli):
     assert [name for name in KINDS if f"| `{name}` |" not in table] == []
 
 
-def test_every_link_into_a_page_leads_to_one_of_its_headings():
+def test_links_to_headings_are_valid():
     for document in DOCUMENTS:
         for page, heading in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", document.read_text()):
             target = document.parent / page if page else document
@@ -47,19 +47,19 @@ def test_every_link_into_a_page_leads_to_one_of_its_headings():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_link_to_a_file_leads_somewhere(document):
+def test_links_to_files_are_valid(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-def test_the_table_of_systems_is_what_the_tests_have_shown():
+def test_systems_page_is_generated_from_results():
     assert (ROOT / "docs" / "systems.md").read_text() == systems.page()
 
 
-def test_every_module_that_is_hooked_belongs_to_a_system_of_the_table():
+def test_every_hooked_module_is_in_the_systems_page():
     hooked = {target.split(".")[0] for target in TARGETS}
-    told = (ROOT / "docs" / "systems.md").read_text()
+    page = (ROOT / "docs" / "systems.md").read_text()
     names = {
         "megatron": "Megatron-LM",
         "megatron_patch": "Pai-Megatron-Patch",
@@ -69,4 +69,4 @@ def test_every_module_that_is_hooked_belongs_to_a_system_of_the_table():
     names |= {"transformers": "Hugging Face Trainer", "trl": "TRL", "deepspeed": "DeepSpeed's engine"}
     names |= {"lightning": "Lightning Fabric", "lightning_fabric": "Lightning Fabric"}
 
-    assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in told] == []
+    assert [name for name in sorted(hooked) if f"| {names.get(name, name)} |" not in page] == []
