@@ -79,11 +79,11 @@ class Requests:
         recorder = self.ready(describe)
         if recorder is None:
             return None
-        is_iteration = self.is_owner and not recorder.is_generating
+        is_iteration = self.is_owner and not recorder.generations.depth
         if is_iteration:
             recorder.start()
         # A loop that stamps its own iterations wants to know what it stamps; others want to know how they learn.
-        recorder.generation_start(is_phase=not self.is_owner and not ownership.is_explicit())
+        recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
         return _Open(recorder, is_iteration)
 
     def end(
@@ -92,7 +92,7 @@ class Requests:
         """End it; tokens that are not given are those that were counted inside of it."""
         if begun is None:
             return
-        begun.recorder.generation_end(generated_tokens, prompt_tokens)
+        begun.recorder.generations.end(generated_tokens, prompt_tokens)
         if begun.is_iteration:
             begun.recorder.end(0, samples)
 
@@ -187,10 +187,10 @@ def record_request(
     start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
     if TOLD.is_owner:
         recorder.start(_now=lambda: start_ns)
-        recorder.generated(generated_tokens, now_ns - start_ns, prompt_tokens)
+        recorder.generations.add(generated_tokens, now_ns - start_ns, prompt_tokens)
         recorder.end(0, samples, _now=lambda: now_ns)
     elif took_s is not None:
-        recorder.generated(generated_tokens, int(took_s * 1e9), prompt_tokens)
+        recorder.generations.add(generated_tokens, int(took_s * 1e9), prompt_tokens)
 
 
 def _took_s(time_s: Any, computation_s: Any, communication_s: Any) -> float | None:

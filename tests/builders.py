@@ -15,6 +15,7 @@ from effllm.records.counters import FIELDS
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, DeviceWindow, Integrals, ParameterCount, RankReport
 from effllm.records.wire import Hello, Reports
+from effllm.training import generations as generations_module
 from effllm.training import recorder as recorder_module
 from effllm.training import ring
 from effllm.training.recorder import Recorder
@@ -73,7 +74,9 @@ def counted(slot):
 def looping(log_interval=10, offset=0, slots=256):
     with pytest.MonkeyPatch.context() as patch:
         loop = None
-        patch.setattr(recorder_module, "time", SimpleNamespace(monotonic_ns=lambda: loop.now_ns if loop else MADE_NS))
+        clock = SimpleNamespace(monotonic_ns=lambda: loop.now_ns if loop else MADE_NS)
+        for module in (recorder_module, generations_module):
+            patch.setattr(module, "time", clock)
         loop = Loop(log_interval, offset, slots)
         try:
             yield loop

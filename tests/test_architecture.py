@@ -39,7 +39,8 @@ FLOORS = """
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   runs.provenance
 1.0.2   place
-1.0.1   training.board  training.declared  training.ptracer  training.ring
+1.0.1.5 training.generations
+1.0.1   training.board  training.counts  training.declared  training.phases  training.ptracer  training.ring
 1.0.2   health.waste  runs.folder_size
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  network.listening  node_power.redfish_sources

@@ -457,19 +457,19 @@ def generated(slot):
 
 def generate(loop, from_ns, to_ns, *counts, is_phase=False):
     loop.now_ns = from_ns
-    loop.recorder.generation_start(is_phase)
+    loop.recorder.generations.start(is_phase)
     loop.now_ns = to_ns
-    loop.recorder.generation_end(*counts)
+    loop.recorder.generations.end(*counts)
 
 
 def test_generated_tokens_and_time_are_totals_in_every_record(loop):
     loop.start(2000)
-    loop.recorder.generated(120, 300, 40)
+    loop.recorder.generations.add(120, 300, 40)
     loop.end(3000)
-    loop.recorder.generated(80, 200)
+    loop.recorder.generations.add(80, 200)
     loop.start(3500)
     loop.end(4000)
-    loop.recorder.generated(1, 1)
+    loop.recorder.generations.add(1, 1)
     loop.recorder.finish()
 
     first, second, end = (slot for slot in loop.slots() if slot.kind in (ring.ITERATION, ring.END))
@@ -484,9 +484,9 @@ def test_generated_tokens_and_time_are_totals_in_every_record(loop):
 def test_invalid_generation_count_adds_nothing_and_warns_once(loop, bad, place):
     counts = [7, 8, 9]
     counts[place] = bad
-    loop.recorder.generated(*counts)
-    loop.recorder.generated(*counts)
-    loop.recorder.generated(7, 8, 9)
+    loop.recorder.generations.add(*counts)
+    loop.recorder.generations.add(*counts)
+    loop.recorder.generations.add(7, 8, 9)
     loop.start(2000)
     loop.end(3000)
 
@@ -501,7 +501,7 @@ def test_gpu_tensor_is_not_read_to_count_a_generation(loop):
         def __int__(self):
             raise AssertionError("this would synchronise")
 
-    loop.recorder.generated(OnGpu(), 5)
+    loop.recorder.generations.add(OnGpu(), 5)
     generate(loop, 1100, 1200, OnGpu())
     loop.start(2000)
     loop.end(3000)
@@ -535,15 +535,15 @@ def test_generation_without_phase_stays_in_the_step(loop):
 def test_nested_generation_is_counted_once(loop):
     recorder = loop.recorder
     loop.now_ns = 2000
-    recorder.generation_start()  # a request: LLM.chat calls LLM.generate
+    recorder.generations.start()  # a request: LLM.chat calls LLM.generate
     loop.now_ns = 2100
-    recorder.generation_start()
+    recorder.generations.start()
     generate(loop, 2200, 2300, 30, 4)
     loop.now_ns = 2400
-    recorder.generation_end(30, 4)
+    recorder.generations.end(30, 4)
     generate(loop, 2400, 2500, 12, 1)
     loop.now_ns = 2600
-    recorder.generation_end()  # without own counts: 30 + 12 inside
+    recorder.generations.end()  # without own counts: 30 + 12 inside
     generate(loop, 3000, 3100, 8)
     loop.start(4000)
     loop.end(4100)
@@ -553,8 +553,8 @@ def test_nested_generation_is_counted_once(loop):
 
 
 def test_generation_end_without_start_warns_once(loop):
-    loop.recorder.generation_end(5)
-    loop.recorder.generation_end(5)
+    loop.recorder.generations.end(5)
+    loop.recorder.generations.end(5)
     loop.start(2000)
     loop.end(3000)
 

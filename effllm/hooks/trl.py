@@ -44,7 +44,7 @@ def _generates(call: Call) -> Any:
     training, recorder = running(), get_metrics_collector().recorder
     if training is None or recorder is None or training.trainer is not call.args[0]:
         return None
-    recorder.generation_start(is_phase=True)
+    recorder.generations.start(is_phase=True)
     return recorder
 
 
@@ -56,12 +56,12 @@ def _generated(recorder: Any, call: Call, result: Any) -> None:
         prompts, completions = result[:2]
     else:
         completions = result[0] if isinstance(result, tuple) else result
-    recorder.generation_end(_length(completions), _length(prompts))
+    recorder.generations.end(_length(completions), _length(prompts))
 
 
 def _generation_failed(recorder: Any) -> None:
     if recorder is not None:
-        recorder.generation_end(0)
+        recorder.generations.end(0)
 
 
 def _rolls_out(call: Call) -> Any:
@@ -71,7 +71,7 @@ def _rolls_out(call: Call) -> Any:
 
 def _rolled_out(recorder: Any, call: Call, result: Any) -> None:
     if recorder is not None:
-        recorder.generation_end(_length(result[1]), _length(result[0]))
+        recorder.generations.end(_length(result[1]), _length(result[0]))
 
 
 def _prepared(_token: Any, call: Call, result: Any) -> None:

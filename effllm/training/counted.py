@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from effllm.training.recorder import whole_number
+from effllm.training.counts import whole_number
 
 
 class Counted:

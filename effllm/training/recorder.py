@@ -13,13 +13,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from effllm.records.counters import Counters
 from effllm.training import ring
+from effllm.training.counts import FEW_BITS, Losses, RunningCounts
+from effllm.training.generations import Generations
+from effllm.training.phases import Phases
 from effllm.training.shared_memory import RingError
 
-_PHASES = ("evaluation", "checkpoint", "other", "generation")
-_MAX_TOTAL = 2**62  # what a running total can hold
-_FEW_BITS = 30  # of counts that no total overflows by
 _NO_TOKENS = 0
 
 _live: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -31,46 +30,10 @@ class Recorder:
     Args:
         writer: the ring, shared with the agent.
         log_interval: iterations per window.
-        offset: the number of the first iteration, less one; boundaries lie where ordinal plus offset
-            is divisible by ``log_interval``.
+        offset: number of the first iteration, less one; windows end where ``log_interval`` divides ordinal plus offset.
         wake: called without waiting when a window ends and again when the next iteration starts.
-        warn: called with a line for the person, for each kind of mistake once.
+        warn: called with a line for the user, for each kind of mistake once.
     """
-
-    # Of an object with more than 30 attributes CPython keeps them in a dictionary of its own, which is slower.
-    __slots__ = (
-        "__weakref__",
-        "_arrival_ns",
-        "_boundary",
-        "_boundary_ordinal",
-        "_counters",
-        "_end_ns",
-        "_generation_is_phase",
-        "_generation_ns",
-        "_generation_start_ns",
-        "_generations",
-        "_is_special",
-        "_log_interval",
-        "_made_ns",
-        "_number",
-        "_offset",
-        "_on",
-        "_own_ns",
-        "_paused_between_ns",
-        "_paused_inside_ns",
-        "_phase",
-        "_phase_depth",
-        "_phase_ns",
-        "_phase_start_ns",
-        "_start_ns",
-        "_step_ns",
-        "_wait_ns",
-        "_wake",
-        "_warn",
-        "_warned",
-        "_writer",
-        "ordinal",
-    )
 
     def __init__(
         self,
@@ -80,11 +43,8 @@ class Recorder:
         wake: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        self._writer = writer
-        self._log_interval = log_interval
-        self._offset = offset
-        self._wake = wake
-        self._warn = warn
+        self._writer, self._wake, self._warn = writer, wake, warn
+        self._log_interval, self._offset = log_interval, offset
         self._warned: set[str] = set()
         self._on = True
         # Whether the next start or end has more to do than stamp: nothing has ended yet, a phase is open or was, a
@@ -97,19 +57,11 @@ class Recorder:
         self._made_ns = time.monotonic_ns()
         self._own_ns = self._arrival_ns = 0  # of the running iteration, once it has come to its sync point
         self._boundary = False  # a window has ended and the next iteration has not started
-        self._phase = -1
-        self._phase_depth = 0
-        self._phase_start_ns = 0
-        self._paused_between_ns = 0
-        self._paused_inside_ns = 0
         self._step_ns = self._wait_ns = 0
-        self._phase_ns = [0, 0, 0, 0]
-        self._counters = Counters()
-        self._generation_ns = 0
-        self._generations: list[tuple[int, int]] = []  # of each open one: tokens and prompts counted inside of it
-        self._generation_start_ns = 0
-        self._generation_is_phase = False
-        self._number = 0
+        self._counters = RunningCounts()
+        self._phases = Phases()
+        self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
+        self._losses = Losses(self._once)
         writer.state(ring.STARTUP, 0, self._made_ns)  # since now, and not since the machine was started
         _live.add(self)
 
@@ -126,13 +78,14 @@ class Recorder:
     def _start_specially(self, start_ns: int) -> None:
         if not self._on:
             return
-        if self._phase_depth:
-            self._split_phase(start_ns)
+        phases = self._phases
+        if phases.depth:
+            self._cut_phase(start_ns)
         self._start_ns = start_ns
-        self._paused_between_ns += self._paused_inside_ns
-        self._paused_inside_ns = self._own_ns = 0
+        phases.start_iteration()
+        self._own_ns = 0
         self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
-        self._is_special = not self._end_ns or self._phase_depth > 0 or self._paused_between_ns > 0
+        self._is_special = not self._end_ns or phases.depth > 0 or phases.between_ns > 0
         if self._boundary:
             self._boundary = False
             self._wake()
@@ -150,7 +103,7 @@ class Recorder:
         Args:
             tokens_processed: all positions.
             samples: sequences.
-            tokens: positions without padding; the processed ones where the loop does not tell.
+            tokens: positions without padding; the processed ones where not given.
             tokens_loss: positions with a label.
         """
         end_ns = _now()
@@ -169,13 +122,15 @@ class Recorder:
             tokens is None
             and tokens_loss is _NO_TOKENS
             and type(tokens_processed) is type(samples) is int
-            and not (tokens_processed | samples) >> _FEW_BITS  # nor negative
+            and not (tokens_processed | samples) >> FEW_BITS  # nor negative
         ):
             counters.tokens += tokens_processed
             counters.tokens_processed += tokens_processed
             counters.samples += samples
         else:
-            self._count(tokens_processed, samples, tokens_processed if tokens is None else tokens, tokens_loss)
+            tokens = tokens_processed if tokens is None else tokens
+            if not counters.add(tokens_processed, samples, tokens, tokens_loss):
+                self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} counts none")
         if self._own_ns:
             self._writer.iteration(
                 ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns, self._arrival_ns
@@ -189,236 +144,103 @@ class Recorder:
             self._wake()
 
     def _settle(self, end_ns: int) -> int:
-        """Take off pauses from wait and step, and return when the iteration started that ends now."""
-        if self._phase_depth:
-            self._split_phase(end_ns)
-        start_ns = self._start_ns or self._without_start()
+        """Take off phases from wait and step, and return when the iteration started that ends now."""
+        phases = self._phases
+        if phases.depth:
+            self._cut_phase(end_ns)
+        if not (start_ns := self._start_ns):
+            self._once("an iteration ended that had not started; it counts from the end of the one before")
+            start_ns = self.free_ns
+        between_ns, inside_ns = phases.end_iteration()
         if self._end_ns:
-            self._wait_ns -= self._paused_between_ns
+            self._wait_ns -= between_ns
         else:
-            self._end_ns = start_ns  # nobody waited before the first
-        self._step_ns -= self._paused_inside_ns
-        self._paused_between_ns = self._paused_inside_ns = 0
-        self._is_special = self._boundary or self._phase_depth > 0
+            self._end_ns = start_ns  # there is no wait before the first
+        self._step_ns -= inside_ns
+        self._is_special = self._boundary or phases.depth > 0
         return start_ns
-
-    def _count(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> None:
-        counters = self._counters
-        try:
-            if not (type(tokens) is type(tokens_processed) is type(tokens_loss) is type(samples) is int):
-                tokens, tokens_processed = whole_number(tokens), whole_number(tokens_processed)
-                tokens_loss, samples = whole_number(tokens_loss), whole_number(samples)
-            if (tokens | tokens_processed | tokens_loss | samples) >> _FEW_BITS:
-                if min(tokens, tokens_processed, tokens_loss, samples) < 0:
-                    raise ValueError  # noqa: TRY301 - handled as the wrong types are
-                most = max(
-                    counters.tokens + tokens, counters.tokens_processed + tokens_processed,
-                    counters.tokens_loss + tokens_loss, counters.samples + samples,
-                )  # fmt: skip
-                if most >= _MAX_TOTAL:
-                    raise OverflowError  # noqa: TRY301
-            counters.tokens += tokens
-            counters.tokens_processed += tokens_processed
-            counters.tokens_loss += tokens_loss
-            counters.samples += samples
-        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
-            self._once(f"tokens and samples must be counts of at least 0; iteration {self.ordinal} counts none")
 
     def sync_point(self, _now: Any = time.monotonic_ns) -> None:
         """Stamp where this rank first waits for others in the running iteration; later ones of it do not count.
 
         What lies before, less data waits and phases, is the rank's own time.
         """
-        if self._own_ns or not self._start_ns or self._phase_depth or not self._on:
+        if self._own_ns or not self._start_ns or self._phases.depth or not self._on:
             return
         self._arrival_ns = now_ns = _now()
-        self._own_ns = now_ns - self._start_ns - self._paused_inside_ns
+        self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
 
     def waited(self, spent_ns: int) -> None:
         """Count a stretch of the running iteration as waiting for data: its start moves on by as much."""
-        if self._on and self._start_ns and not self._phase_depth:
+        if self._on and self._start_ns and not self._phases.depth:
             self._start_ns += spent_ns
 
     def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
         """Add counts that became known when their iteration had ended; they enter the next record."""
-        if not self._on:
-            return
-        counts = (samples, tokens, tokens_loss)
-        if all(type(one) is int and 0 <= one < _MAX_TOTAL // 2 for one in counts):
-            self._counters.samples += samples
-            self._counters.tokens += tokens
-            self._counters.tokens_loss += tokens_loss
-        else:
+        if self._on and not self._counters.add(0, samples, tokens, tokens_loss):
             self._once("counts that come late must be whole numbers of at least 0; they are not counted")
 
     def phase_start(self, name: str) -> None:
         """Begin a stretch that is not iteration; one inside another belongs to the outer."""
         if not self._on:
             return
-        self._phase_depth += 1
         self._is_special = True
-        if self._phase_depth > 1:
-            return
-        self._phase = _PHASES.index(name) if isinstance(name, str) and name in _PHASES else 2
-        self._phase_start_ns = time.monotonic_ns()
-        self._writer.state(ring.PHASE_STATE, self.ordinal, self._phase_start_ns, self._phase)
+        now_ns = time.monotonic_ns()
+        if self._phases.begin(name, now_ns):
+            self._writer.state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
 
     def phase_end(self) -> None:
         """End the stretch that the last `phase_start` began."""
-        if not self._on:
-            return
-        if self._phase_depth == 0:
+        if not self._on or self._phases.depth == 0:
             self._once("a phase was ended that had not begun; ignored")
             return
-        self._phase_depth -= 1
-        if self._phase_depth:
+        if not self._phases.end():
             return
         end_ns = time.monotonic_ns()
-        self._split_phase(end_ns)
+        self._cut_phase(end_ns)
         if self._start_ns:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
         else:
             self._writer.state(ring.BETWEEN, self.ordinal, end_ns)
 
-    def _split_phase(self, at_ns: int) -> None:
-        # An iteration that starts or ends inside an open phase cuts it in two, so that every nanosecond
-        # belongs to exactly one class.
-        spent_ns = at_ns - self._phase_start_ns
-        self._phase_ns[self._phase] += spent_ns
+    def _cut_phase(self, at_ns: int) -> None:
+        start_ns = self._phases.cut(at_ns, is_inside=self._start_ns > 0)
         self._write_totals()
-        if self._start_ns:
-            self._paused_inside_ns += spent_ns
-        else:
-            self._paused_between_ns += spent_ns
-        self._put(ring.PHASE, self._phase, self.ordinal, 0, self._phase_start_ns, at_ns, 0.0)
-        self._phase_start_ns = at_ns
-
-    def generated(self, tokens: int, time_ns: int, prompt_tokens: int = 0) -> None:
-        """Add what this rank generated, and how long that took, to its totals; they make IT.
-
-        The time is left where it lay, in a step or in a phase. Use `generation_start` and `generation_end`
-        around what another hook may count as well.
-
-        Args:
-            tokens: that were generated, without prompts.
-            time_ns: of the generation, prompts included.
-            prompt_tokens: that stood before.
-        """
-        if not self._on:
-            return
-        try:
-            if not (type(tokens) is type(time_ns) is type(prompt_tokens) is int):
-                tokens, time_ns, prompt_tokens = (
-                    whole_number(tokens),
-                    whole_number(time_ns),
-                    whole_number(prompt_tokens),
-                )
-            if min(tokens, time_ns, prompt_tokens) < 0:
-                raise ValueError  # noqa: TRY301 - handled as the wrong types are
-            counters = self._counters
-            tokens += counters.generated_tokens
-            time_ns += self._generation_ns
-            prompt_tokens += counters.prompt_tokens
-            if max(tokens, time_ns, prompt_tokens) >= _MAX_TOTAL:
-                raise OverflowError  # noqa: TRY301
-            counters.generated_tokens, self._generation_ns, counters.prompt_tokens = tokens, time_ns, prompt_tokens
-            self._write_totals()
-        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
-            self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
-
-    @property
-    def is_generating(self) -> bool:
-        """Whether a generation has begun and not ended."""
-        return bool(self._generations)
+        self._put(ring.PHASE, self._phases.index, self.ordinal, 0, start_ns, at_ns, 0.0)
 
     @property
     def free_ns(self) -> int:
         """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
-        return (self._end_ns or self._made_ns) + self._paused_between_ns
+        return (self._end_ns or self._made_ns) + self._phases.between_ns
 
     @property
     def marks(self) -> tuple[int, ...]:
         """What changes where a phase or a generation begins or ends."""
-        return (self._phase_depth, len(self._generations), *self._phase_ns, self._generation_ns)
+        return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
 
     def may_evaluate(self) -> None:
         """Report an evaluation as the state of this rank; whether it is one, `evaluated` decides when it is over."""
-        if self._on and not self._phase_depth:
+        if self._on and not self._phases.depth:
             self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
 
     def evaluated(self, start_ns: int, end_ns: int) -> None:
         """Count a stretch of the running iteration as evaluation; no phase and no wait that was given may lie in it."""
-        if self._on and self._start_ns and not self._phase_depth:
+        if self._on and self._start_ns and not self._phases.depth:
             self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
             self._is_special = True
-            self._phase_ns[0] += end_ns - start_ns
-            self._paused_inside_ns += end_ns - start_ns
+            self._phases.add(0, end_ns - start_ns, is_inside=True)
             self._write_totals()
             self._put(ring.PHASE, 0, self.ordinal, 0, start_ns, end_ns, 0.0)
 
     def _write_totals(self) -> None:
-        self._writer.take(self._phase_ns, self._generation_ns, self._counters)
-
-    def generation_start(self, is_phase: bool = False) -> None:
-        """Begin a generation; one inside another belongs to the outer.
-
-        Args:
-            is_phase: whether it is a stretch of its own, so that neither AL nor T has its time.
-        """
-        if not self._on:
-            return
-        self._generations.append((0, 0))
-        if len(self._generations) > 1:
-            return
-        self._generation_is_phase = is_phase
-        if is_phase:
-            self.phase_start("generation")
-        self._generation_start_ns = time.monotonic_ns()
-
-    def generation_end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
-        """End the generation that the last `generation_start` began, with this rank's share of its tokens.
-
-        Args:
-            tokens: that were generated; what lay inside has counted them where not given.
-            prompt_tokens: that stood before.
-        """
-        if not self._on:
-            return
-        if not self._generations:
-            self._once("a generation was ended that had not begun; ignored")
-            return
-        seen_inside = self._generations.pop()
-        if tokens is None:
-            tokens, prompt_tokens = seen_inside
-        if self._generations:
-            try:
-                outer = self._generations[-1]
-                self._generations[-1] = (outer[0] + whole_number(tokens), outer[1] + whole_number(prompt_tokens))
-            except Exception:  # noqa: BLE001 - as in generated
-                self._once("generated tokens and their time must be counts of at least 0; a generation is not counted")
-            return
-        self.generated(tokens, time.monotonic_ns() - self._generation_start_ns, prompt_tokens)
-        if self._generation_is_phase:
-            self.phase_end()
+        if self._on:
+            self._writer.take(self._phases.total_ns, self.generations.total_ns, self._counters)
 
     def loss(self, number: int | None, loss: float | None) -> None:
-        """Record the loss of the iteration that ended last, and the number it is known by."""
-        if not self._on:
-            return
-        try:
-            number = int(number)  # type: ignore[arg-type] # of None it raises, as of other things that are no number
-            value = float("nan") if loss is None else float(loss)
-        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
-            self._once("log_metrics takes an iteration number and a loss that is a number; ignored")
-            return
-        if not -_MAX_TOTAL < number < _MAX_TOTAL:
-            self._once("log_metrics was given an iteration number out of range; ignored")
-            return
-        if number < self._number:
-            self._once(f"the iteration number went back from {self._number} to {number}; counting goes on")
-        self._number = number
-        now_ns = time.monotonic_ns()
-        self._put(ring.LOSS, loss is None, self.ordinal, number, now_ns, now_ns, value)
+        """Record the loss of the iteration that ended last, and the number that the caller has for it."""
+        if self._on and (checked := self._losses.checked(number, loss)) is not None:
+            now_ns = time.monotonic_ns()
+            self._put(ring.LOSS, loss is None, self.ordinal, checked[0], now_ns, now_ns, checked[1])
 
     def reset(self) -> None:
         """Let the run-to-date values start anew after the current window."""
@@ -430,7 +252,7 @@ class Recorder:
         """Record how the loop ended and record nothing from then on; later calls do nothing."""
         if not self._on:
             return
-        while self._phase_depth:  # an exception may have left one open
+        while self._phases.depth:  # an exception may have left one open
             self.phase_end()
         now_ns = time.monotonic_ns()
         known = isinstance(status, str) and status in ring.STATUSES
@@ -440,7 +262,7 @@ class Recorder:
         self._wake()
 
     def disable(self) -> None:
-        """Record nothing from now on, and say nothing about it: this is a forked child."""
+        """Record nothing from now on, not even the end: this is a forked child."""
         self._on, self._is_special = False, True
 
     def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
@@ -448,14 +270,9 @@ class Recorder:
             kind, what, ordinal, number, start_ns, end_ns, value, self._step_ns, self._wait_ns, self._counters
         )
 
-    def _without_start(self) -> int:
-        self._once("an iteration ended that had not started; it counts from the end of the one before")
-        return self.free_ns
-
     def _once(self, line: str) -> None:
-        kind = line[:24]
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if self._on and line[:24] not in self._warned:
+            self._warned.add(line[:24])
             self._warn(line)
 
 
@@ -479,17 +296,6 @@ def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
     recorder.disable()
     writer.close()
     return sorted(took_ns)[batches // 2] / pairs * 1e-9
-
-
-def whole_number(value: Any) -> int:
-    """Return a count as an ``int``; a string is none, and a tensor on a GPU is not read.
-
-    Raises:
-        TypeError: it is one of those, or no number; `ValueError` or whatever else its own conversion raises.
-    """
-    if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
-        raise TypeError  # reading a tensor on a GPU would be a synchronisation
-    return int(value)
 
 
 def _disable_all() -> None:

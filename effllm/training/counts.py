@@ -1,0 +1,79 @@
+"""What a loop counts, in any type that a caller may use: a wrong argument changes no total; standard library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from effllm.records.counters import Counters
+
+MAX_TOTAL = 2**62  # what a running total can hold
+FEW_BITS = 30  # of counts that no total overflows by
+
+
+class RunningCounts(Counters):
+    """The totals of a loop."""
+
+    def add(self, tokens_processed: Any, samples: Any, tokens: Any, tokens_loss: Any) -> bool:
+        """Add the counts of an iteration; ``False`` where one of them is none, and nothing is added."""
+        if not type(tokens_processed) is type(samples) is type(tokens) is type(tokens_loss) is int or (
+            (tokens_processed | samples | tokens | tokens_loss) >> FEW_BITS  # or negative
+        ):
+            counts = counts_of(tokens_processed, samples, tokens, tokens_loss)
+            totals = self.tokens_processed, self.samples, self.tokens, self.tokens_loss
+            if counts is None or max(map(int.__add__, totals, counts)) >= MAX_TOTAL:
+                return False
+            tokens_processed, samples, tokens, tokens_loss = counts
+        self.tokens_processed += tokens_processed
+        self.samples += samples
+        self.tokens += tokens
+        self.tokens_loss += tokens_loss
+        return True
+
+
+class Losses:
+    """Losses and the numbers of their iterations, as a caller gives them.
+
+    Args:
+        warn: called with a line for the user.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._number = 0
+
+    def checked(self, number: Any, loss: Any) -> tuple[int, float] | None:
+        """Return both as numbers, a loss of ``None`` as nan; ``None`` where one cannot be used."""
+        try:
+            number = int(number)
+            value = float("nan") if loss is None else float(loss)
+        except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+            self._warn("log_metrics takes an iteration number and a loss that is a number; ignored")
+            return None
+        if not -MAX_TOTAL < number < MAX_TOTAL:
+            self._warn("log_metrics was given an iteration number out of range; ignored")
+            return None
+        if number < self._number:
+            self._warn(f"the iteration number went back from {self._number} to {number}; counting goes on")
+        self._number = number
+        return number, value
+
+
+def counts_of(*values: Any) -> list[int] | None:
+    """Return counts as whole numbers of at least 0; ``None`` where one of them is none."""
+    try:
+        counts = [whole_number(value) for value in values]
+    except Exception:  # noqa: BLE001 - whatever the objects of the caller raise must not end the loop
+        return None
+    return counts if min(counts) >= 0 and max(counts) < MAX_TOTAL else None
+
+
+def whole_number(value: Any) -> int:
+    """Return a count as an ``int``; a string is none, and a tensor on a GPU is not read.
+
+    Raises:
+        TypeError: it is one of those, or no number; `ValueError` or whatever else its own conversion raises.
+    """
+    if isinstance(value, (str, bytes)) or getattr(value, "is_cuda", False):
+        raise TypeError  # reading a tensor on a GPU would be a synchronisation
+    return int(value)
