@@ -1,4 +1,4 @@
-"""The settings: `Config` holds each of them, as `read_config` reads them from the environment.
+"""The settings: `Config` holds each of them, and `read_config` reads them from the environment.
 
 Standard library alone, because the training process imports it.
 """
@@ -6,17 +6,15 @@ Standard library alone, because the training process imports it.
 from __future__ import annotations
 
 import difflib
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from effllm.switches import ALLOWED, ATTACH, PREFIX, is_on, is_unclear, this_process
-
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_PLUGIN = re.compile(r"[a-z][a-z0-9_]*")
+from effllm import setting_values as values
+from effllm.setting_values import ValueType, number, one_of, parse_sinks, whole
+from effllm.switches import ATTACH, PREFIX, this_process
 
 
 class ConfigError(ValueError):
@@ -29,45 +27,229 @@ class ConfigError(ValueError):
 #: Seconds that a window lasts at least where LOG_INTERVAL is not set.
 MIN_WINDOW_S = 1.0
 
+# The groups, as `effllm env` and docs/configuration.md have them: the settings that most people need come first.
+MOST = "What most jobs set"
+COST = "Cost and CO2"
+MEASURED = "What is measured"
+POWER = "Power sensors"
+CLUSTER = "Jobs on a cluster"
+
+
+class Variable(NamedTuple):
+    """One environment variable: its name without the prefix, its type, its group, and one sentence or two about it."""
+
+    name: str
+    value_type: ValueType
+    meaning: str
+    group: str
+    field: str = ""  #: of `Config`; empty for a variable that is no setting of a run
+    word: str = ""  #: for a default that is more than the field's value
+
+    def read(self, given: object, name: str = "") -> Any:
+        """Return the value of what is given for the variable, or for an argument called ``name``.
+
+        Raises:
+            ConfigError: it is not allowed.
+        """
+        try:
+            return self.value_type.read(str(given))
+        except ValueError:
+            raise ConfigError(name or PREFIX + self.name, given, f"must be {self.value_type.allowed}") from None
+
+    @property
+    def default(self) -> str:
+        """The default as one would write it in a shell; empty where there is none."""
+        return self.word or _text(getattr(Config(), self.field))
+
+    def value(self, config: Config) -> str:
+        """Return the setting in ``config`` as one would write it in a shell."""
+        return self.word if self.word and config.min_window_s else _text(getattr(config, self.field))
+
+
+def _setting(default: Any, group: str, value_type: ValueType, meaning: str, name: str = "", word: str = "") -> Any:
+    """Return a field of `Config` with its variable; the name is the field's in capitals unless one is given."""
+    return field(default=default, metadata={"variable": Variable(name, value_type, meaning, group, word=word)})
+
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting, each from the variable ``EFFICIENTLLM_<NAME>``; see docs/configuration.md."""
+    """Every setting, in the order of docs/configuration.md, which is made from it, as is `effllm env`."""
 
-    metrics_enabled: bool = True
-    collection_interval_s: float = 1.0
-    history_size: int = 1000
-    log_interval: int = 10
-    min_window_s: float = 0.0  # windows are joined until they last so long; see `read_config`
-    run_dir: str = "efficientllm_runs"
-    run_name: str = ""
-    run_folder_mb: int = 10_000
-    tensorboard_dir: str = ""
-    sinks: tuple[str, ...] = ("console", "tensorboard")
-    console: str = "auto"
-    device: str = "auto"
-    power_scope: str = "auto"
-    node_power: str = "auto"
-    node_power_credentials: str = ""
-    role: str = "trainer"
-    warmup_iterations: int = 0
-    warmup_seconds: float = 0.0
-    min_coverage: float = 1.0
-    parameters: str = "total"
-    peak_tflops: float | None = None
-    baseline_seconds: float = 0.0
-    carbon_intensity: float | None = None
-    pue: float = 1.0
-    price_per_kwh: float | None = None
-    price_per_gpu_hour: float | None = None
-    endpoint: str = ""
-    profile_every: int = 0
-    prometheus_port: int = 9788
-    security: str = "auto"
-    secret_file: str = ""
-    interface: str = ""
-    ports: str = ""
-    stall_seconds: float = 30.0
+    metrics_enabled: bool = _setting(
+        True,
+        MOST,
+        values.SWITCH,
+        "Jobs are measured unless this is off. Off means that no process is started and no file written.",
+    )
+    log_interval: int = _setting(
+        10,
+        MOST,
+        whole(1)._replace(allowed="a whole number of at least 1, or auto"),
+        "A window has this many iterations. With auto it has ten, and windows are joined until they last a second.",
+        word="auto",
+    )
+    sinks: tuple[str, ...] = _setting(
+        ("console", "tensorboard"),
+        MOST,
+        values.SINKS,
+        "Reports go to these sinks, and always to the run folder.",
+    )
+    run_dir: str = _setting("efficientllm_runs", MOST, values.FOLDER, "Run folders are made in this folder.")
+    run_name: str = _setting(
+        "",
+        MOST,
+        values.FOLDER_NAME,
+        "The run folder has this name. Without it the name is the job's id, or a time and eight letters.",
+    )
+    peak_tflops: float | None = _setting(
+        None,
+        MOST,
+        values.TFLOPS,
+        "MFU is measured against this peak. Without it the peak is that of the GPU's row in docs/hardware.md.",
+    )
+
+    price_per_gpu_hour: float | None = _setting(
+        None,
+        COST,
+        number(0, unit="money per GPU and hour"),
+        "Rented GPUs cost this much, electricity included. Without it no cost of GPUs is reported.",
+    )
+    price_per_kwh: float | None = _setting(
+        None,
+        COST,
+        number(0, unit="money per kWh"),
+        "Electricity costs this much. Without it no cost of energy is reported.",
+    )
+    carbon_intensity: float | None = _setting(
+        None,
+        COST,
+        number(0, 5000, unit="g CO2e per kWh"),
+        "Electricity causes this much CO2. Without it no CO2 is reported.",
+    )
+    pue: float = _setting(
+        1.0,
+        COST,
+        number(1, 10, "a ratio"),
+        "The site draws this many times the power of its machines. CO2 and the price of electricity are multiplied by it.",
+    )
+
+    device: str = _setting(
+        "auto",
+        MEASURED,
+        values.DEVICE,
+        "Each rank samples this device. With auto it is the rank's NVIDIA or AMD GPU, else the host.",
+    )
+    collection_interval_s: float = _setting(
+        1.0,
+        MEASURED,
+        number(0.01, 3600, "a number of seconds"),
+        "Two samples of a device are this many seconds apart.",
+        name="COLLECTION_INTERVAL",
+    )
+    history_size: int = _setting(
+        1000,
+        MEASURED,
+        whole(16, 1_000_000),
+        "The memory shared with the agent holds this many iterations, and the agent keeps this many unsent reports.",
+    )
+    parameters: str = _setting(
+        "total",
+        MEASURED,
+        one_of("total", "trainable", "active"),
+        "TT and ST are divided by this count of parameters.",
+    )
+    warmup: str = _setting(
+        "0",
+        MEASURED,
+        values.WARMUP,
+        "Run-to-date values leave out the first iterations or seconds of a job, rounded up to whole windows.",
+    )
+    min_coverage: float = _setting(
+        1.0,
+        MEASURED,
+        number(0, 1, "a ratio"),
+        "A window with a lower coverage has no sum over the cluster.",
+    )
+    profile_every: int = _setting(
+        0,
+        MEASURED,
+        whole(0),
+        "Every Nth iteration is profiled, to separate communication from computation. 0 profiles none.",
+    )
+    role: str = _setting("trainer", MEASURED, values.ROLE, "This process has this role in the job.")
+
+    power_scope: str = _setting(
+        "auto",
+        POWER,
+        one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"),
+        "AEC and energy are of the power in this scope. With auto it is the widest scope that every node has.",
+    )
+    node_power: str = _setting(
+        "auto",
+        POWER,
+        values.NODE_POWER,
+        "Local rank 0 reads the power of its node, besides that of the GPUs, from this sensor.",
+    )
+    node_power_credentials: str = _setting(
+        "", POWER, values.SECRET_FILE, "This file has the user and the password of the Redfish service in NODE_POWER."
+    )
+    baseline_seconds: float = _setting(
+        0.0,
+        POWER,
+        number(0, 600, "a number of seconds"),
+        "Idle power is measured for this many seconds before the first iteration, which waits. 0 measures none.",
+    )
+
+    run_folder_mb: int = _setting(
+        10_000,
+        CLUSTER,
+        whole(0),
+        "A run folder grows to this many MB, and then its oldest windows and rows of ranks are removed. 0 is no limit.",
+    )
+    stall_seconds: float = _setting(
+        30.0,
+        CLUSTER,
+        number(1, 86400, "a number of seconds"),
+        "A stall is reported when no rank makes progress for this many seconds and three median iterations.",
+    )
+    interface: str = _setting(
+        "",
+        CLUSTER,
+        values.INTERFACE,
+        "Rank 0 listens on this interface. Without it that is the one that reaches MASTER_ADDR.",
+    )
+    ports: str = _setting(
+        "", CLUSTER, values.PORTS, "Rank 0 listens on the first free port of this range. Without it any port is used."
+    )
+    endpoint: str = _setting("", CLUSTER, values.ENDPOINT, "Ranks report to this aggregator, which already runs.")
+    security: str = _setting(
+        "auto",
+        CLUSTER,
+        one_of("auto", "curve", "none"),
+        "With curve, reports are encrypted and peers without the key rejected. auto is curve wherever a secret can be.",
+    )
+    secret_file: str = _setting(
+        "",
+        CLUSTER,
+        values.SECRET_FILE,
+        "Keys are made from the secret in this file. Without it the file is efficientllm/secret in the user's config folder.",
+    )
+
+    min_window_s: float = 0.0  # no setting: windows are joined until they last so long; see `read_config`
+
+    @property
+    def warmup_iterations(self) -> int:
+        """The iterations of the warm-up; 0 where it is given in seconds."""
+        return 0 if self.warmup.endswith("s") else int(self.warmup)
+
+    @property
+    def warmup_seconds(self) -> float:
+        """The seconds of the warm-up; 0 where it is given in iterations."""
+        return float(self.warmup[:-1]) if self.warmup.endswith("s") else 0.0
+
+    def sink_options(self) -> dict[str, dict[str, str]]:
+        """Return the options that are given of each sink, as texts."""
+        return parse_sinks(self.sinks)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the agent and the run folder keep them."""
@@ -79,194 +261,88 @@ class Config:
         return cls(**{**values, "sinks": tuple(values["sinks"])})
 
 
-def _switch(text: str) -> bool:
-    if is_unclear(text):
-        raise ValueError
-    return is_on(text)
+def _text(value: Any) -> str:
+    """Return a value as one would write it in a shell; empty for ``None``."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = float(text)
-        if not least <= value <= most or math.isinf(value):
-            raise ValueError
-        return value
-
-    return read
+def _variables() -> Iterator[Variable]:
+    for one in fields(Config):
+        if (variable := one.metadata.get("variable")) is not None:
+            yield variable._replace(name=variable.name or one.name.upper(), field=one.name)
 
 
-def _positive(text: str) -> float:
-    value = _number(0.0)(text)
-    if value == 0.0:
-        raise ValueError
-    return value
+#: The variables of the settings.
+VARIABLES = tuple(_variables())
+#: Read where torch is imported: no setting of a run.
+ATTACH_SWITCH = Variable(
+    ATTACH.removeprefix(PREFIX),
+    values.SWITCH,
+    "Where this is on, known training loops are hooked when torch is imported.",
+    MOST,
+)
+#: Every variable that is read, in the order in which they are shown.
+ALL_VARIABLES = (VARIABLES[0], ATTACH_SWITCH, *VARIABLES[1:])
 
-
-def _whole(least: int, most: int = 2**40) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            raise ValueError
-        return value
-
-    return read
-
-
-def _names(text: str) -> tuple[str, ...]:
-    if text == "none":
-        return ()
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not all(_PLUGIN.fullmatch(name) for name in names):
-        raise ValueError
-    return names
-
-
-def _plugin(text: str) -> str:
-    if not _PLUGIN.fullmatch(text):
-        raise ValueError
-    return text
-
-
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in allowed:
-            raise ValueError
-        return text
-
-    return read
-
-
-def _safe_name(text: str) -> str:
-    if not _SAFE_NAME.fullmatch(text):
-        raise ValueError
-    return text
-
-
-def _endpoint(text: str) -> str:
-    match = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})", text)
-    if not match or not 0 < int(match[2]) < 65536:
-        raise ValueError
-    return f"tcp://{match[1]}:{match[2]}"
-
-
-def _ports(text: str) -> str:
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-    if not match or not 0 < int(match[1]) <= int(match[2]) < 65536:
-        raise ValueError
-    return text
-
-
-def _interface(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.:@%-]{1,64}", text):
-        raise ValueError
-    return text
-
-
-def _node_power(text: str) -> str:
-    if text not in ("auto", "none", "ipmi") and not re.fullmatch(r"https?://[^\s@]+", text):
-        raise ValueError  # credentials belong into a file, never into an address
-    return text
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One environment variable: its name, the field it sets, how it is read and what is allowed."""
-
-    name: str
-    field: str
-    read: Callable[[str], Any]
-    allowed: str
-    meaning: str
-    word: str = ""  # for a default that is more than the field's value
-
-    @property
-    def default(self) -> str:
-        """The default as one would write it in a shell; empty where there is none."""
-        return self.word or self.text(getattr(Config(), self.field))
-
-    def value(self, config: Config) -> str:
-        """Return the setting in ``config`` as one would write it in a shell."""
-        return self.word if self.word and config.min_window_s else self.text(getattr(config, self.field))
-
-    @staticmethod
-    def text(value: Any) -> str:
-        """Return a value as one would write it in a shell; empty for ``None``."""
-        if value is None:
-            return ""
-        if isinstance(value, tuple):
-            return ",".join(value) or "none"
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable("METRICS_ENABLED", "metrics_enabled", _switch, ALLOWED, "the switch; off means off"),
-    Variable("COLLECTION_INTERVAL", "collection_interval_s", _number(0.01, 3600.0), "a number of seconds from 0.01 to 3600", "seconds between device samples"),
-    Variable("HISTORY_SIZE", "history_size", _whole(16, 1_000_000), "a whole number from 16 to 1000000", "slots of the ring and of the buffer of unsent reports"),
-    Variable("LOG_INTERVAL", "log_interval", _whole(1, 1_000_000_000), "a whole number of at least 1, or auto", "iterations per window; auto is 10, and windows are joined until they last a second", "auto"),
-    Variable("RUN_DIR", "run_dir", str, "a folder", "where run folders are made"),
-    Variable("RUN_NAME", "run_name", _safe_name, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit", "name of the run folder"),
-    Variable("RUN_FOLDER_MB", "run_folder_mb", _whole(0, 1_000_000_000), "a whole number of at least 0; 0 is no limit", "MB that a run folder may become; the oldest windows and rows of ranks are removed first, totals never"),
-    Variable("TENSORBOARD_DIR", "tensorboard_dir", str, "a folder", "where the event file goes"),
-    Variable("SINKS", "sinks", _names, "names of files in effllm/sinks/, separated by commas, or none", "where reports go beside the run folder"),
-    Variable("CONSOLE", "console", _one_of("auto", "short", "full"), "auto, short or full", "what is printed of a window: two lines, or the block that scripts parse; auto is short on a terminal, full elsewhere"),
-    Variable("DEVICE", "device", _plugin, "auto, or the name of a file in effllm/devices/", "what each rank samples; auto is its NVIDIA or AMD GPU, else the host"),
-    Variable("POWER_SCOPE", "power_scope", _one_of("auto", "gpu", "module", "gpu+cpu", "node-psu"), "auto, gpu, module, gpu+cpu or node-psu", "whose power makes AEC and energy; auto is the widest that every node has"),
-    Variable("NODE_POWER", "node_power", _node_power, "auto, none, ipmi, or the https:// address of a Redfish service", "by what local rank 0 reads its node's power beside the GPUs"),
-    Variable("NODE_POWER_CREDENTIALS", "node_power_credentials", str, "a file of mode 0600", "user and password of the Redfish service"),
-    Variable("ROLE", "role", _safe_name, "a word, such as trainer or rollout", "what this process does in the job"),
-    Variable("WARMUP_ITERATIONS", "warmup_iterations", _whole(0), "a whole number of at least 0", "left out of run-to-date values, rounded up to whole windows"),
-    Variable("WARMUP_SECONDS", "warmup_seconds", _number(0.0), "a number of seconds of at least 0", "left out of run-to-date values, rounded up to whole windows"),
-    Variable("MIN_COVERAGE", "min_coverage", _number(0.0, 1.0), "a ratio from 0 to 1", "a window measured less than this has no cluster sum"),
-    Variable("PARAMETERS", "parameters", _one_of("total", "trainable", "active"), "total, trainable or active", "which parameter count divides TT and ST"),
-    Variable("PEAK_TFLOPS", "peak_tflops", _positive, "a number above 0, in TFLOP/s of one device", "peak that MFU is measured against"),
-    Variable("BASELINE_SECONDS", "baseline_seconds", _number(0.0, 600.0), "a number of seconds from 0 to 600", "idle power is measured so long before the first iteration; 0 is not at all"),
-    Variable("CARBON_INTENSITY", "carbon_intensity", _number(0.0, 5000.0), "a number from 0 to 5000, in g CO2e per kWh", "of the electricity; without it no CO2 is reported"),
-    Variable("PUE", "pue", _number(1.0, 10.0), "a ratio from 1 to 10", "what the site draws over what its machines draw; multiplies CO2 and cost"),
-    Variable("PRICE_PER_KWH", "price_per_kwh", _number(0.0), "a number of at least 0, in money per kWh", "of the electricity"),
-    Variable("PRICE_PER_GPU_HOUR", "price_per_gpu_hour", _number(0.0), "a number of at least 0, in money per GPU and hour", "of rented GPUs, electricity included"),
-    Variable("ENDPOINT", "endpoint", _endpoint, "host:port or tcp://host:port", "an aggregator that is already running"),
-    Variable("PROMETHEUS_PORT", "prometheus_port", _whole(0, 65535), "a port from 0 to 65535", "where the sink prometheus serves, on loopback alone; 0 is any free port"),
-    Variable("PROFILE_EVERY", "profile_every", _whole(0, 1_000_000_000), "a whole number of at least 0", "one iteration in so many is profiled, to tell communication from computation; 0 is none"),
-    Variable("SECURITY", "security", _one_of("auto", "curve", "none"), "auto, curve or none", "whether reports are encrypted and peers without the key rejected; auto is curve wherever there can be a secret"),
-    Variable("SECRET_FILE", "secret_file", str, "a file of mode 0600", "the user's secret, from which the keys are made; else efficientllm/secret in the user's config folder"),
-    Variable("INTERFACE", "interface", _interface, "the name of an interface, such as ib0, or an address of rank 0's host", "where rank 0 listens; else on the interface that reaches MASTER_ADDR"),
-    Variable("PORTS", "ports", _ports, "two ports, such as 29700-29799", "rank 0 listens on the first of them that is free; else on any free port"),
-    Variable("STALL_SECONDS", "stall_seconds", _number(1.0, 86400.0), "a number of seconds from 1 to 86400", "a stall is reported when no rank makes progress for this many seconds and three median iterations, with each rank's position"),
-)  # fmt: skip
+#: Names of earlier versions: the variable that replaces each, and what its value becomes there.
+OLD_NAMES = {
+    "WARMUP_ITERATIONS": ("WARMUP", "{}"),
+    "WARMUP_SECONDS": ("WARMUP", "{}s"),
+    "CONSOLE": ("SINKS", "console:format={}"),
+    "TENSORBOARD_DIR": ("SINKS", "tensorboard:dir={}"),
+    "PROMETHEUS_PORT": ("SINKS", "prometheus:port={}"),
+}
 
 #: What is written for `PREFIX` by mistake.
 _WRONG_PREFIXES = ("EFFLLM_", "EFFICIENT_LLM_", "EFFICENTLLM_")
-
-#: Read by the launch scripts and by the entry point, not settings of a run.
-SWITCHES = (ATTACH,)
 
 
 def read_config(environ: Mapping[str, str]) -> Config:
     """Return the settings of ``environ``; an empty value means the default.
 
     Raises:
-        ConfigError: a value is not allowed.
+        ConfigError: a value is not allowed, or a name is one of an earlier version.
     """
-    values: dict[str, Any] = {}
+    for _, error in old_settings(environ):
+        raise error
+    found: dict[str, Any] = {}
     for variable in VARIABLES:
         text = environ.get(PREFIX + variable.name, "").strip()
-        if not text or text == variable.word:
-            continue
-        try:
-            values[variable.field] = variable.read(text)
-        except ValueError:
-            raise ConfigError(PREFIX + variable.name, text, f"must be {variable.allowed}") from None
-    # What is asked for is obeyed, and what is not takes no more than a window a second.
-    return Config(**values, min_window_s=0.0 if "log_interval" in values else MIN_WINDOW_S)
+        if text and text != variable.word:
+            found[variable.field] = variable.read(text)
+    # A LOG_INTERVAL that is set is used as it is; without it there is at most one window a second.
+    return Config(**found, min_window_s=0.0 if "log_interval" in found else MIN_WINDOW_S)
+
+
+def old_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
+    """Yield each variable of an earlier version that is set, with what to write instead."""
+    for old, (new, form) in OLD_NAMES.items():
+        if text := environ.get(PREFIX + old, "").strip():
+            value = form.format(text)
+            if new == "SINKS":
+                value = _with_option(environ.get(f"{PREFIX}SINKS", ""), value)
+            yield PREFIX + old, ConfigError(PREFIX + old, text, f"write {PREFIX}{new}={shlex.quote(value)} instead")
+
+
+def _with_option(sinks: str, entry: str) -> str:
+    """Return a value of SINKS with an entry that has an option."""
+    entries = [one.strip() for one in sinks.split(",") if one.strip() not in ("", "none")] or list(Config().sinks)
+    name = entry.partition(":")[0]
+    return ",".join([entry if one == name else one for one in entries] + [entry] * (name not in entries))
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each variable that looks like ours and that nothing reads, with the likely meant name."""
-    known = [variable.name for variable in VARIABLES] + [name.removeprefix(PREFIX) for name in SWITCHES]
+    """Return one line for each variable that has our prefix, or one like it, and is not read, with the nearest name."""
+    known = [variable.name for variable in ALL_VARIABLES]
     lines = []
     for name in sorted(environ):
         prefix = next((prefix for prefix in (PREFIX, *_WRONG_PREFIXES) if name.startswith(prefix)), None)
-        if prefix is not None and (short := name.removeprefix(prefix)) not in (known if prefix == PREFIX else ()):
+        short = name.removeprefix(prefix or "")
+        if prefix is not None and short not in ((*known, *OLD_NAMES) if prefix == PREFIX else ()):
             near = difflib.get_close_matches(short, known, n=1)
             lines.append(f"{name} is not read by this version" + (f"; did you mean {PREFIX}{near[0]}?" if near else ""))
     return lines
@@ -287,13 +363,13 @@ def cache_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """Return the user's own folder for logs of agents that never learned their run folder."""
+    """Return the user's own folder for logs of agents that have no run folder yet."""
     base = this_process().get("XDG_STATE_HOME", "").strip()
     return (Path(base) if base else _home() / ".local" / "state") / "efficientllm"
 
 
 def _home() -> Path:
-    """Return the user's home; where nothing says which it is, what can hold no file."""
+    """Return the user's home; where there is none, a path that can hold no file."""
     try:
         return Path.home()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What is wrong with the settings, found before a job starts, when it can still be said loudly."""
+"""What is wrong with the settings, found before a job starts, when an error is still seen."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from effllm.config import VARIABLES, Config, ConfigError, read_config, secret_path, unknown_variables
+from effllm.config import (
+    VARIABLES,
+    Config,
+    ConfigError,
+    old_settings,
+    read_config,
+    secret_path,
+    unknown_variables,
+)
 from effllm.devices import device_names
 from effllm.node_power import missing
 from effllm.place import read_place
-from effllm.sinks import SinkUnavailable, import_sink, no_such_sink, sink_names
+from effllm.sinks import SinkUnavailable, no_such_sink, read_options, sink_names
 from effllm.switches import ATTACH, PREFIX, unclear
 
 
@@ -62,6 +70,7 @@ def usable(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
+    yield from old_settings(environ)
     for name in (PREFIX + variable.name for variable in VARIABLES):
         try:
             read_config({name: environ.get(name, "")})
@@ -71,8 +80,8 @@ def _wrong_values(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError
 
 def _wrong_folders(config: Config) -> Iterator[ConfigError]:
     """Yield the absolute folders that cannot be written; where a relative one will be is not known yet."""
-    charts = config.tensorboard_dir if "tensorboard" in config.sinks else ""
-    for variable, folder in (("RUN_DIR", config.run_dir), ("TENSORBOARD_DIR", charts)):
+    charts = config.sink_options().get("tensorboard", {}).get("dir", "")
+    for variable, folder in (("RUN_DIR", config.run_dir), ("SINKS", charts)):
         if Path(folder).is_absolute() and (reason := unwritable(Path(folder))):
             yield ConfigError(f"{PREFIX}{variable}", folder, reason)
 
@@ -82,12 +91,12 @@ def _wrong_names(config: Config) -> Iterator[ConfigError]:
     if config.device not in ("auto", *devices):
         allowed = f"there is no such device; there are: auto, {', '.join(devices)}"
         yield ConfigError(f"{PREFIX}DEVICE", config.device, allowed)
-    for name in config.sinks:
+    for name, options in config.sink_options().items():
         if name not in sinks:
             yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), no_such_sink(name))
-        elif name not in Config().sinks:  # what those need is installed with effllm, and slow to import
+        elif options or name not in Config().sinks:  # what those need is installed with effllm, and slow to import
             try:
-                import_sink(name)
+                read_options(name, options)
             except SinkUnavailable as error:
                 yield ConfigError(f"{PREFIX}SINKS", ",".join(config.sinks), str(error))
     if reason := missing(config.node_power):

@@ -294,7 +294,7 @@ def _settings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _sinks(config: Config) -> Iterator[Finding]:
-    for name in config.sinks:
+    for name in config.sink_options():
         try:
             importlib.import_module(f"effllm.sinks.{name}")
         except ImportError as error:

@@ -1,6 +1,6 @@
-"""The only door to the environment, and whether metrics are on: what every ``import torch`` asks.
+"""The only access to the environment, and whether metrics are on, which every ``import torch`` reads.
 
-The settings themselves are `config`'s, which takes milliseconds to import.  Standard library alone.
+The settings are in `config`, which takes milliseconds to import.  Standard library alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def this_process() -> Mapping[str, str]:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable of another library for this process, where nobody has set it."""
+    """Set a variable of another library for this process, unless it is set."""
     os.environ.setdefault(name, value)
 
 
@@ -34,7 +34,7 @@ def is_on(text: str) -> bool:
 
 
 def is_unclear(text: str) -> bool:
-    """Whether a switch is set, and neither to on nor to off."""
+    """Whether a switch is set, and to neither on nor off."""
     return text.strip().lower() not in (*_ON, *_OFF, "")
 
 
@@ -47,15 +47,15 @@ def unclear(environ: Mapping[str, str], *names: str) -> str:
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Say whether metrics are on; the one setting that is looked at before all others."""
+    """Whether metrics are on: the one setting that is read before all others."""
     return is_on(environ.get(METRICS_ENABLED, "").strip() or "true")
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
-    """Whether metrics are off in so many words; one that is neither on nor off is a mistake, for `config` to name."""
+    """Whether metrics are set to off; a value that is neither on nor off is an error, which `config` names."""
     return not is_enabled(environ) and not is_unclear(environ.get(METRICS_ENABLED, ""))
 
 
 def is_attached(environ: Mapping[str, str]) -> bool:
-    """Say whether frameworks are to be hooked as they are imported: what sourcing the config script asks for."""
+    """Whether frameworks are hooked as they are imported, as the config script sets it."""
     return is_on(environ.get(ATTACH, "")) and is_enabled(environ)

@@ -4,7 +4,7 @@
 #   source launch/efficientllm_config.sh
 #
 # A variable that is already set is kept.  For bash and zsh, from any folder, as often as you like.
-# docs/configuration.md says what each variable does and which others there are.
+# `effllm env` prints every variable with its meaning, and docs/configuration.md has more about some.
 
 export EFFICIENTLLM_METRICS_ENABLED="${EFFICIENTLLM_METRICS_ENABLED:-true}"
 export EFFICIENTLLM_COLLECTION_INTERVAL="${EFFICIENTLLM_COLLECTION_INTERVAL:-1.0}"

@@ -359,7 +359,7 @@ def test_late_report_after_a_reset_counts_in_the_job_only():
 
 
 def test_late_report_of_the_warm_up_is_not_in_the_run():
-    job, _ = late_job(warmup_iterations=10)
+    job, _ = late_job(warmup="10")
     job.send(row(1))
 
     (correction,) = job.closed()
@@ -641,7 +641,7 @@ def run_of(job, windows, **changes):
 
 
 def test_warm_up_iterations_are_rounded_up_to_whole_windows():
-    closed = run_of(Job(warmup_iterations=15).join(), 3)
+    closed = run_of(Job(warmup="15").join(), 3)
 
     assert [report.warming_up for report in closed] == [True, True, False]
     assert [report.run.counts.tokens for report in closed] == [0, 0, 2000]
@@ -652,7 +652,7 @@ def test_warm_up_iterations_are_rounded_up_to_whole_windows():
 
 
 def test_warm_up_seconds_are_iteration_time():
-    closed = run_of(Job(warmup_seconds=15.0).join(), 3, phases_s={"evaluation": 100.0})
+    closed = run_of(Job(warmup="15s").join(), 3, phases_s={"evaluation": 100.0})
 
     # Windows of 10 s and an evaluation: the second begins after 10 s, fewer than 15.
     assert [report.run.counts.tokens for report in closed] == [0, 0, 2000]
@@ -936,10 +936,10 @@ def test_only_reports_of_closed_windows_are_acknowledged():
 
 
 def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
-    first = Job(warmup_iterations=10).join()
+    first = Job(warmup="10").join()
     run_of(first, 2)
     snapshot = restore(first.aggregator.snapshot()).next_attempt("second job")
-    aggregator = Aggregator(Config(warmup_iterations=10), "second job", snapshot.attempt, 2000.0, snapshot)
+    aggregator = Aggregator(Config(warmup="10"), "second job", snapshot.attempt, 2000.0, snapshot)
 
     assert aggregator.hello(hello(0, 1, job="second job", agent="new"), Now(0.0, 2000.0)) == ""
     aggregator.reports(reports(row(0, 1, agent="new"), row(0, 2, agent="new")), Now(0.0, 2000.0))
@@ -951,15 +951,15 @@ def test_next_attempt_keeps_sums_and_starts_with_own_ranks():
     assert aggregator.summary(3000.0, ended=True).attempts == 2
 
 
-@pytest.mark.parametrize("warmup_seconds", [0.0, 15.0])
-def test_next_attempt_has_own_warm_up_and_ignores_old_reset(warmup_seconds):
-    first = Job(1, warmup_seconds=warmup_seconds).join()
+@pytest.mark.parametrize("warmup", ["0", "15s"])
+def test_next_attempt_has_own_warm_up_and_ignores_old_reset(warmup):
+    first = Job(1, warmup=warmup).join()
     first.send(row(0, 1), row(0, 2), row(0, 3, reset=True))
-    second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup_seconds=warmup_seconds).join()
+    second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup=warmup).join()
     second.send(row(0, 1), row(0, 2), row(0, 3))
 
     # Windows of 10 s: two of them are begun within 15 s.
-    expected = [0, 0, 1000] if warmup_seconds else [1000, 2000, 3000]
+    expected = [0, 0, 1000] if warmup == "15s" else [1000, 2000, 3000]
     assert [report.run.counts.tokens for report in second.closed()] == expected
 
 
@@ -1334,7 +1334,7 @@ def test_summary_errors_are_those_of_the_two_outer_edges():
 
 
 def test_total_energy_includes_warm_up_and_shows_it_apart():
-    job = Job(1, warmup_iterations=15).join()
+    job = Job(1, warmup="15").join()
     job.send(row(0, 1), row(0, 2), row(0, 3), row(0, 4))
     energy = job.summary().energy
 
@@ -1344,7 +1344,7 @@ def test_total_energy_includes_warm_up_and_shows_it_apart():
 
 
 def test_late_report_of_the_warm_up_completes_its_energy():
-    job, _ = late_job(warmup_iterations=10)
+    job, _ = late_job(warmup="10")
     assert job.summary().energy.warmup_joules == 1000.0
     job.send(row(1))
 
@@ -1361,9 +1361,9 @@ def test_late_report_before_a_reset_is_no_warm_up():
 
 
 def test_each_attempt_adds_its_own_warm_up():
-    first = Job(1, warmup_iterations=10).join()
+    first = Job(1, warmup="10").join()
     first.send(row(0, 1), row(0, 2, final=True))
-    second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup_iterations=10).join()
+    second = Job(1, restore(first.aggregator.snapshot()).next_attempt("job"), warmup="10").join()
     second.send(row(0, 1), row(0, 2))
 
     assert second.summary().energy.warmup_joules == 2000.0

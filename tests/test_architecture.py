@@ -38,6 +38,7 @@ FLOORS = """
 1.0.1   agents.flight_recorder  agents.trainer_process  aggregation.pacing  config  health.diagnosis  health.robust
 1.0.1   node_power.credentials  node_power.perf_event  node_power.reader  node_power.redfish_records
 1.0.1   runs.provenance
+1.0.0.5 setting_values
 1.0.2   place
 1.0.1.5 training.generations
 1.0.1   training.board  training.counts  training.declared  training.phases  training.ptracer  training.ring

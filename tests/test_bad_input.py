@@ -35,12 +35,12 @@ def assert_disabled(job, text):
         ("run_name", "../x", "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"),
         ("run_name", "/tmp/x", "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"),
         ("run_name", "..", "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"),
-        ("sinks", "console,../x", "names of files in effllm/sinks/, separated by commas"),
+        ("sinks", "console,../x", "names of files in effllm/sinks/, each once, separated by commas"),
         ("device", "../nvml", "auto, or the name of a file in effllm/devices/"),
         ("endpoint", "here", "host:port or tcp://host:port"),
         ("endpoint", "tcp://127.0.0.1:99999", "host:port or tcp://host:port"),
         ("min_coverage", "1.5", "a ratio from 0 to 1"),
-        ("warmup_seconds", "-1", "a number of seconds of at least 0"),
+        ("warmup", "-1", "a whole number of iterations, such as 100, or a number of seconds, such as 60s"),
         ("parameters", "some", "total, trainable or active"),
     ],
 )
@@ -84,10 +84,18 @@ def test_wrong_argument_is_reported_like_a_wrong_setting(launch, arguments):
     assert_disabled(job, "collection_interval=")
 
 
-def test_unknown_sink_does_not_affect_other_sinks(launch):
-    job = launch.python(*SERVED, sinks="nosuch,console").done()
+def test_old_name_of_a_setting_disables_metrics_and_names_the_new_one(launch):
+    job = launch.python(LOOP, "--iterations", 3, warmup_seconds=60).done()
+
+    assert_disabled(job, "EFFICIENTLLM_WARMUP_SECONDS='60' is not usable: write EFFICIENTLLM_WARMUP=60s instead")
+    assert len(job.output()["steps"]) == 3
+
+
+def test_unknown_sink_or_option_does_not_affect_other_sinks(launch):
+    job = launch.python(*SERVED, sinks="nosuch,tensorboard:where=x,console").done()
 
     assert len(job.blocks) == 2
+    assert any("has no option 'where'; it has: dir" in text for text in job.ledger.event_texts("sink"))
     assert any("there is no sink 'nosuch'" in text for text in job.ledger.event_texts("sink"))
     assert job.ledger.summary.tokens == 2000
 

@@ -1,11 +1,12 @@
 """effllm env: the exports for a shell, and the check of settings."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from effllm.config import SWITCHES, VARIABLES
+from effllm.config import ALL_VARIABLES, VARIABLES
 from effllm.switches import PREFIX
 
 
@@ -37,11 +38,16 @@ def test_set_variables_are_kept_and_quoted(cli):
 
 def test_every_variable_is_listed_with_its_meaning(cli):
     shown = cli.run("env").stdout
+    prose = " ".join(shown.replace("\n# ", "\n").split())
 
-    for variable in VARIABLES:
-        assert f"# {variable.meaning}\n" in shown
-        assert f"{PREFIX}{variable.name}=" in shown
-    assert f"{SWITCHES[0]}=1" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    names = re.findall(rf"^(?:# )?export {PREFIX}(\w+)=", shown, re.MULTILINE)
+    assert names == [variable.name for variable in ALL_VARIABLES]
+    for variable in ALL_VARIABLES:
+        assert f"{variable.meaning} Allowed: {variable.value_type.allowed}." in prose
+    seven = re.findall(rf"{PREFIX}(\w+)=", shown.partition("# ---- Cost")[0])
+    assert seven == ["METRICS_ENABLED", "ATTACH", "LOG_INTERVAL", "SINKS", "RUN_DIR", "RUN_NAME", "PEAK_TFLOPS"]
+    assert f"export {PREFIX}ATTACH=1\n" in shown
 
 
 def test_check_of_valid_settings_prints_nothing(cli):
@@ -72,7 +78,12 @@ def test_each_wrong_value_has_a_line_and_none_is_exported(cli, option):
         ("METRICS_ENABLED", "flase", "must be true, 1, yes or on, or false, 0, no or off"),
         ("ATTACH", "perhaps", "EFFICIENTLLM_ATTACH='perhaps' is not usable: must be true, 1"),
         ("RUN_DIR", "/proc/x", "/proc/x cannot be written: "),
-        ("TENSORBOARD_DIR", "/proc/x", "/proc/x cannot be written: "),
+        ("SINKS", "tensorboard:dir=/proc/x", "/proc/x cannot be written: "),
+        ("SINKS", "console:colour=red", "sink 'console' has no option 'colour'; it has: format"),
+        ("SINKS", "console:format=Full", "console:format='Full' is not usable: must be auto, short or full"),
+        ("SINKS", "prometheus:port=65536", "prometheus:port='65536' is not usable: must be a port from 0 to 65535"),
+        ("CONSOLE", "full", "write EFFICIENTLLM_SINKS=console:format=full,tensorboard instead"),
+        ("WARMUP_SECONDS", "60", "write EFFICIENTLLM_WARMUP=60s instead"),
     ],
 )
 def test_unknown_names_are_reported_with_the_known_ones(cli, name, value, expected):
@@ -124,7 +135,7 @@ def test_unknown_option_is_a_usage_error(cli):
     done = cli.run("env", "--chekc")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert "'--chekc' is not one of --check, --shell" in done.stderr
+    assert "'--chekc' is not one of --check, --shell, --markdown" in done.stderr
 
 
 @pytest.mark.parametrize("command", [["env", "--check"], ["run", "train.py"]])

@@ -1,10 +1,23 @@
 """effllm/config.py: every variable has a default, takes valid values, and reports invalid ones."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
-from effllm.config import MIN_WINDOW_S, VARIABLES, Config, ConfigError, read_config, secret_path, unknown_variables
+from effllm.config import (
+    ALL_VARIABLES,
+    MIN_WINDOW_S,
+    MOST,
+    OLD_NAMES,
+    VARIABLES,
+    Config,
+    ConfigError,
+    read_config,
+    secret_path,
+    unknown_variables,
+)
 from effllm.switches import PREFIX, is_enabled
 
 GOOD = {
@@ -15,13 +28,10 @@ GOOD = {
     "RUN_DIR": ("/scratch/my runs", "/scratch/my runs"),
     "RUN_FOLDER_MB": ("500", 500),
     "RUN_NAME": ("llama-7b_v1.2", "llama-7b_v1.2"),
-    "TENSORBOARD_DIR": ("tb", "tb"),
-    "SINKS": ("console, csv,", ("console", "csv")),
-    "CONSOLE": ("full", "full"),
+    "SINKS": ("console, csv:a=b:c=1:2,", ("console", "csv:a=b:c=1:2")),
     "DEVICE": ("simulated", "simulated"),
     "ROLE": ("rollout", "rollout"),
-    "WARMUP_ITERATIONS": ("20", 20),
-    "WARMUP_SECONDS": ("1.5", 1.5),
+    "WARMUP": ("1.5s", "1.5s"),
     "MIN_COVERAGE": ("0.9", 0.9),
     "PARAMETERS": ("active", "active"),
     "PEAK_TFLOPS": ("989.4", 989.4),
@@ -35,7 +45,6 @@ GOOD = {
     "PRICE_PER_GPU_HOUR": ("2.5", 2.5),
     "ENDPOINT": ("127.0.0.1:4000", "tcp://127.0.0.1:4000"),
     "PROFILE_EVERY": ("200", 200),
-    "PROMETHEUS_PORT": ("9100", 9100),
     "SECURITY": ("curve", "curve"),
     "SECRET_FILE": ("/home/me/secret", "/home/me/secret"),
     "INTERFACE": ("ib0", "ib0"),
@@ -48,12 +57,10 @@ BAD = {
     "LOG_INTERVAL": ["0", "-10", "ten", "1.5"],
     "RUN_FOLDER_MB": ["-1", "0.5", "much"],
     "RUN_NAME": ["../other", ".hidden", "a/b", "a b", "x" * 101],
-    "SINKS": ["console;csv", "../evil", "Console", "a.b"],
-    "CONSOLE": ["Full", "off", "3"],
+    "SINKS": ["console;csv", "../evil", "Console", "a.b", "console,console", "console:full", "console:=x", "console:"],
     "DEVICE": ["../evil", "GPU", "nvml,host"],
     "ROLE": ["a b", "/"],
-    "WARMUP_ITERATIONS": ["-1", "1.5"],
-    "WARMUP_SECONDS": ["-0.1", "inf", "nan"],
+    "WARMUP": ["-1", "1.5", "s", "-0.1s", "infs", "nans", "1m", "1 0"],
     "MIN_COVERAGE": ["-0.1", "1.1", "nan"],
     "PARAMETERS": ["Total", "trainable,total"],
     "PEAK_TFLOPS": ["0", "-1", "inf"],
@@ -67,13 +74,12 @@ BAD = {
     "PRICE_PER_GPU_HOUR": ["free"],
     "ENDPOINT": ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "udp://127.0.0.1:1", "host:port", "a b:1"],
     "PROFILE_EVERY": ["-1", "0.5", "often"],
-    "PROMETHEUS_PORT": ["-1", "65536", "0.0.0.0:9788", "any"],
     "SECURITY": ["None", "tls", "0"],
     "INTERFACE": ["eth0 eth1", "a/b", "x" * 65],
     "PORTS": ["29700", "29799-29700", "0-10", "60000-70000", "a-b"],
     "STALL_SECONDS": ["0", "0.9", "-30", "inf", "soon"],
 }
-ALLOWS_ANYTHING = {"RUN_DIR", "TENSORBOARD_DIR", "NODE_POWER_CREDENTIALS", "SECRET_FILE"}
+ALLOWS_ANYTHING = {"RUN_DIR", "NODE_POWER_CREDENTIALS", "SECRET_FILE"}
 
 
 def test_every_variable_is_tested_here():
@@ -113,7 +119,7 @@ def test_valid_value_is_taken(name):
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in BAD.items() for text in texts])
 def test_invalid_value_error_names_variable_and_allowed_values(name, text):
-    allowed = next(variable.allowed for variable in VARIABLES if variable.name == name)
+    allowed = next(variable.value_type.allowed for variable in VARIABLES if variable.name == name)
 
     with pytest.raises(ConfigError) as error:
         read_config({PREFIX + name: text})
@@ -149,6 +155,62 @@ def test_unknown_variable_is_reported_with_a_similar_name():
         "EFFICIENTLLM_LOG_INTERVALL is not read by this version; did you mean EFFICIENTLLM_LOG_INTERVAL?",
         "EFFICIENTLLM_X is not read by this version",
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "text", "sinks", "instead"),
+    [
+        ("WARMUP_ITERATIONS", "20", "", "EFFICIENTLLM_WARMUP=20"),
+        ("WARMUP_SECONDS", "1.5", "", "EFFICIENTLLM_WARMUP=1.5s"),
+        ("CONSOLE", "full", "", "EFFICIENTLLM_SINKS=console:format=full,tensorboard"),
+        ("CONSOLE", "short", "prometheus, console", "EFFICIENTLLM_SINKS=prometheus,console:format=short"),
+        ("TENSORBOARD_DIR", "my tb", "none", "EFFICIENTLLM_SINKS='console,tensorboard:dir=my tb'"),
+        ("PROMETHEUS_PORT", "0", "", "EFFICIENTLLM_SINKS=console,tensorboard,prometheus:port=0"),
+    ],
+)
+def test_an_old_name_is_refused_with_the_new_one_and_its_value(old, text, sinks, instead):
+    environ = {PREFIX + old: text, f"{PREFIX}SINKS": sinks}
+    new = dict([instead.replace("'", "").split("=", 1)])
+
+    with pytest.raises(ConfigError) as error:
+        read_config(environ)
+
+    assert str(error.value) == f"EFFICIENTLLM_{old}={text!r} is not usable: write {instead} instead"
+    assert unknown_variables(environ) == []
+    assert unknown_variables(new) == []
+    read_config(new)
+
+
+def test_an_old_name_without_a_value_is_no_error_and_never_the_nearest_name():
+    assert read_config({PREFIX + old: " " for old in OLD_NAMES}) == read_config({})
+    assert unknown_variables({f"{PREFIX}CONSOL": "full"}) == ["EFFICIENTLLM_CONSOL is not read by this version"]
+
+
+def test_the_warm_up_is_in_iterations_or_in_seconds():
+    iterations, seconds = (read_config({f"{PREFIX}WARMUP": text}) for text in ("20", "1.5s"))
+
+    assert (iterations.warmup_iterations, iterations.warmup_seconds) == (20, 0.0)
+    assert (seconds.warmup_iterations, seconds.warmup_seconds) == (0, 1.5)
+
+
+def test_an_option_of_a_sink_ends_at_the_next_option_and_not_at_a_colon_of_its_value():
+    config = read_config({f"{PREFIX}SINKS": "tensorboard:dir=/tb/10:30=x,prometheus:port=0:a_b=1,console"})
+
+    assert config.sink_options() == {
+        "tensorboard": {"dir": "/tb/10:30=x"},
+        "prometheus": {"port": "0", "a_b": "1"},
+        "console": {},
+    }
+
+
+def test_every_field_but_one_is_a_setting_with_whole_sentences_in_a_group_and_seven_come_first():
+    fields = {field.name for field in dataclasses.fields(Config)}
+
+    assert fields - {variable.field for variable in VARIABLES} == {"min_window_s"}
+    assert [variable.group for variable in ALL_VARIABLES[:8]].count(MOST) == 7
+    assert all(variable.meaning.endswith(".") for variable in ALL_VARIABLES)
+    groups = [group for group, _ in itertools.groupby(ALL_VARIABLES, key=lambda variable: variable.group)]
+    assert len(groups) == len(set(groups)), "each group is in one piece"
 
 
 def test_known_variables_are_not_reported():

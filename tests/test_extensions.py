@@ -12,9 +12,11 @@ from sink_examples import make_report, make_run
 import effllm.devices
 import effllm.sinks
 from effllm import metrics
+from effllm.commands import env
+from effllm.config import Config
 from effllm.devices import Site, device_names, open_device
 from effllm.server.writer import Writer
-from effllm.sinks import open_sink, sink_names
+from effllm.sinks import SinkUnavailable, open_sink, sink_names
 
 DEVICE = """
 import time
@@ -81,6 +83,38 @@ def test_a_new_sink_is_one_file_and_one_that_raises_goes_on_with_the_next_report
     assert "recording" in sink_names()
     assert run_through("recording", 10, 13, 13, 20) == ["sink recording failed: RuntimeError: thirteen"]
     assert sys.modules["effllm.sinks.recording"].Recording.reports == [10, 20]
+
+
+OPTION = """
+from effllm.setting_values import whole
+from effllm.sinks import Option
+
+OPTIONS = {"every": Option("1", whole(1), "A line is written every Nth window.")}
+
+class Thinned:
+    def __init__(self, every): self.every = every
+    def write(self, report): pass
+    def close(self): pass
+
+def open_sink(run):
+    return Thinned(run.options["every"])
+"""
+
+
+def test_a_new_option_of_a_sink_is_one_line_of_its_file(plug_in, capsys):
+    plug_in(effllm.sinks, "thinned", OPTION)
+
+    def opened(entry):
+        return open_sink("thinned", make_run(config=Config(sinks=("console", entry))))
+
+    assert (opened("thinned").every, opened("thinned:every=5").every) == (1, 5)
+    with pytest.raises(SinkUnavailable, match="must be a whole number of at least 1"):
+        opened("thinned:every=0")
+    with pytest.raises(SinkUnavailable, match="sink 'thinned' has no option 'each'; it has: every"):
+        opened("thinned:each=5")
+    assert env.main(["--markdown"]) == 0
+    line = "| `thinned:every=` | `1` | A line is written every Nth window. | a whole number of at least 1 |"
+    assert line in capsys.readouterr().out
 
 
 STALLED = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import SWITCHES, VARIABLES
-from effllm.switches import PREFIX
+from effllm.config import VARIABLES
+from effllm.switches import ATTACH, PREFIX
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"
@@ -60,7 +60,7 @@ def test_its_defaults_are_those_of_the_package(shell):
 
     values = exported(shell)
 
-    assert values.pop(SWITCHES[0]) == "1"
+    assert values.pop(ATTACH) == "1"
     assert sorted(values) == [
         PREFIX + name
         for name in ("COLLECTION_INTERVAL", "HISTORY_SIZE", "LOG_INTERVAL", "METRICS_ENABLED", "RUN_DIR", "SINKS")

@@ -45,7 +45,7 @@ def test_choices_are_those_that_the_variable_allows():
 
     for choice in CHOICES:
         assert variable.read(choice) == choice
-        assert choice in variable.allowed
+        assert choice in variable.value_type.allowed
 
 
 def test_supplies_are_chosen_if_every_node_measures_them():

@@ -53,7 +53,7 @@ def _plain_environment(monkeypatch):
 
 def printed(*reports, terminal=False, form="auto"):
     stream = Stream(terminal)
-    sink = open_sink("console", make_run(stdout=stream, config=Config(console=form)))
+    sink = open_sink("console", make_run(stdout=stream, config=Config(sinks=(f"console:format={form}",))))
     for report in reports:
         sink.write(report)
     return stream.getvalue()

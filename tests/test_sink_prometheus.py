@@ -220,12 +220,14 @@ def test_port_in_use_disables_the_sink_with_one_message(tmp_path):
         port = listener.getsockname()[1]
 
         with pytest.raises(SinkUnavailable, match=f"port {port} of 127.0.0.1 cannot be listened on: Address already"):
-            open_sink("prometheus", make_run(tmp_path, config=Config(prometheus_port=port)))
+            open_sink("prometheus", make_run(tmp_path, config=Config(sinks=(f"prometheus:port={port}",))))
 
 
 def test_automatic_port_is_on_loopback_and_logged(tmp_path):
     lines = []
-    run = make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}, log=lines.append)
+    run = make_run(
+        tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), facts={"job": "abc"}, log=lines.append
+    )
     sink = open_sink("prometheus", run)
     try:
         sink.write(make_report(100))
@@ -242,7 +244,9 @@ def test_automatic_port_is_on_loopback_and_logged(tmp_path):
 
 def test_idle_connections_are_closed_and_take_few_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus._Handler, "timeout", 0.5)
-    sink = open_sink("prometheus", make_run(tmp_path / "mine", config=Config(prometheus_port=0), facts={"job": "abc"}))
+    sink = open_sink(
+        "prometheus", make_run(tmp_path / "mine", config=Config(sinks=("prometheus:port=0",)), facts={"job": "abc"})
+    )
     silent = [socket.create_connection(("127.0.0.1", sink.port)) for _ in range(100)]
     try:
         jobs.until(lambda: threads() == prometheus.MAX_AT_ONCE)
@@ -337,9 +341,7 @@ def test_real_prometheus_scrapes_a_job(launch, tmp_path):
     port = jobs.unused_port()
     server = Server(tmp_path / "prometheus", f"127.0.0.1:{port}")
     try:
-        job = launch.python(
-            "loop.py", "--until", "enough", sinks="console,prometheus", prometheus_port=port, run_name="mine"
-        )
+        job = launch.python("loop.py", "--until", "enough", sinks=f"console,prometheus:port={port}", run_name="mine")
         (tokens,) = jobs.until(lambda: server.ask('efficientllm_tokens_total{run="mine"} > 0'))
         (watts,) = jobs.until(lambda: server.ask('efficientllm_aec_watts{over="run"}'))
         jobs.until(lambda: server.ask("efficientllm:tokens:rate5m > 0"))

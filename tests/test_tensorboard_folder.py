@@ -53,7 +53,7 @@ def test_setting_of_the_user_precedes_the_framework(run, tmp_path):
     framework = tmp_path / "framework"
     framework.mkdir()
 
-    folder = run(framework, tensorboard_dir=tmp_path / "chosen")
+    folder = run(framework, sinks=f"tensorboard:dir={tmp_path / 'chosen'}")
 
     assert len(event_files(tmp_path / "chosen")) == 1
     assert not event_files(framework / "efficientllm")

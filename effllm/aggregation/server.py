@@ -298,13 +298,17 @@ class Server:
 
 
 def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
-    """Return where TensorBoard's event file goes: where the user says, beside the framework's own, or the run folder.
+    """Return the folder of TensorBoard's event file: as given, else below the framework's, else in the run folder.
 
     TensorBoard forgets points where one folder has two event files at a time, so ours has a folder below the
-    framework's.  That one may be on another host's disk, as the framework may write from another rank.
+    framework's.  That one may be on another host's disk, as the framework may write from another rank.  Without the
+    sink there is no event file.
     """
-    if config.tensorboard_dir:
-        return Path(config.tensorboard_dir)
+    options = config.sink_options().get("tensorboard")
+    if options is None:
+        return None
+    if options.get("dir"):
+        return Path(options["dir"])
     framework_folder = str(facts.get("tensorboard_dir") or "")
     if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
         return Path(framework_folder) / "efficientllm"

@@ -136,22 +136,25 @@ def profile(
 def env(
     check: Annotated[bool, typer.Option("--check", help="Print nothing; name what is wrong, on stderr.")] = False,
     shell: Annotated[bool, typer.Option("--shell", help="Print the exports alone, without comments.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/configuration.md.")] = False,
 ) -> None:
     """Print the settings as a shell exports them, or check them.
 
-    Each is the value that a run would use: the variable's where it is set, else the default.
+    Each has the value that a run would use: the variable's where it is set, else the default. The settings that most
+    people need come first. A name that is not read is refused with the nearest one, an old name with the new one.
 
     \b
     Examples:
-      effllm env                                    # what there is to set
-      eval "$(effllm env)"                          # set it in this shell
+      effllm env | less                             # every setting, by group
+      eval "$(effllm env)"                          # set them in this shell
+      EFFICIENTLLM_WARMUP=60s effllm env --shell | grep WARMUP
       effllm env --check && torchrun ... train.py
 
     Exit status: 0 no setting is wrong (one that may be is named), 2 a setting is wrong.
     """
     from effllm.commands import env as command
 
-    raise typer.Exit(command.main(["--check"] * check + ["--shell"] * shell))
+    raise typer.Exit(command.main(["--check"] * check + ["--shell"] * shell + ["--markdown"] * markdown))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -14,7 +14,8 @@ from rich.table import Table
 from effllm.devices import device_names
 from effllm.measurable import Measurable
 from effllm.metrics import METRICS
-from effllm.profiling.known import Known, told
+from effllm.profiling.known import Known
+from effllm.profiling.known import told as sensor_lines
 from effllm.survey import BROKEN, MISSING, Cost, Finding, Survey, survey
 from effllm.switches import this_process
 
@@ -53,7 +54,7 @@ def _parts(found: Survey, show_all: bool) -> Iterator[Table | Padding | str]:
         yield "[bold red]A run would not be measured here as it is configured:[/]"
         for finding in found.findings:
             if finding.state == BROKEN:
-                yield Padding(escape(f"{finding.name}: {_told(finding)}"), (0, 0, 0, 2))
+                yield Padding(escape(f"{finding.name}: {_text(finding)}"), (0, 0, 0, 2))
 
 
 def _findings(findings: list[Finding]) -> Table:
@@ -62,11 +63,11 @@ def _findings(findings: list[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_told(finding)))
+        table.add_row(finding.name, _MARKS.get(finding.state, "[green]ok[/]"), escape(_text(finding)))
     return table
 
 
-def _told(finding: Finding) -> str:
+def _text(finding: Finding) -> str:
     return f"{finding.text}; {finding.advice}" if finding.advice else finding.text
 
 
@@ -75,27 +76,27 @@ def _metrics(metrics: list[Measurable]) -> Table:
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    told: set[str] = set()
+    shown: set[str] = set()
     for one in metrics:
         mark = "[green]yes[/]" if one.measured else "[yellow]no[/]"
-        reasons = _joined(one.by) if one.measured else _once(one.why_not, told)
+        reasons = _joined(one.by) if one.measured else _once(one.why_not, shown)
         table.add_row(_label(one.metric), mark, escape("; ".join(reasons)))
     return table
 
 
-def _once(reasons: list[str], told: set[str]) -> Iterator[str]:
+def _once(reasons: list[str], shown: set[str]) -> Iterator[str]:
     """Yield the reasons, each in full the first time."""
     for reason in reasons:
         head, _, tail = reason.partition(": ")
-        yield f"{head}: see above" if reason in told and tail else reason
-        told.add(reason)
+        yield f"{head}: see above" if reason in shown and tail else reason
+        shown.add(reason)
 
 
 def _sensor(sensor: Known) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(overflow="fold")
-    for name, lines in told(sensor):
+    for name, lines in sensor_lines(sensor):
         table.add_row(name, escape("\n".join(lines)))
     return table
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from effllm.config import SWITCHES, VARIABLES, read_config
+from effllm.config import ALL_VARIABLES, Config, Variable, read_config
 from effllm.preflight import doubts, problems
+from effllm.sinks import options_of, sink_names
 from effllm.switches import PREFIX, this_process
 
-_OPTIONS = ("--check", "--shell")
+_OPTIONS = ("--check", "--shell", "--markdown")
+_COLUMNS = 80
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,6 +23,9 @@ def main(arguments: Sequence[str]) -> int:
         if argument not in _OPTIONS:
             print(f"effllm env: {argument!r} is not one of {', '.join(_OPTIONS)}", file=sys.stderr)
             return 2
+    if "--markdown" in arguments:
+        print("\n".join(markdown()))
+        return 0
     environ = this_process()
     found = problems(environ)
     if found:
@@ -35,21 +42,46 @@ def main(arguments: Sequence[str]) -> int:
 
 def statements(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the exports alone, which ``eval`` takes on one line, too."""
-    for name, value, _ in _settings(environ):
-        if value:
-            yield f"export {name}={shlex.quote(value)};"
+    config = read_config(environ)
+    for variable in ALL_VARIABLES:
+        if value := _value(variable, config, environ):
+            yield f"export {PREFIX}{variable.name}={shlex.quote(value)};"
 
 
 def commented(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the exports with what they mean; what is unset is a comment."""
-    for name, value, meaning in _settings(environ):
-        yield f"# {meaning}"
-        yield f"export {name}={shlex.quote(value)}" if value else f"# export {name}="
-
-
-def _settings(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the exports, by group, with what they mean; what is unset is a comment."""
     config = read_config(environ)
-    for variable in VARIABLES:
-        yield PREFIX + variable.name, variable.value(config), variable.meaning
-    for name in SWITCHES:
-        yield name, environ.get(name, "") or "1", "frameworks are hooked as they are imported"
+    for group, variables in _groups():
+        yield f"# ---- {group} ----"
+        for variable in variables:
+            yield "#"
+            text = f"{variable.meaning} Allowed: {variable.value_type.allowed}."
+            yield from textwrap.wrap(text, _COLUMNS, initial_indent="# ", subsequent_indent="# ")
+            name, value = PREFIX + variable.name, _value(variable, config, environ)
+            yield f"export {name}={shlex.quote(value)}" if value else f"# export {name}="
+        yield ""
+
+
+def markdown() -> Iterator[str]:
+    """Yield the headings and tables of docs/configuration.md."""
+    for group, variables in _groups():
+        yield from ("", f"## {group}", "", "| variable | default | meaning | allowed |", "|---|---|---|---|")
+        for variable in variables:
+            default = f"`{variable.default}`" if variable.field and variable.default else ""
+            yield f"| `{variable.name}` | {default} | {variable.meaning} | {variable.value_type.allowed} |"
+    yield from ("", "## Options of sinks", "", "| sink and option | default | meaning | allowed |", "|---|---|---|---|")
+    for sink in sink_names():
+        for name, (default, value_type, meaning) in options_of(sink).items():
+            shown = f"`{default}`" if default else ""
+            yield f"| `{sink}:{name}=` | {shown} | {meaning} | {value_type.allowed} |"
+
+
+def _groups() -> Iterator[tuple[str, list[Variable]]]:
+    for group, variables in itertools.groupby(ALL_VARIABLES, key=lambda variable: variable.group):
+        yield group, list(variables)
+
+
+def _value(variable: Variable, config: Config, environ: Mapping[str, str]) -> str:
+    if variable.field:
+        return variable.value(config)
+    return environ.get(PREFIX + variable.name, "") or "1"  # the shell that evaluates this has its jobs measured

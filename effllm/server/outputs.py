@@ -31,7 +31,7 @@ class Outputs:
         self._last_summary: Summary | None = None  # once the job has ended
         run = dataclasses.replace(run, summary=lambda: self._last_summary)
         self._sinks = {
-            name: Writer(f"sink {name}", partial(open_sink, name, run), run.log) for name in run.config.sinks
+            name: Writer(f"sink {name}", partial(open_sink, name, run), run.log) for name in run.config.sink_options()
         }
         self._store: Writer[RunFolder] | None = None
         if run.folder is not None:

@@ -1,26 +1,36 @@
 """Where reports go.  A name in ``EFFICIENTLLM_SINKS`` is a file in this folder.
 
-Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one
-sentence where it cannot work.  Every sink is called from a thread of its own (effllm/server/writer.py), so it
-may block; what it raises becomes an event, and the other sinks go on.
+Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one sentence where it
+cannot work.  A sink with options has ``OPTIONS`` as well, a table of `Option`: with ``SINKS=prometheus:port=9788`` it
+reads ``run.options["port"]``.  Every sink is called from a thread of its own (effllm/server/writer.py), so it may
+block; what it raises becomes an event, and the other sinks go on.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from effllm.config import Config
 from effllm.records.job import ClusterReport, Summary
+from effllm.setting_values import ValueType
 
 
 class SinkUnavailable(Exception):
     """The sink cannot work here; the message is one sentence that says why and what to do."""
+
+
+class Option(NamedTuple):
+    """One option of a sink: its default as a text, its type, and one sentence or two about it."""
+
+    default: str
+    value_type: ValueType
+    meaning: str
 
 
 @dataclass(frozen=True)
@@ -30,11 +40,12 @@ class Run:
     config: Config
     attempt: int
     folder: Path | None  # the run folder, None where there is none
-    tensorboard_dir: Path | None  # where event files go
+    tensorboard_dir: Path | None  # where event files go; None where there is no place for them, or no such sink
     stdout: TextIO
     facts: dict[str, Any] = field(default_factory=dict)  # what run.json holds
     log: Callable[[str], None] = lambda _: None  # makes an event of one line about the sink itself
     summary: Callable[[], Summary | None] = lambda: None  # of the job, once it has ended: before sinks are closed
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the sink, with their defaults; see `open_sink`
 
 
 class Sink(Protocol):
@@ -61,15 +72,47 @@ def no_such_sink(name: str) -> str:
 
 
 def open_sink(name: str, run: Run) -> Sink:
-    """Open the sink ``name``.
+    """Open the sink ``name`` with the options that the run's settings give it.
 
     Raises:
-        SinkUnavailable: no such file, its library is missing, or it cannot work here.
+        SinkUnavailable: no such file, its library is missing, an option is wrong, or it cannot work here.
     """
     if name not in sink_names():
         raise SinkUnavailable(no_such_sink(name))
-    sink: Sink = import_sink(name).open_sink(run)
+    options = read_options(name, run.config.sink_options().get(name, {}))
+    sink: Sink = import_sink(name).open_sink(replace(run, options=options))
     return sink
+
+
+def options_of(name: str) -> dict[str, Option]:
+    """Return the options that the file of a sink declares.
+
+    Raises:
+        SinkUnavailable: its library is missing.
+    """
+    declared: dict[str, Option] = getattr(import_sink(name), "OPTIONS", {})
+    return declared
+
+
+def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return every option of a sink, read, from the texts of those that are given.
+
+    Raises:
+        SinkUnavailable: its library is missing, it has no such option, or the value is not allowed.
+    """
+    options = options_of(name)
+    for one in given:
+        if one not in options:
+            raise SinkUnavailable(f"sink {name!r} has no option {one!r}; it has: {', '.join(options) or 'none'}")
+    values = {}
+    for one, option in options.items():
+        text = given.get(one, option.default)
+        try:
+            values[one] = option.value_type.read(text)
+        except ValueError:
+            allowed = option.value_type.allowed
+            raise SinkUnavailable(f"{name}:{one}={text!r} is not usable: must be {allowed}") from None
+    return values
 
 
 def import_sink(name: str) -> Any:

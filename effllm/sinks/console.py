@@ -11,8 +11,18 @@ from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
 from effllm.runs.closing_text import closing_text
 from effllm.runs.window_text import block_lines, short_lines
-from effllm.sinks import Run
+from effllm.setting_values import one_of
+from effllm.sinks import Option, Run
 from effllm.switches import this_process
+
+OPTIONS = {
+    "format": Option(
+        "auto",
+        one_of("auto", "short", "full"),
+        "A window is printed as two lines (short) or as the block that scripts parse (full). "
+        "auto is short on a terminal and full elsewhere.",
+    ),
+}
 
 #: Lines of one kind of events that are shown once each; those of level ALWAYS are not limited.
 MAX_EVENTS = 20
@@ -35,7 +45,7 @@ class Console:
         environment = this_process()
         self._terminal = run.stdout.isatty() and environment.get("TERM") != "dumb"
         self._colour = self._terminal and not environment.get("NO_COLOR")
-        form = run.config.console
+        form = run.options["format"]
         self._is_short = self._terminal if form == "auto" else form == "short"
         self._lost = 0
         self._shown: dict[str, set[str]] = {}  # texts of events, by kind
@@ -73,8 +83,7 @@ class Console:
         summary = None if self._is_closed else self._run.summary()
         self._is_closed = True
         if summary is not None:
-            charts = self._run.tensorboard_dir if "tensorboard" in self._run.config.sinks else None
-            self._put(closing_text(summary, self._run.folder, charts).splitlines())
+            self._put(closing_text(summary, self._run.folder, self._run.tensorboard_dir).splitlines())
 
     def _coloured(self, colour: str, line: str) -> str:
         return f"{colour}{line}{_PLAIN}" if self._colour else line

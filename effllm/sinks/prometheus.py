@@ -21,7 +21,14 @@ from effllm import metrics
 from effllm.events import KINDS
 from effllm.records.job import SPREADS, ClusterReport
 from effllm.records.rank import Event
-from effllm.sinks import Run, SinkUnavailable
+from effllm.setting_values import whole
+from effllm.sinks import Option, Run, SinkUnavailable
+
+OPTIONS = {
+    "port": Option(
+        "9788", whole(0, 65535, "a port"), "Metrics are served on this port of loopback. 0 is any free port."
+    ),
+}
 
 ADDRESS = "127.0.0.1"  # what is served is not encrypted and asks nobody who he is
 PREFIX = "efficientllm"
@@ -57,7 +64,7 @@ def open_sink(run: Run) -> Prometheus:
     Raises:
         SinkUnavailable: the port is in use.
     """
-    port = run.config.prometheus_port
+    port = run.options["port"]
     values = _Values(run.folder.name if run.folder else "", str(run.facts.get("job", "")), time.monotonic)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(values)
@@ -66,7 +73,7 @@ def open_sink(run: Run) -> Prometheus:
     except OSError as error:
         raise SinkUnavailable(
             f"port {port} of {ADDRESS} cannot be listened on: {error.strerror or error}; "
-            "set EFFICIENTLLM_PROMETHEUS_PORT to another, or to 0 for any"
+            "give another port, prometheus:port=9789 in EFFICIENTLLM_SINKS, or 0 for any"
         ) from error
     if not port:
         run.log(f"metrics for Prometheus are at http://{ADDRESS}:{server.server_port}/metrics")

@@ -23,7 +23,17 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from effllm import metrics
 from effllm.metrics import describe, headline
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
-from effllm.sinks import Run, SinkUnavailable
+from effllm.setting_values import FOLDER
+from effllm.sinks import Option, Run, SinkUnavailable
+
+OPTIONS = {
+    "dir": Option(
+        "",
+        FOLDER,
+        "The event file is in this folder, whose name has no comma. "
+        "Without it that is efficientllm/ in the framework's own folder, else tensorboard/ in the run folder.",
+    ),
+}
 
 PREFIX = "efficientllm/"
 SUFFIX = "efficientllm"
@@ -58,14 +68,17 @@ def open_sink(run: Run) -> TensorBoard:
         SinkUnavailable: there is no folder for it, or it cannot be written.
     """
     if run.tensorboard_dir is None:
-        raise SinkUnavailable("there is no folder for TensorBoard's event file; set EFFICIENTLLM_TENSORBOARD_DIR")
+        raise SinkUnavailable(
+            "there is no folder for TensorBoard's event file; give one, tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"
+        )
     try:
         is_private = run.folder is not None and run.folder in run.tensorboard_dir.parents
         return TensorBoard(_EventFile(run.tensorboard_dir, is_private))
     except OSError as error:
         reason = error.strerror or error
         raise SinkUnavailable(
-            f"no event file can be made in {run.tensorboard_dir}: {reason}; set EFFICIENTLLM_TENSORBOARD_DIR"
+            f"no event file can be made in {run.tensorboard_dir}: {reason}; "
+            "give another folder, tensorboard:dir=FOLDER in EFFICIENTLLM_SINKS"
         ) from error
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from effllm.config import Config, ConfigError, read_config
+from effllm.config import VARIABLES, Config, ConfigError, read_config
 from effllm.network.listening import DiscoveryError
 from effllm.place import Place, read_place
 from effllm.switches import is_off, this_process
@@ -120,11 +120,9 @@ def _config_with(overrides: Mapping[str, Any]) -> Config:
     """Return the environment's settings with those that the constructor was given."""
     config = read_config(this_process())
     given = {name: value for name, value in overrides.items() if value is not None}
-    interval, slots = given.get("collection_interval_s"), given.get("history_size")
-    if interval is not None and not (isinstance(interval, int | float) and 0.01 <= interval <= 3600):
-        raise ConfigError("collection_interval", interval, "must be a number of seconds from 0.01 to 3600")
-    if slots is not None and not (isinstance(slots, int) and 16 <= slots <= 1_000_000):
-        raise ConfigError("history_size", slots, "must be a whole number from 16 to 1000000")
+    for variable in VARIABLES:
+        if variable.field in given:
+            variable.read(given[variable.field], variable.name.lower())
     return dataclasses.replace(config, **given)
 
 
