@@ -67,7 +67,7 @@ FLOORS = """
 1.2.4   aggregation.merged
 1.2.5   aggregation.window_energy
 1.3     aggregation.account  aggregation.joining
-1.3.1   agents.connection  health.slowest  health.standing_out
+1.3.1   agents.connection  health.outliers  health.slowest
 1.3.2   health.evidence
 1.3.2.5 health.straggler_reasons
 1.3.3   health.stragglers

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from effllm.health.clock import DRIFT, MOST, PACE_S, Exchanges, aged
+from effllm.health.clock import DRIFT, MAX_EXCHANGES, PACE_S, Exchanges, aged
 
 MS, S = 1_000_000, 1_000_000_000
 
@@ -111,7 +111,7 @@ def test_first_sixteen_exchanges_are_quick_then_slow():
     clocks = Exchanges(2)
     assert clocks.due_s(1.0) == 1.0
 
-    for i in range(MOST):
+    for i in range(MAX_EXCHANGES):
         assert clocks.due_s(0.0) == pytest.approx(1.0 + 0.25 * i)
         exchange(clocks, round(clocks.due_s(0.0) * S), 1, 1, 1)
 
@@ -124,7 +124,7 @@ def test_exchange_rate_of_ten_thousand_ranks_is_bounded():
     first = [clocks.due_s(0.0) for clocks in ranks]
     assert min(first) < 0.4 and 19.0 < max(first) < 20.0  # spread over the first pace, 20 s
 
-    for i in range(MOST + 1):
+    for i in range(MAX_EXCHANGES + 1):
         exchange(ranks[0], 100 * S * (i + 1), 1, 1, 1)
     ranks[0].ask(2000 * S)
     assert ranks[0].due_s(0.0) == 2050.0  # 10,000 ranks in 50 s

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from effllm.health.clock import MOST, Exchanges
+from effllm.health.clock import MAX_EXCHANGES, Exchanges
 from effllm.network.transport import AgentLink, ServerSocket, decode_from_agent, make_context
 from effllm.records.wire import Clock, Heartbeat
 
@@ -58,7 +58,7 @@ class Way:
             thread.join(5)
 
 
-def exchanged(there_s, back_s, count=MOST):
+def exchanged(there_s, back_s, count=MAX_EXCHANGES):
     """Return the estimate after this many exchanges with an aggregator whose clock is an hour ahead."""
     context = make_context()
     server = ServerSocket(context)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
 
-from effllm.health.change_point import LEARNT, Level
+from effllm.health.change_point import LEVEL_WINDOWS, WindowLevel
 from effllm.health.diagnosis import UNKNOWN, explain
+from effllm.health.outliers import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
 from effllm.health.robust import MAD_SIGMA, median, median_distance
-from effllm.health.standing_out import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
 from effllm.health.straggler_text import ranks_text
 
 
@@ -360,7 +360,7 @@ def test_median_distance_estimates_a_normal_deviation():
 
 
 def test_change_is_reported_with_its_first_window():
-    level = Level()
+    level = WindowLevel()
     found = [level.add(window, 1.0 if window < 40 else 1.1) for window in range(60)]
 
     (change,) = filter(None, found)
@@ -369,7 +369,7 @@ def test_change_is_reported_with_its_first_window():
 
 
 def test_change_and_return_are_reported_and_small_ones_not():
-    level = Level()
+    level = WindowLevel()
     values = [1.0] * 30 + [1.1] * 40 + [1.0] * 40 + [1.03] * 40
     changes = [change for window, value in enumerate(values) if (change := level.add(window, value))]
 
@@ -377,8 +377,8 @@ def test_change_and_return_are_reported_and_small_ones_not():
 
 
 def test_first_values_set_the_level_without_a_change():
-    level = Level()
-    assert all(level.add(window, 1.0 + window) is None for window in range(LEARNT))
+    level = WindowLevel()
+    assert all(level.add(window, 1.0 + window) is None for window in range(LEVEL_WINDOWS))
 
 
 def test_ranks_are_written_in_runs():

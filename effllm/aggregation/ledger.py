@@ -24,7 +24,7 @@ _COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
 
 
 class RankState(Struct):
-    """What the aggregator knows of one rank."""
+    """The state of one rank."""
 
     agent: str
     last_sequence: int = 0  # of the reports taken
@@ -50,7 +50,7 @@ class RankState(Struct):
             self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, recorder_cpu_s)
 
     def take(self, sequence: int, final: bool = False) -> None:
-        """Note that a report has come, and what is missing before it."""
+        """Record a report, and how many are missing before it."""
         self.is_over = self.is_over or final
         missing = sequence - self.last_sequence - 1
         if missing > 0:
@@ -60,7 +60,7 @@ class RankState(Struct):
 
 
 class Spent(Struct):
-    """What the measurement has cost, and lost, in processes that are no more."""
+    """Costs and losses of the measurement in processes that have ended."""
 
     agents_cpu_s: float = 0.0
     recorder_cpu_s: float = 0.0
@@ -80,9 +80,9 @@ class Spent(Struct):
 
 
 class Waited(Struct):
-    """What the last window brought of stragglers."""
+    """The stragglers of the last window."""
 
-    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank tells what is its own
+    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank measures its own time
     rank_seconds: float = 0.0  # the same, summed over those that waited ...
     joules: float | None = None  # ... and what their devices drew then
     verdicts: tuple[StragglerVerdict, ...] = ()
@@ -119,13 +119,13 @@ class Ledger(Struct):
     warm_until: int = 0  # ... because of the warm-up of this attempt
     warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
     scope: str = ""  # whose energy the sums are of, once there are any
-    hang_s: float = 0.0  # for which the job has stood: stalls that are over, and one that is not, so far
+    hang_s: float = 0.0  # of stalls of the job: those that are over, and the present one so far
     goodput: Goodput = msgspec.field(default_factory=Goodput)
     spent: Spent = msgspec.field(default_factory=Spent)
     serving_cpu_s: float = 0.0  # of the aggregator that serves now
     serving_bytes: int = 0  # that it has received
-    stragglers: dict[str, StragglerVerdict] = {}  # whoever was named, with all that it cost, by its ranks
-    straggling_s: float | None = None  # that all waited for whoever was named
+    stragglers: dict[str, StragglerVerdict] = {}  # by its ranks, with all that it cost
+    straggling_s: float | None = None  # that all waited for named ranks
     straggling_gpu_s: float = 0.0
     straggling_j: float | None = 0.0  # None: a part of it was not measured
     waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
@@ -151,7 +151,7 @@ class Ledger(Struct):
         return (self.whole,) if window <= self.run_after else (self.whole, self.run)
 
     def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
-        """Say whether a window lies in the warm-up, and leave it out of the run-to-date values if so."""
+        """Return whether a window is in the warm-up, which is not in the run-to-date values."""
         numbers = Rows.of(rows).numbers
         warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
         self.warmed_s += float(numbers["time_s"].max())
@@ -178,13 +178,13 @@ class Ledger(Struct):
         rows: Sequence[RankReport],
         merged: Merged,
         energy: WindowEnergy,
-        least_coverage: float,
+        min_coverage: float,
         sign: int = 1,
     ) -> None:
         """Enter a window's devices and energy; with a sign of -1 take them back, for a late row changes all of it."""
         for account in self.accounts(window):
             account.add_devices(merged, sign)
-            account.add_energy(window, energy, rows, least_coverage, sign)
+            account.add_energy(window, energy, rows, min_coverage, sign)
         self.devices.add(window, energy.owners, energy.amounts, sign)
         if window <= self.warm_until:
             self.warmup_j += sign * energy.iterations_j
@@ -199,7 +199,7 @@ class Ledger(Struct):
         return float(ranks.column("time_s").sum()) / iterations if iterations else 0.0
 
     def note_hang(self, seconds: float) -> None:
-        """Enter so many more seconds in which no rank of the job moved on."""
+        """Enter seconds in which no rank of the job made progress."""
         if seconds > 0:
             self.hang_s += seconds
             self.goodput.attempt.note_hang(self.closed + 1, seconds)
@@ -226,7 +226,7 @@ class Ledger(Struct):
         )
 
     def advance(self, rows: Sequence[RankReport]) -> None:
-        """Note where the rows of a closed window have brought the job."""
+        """Take the loss and the iteration of a closed window."""
         rows = Rows.of(rows)
         self.loss = self.loss if rows.loss is None else rows.loss
         self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
@@ -252,19 +252,18 @@ class Ledger(Struct):
         return {name: self.classes_j[name] for name in CLASSES if name in self.classes_j}
 
     def status(self) -> str:
-        """Return how the job ended, from the farewells of its ranks."""
-        said = [rank.bye for rank in self.ranks.values()]
+        """Return how the job ended, from the BYEs of its ranks."""
+        ends = [rank.bye for rank in self.ranks.values()]
         for word in ("failed", "interrupted"):  # of one rank: its launcher then kills the others
-            if word in said:
+            if word in ends:
                 return word
         # A rank that never came is no evidence of a kill: it may begin after all others have ended.
-        return "completed" if said and all(word == "completed" for word in said) else "killed"
+        return "completed" if ends and all(word == "completed" for word in ends) else "killed"
 
     def encode(self, safe: Mapping[int, int]) -> bytes:
         """Return the state as JSON, for a replacement.
 
-        Rows of windows that are still open are not in it, so it says that they have not come: whoever
-        sent them will send them again.
+        Rows of windows that are still open are not in it and count as not received: their agents send them again.
 
         Args:
             safe: the last sequence of each rank whose report, and all before it, is in the sums.

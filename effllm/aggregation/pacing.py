@@ -1,6 +1,6 @@
 """How often the aggregator of a large world keeps its state, acknowledges and hears: pure.
 
-In a world of up to a thousand ranks the state is kept, and everybody told, after every window.  Ten thousand
+In a world of up to a thousand ranks the state is kept, and acknowledged, after every window.  Ten thousand
 acknowledgements a second would cost as much as what they acknowledge; agents have room for a thousand reports.
 """
 
@@ -11,7 +11,7 @@ RANKS_PER_S = 1000.0  # ... so many are acknowledged in a second
 SHARE_OF_BUFFER = 8  # a part of an agent's buffer that may be unconfirmed because of this
 ENDING_S = 1.0  # agents that have said goodbye wait four seconds for their last confirmation
 LARGE_PAUSE_S = 0.002  # between two looks at the socket; one wake-up for each frame would cost more than the frame
-QUIET_S, LARGE_QUIET_S = 1.0, 3.0  # whoever was heard since needs no other sign of life; reports may be a second apart
+QUIET_S, LARGE_QUIET_S = 1.0, 3.0  # a rank heard since needs no heartbeat; reports may be a second apart
 LARGE_REPORT_EVERY_S = 0.5  # at most two frames a second from each agent of a large world
 
 
@@ -23,7 +23,7 @@ class Pace:
     """
 
     def __init__(self, history_size: int) -> None:
-        self._most_windows = max(history_size // SHARE_OF_BUFFER, 1)
+        self._max_windows = max(history_size // SHARE_OF_BUFFER, 1)
         self._windows = 0  # closed, and not in the state that was kept
         self._kept_s = float("-inf")
         self._ending_s: float | None = None  # when the first was seen to leave
@@ -45,7 +45,7 @@ class Pace:
             # Not at once: the last reports come among farewells, and their window waits for what is done meanwhile.
             self._ending_s = now_s if self._ending_s is None else self._ending_s
             every_s, since_s = ENDING_S, max(since_s, self._ending_s)
-        return self._windows >= self._most_windows or now_s - since_s >= every_s
+        return self._windows >= self._max_windows or now_s - since_s >= every_s
 
 
 def is_large(world_size: int) -> bool:

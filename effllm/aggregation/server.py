@@ -318,7 +318,7 @@ def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) 
 def main(arguments: list[str]) -> int:
     """Run the aggregator that the JSON on the descriptor ``arguments[0]`` orders."""
     # It ends with its job, by protocol; a scheduler's SIGTERM reaches trainers too, which may still save.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until there is somebody to tell
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = int(arguments[0])
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -34,7 +34,7 @@ def _at(ordered: Array, share: float) -> float:
 def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
     """Return how the ranks' mean steps lie, and the power and utilization of GPUs in their iterations.
 
-    Whoever has ended no iteration, or was not measured, is not among them.
+    Ranks that have ended no iteration, and GPUs that were not measured, are not among them.
 
     Args:
         rows: of the window.

@@ -1,1 +1,1 @@
-"""Who holds the job up, who has stopped, and why."""
+"""Ranks that hold the job up, stalls, and their causes."""

@@ -16,13 +16,13 @@ from effllm.health.robust import MAD_SIGMA
 
 ALLOWANCE = 0.75
 THRESHOLD = 6.0
-MOST = 2.0
-#: Windows that a level is learnt from, by their median.
-LEARNT = 16
-#: A level is not known better than to this share of itself.
+MAX_DEVIATIONS = 2.0
+#: Windows whose median is the level.
+LEVEL_WINDOWS = 16
+#: The error of a level is not taken for less than this share of it.
 FLOOR = 0.01
-#: Changes of less than this share of the level that was told last are not told.
-TOLD = 0.05
+#: Changes of less than this share of the level that was reported last are not reported.
+MIN_CHANGE = 0.05
 
 
 class Change(NamedTuple):
@@ -38,12 +38,12 @@ class Change(NamedTuple):
         return self.after_s / self.before_s - 1
 
 
-class Level:
+class WindowLevel:
     """The level of a series of window medians."""
 
     def __init__(self) -> None:
-        self._learnt: list[float] = []
-        self._told_s: float | None = None
+        self._windows_s: list[float] = []
+        self._reported_s: float | None = None
         self._sums = [0.0, 0.0]  # above, below
         self._runs: list[list[tuple[int, float]]] = [[], []]  # windows since each sum was zero
 
@@ -51,18 +51,18 @@ class Level:
         """Take the next window's median; return the change that it completes.
 
         Args:
-            mark: by which the window is known: its first iteration.
+            mark: the first iteration of the window.
             value_s: of the window.
         """
-        if len(self._learnt) < LEARNT:
-            self._learnt.append(value_s)
+        if len(self._windows_s) < LEVEL_WINDOWS:
+            self._windows_s.append(value_s)
             return None
-        level_s = statistics.median(self._learnt)
-        distances = [abs(one - level_s) for one in self._learnt]
+        level_s = statistics.median(self._windows_s)
+        distances = [abs(one - level_s) for one in self._windows_s]
         scale_s = max(MAD_SIGMA * statistics.median(distances), FLOOR * level_s)
         if scale_s <= 0:
             return None
-        far = min(max((value_s - level_s) / scale_s, -MOST), MOST)
+        far = min(max((value_s - level_s) / scale_s, -MAX_DEVIATIONS), MAX_DEVIATIONS)
         for side, sign in enumerate((1.0, -1.0)):
             self._sums[side] = max(self._sums[side] + sign * far - ALLOWANCE, 0.0)
             self._runs[side] = [*self._runs[side], (mark, value_s)] if self._sums[side] else []
@@ -73,11 +73,11 @@ class Level:
 
     def _change(self, run: list[tuple[int, float]], level_s: float) -> Change | None:
         values = [value_s for _, value_s in run]
-        after_s, before_s = statistics.median(values), self._told_s or level_s
-        self._learnt = values[-LEARNT:]
+        after_s, before_s = statistics.median(values), self._reported_s or level_s
+        self._windows_s = values[-LEVEL_WINDOWS:]
         self._sums, self._runs = [0.0, 0.0], [[], []]
-        if abs(after_s / before_s - 1) < TOLD:
-            self._told_s = before_s  # a level that creeps is told when it has come far enough
+        if abs(after_s / before_s - 1) < MIN_CHANGE:
+            self._reported_s = before_s  # a level that creeps is reported when it has come far enough
             return None
-        self._told_s = after_s
+        self._reported_s = after_s
         return Change(run[0][0], before_s, after_s)

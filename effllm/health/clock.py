@@ -15,15 +15,15 @@ from typing import NamedTuple
 NS = 1e-9
 
 #: Exchanges that an estimate is chosen from.
-MOST = 16
+MAX_EXCHANGES = 16
 
 #: How much two monotonic clocks may drift apart, in seconds of a second.  A quartz is within 50 ppm of its rate, and
 #: a disciplined clock far nearer; one that is slewed faster than this is found out, see `Exchanges.add`.
 DRIFT = 100e-6
 
-#: Between exchanges until there are `MOST`, and then: at 10,000 ranks 500 a second for five minutes, then 200, of
-#: which each takes about 30 us of the aggregator's core: 1.5 %, then 0.6 %.
-#: In small worlds an exchange comes with every beat: an agent's core pays 270 us for each, and 5 s are half a
+#: Between exchanges until there are `MAX_EXCHANGES`, and then: at 10,000 ranks 500 a second for five minutes, then
+#: 200, of which each takes about 30 us of the aggregator's core: 1.5 %, then 0.6 %.
+#: In small worlds an exchange comes with every heartbeat: an agent's core pays 270 us for each, and 5 s are half a
 #: millisecond of drift at most.
 FIRST_PACE_S, FIRST_RANKS_PER_S = 0.25, 500
 PACE_S, RANKS_PER_S = 5.0, 200
@@ -57,7 +57,7 @@ class Exchanges:
     """The exchanges of one process with the one whose clock is asked for.
 
     Args:
-        world_size: ranks that do the same with the same process; the more, the more seldom.
+        world_size: ranks that do the same with the same process; the more, the longer the pace.
         rank: in the job; their first exchanges are spread by it.
     """
 
@@ -66,7 +66,7 @@ class Exchanges:
         self._pace_s = max(PACE_S, world_size / RANKS_PER_S)
         self._first_s = self._first_pace_s * (rank % 61) / 61
         self._asked_ns: deque[int] = deque(maxlen=4)
-        self._done: deque[_Exchange] = deque(maxlen=MOST)
+        self._done: deque[_Exchange] = deque(maxlen=MAX_EXCHANGES)
         self._due_s: float | None = None
 
     def due_s(self, now_s: float) -> float:
@@ -76,8 +76,8 @@ class Exchanges:
         return self._due_s
 
     def ask(self, now_ns: int) -> int:
-        """Note that a message goes now; return what it says as ``sent``."""
-        pace_s = self._first_pace_s if len(self._done) < MOST else self._pace_s
+        """Record that a message goes now; return its field ``sent``."""
+        pace_s = self._first_pace_s if len(self._done) < MAX_EXCHANGES else self._pace_s
         self._due_s = now_ns * NS + pace_s
         self._asked_ns.append(now_ns)
         return now_ns
@@ -99,11 +99,11 @@ class Exchanges:
         agreeing = [
             old for old in self._done if abs(old.offset_ns - new.offset_ns) <= old.error_at(heard_ns) + error_ns
         ]
-        self._done = deque([*agreeing, new], maxlen=MOST)
+        self._done = deque([*agreeing, new], maxlen=MAX_EXCHANGES)
         return True
 
     def offset(self, now_ns: int) -> Offset | None:
-        """Return the best estimate as it stands now; ``None`` before the first."""
+        """Return the best estimate of now; ``None`` before the first."""
         best = min(self._done, key=lambda one: one.error_at(now_ns), default=None)
         return None if best is None else Offset(best.offset_ns * NS, best.error_at(now_ns) * NS)
 

@@ -1,4 +1,4 @@
-"""What is wrong with the energy of a whole job rather than of one window: reported once for the job; pure."""
+"""Errors of the energy of a whole job rather than of one window: reported once for the job; pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from effllm import metrics
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event, RankReport
 
-#: So many windows in a row in which iterations keep step with a sensor make an event.
+#: An event needs this many windows in a row in which iterations keep step with a sensor.
 HELD_WINDOWS = 3
-#: Whether windows are too short is judged by the last so many of them, and by this many at least.
+#: Windows are judged too short by this many of the last ones, and by the second number of them at least.
 JUDGED_WINDOWS, MIN_JUDGED = 9, 5
 
 

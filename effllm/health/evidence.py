@@ -1,4 +1,4 @@
-"""What of a window is a rank's own, so that it can be compared with its peers: four kinds of evidence; pure."""
+"""The part of a window that is a rank's own and can be compared with its peers: four kinds of evidence; pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from msgspec import Struct
 from effllm.aggregation.columns import fields_of
 from effllm.aggregation.rows import Rows
 from effllm.health.clock import NS, Offset
+from effllm.health.outliers import FLOOR, OutlierTrack, Z
 from effllm.health.robust import median
-from effllm.health.standing_out import FLOOR, Track, Z
 from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE
 from effllm.records.rank import RankReport
 
 #: An arrival counts as late from so many times the error of the clocks on.
 CLOCK_ERRORS = 3.0
-#: Groups from this size on have their arrivals looked at in every fourth window: aligning clocks is what takes longest.
-LARGE, SELDOM = 1024, 4
+#: Groups from this size on have their arrivals judged in every 4th window: aligning clocks takes most of the time.
+LARGE_GROUP, ARRIVALS_EVERY = 1024, 4
 
 _OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
 
@@ -35,21 +35,21 @@ class Peer(Struct, frozen=True):
     is_gpu: bool = True
 
 
-class Peers:
+class PeerGroups:
     """The ranks of a job, and what they have in common."""
 
     def __init__(self) -> None:
         self.known: dict[int, Peer] = {}
-        self._most = -1  # the largest rank that is known
+        self._max_rank = -1  # the largest rank that is known
         self.groups: dict[str, set[int]] = {}
         self.hosts: dict[str, set[int]] = {}
         self.replicas: dict[str, set[int]] = {}
 
     def meet(self, rank: int, peer: Peer) -> None:
-        """Learn who a rank is, or that it has become somebody else."""
+        """Enter a rank, or replace it."""
         old = self.known.get(rank)
         self.known[rank] = peer
-        self._most = max(self._most, rank)
+        self._max_rank = max(self._max_rank, rank)
         for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
             if old is not None:
                 sets[getattr(old, name)].discard(rank)
@@ -66,12 +66,12 @@ class Peers:
 
     def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
         """Return the rows that hold an iteration, of ranks that are known."""
-        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._know_all(rows.ranks):
+        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):
             return rows
         return [row for row in rows if row.iterations > 0 and row.rank in self.known]
 
-    def _know_all(self, ranks: Sequence[int]) -> bool:
-        return len(self.known) == self._most + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
+    def _has_all(self, ranks: Sequence[int]) -> bool:
+        return len(self.known) == self._max_rank + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
 
     def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
         """Return the rows of each group."""
@@ -90,7 +90,7 @@ def iteration_s(rows: Sequence[RankReport]) -> float:
 
 
 def gather(
-    tracks: dict[Key, Track],
+    tracks: dict[Key, OutlierTrack],
     group: str,
     rows: Sequence[RankReport],
     whole_s: float,
@@ -105,12 +105,12 @@ def gather(
         rows: of two ranks at least, each with an iteration at least.
         whole_s: of an iteration.
         offsets: of the ranks' clocks to ours, where known.
-        is_named_for_data: whether somebody is, who must be looked at to be cleared.
+        is_named_for_data: whether a rank is, which must be judged to be cleared.
     """
     # Ten thousand rows are looked at in a few milliseconds: hence the maps, and the quick ways past what is not there.
-    told, values = own_times(rows)
-    if len(told) > 1:
-        _track(tracks, group, OWN_TIME).look(told, values)
+    measured, values = own_times(rows)
+    if len(measured) > 1:
+        _track(tracks, group, OWN_TIME).look(measured, values)
     has_profiles = rows.profile is not None if isinstance(rows, Rows) else any(map(_PROFILE, rows))
     profiles = [(row, row.profile) for row in rows if row.profile is not None] if has_profiles else []
     profiles = [(row, profile) for row, profile in profiles if profile.iterations and profile.computing_s]
@@ -118,7 +118,7 @@ def gather(
         computing = [profile.computing_s / profile.iterations for _, profile in profiles]
         _track(tracks, group, PROFILE).look([row for row, _ in profiles], computing)
     _look_at_data(_track(tracks, group, DATA_WAIT), rows, whole_s, is_named_for_data)
-    if not offsets or (len(rows) >= LARGE and rows[0].window % SELDOM) or not any(map(_ARRIVAL, rows)):
+    if not offsets or (len(rows) >= LARGE_GROUP and rows[0].window % ARRIVALS_EVERY) or not any(map(_ARRIVAL, rows)):
         return
     last = rows[0].iteration_last
     came = [row for row in rows if row.arrival_ns and row.iteration_last == last and row.rank in offsets]
@@ -127,7 +127,7 @@ def gather(
 
 
 def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
-    """Return the rows that tell what is their own of an iteration, and that: on the device, where all do.
+    """Return the rows with an own time of an iteration, and these times: on the device, where all have them.
 
     On the host it is the median of the window, which an iteration that was disturbed does not move.
     """
@@ -136,15 +136,15 @@ def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequenc
     medians = list(map(_OWN, rows))
     if None not in medians:
         return rows, medians
-    told = [row for row in rows if row.own_median_s is not None]
-    return told, [row.own_median_s for row in told if row.own_median_s is not None]
+    measured = [row for row in rows if row.own_median_s is not None]
+    return measured, [row.own_median_s for row in measured if row.own_median_s is not None]
 
 
-def _track(tracks: dict[Key, Track], group: str, evidence: str) -> Track:
-    return tracks.setdefault((group, evidence), Track())
+def _track(tracks: dict[Key, OutlierTrack], group: str, evidence: str) -> OutlierTrack:
+    return tracks.setdefault((group, evidence), OutlierTrack())
 
 
-def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
+def _look_at_data(track: OutlierTrack, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
     if isinstance(rows, Rows):
         iterations, wait_s, busy_s = (rows.numbers[name] for name in ("iterations", "wait_s", "busy_s"))
     else:
@@ -154,12 +154,14 @@ def _look_at_data(track: Track, rows: Sequence[RankReport], whole_s: float, is_n
         track.pass_by(rows)
         return
     busy = (busy_s / iterations).tolist()
-    longest_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
-    # Whoever holds others up by waiting for data is waited for in their steps, so that its own are shorter.
-    track.look(rows, waits.tolist(), whole_s, lambda index, excess_s: longest_s - busy[index] >= excess_s / 2)
+    others_busy_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
+    # The others wait in their steps for a rank that waits for data, so its own steps are shorter.
+    track.look(rows, waits.tolist(), whole_s, lambda index, excess_s: others_busy_s - busy[index] >= excess_s / 2)
 
 
-def _look_at_arrivals(track: Track, rows: Sequence[RankReport], whole_s: float, offsets: Mapping[int, Offset]) -> None:
+def _look_at_arrivals(
+    track: OutlierTrack, rows: Sequence[RankReport], whole_s: float, offsets: Mapping[int, Offset]
+) -> None:
     known = [offsets[row.rank] for row in rows]
     times = [row.arrival_ns * NS + offset.offset_s for row, offset in zip(rows, known, strict=True)]
     first_s = min(times)

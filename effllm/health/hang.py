@@ -101,7 +101,7 @@ class Hang:
         self.ranks: dict[int, RankPosition] = {}
         self._windows: dict[str, deque[tuple[int, float]]] = {}  # by role: seconds of an iteration, one of a window
         self._durations_s: dict[str, deque[float]] = {}  # by role: of iterations between beats, until there are windows
-        self._longest_s: dict[str, float] = {}  # by phase
+        self._max_phase_s: dict[str, float] = {}  # by phase
         self._two_more_s = 0.0  # since when some rank has ended two iterations more
         self._moved_s = 0.0  # last progress of any rank
         self._next_check_s = self._next_alone_s = 0.0
@@ -159,7 +159,7 @@ class Hang:
             return
         if row.phases_s:
             for name, seconds in row.phases_s.items():
-                self._longest_s[name] = max(self._longest_s.get(name, 0.0), seconds)
+                self._max_phase_s[name] = max(self._max_phase_s.get(name, 0.0), seconds)
         last = row.iteration_last
         if last >= row.iteration_first:
             of_role = self._windows.get(position.role)
@@ -179,7 +179,7 @@ class Hang:
         ended = position.completed - before
         if ended > 0 and had_beaten:
             if before == 0:
-                self._longest_s[STARTUP] = max(self._longest_s.get(STARTUP, 0.0), since_s - position.joined_s)
+                self._max_phase_s[STARTUP] = max(self._max_phase_s.get(STARTUP, 0.0), since_s - position.joined_s)
             if position.role not in self._windows:
                 # The first is longer than the others, and for the second it is all that is known.
                 self._durations_s.setdefault(position.role, deque(maxlen=33)).append((since_s - before_s) / ended)
@@ -235,9 +235,9 @@ class Hang:
             for rank, one in due.items():
                 self._alone[rank] = (one.since_s, one.since_s + _again_s(now_s - one.since_s))
             if due:
-                longest_s = max(now_s - one.since_s for one in due.values())
+                unmoved_s = max(now_s - one.since_s for one in due.values())
                 others = {rank: one for rank, one in active.items() if rank not in alone}
-                verdicts.append(Stall([*_groups(due), *_groups(others)], longest_s, is_partial=True))
+                verdicts.append(Stall([*_groups(due), *_groups(others)], unmoved_s, is_partial=True))
         return verdicts
 
     @property
@@ -278,7 +278,7 @@ class Hang:
         if state in (STEP, BETWEEN):
             return max(self._stall_s, ITERATIONS * self._iteration_s(role))
         min_s = (STARTUP_STALLS if state == STARTUP else PHASE_STALLS) * self._stall_s
-        return max(min_s, PHASE_TIMES * self._longest_s.get(state, 0.0))
+        return max(min_s, PHASE_TIMES * self._max_phase_s.get(state, 0.0))
 
     def _iteration_s(self, role: str) -> float:
         if windows := self._windows.get(role):

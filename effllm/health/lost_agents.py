@@ -1,6 +1,6 @@
-"""Agents that are gone without a farewell, as a killed one's kernel tells by closing its connection; pure.
+"""Agents that ended without a BYE: the kernel of a killed one closes its connection; pure.
 
-Asked for when a job ends, which shall not wait for three beats of somebody who is dead.
+Used when a job ends, which shall not wait for three heartbeats of a dead agent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LostAgents:
 
         Args:
             now_s: the time.
-            ranks: who is waited for.
+            ranks: those that are waited for.
             reaches: whether a rank's agent has a connection now.
         """
         gone_s = {rank: self._since_s.get(rank, now_s) for rank in ranks if not reaches(rank)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from effllm.health.change_point import Change, Level
+from effllm.health.change_point import Change, WindowLevel
 from effllm.records.rank import Event, RankReport
 
 #: Shorter windows are judged together. The load of a host changes every second or so, for many of them alike: 314
@@ -18,7 +18,7 @@ class Slowdown:
     """Detects when iterations became slower, and whether the ranks' own times did."""
 
     def __init__(self) -> None:
-        self._whole, self._own = Level(), Level()
+        self._whole, self._own = WindowLevel(), WindowLevel()
         self._change: Change | None = None  # not reported yet
         self._own_rose = 0  # iteration since which
         self._patience = 0
@@ -65,8 +65,8 @@ class Slowdown:
         if own_s is None:
             return "which rank it is, if it is one, is unknown: no rank has a sync point (effllm.sync_point)"
         if self._own_rose:
-            return "no rank stands out: the ranks' own times rose alike"
-        return "no rank stands out: the ranks' own times are what they were, so it is communication or what follows it"
+            return "no rank is slower than others: the ranks' own times rose alike"
+        return "no rank is slower than others: their own times are as before, so it is communication or what follows it"
 
 
 def _change_text(change: Change) -> str:

@@ -1,6 +1,6 @@
 """Which rank is the slowest of a window: by own times, where it is slow in window after window; pure.
 
-How often it names a slow rank, and how seldom a healthy one: docs/stragglers.md.
+How often it names a slow rank, and how rarely a healthy one: docs/stragglers.md.
 """
 
 from __future__ import annotations

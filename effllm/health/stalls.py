@@ -30,7 +30,7 @@ class Stalls:
 
     Args:
         config: the job's settings.
-        roster: who is who, and who is heard.
+        roster: the ranks, and when each was heard.
         ledger: the job's state, where the time is counted.
         report: takes an event.
     """

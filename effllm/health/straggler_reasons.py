@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from effllm.health.diagnosis import MAX_PEERS, UNKNOWN, explain, power_w
-from effllm.health.evidence import Peers
-from effllm.health.standing_out import Look
+from effllm.health.evidence import PeerGroups
+from effllm.health.outliers import Look
 from effllm.records.job import DATA_WAIT, StragglerVerdict
 from effllm.records.rank import DeviceWindow, RankReport
 
 MAX_POWERS = 1024  # ranks whose power is looked at in a window
 
 
-def waiting_w(peers: Peers, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
+def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
     """Return the mean power of a rank that waits, each device once; ``None`` where one of them is not measured."""
     powers: dict[str, float | None] = {}
     waiting = [row for row in rows if row.rank not in named]
@@ -28,7 +28,7 @@ def waiting_w(peers: Peers, rows: Sequence[RankReport], named: Collection[int]) 
 
 
 def reason(
-    peers: Peers, verdict: StragglerVerdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
+    peers: PeerGroups, verdict: StragglerVerdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
 ) -> str:
     """Return why a rank is slow, by its window and those of its peers; `UNKNOWN` where they do not show it.
 

@@ -1,4 +1,4 @@
-"""What is said of stragglers: a line for each, one for a whole node where all of its ranks are slow; pure."""
+"""The lines of stragglers: one for each, one for a whole node where all of its ranks are slow; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between the aggregator and its rules about stragglers: who the ranks are, where clocks stand, what verdicts do."""
+"""Between the aggregator and its rules about stragglers: the ranks, the offsets of clocks, the effect of verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from effllm.records.wire import Heartbeat, Hello
 
 
 class StragglerWatch:
-    """Judges the windows of a job as they close, and enters in its ledger what comes of it.
+    """Judges the windows of a job as they close, and enters the result in its ledger.
 
     Args:
         ledger: the job's.
@@ -26,7 +26,7 @@ class StragglerWatch:
         self._clocks = _Clocks()
 
     def hello(self, message: Hello, is_new: bool) -> None:
-        """Learn what a rank is compared with; another agent's clock is another clock."""
+        """Take the peers of a rank; another agent's clock is another clock."""
         if is_new:
             self._clocks.forget(message.rank)
         own = next((device for device in message.devices if not device.only_power), None)
@@ -42,7 +42,7 @@ class StragglerWatch:
         )
 
     def heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        """Take where a rank's clock stands."""
+        """Take the offset of a rank's clock."""
         if message.offset_s is not None and message.offset_error_s is not None:
             self._clocks.set(message.rank, Offset(message.offset_s, message.offset_error_s), now_s)
 
@@ -74,29 +74,31 @@ class StragglerWatch:
 
 
 class _Clocks(Mapping[int, Offset]):
-    """The offsets of the ranks' clocks to ours, older by as much as time has passed since they were told."""
+    """The offsets of the ranks' clocks to ours, aged by the time since they came."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[Offset, float]] = {}
+        self._offsets: dict[int, tuple[Offset, float]] = {}
         self._now_s = 0.0
 
     def set(self, rank: int, offset: Offset, now_s: float) -> None:
-        self._told[rank] = offset, now_s
+        self._offsets[rank] = offset, now_s
         self._now_s = now_s
 
     def forget(self, rank: int) -> None:
-        self._told.pop(rank, None)
+        self._offsets.pop(rank, None)
 
     def worst_s(self) -> float | None:
         """Return the largest error, ``None`` where no offset is known."""
-        return max((aged(offset.error_s, self._now_s - told_s) for offset, told_s in self._told.values()), default=None)
+        return max(
+            (aged(offset.error_s, self._now_s - taken_s) for offset, taken_s in self._offsets.values()), default=None
+        )
 
     def __getitem__(self, rank: int) -> Offset:
-        offset, told_s = self._told[rank]
-        return Offset(offset.offset_s, aged(offset.error_s, self._now_s - told_s))
+        offset, taken_s = self._offsets[rank]
+        return Offset(offset.offset_s, aged(offset.error_s, self._now_s - taken_s))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._told)
+        return iter(self._offsets)
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._offsets)

@@ -3,7 +3,7 @@
 In synchronous training every rank's iterations take equally long, for the others wait.  So a rank is judged by what is
 its own: the time until it first waits for others, computation in profiled iterations, waiting for data, and the order
 of arrival.  It is compared with its peers alone, ranks that do the same work, by robust z; and it is named when it
-stands out in window after window.
+is an outlier in window after window.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from effllm.health.clock import Offset
 from effllm.health.diagnosis import UNKNOWN
-from effllm.health.evidence import Key, Peer, Peers, gather, iteration_s
+from effllm.health.evidence import Key, Peer, PeerGroups, gather, iteration_s
+from effllm.health.outliers import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, OutlierTrack
 from effllm.health.slowdown import Slowdown
 from effllm.health.slowest import Slowest
-from effllm.health.standing_out import HISTORY, PERSIST, WINDOWS, Z_CLEAR, Look, Track
 from effllm.health.straggler_reasons import reason, waiting_w
 from effllm.health.straggler_text import events_of
 from effllm.records.job import ARRIVAL, DATA_WAIT, EVIDENCE, OWN_TIME, Straggler, StragglerVerdict
@@ -33,10 +33,10 @@ MAX_VERDICTS, MAX_KEPT = 16, 64
 class Straggling(NamedTuple):
     """What a window brought."""
 
-    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank tells what is its own
+    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank measures its own time
     rank_seconds: float = 0.0  # the same, summed over those that waited ...
     joules: float | None = None  # ... and what their devices drew then
-    by_window: Mapping[int, float] = {}  # rank-seconds, with those before of whom was named just now
+    by_window: Mapping[int, float] = {}  # rank-seconds, with those before of ranks that were named just now
     events: Sequence[Event] = ()
     slowest: Straggler | None = None  # the slowest rank of the window
     is_compared: bool = False  # whether own times of ranks were compared
@@ -49,33 +49,33 @@ class _Named(Struct):
     """A verdict that holds."""
 
     verdict: StragglerVerdict
-    lows: deque[bool]  # of the last windows: whether it stood out no more
+    lows: deque[bool]  # of the last windows: whether it was no outlier
 
 
 class Stragglers:
     """Judges the windows of a job as they close.
 
     Args:
-        totals: of whatever was named before, by its ranks; it is added to.
+        totals: of the verdicts before, by their ranks; they are added to.
     """
 
     def __init__(self, totals: dict[str, StragglerVerdict] | None = None) -> None:
         self._totals = {} if totals is None else totals
-        self._peers = Peers()
-        self._tracks: dict[Key, Track] = {}
+        self._peers = PeerGroups()
+        self._tracks: dict[Key, OutlierTrack] = {}
         self._named: dict[Unit, _Named] = {}
         self._lately: dict[int, int] = {}  # rank -> window in which it was named last
-        self._told_s: dict[int, float] = {}  # rank-seconds by window, of the last ones
+        self._counted_s: dict[int, float] = {}  # rank-seconds by window, of the last ones
         self._slowdown = Slowdown()
         self._slowest: dict[str, Slowest] = {}  # of each group
 
     def meet(self, rank: int, peer: Peer) -> None:
-        """Learn who a rank is, or that it has become somebody else."""
+        """Enter a rank, or replace it."""
         self._peers.meet(rank, peer)
 
     @property
     def verdicts(self) -> tuple[StragglerVerdict, ...]:
-        """Who is named now, the costliest first, at most `MAX_VERDICTS`."""
+        """The verdicts that hold, the costliest first, at most `MAX_VERDICTS`."""
         return tuple(_costliest(one.verdict for one in self._named.values())[:MAX_VERDICTS])
 
     @property
@@ -84,7 +84,7 @@ class Stragglers:
         return sum(map(len, self._named))
 
     def totals(self) -> tuple[StragglerVerdict, ...]:
-        """Return who was ever named, with all that it cost, the costliest first."""
+        """Return all verdicts so far with their cost, the costliest first."""
         return tuple(_costliest(self._totals.values()))
 
     def close(self, rows: Sequence[RankReport], offsets: Mapping[int, Offset] | None = None) -> Straggling:
@@ -139,14 +139,14 @@ class Stragglers:
     def _look_of(self, rank: int, evidence: str, looks: Mapping[Key, Look]) -> Look | None:
         return looks.get((self._peers.known[rank].group, evidence))
 
-    def _track_of(self, rank: int, evidence: str) -> Track:
+    def _track_of(self, rank: int, evidence: str) -> OutlierTrack:
         return self._tracks[self._peers.known[rank].group, evidence]
 
     def _name(self, looks: Mapping[Key, Look], window: int) -> list[Unit]:
-        """Name whoever stands out for long enough; return whom just now.
+        """Name the ranks that are outliers in enough windows; return those that are new.
 
         Ranks that wait for each other inside of an iteration come late together: where computation or data does not
-        tell which of them it is, all of them are named as one.
+        show which of them it is, all of them are named as one.
         """
         self._lately = {rank: last for rank, last in self._lately.items() if window - last <= HISTORY}
         found: list[tuple[Unit, str]] = []
@@ -172,7 +172,7 @@ class Stragglers:
         self._lately.update(dict.fromkeys(taken, window))
         return fresh
 
-    def _with_node(self, track: Track, ranks: list[int]) -> list[int]:
+    def _with_node(self, track: OutlierTrack, ranks: list[int]) -> list[int]:
         """Return the candidates, with the rest of their nodes where all of these lag nearly as long."""
         found = dict.fromkeys(ranks)
         for host in {self._peers.known[rank].host for rank in ranks}:
@@ -189,7 +189,7 @@ class Stragglers:
             ranks=unit,
             host=hosts.pop() if len(hosts) == 1 else "",
             device=self._peers.known[worst].device if len(unit) == 1 else "",
-            since_iteration=min(track.standing_out(rank)[0].shown for rank, track in of.items()),
+            since_iteration=min(track.outlier_looks(rank)[0].shown for rank, track in of.items()),
             slowdown=of[worst].slowdown(worst),
             z=of[worst].z(worst),
             peers=len(of[worst].looks[-1].ranks) - 1,
@@ -197,7 +197,7 @@ class Stragglers:
         )
 
     def _clear(self, looks: Mapping[Key, Look]) -> dict[Unit, _Named]:
-        """Take back the verdicts on those that stand out no more; return them."""
+        """Take back the verdicts on ranks that are no longer outliers; return them."""
         cleared = {}
         for unit, named in self._named.items():
             distances = [
@@ -232,13 +232,15 @@ class Stragglers:
         shares = {unit: seconds * waited * one / whole_s if whole_s > 0 else 0.0 for unit, one in excess.items()}
         for unit in fresh:
             for window, late_s in self._late_before(unit, rows[0].window).items():
-                told_s = self._told_s.get(window, 0.0) + by_window.get(window, 0.0)
-                more_s = max(late_s * waited - told_s, 0.0)
+                counted_s = self._counted_s.get(window, 0.0) + by_window.get(window, 0.0)
+                more_s = max(late_s * waited - counted_s, 0.0)
                 by_window[window] = by_window.get(window, 0.0) + more_s
                 shares[unit] += more_s
         for window, late_s in by_window.items():
-            self._told_s[window] = self._told_s.get(window, 0.0) + late_s
-        self._told_s = {window: late_s for window, late_s in self._told_s.items() if window > rows[0].window - WINDOWS}
+            self._counted_s[window] = self._counted_s.get(window, 0.0) + late_s
+        self._counted_s = {
+            window: late_s for window, late_s in self._counted_s.items() if window > rows[0].window - WINDOWS
+        }
         power = waiting_w(self._peers, rows, {rank for unit in self._named for rank in unit})
         for unit, share in shares.items():
             self._enter(unit, share, None if power is None else share * power, looks, rows)
@@ -249,20 +251,20 @@ class Stragglers:
         """Return by how many seconds the slowest of these was too slow in each window before this one."""
         late_s: dict[int, float] = {}
         for rank in unit:
-            for look in self._track_of(rank, self._named[unit].verdict.evidence).standing_out(rank):
+            for look in self._track_of(rank, self._named[unit].verdict.evidence).outlier_looks(rank):
                 if look.window < window:
                     late_s[look.window] = max(late_s.get(look.window, 0.0), look.flags[rank] * look.iterations)
         return late_s
 
     def _excess_s(self, unit: Unit, evidence: str, looks: Mapping[Key, Look]) -> float:
         """Return the seconds of the window by which the slowest of these was too slow; what is no more is 0."""
-        most_s = 0.0
+        max_s = 0.0
         for rank in unit:
             look = self._look_of(rank, evidence, looks)
             excess_s = look.excess_s(rank) if look is not None else None
             if look is not None and excess_s is not None and excess_s >= Z_CLEAR * look.scale_s:
-                most_s = max(most_s, excess_s * look.iterations)
-        return most_s
+                max_s = max(max_s, excess_s * look.iterations)
+        return max_s
 
     def _enter(
         self,

@@ -1,4 +1,4 @@
-"""A job whose GPUs idle, or whose tokens are not counted any more: one event when it begins, one when it ends; pure."""
+"""Idle GPUs, and tokens that are not counted any more: one event at the begin, one at the end; pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from effllm.records.rank import Event
 
 #: GPUs idle below this share of busy time, and no longer from the second on.
 IDLE_BELOW, BUSY_FROM = 0.2, 0.25
-#: So many windows in a row, which last so long, are a state.
+#: A state is this number of windows in a row that last this long.
 MIN_WINDOWS, MIN_S = 5, 60.0
-#: Where tokens come in bursts, they are missing after so many times the longest gap before.
+#: Where tokens come in bursts, they are missing after this many times the longest gap before.
 BURST_GAPS = 3
-#: So many windows without any token since the start are a state.
+#: This many windows without any token since the start are a state.
 NEVER_WINDOWS = 100
 #: Data wait is named as evidence from this share of the iterations on.
 DATA_WAIT_FROM = 0.2
@@ -38,7 +38,7 @@ class WasteWatch:
         self._is_idle = events.get(IDLE, 0) > events.get(BUSY, 0)
         self._lacks_tokens = events.get(NO_TOKENS, 0) > events.get(TOKENS, 0)
         self._others: deque[ClusterTotals] = deque(maxlen=1000)  # windows in a row that are not of the state
-        self._without_tokens = self._longest_gap = 0  # windows
+        self._without_tokens = self._max_gap = 0  # windows
         self._without_tokens_s = 0.0
 
     def close(self, report: ClusterReport) -> None:
@@ -75,7 +75,7 @@ class WasteWatch:
 
     def _judge_tokens(self, report: ClusterReport, window: ClusterTotals) -> None:
         if window.counts.tokens or window.counts.prompt_tokens:
-            self._longest_gap = max(self._longest_gap, self._without_tokens)
+            self._max_gap = max(self._max_gap, self._without_tokens)
             self._without_tokens, self._without_tokens_s = 0, 0.0
             if self._lacks_tokens:
                 self._lacks_tokens = False
@@ -85,8 +85,8 @@ class WasteWatch:
         self._without_tokens += 1
         self._without_tokens_s += window.loop.time_s
         counted = report.job.counts.tokens
-        least = max(MIN_WINDOWS, BURST_GAPS * self._longest_gap + 1) if counted else NEVER_WINDOWS
-        if self._lacks_tokens or self._without_tokens < least or self._without_tokens_s < MIN_S:
+        needed = max(MIN_WINDOWS, BURST_GAPS * self._max_gap + 1) if counted else NEVER_WINDOWS
+        if self._lacks_tokens or self._without_tokens < needed or self._without_tokens_s < MIN_S:
             return
         if counted or window.constants.flops_per_token:
             self._lacks_tokens = True

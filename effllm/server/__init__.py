@@ -1,1 +1,1 @@
-"""The aggregator's process: its loop, who is admitted, what is acknowledged, and where reports go."""
+"""The aggregator's process: its loop, admission, acknowledgement, and outputs."""

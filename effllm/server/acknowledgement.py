@@ -19,7 +19,7 @@ class Acknowledgement:
 
     The order makes a crash at any moment harmless.  Late reports enter the sums first: a state cannot say that an older
     report of a rank is missing from them.  Then the windows that closed are written, then the state.  Agents send again
-    what was not acknowledged, and the sequences in the state tell which of that it holds.
+    what was not acknowledged, and the sequences in the state show which of that it holds.
 
     Args:
         aggregator: whose windows and states they are.

@@ -1,4 +1,4 @@
-"""Admission of ranks: which introductions are accepted, and what is reported of those that are rejected."""
+"""Admission of ranks: accepts introductions, and reports those that are rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Admission:
     """Admits ranks, as long as there are descriptors for all of their job.
 
     Args:
-        aggregator: knows the ranks of the job.
+        aggregator: has the ranks of the job.
         peers: the connections.
         door: who may connect at all.
         warn: makes an event of a text and a kind.

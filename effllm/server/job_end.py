@@ -1,4 +1,4 @@
-"""When a job is over though not every rank has said so."""
+"""The end of a job whose ranks have not all sent a BYE."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JobEnd:
     """Watches rank 0's trainer, and the agents that are waited for at the end.
 
     Args:
-        aggregator: knows which ranks have come and left.
+        aggregator: has the ranks that have come and left.
         orders: name the trainer.
         reaches: whether the connection of a rank takes a message.
     """
@@ -51,7 +51,7 @@ class JobEnd:
                 self._aggregator.give_up(rank, time.time())
 
     def is_over(self, now_s: float) -> bool:
-        """Whether rank 0's trainer is long gone and no rank was heard for long, so that no farewell will come.
+        """Whether rank 0's trainer is long gone and no rank was heard for long, so that no BYE will come.
 
         On a busy machine a trainer may have been killed before its agent, which has all it did and has started us, is
         heard at all: as long as that agent lives it is waited for.

@@ -1,6 +1,6 @@
-"""Who stands out of its group, and in how many windows: robust z, and a persistence that noise does not reach; pure.
+"""Outliers among the ranks of a group, by robust z, in more windows than noise reaches; pure.
 
-Thresholds, and how seldom noise passes them: docs/stragglers.md.
+Thresholds, and how rarely noise passes them: docs/stragglers.md.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from effllm.aggregation.rows import Rows
 from effllm.health.robust import MAD_SIGMA, median, median_distance, of_few
 from effllm.records.rank import RankReport
 
-#: A rank stands out from this robust z on, and does so no more below the second.
+#: A rank is an outlier from this robust z on, and no longer one below the second.
 Z, Z_CLEAR = 5.0, 2.5
-#: An iteration below a nanosecond is none: nobody's clock tells it, and shares of it leave the range of a float.
+#: An iteration below a nanosecond is none: no clock shows it, and shares of it leave the range of a float.
 SHORTEST_S = 1e-9
 #: A deviation is not taken for less than this share of the median, or of the iteration for what is a part of it.
 FLOOR = 0.01
-#: Of two ranks one stands out if it takes longer than the other by this share.
+#: Of two ranks one is an outlier if it takes longer than the other by this share.
 PAIR = 0.2
-#: A rank is named when it stood out in so many of the last windows, or in more where others do so by chance.
+#: A rank is named when it was an outlier in 3 of the last 5 windows, or in more where others are so by chance.
 PERSIST, WINDOWS = 3, 5
 #: How many ranks noise may name in a window: the rule of persistence is made stricter until it is fewer.
 FALSE_ALARMS = 1e-6
-#: Windows over which it is counted how often ranks stand out by chance ...
+#: Windows over which outliers by chance are counted ...
 HISTORY = 50
-#: ... as if one had been seen to do so in so many windows of a rank before, for nobody is sure of none after a few.
+#: ... as if one had been seen in this number of windows of a rank before: a few windows without one prove little.
 ASSUMED = 100
 #: Groups below this size have the scatter of their last windows pooled: that of a few values is small by chance.
 FEW = 64
@@ -51,19 +51,19 @@ class Look(NamedTuple):
     median_s: float
     scale_s: float
     base_s: float  # that slowdowns are a share of
-    flags: dict[int, float]  # who stands out, and by how much it lies above the median
+    flags: dict[int, float]  # outliers, and by how much each lies above the median
 
     def excess_s(self, rank: int) -> float | None:
         """How much a rank lies above the median."""
         return self.values[self.ranks.index(rank)] - self.median_s if rank in self.ranks else None
 
 
-class Track:
+class OutlierTrack:
     """One kind of evidence in one group, window after window."""
 
     def __init__(self) -> None:
         self.looks: deque[Look] = deque(maxlen=WINDOWS)
-        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # ranks judged, and which stood out
+        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # ranks judged, and the outliers
         self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # of small groups, as shares of the base
 
     def look(
@@ -79,7 +79,7 @@ class Track:
             rows: of the ranks.
             values: of the rows, seconds of an iteration.
             whole_s: the iteration, where the values are a part of it; else they are the whole themselves.
-            is_late: whether the value at an index, which lies above the median by so much, may stand out.
+            is_late: whether the value at an index, which is this much above the median, may be an outlier.
         """
         found = np.array(values)
         ordered = np.sort(found)
@@ -96,7 +96,7 @@ class Track:
         self._add(rows, Look(*_place(rows), _ranks(rows), values, centre, scale_s, base_s, flags))
 
     def pass_by(self, rows: Sequence[RankReport]) -> None:
-        """Note a window in which nobody can stand out."""
+        """Record a window without outliers."""
         self._add(rows, Look(*_place(rows), (), (), 0.0, 1.0, 1.0, {}))
 
     def _add(self, rows: Sequence[RankReport], look: Look) -> None:
@@ -113,14 +113,14 @@ class Track:
         return MAD_SIGMA * of_few(len(ordered)) * share * base_s
 
     def times(self, rank: int) -> int:
-        """In how many of the last windows a rank stood out."""
+        """Return in how many of the last windows a rank was an outlier."""
         return sum(rank in look.flags for look in self.looks)
 
     def candidates(self, known: Iterable[int]) -> list[int]:
-        """Return the ranks that stand out in this window and did so in enough of the last ones.
+        """Return the outliers of this window that were so in enough of the last ones.
 
         Args:
-            known: ranks that are, or lately were, named: they do not stand out by chance.
+            known: ranks that are, or lately were, named: they are no outliers by chance.
         """
         found = [rank for rank in self.looks[-1].flags if self.times(rank) >= PERSIST]
         if not found:
@@ -131,25 +131,25 @@ class Track:
         needed = persistence(len(self.looks[-1].ranks), (by_chance + 1) / (judged + ASSUMED))
         return [rank for rank in found if self.times(rank) >= needed]
 
-    def standing_out(self, rank: int) -> list[Look]:
-        """Return those of the last windows in which a rank stood out."""
+    def outlier_looks(self, rank: int) -> list[Look]:
+        """Return those of the last windows in which a rank was an outlier."""
         return [look for look in self.looks if rank in look.flags]
 
     def slowdown(self, rank: int) -> float:
-        """Return the median share by which a rank was slower, of the windows in which it stood out."""
-        return median(sorted(look.flags[rank] / look.base_s for look in self.standing_out(rank)))
+        """Return the median share by which a rank was slower, of the windows in which it was an outlier."""
+        return median(sorted(look.flags[rank] / look.base_s for look in self.outlier_looks(rank)))
 
     def z(self, rank: int) -> float:
         """Return the same in deviations."""
-        return median(sorted(look.flags[rank] / look.scale_s for look in self.standing_out(rank)))
+        return median(sorted(look.flags[rank] / look.scale_s for look in self.outlier_looks(rank)))
 
 
 def persistence(ranks: int, share: float) -> float:
-    """Return in how many of `WINDOWS` windows a rank must stand out for noise to name fewer than `FALSE_ALARMS`.
+    """Return in how many of `WINDOWS` windows a rank must be an outlier for noise to name fewer than `FALSE_ALARMS`.
 
     Args:
         ranks: that are judged.
-        share: of windows in which a rank stands out by chance.
+        share: of windows in which a rank is an outlier by chance.
 
     >>> persistence(10_000, 3e-7), persistence(10_000, 1e-3), persistence(8, 0.5)
     (3, 4, inf)
