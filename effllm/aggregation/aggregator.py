@@ -127,7 +127,6 @@ class Aggregator:
         return is_all
 
     def heartbeat(self, message: Heartbeat, now: Now) -> None:
-        """Take the position of a rank's loop."""
         rank = self.roster.rank_of(message.rank, message.agent)
         if rank is not None:
             self._hear(message.rank, now)
@@ -201,7 +200,7 @@ class Aggregator:
     # --- what goes out ---
 
     def settle(self, now: Now) -> None:
-        """Take in what came late: a state cannot say that an older row of a rank is missing from its sums."""
+        """Enter late rows: a state cannot record that an older row of a rank is missing from its sums."""
         if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
             self._take_late(now)
 
@@ -223,13 +222,12 @@ class Aggregator:
         self.events.record(Event(time_s, "silent", f"rank {rank}: its agent has gone without a farewell", rank))
 
     def close_all(self) -> None:
-        """Close all windows: the end has come."""
+        """Close all windows, at the end of the job."""
         for window in self.open.take_all():
             self._close(window)
         self.events.roll()
 
     def summary(self, time_s: float, ended: bool) -> Summary:
-        """Return the summary of the run so far."""
         kind = self._config.parameters
         summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
         counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # recorded once, counted each time

@@ -196,5 +196,4 @@ class ClosedWindows:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Return the numbers of a few ranks."""
     return ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")

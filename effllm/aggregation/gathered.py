@@ -1,7 +1,7 @@
-"""What devices read beside energy, memory and utilization, added up as their rows come: pure.
+"""Readings of devices beside energy, memory and utilization, added up as their rows come: pure.
 
-In processor time that is what it would take when the window closes, 1.1 us a row; but then frames wait for it, 11 ms
-for ten thousand ranks.
+The processor time is the same when the window closes, 1.1 us a row; but then frames wait for it, 11 ms for ten
+thousand ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ class GaugeSums(Struct):
 
     @property
     def mean(self) -> float | None:
-        """Mean over time and devices."""
         return self.value_seconds / self.covered_s if self.covered_s > 0 else None
 
 
 class GpuReadings(Struct):
-    """What was read of the GPUs of a window beside energy, memory and utilization."""
+    """The readings of the GPUs of a window beside energy, memory and utilization."""
 
     gauges: dict[str, GaugeSums] = {}
     throttled_s: float = 0.0
@@ -34,7 +33,6 @@ class GpuReadings(Struct):
     power_peak_w: float | None = None
 
     def add(self, window: DeviceWindow) -> None:
-        """Add one GPU."""
         for name, gauge in window.gauges.items():
             sums = self.gauges.get(name)
             if sums is None:
@@ -57,7 +55,6 @@ class GpuReadings(Struct):
             self.power_peak_w = peak_w
 
     def merge(self, more: GpuReadings) -> GpuReadings:
-        """Return these readings and more."""
         gauges = {name: GaugeSums(sums.value_seconds, sums.covered_s, sums.most) for name, sums in self.gauges.items()}
         for name, sums in more.gauges.items():
             known = gauges.setdefault(name, GaugeSums())
@@ -86,7 +83,6 @@ class Gathered(Struct):
     is_simple: bool = True  # no rank has several devices or none
 
     def add(self, row: RankReport) -> None:
-        """Take a row."""
         self.num_rows += 1
         if len(row.devices) == 1:
             self.readings.add(row.devices[0])
@@ -94,5 +90,5 @@ class Gathered(Struct):
             self.is_simple = False
 
     def of(self, num_devices: int, num_rows: int) -> GpuReadings | None:
-        """Return the readings of a window of so many devices and rows, all of them GPUs; ``None`` if it had others."""
+        """Return the readings of a window with as many GPUs and rows; ``None`` if it had other devices."""
         return self.readings if self.is_simple and num_devices == num_rows == self.num_rows else None

@@ -16,24 +16,24 @@ from msgspec.structs import replace
 from effllm.records.counters import FIELDS
 from effllm.records.rank import METHODS, DeviceWindow, Gauge, Integrals, RankReport, add_profiles
 
-MAX_WAIT_S = 2.5  # windows that came wait for so long for more of them, and twice as long for most of the ranks
+MAX_WAIT_S = 2.5  # for more windows to join; twice as long for most of the ranks
 MAX_ENDS = 1024  # ends of joined windows that are kept, for late rows
 
 
 class Joined(NamedTuple):
-    """What a rank has of a joined window: the row that several rows of it come to, or nothing."""
+    """A rank's part of a joined window: the sum of its rows, or nothing."""
 
     rank: int
-    passed: int  # the last joined window that the rank has come to the end of
+    passed: int  # the last joined window whose end the rank has reached
     row: RankReport | None = None
     num_rows: int = 0
 
 
 class WindowJoiner:
-    """Joins the windows of each rank until they have lasted for long enough.
+    """Joins the windows of each rank until they are long enough.
 
-    A joined window ends where the windows of most ranks have lasted for long enough, so that no single rank decides it.
-    Joined windows are numbered one by one; where each window lasts for long enough, they are those that came.
+    A joined window ends where the windows of most ranks are long enough, so that no single rank decides it.
+    Joined windows are numbered one by one; where each window is long enough, they are those that came.
 
     Args:
         min_s: seconds that a joined window lasts at least; the end of the job, and a pause, end it sooner.
@@ -45,7 +45,7 @@ class WindowJoiner:
         self._min_s = min_s
         self._number, self._ends = number, [until]  # the last that has an end, and the ends of it and those before
         self._is_new = number == 0
-        self._long: dict[int, int] = {}  # rank -> where its windows in the one without an end have lasted long enough
+        self._long: dict[int, int] = {}  # rank -> where its windows in the one without an end are long enough
         self._since_s: float | None = None  # when the first row of that came
         self._waiting: dict[int, list[RankReport]] = {}  # by rank: rows of one joined window each
 
@@ -89,7 +89,7 @@ class WindowJoiner:
         return ready
 
     def tick(self, now_s: float, num_ranks: int, is_over: bool) -> list[Joined]:
-        """Return the rows of a joined window that has waited for too long, or of all where no more rows will come."""
+        """Return the rows of a joined window after its timeout, or of all where no more rows will come."""
         ready: list[Joined] = []
         while self._since_s is not None and (is_over or now_s - self._since_s >= MAX_WAIT_S):
             newest = [rows[-1].window for rows in self._waiting.values() if rows[-1].window > self._ends[-1]]
@@ -99,7 +99,7 @@ class WindowJoiner:
         return ready
 
     def take(self, number: int) -> list[Joined]:
-        """Return what waits for the rest of a joined window that closes now."""
+        """Return the joined rows of a window that closes now without the rest of them."""
         ranks = [rank for rank, rows in self._waiting.items() if self._number_of(rows[0].window) <= number]
         return [self._joined(rank, number) for rank in ranks]
 
@@ -109,7 +109,6 @@ class WindowJoiner:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether rows wait for others."""
         return bool(self._waiting)
 
     @property
@@ -118,14 +117,13 @@ class WindowJoiner:
         return {rank: min(row.sequence for row in rows) for rank, rows in self._waiting.items()}
 
     def _number_of(self, window: int) -> int:
-        """Return the joined window that a window is in."""
         return self._number + 1 - len(self._ends) + bisect_left(self._ends, window)
 
     def _is_long(self, first: RankReport, last: RankReport) -> bool:
         return last.final or last.end_time_s - first.start_time_s >= self._min_s
 
     def _end(self, end: int, now_s: float) -> list[Joined]:
-        """End the newest joined window; return the rows of the ranks that have come to its end."""
+        """End the newest joined window; return the rows of the ranks that have reached its end."""
         before = self._ends[-1]
         opened = {rank: rows for rank, rows in self._waiting.items() if rows[-1].window > before}
         if self._is_new:
@@ -154,13 +152,13 @@ class WindowJoiner:
 
 
 def put(rows: dict[int, RankReport], row: RankReport) -> None:
-    """Enter a row among those of other ranks; of one that is there already it is the continuation."""
+    """Enter a row; where its rank has one already, the two are joined."""
     known = rows.get(row.rank)
     rows[row.rank] = row if known is None else join((known, row), row.window)
 
 
 def join(rows: Sequence[RankReport], window: int) -> RankReport:
-    """Return what rows of one rank come to, oldest first: every sum exactly.
+    """Return the sum of rows of one rank, oldest first: every sum exactly.
 
     Its own median is the median of theirs. Where one of them is missing, its iterations are as many as theirs, and the
     first of them is counted back from the last.

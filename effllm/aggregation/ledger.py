@@ -35,7 +35,7 @@ class RankState(Struct):
     agent_cpu_s: float = 0.0
     sent_bytes: int = 0
     recorder_cpu_s: float | None = None
-    gaps: int = 0  # reports that never came, though later ones did ...
+    gaps: int = 0  # reports that are missing, though later ones came ...
     newest_gap: int = 0  # ... those of them ...
     newest_gap_before: int = 0  # ... that are missing before this sequence
     is_over: bool = False  # its last report was taken
@@ -71,7 +71,7 @@ class Spent(Struct):
     unfinished: int = 0  # ranks whose last report never came
 
     def add(self, rank: RankState) -> None:
-        """Take over from an agent that another one follows."""
+        """Add a rank's agent that another one has replaced."""
         self.reports_lost += rank.lost
         self.unfinished += not rank.is_over
         self.agents_cpu_s += rank.agent_cpu_s
@@ -147,7 +147,6 @@ class Ledger(Struct):
         return self
 
     def accounts(self, window: int) -> Sequence[Account]:
-        """Return the accounts that a window enters."""
         return (self.whole,) if window <= self.run_after else (self.whole, self.run)
 
     def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
@@ -160,7 +159,7 @@ class Ledger(Struct):
         return warming
 
     def reset_run(self, window: int) -> None:
-        """Let the run-to-date values start after a window."""
+        """Begin the run-to-date values after a window."""
         self.run, self.run_after = Account(), window
 
     def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
@@ -205,11 +204,9 @@ class Ledger(Struct):
             self.goodput.attempt.note_hang(self.closed + 1, seconds)
 
     def note_own(self, cpu_s: float, received_bytes: int) -> None:
-        """Take what the aggregator's process has cost so far."""
         self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes
 
     def count_slowest(self, rank: int) -> None:
-        """Count one more window in which a rank was the slowest."""
         if rank in self.slowest or len(self.slowest) < MAX_SLOWEST:
             self.slowest[rank] = self.slowest.get(rank, 0) + 1
 
@@ -238,7 +235,7 @@ class Ledger(Struct):
         return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
 
     def unfinished(self, is_over: bool) -> int:
-        """Return of how many ranks the last report never came, over all attempts; ``is_over`` where none will come."""
+        """Return how many ranks never sent their last report, over all attempts; ``is_over`` where none will come."""
         now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
         return self.spent.unfinished + max(now, 0)
 

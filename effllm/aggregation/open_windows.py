@@ -88,7 +88,6 @@ class OpenWindows:
         return True
 
     def add(self, row: RankReport, now_s: float) -> None:
-        """Take a report for which there was room."""
         if self._joiner is None:
             self._enter(row, now_s)
         else:
@@ -201,7 +200,6 @@ class OpenWindows:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no report waits."""
         return not self._windows and not self._late and not (self._joiner is not None and self._joiner.is_waiting)
 
     def safe(self) -> dict[int, int]:

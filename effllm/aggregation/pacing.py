@@ -1,4 +1,4 @@
-"""How often the aggregator of a large world keeps its state, acknowledges and hears: pure.
+"""How often the aggregator of a large world writes its state, acknowledges and receives: pure.
 
 In a world of up to a thousand ranks the state is kept, and acknowledged, after every window.  Ten thousand
 acknowledgements a second would cost as much as what they acknowledge; agents have room for a thousand reports.
@@ -29,11 +29,9 @@ class Pace:
         self._ending_s: float | None = None  # when the first was seen to leave
 
     def closed(self, windows: int) -> None:
-        """Note that so many windows have closed."""
         self._windows += windows
 
     def kept(self, now_s: float) -> None:
-        """Note that the state is being kept."""
         self._windows, self._kept_s = 0, now_s
 
     def is_due(self, now_s: float, world_size: int, is_ending: bool) -> bool:
@@ -49,7 +47,7 @@ class Pace:
 
 
 def is_large(world_size: int) -> bool:
-    """Whether a world is too large for everybody to be answered at every window."""
+    """Whether a world is too large for all ranks to be answered at every window."""
     return world_size > LARGE_WORLD
 
 
@@ -59,7 +57,7 @@ def keep_every_s(world_size: int) -> float:
 
 
 def late_every_s(world_size: int) -> float:
-    """Return how long what came late may wait for more of it: a window of ten thousand is weighed anew each time."""
+    """Return how long late rows may wait for more: a window of ten thousand is weighed anew each time."""
     return keep_every_s(world_size) / 2
 
 

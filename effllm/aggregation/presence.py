@@ -47,7 +47,6 @@ class Presence:
 
     @property
     def heard_s(self) -> Mapping[int, float]:
-        """When the last message of each rank came."""
         return self._heard_s
 
     def leave(self, rank: RankState, status: str, now_s: float) -> bool:
@@ -80,7 +79,6 @@ class Presence:
 
     @property
     def num_left(self) -> int:
-        """How many ranks have left."""
         return self._left
 
     @property
@@ -119,7 +117,6 @@ class Presence:
 
     @property
     def gone(self) -> set[int]:
-        """The ranks that have left."""
         return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self._left else set()
 
     def everyone_left(self, now_s: float) -> bool:

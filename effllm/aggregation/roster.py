@@ -39,20 +39,20 @@ class Roster:
 
     @property
     def job(self) -> JobFacts:
-        """What the introductions so far add up to."""
+        """The facts of the job, from the introductions so far."""
         if self._job is None:
             rank = self._whole_model[1] if self._whole_model is not None else None
             self._job = JobFacts(self.config, self._ledger, self.hellos, self.devices, self.members, rank)
         return self._job
 
     def settle(self, scope: Scope) -> None:
-        """Sum up the energy of this scope from now on, whatever sensors are introduced later."""
+        """Sum up the energy of this scope from now on, also if other sensors are introduced later."""
         if scope.label and not self._ledger.scope:
             self._ledger.scope = scope.choice
             self._job = None
 
     def objection(self, message: Hello, now_s: float) -> str:
-        """Return why an introduction is refused, or an empty string."""
+        """Return why an introduction is rejected, or an empty string."""
         state = self._ledger
         if state.job and message.job and message.job != state.job:
             return "it belongs to another job"
@@ -77,7 +77,7 @@ class Roster:
         return ""
 
     def admit(self, message: Hello, now_s: float) -> bool:
-        """Take an introduction that `objection` has nothing against; return whether the agent is new."""
+        """Take an introduction without `objection`; return whether the agent is new."""
         state = self._ledger
         state.job = state.job or message.job
         state.world_size = state.world_size or message.world_size
@@ -91,7 +91,7 @@ class Roster:
         self.hellos[message.rank] = message
         for device in message.devices:
             old = self.devices.get(device.key)
-            # On a host only one rank reads the power sensor, and only its agent knows that there is one.
+            # On a host only one rank reads the power sensor, and only its HELLO has the method.
             if old is None or old.energy_method is None or device.energy_method is not None:
                 self.devices[device.key] = device
             members = self.members.setdefault(device.key, set())
@@ -138,7 +138,6 @@ class Roster:
         return self._expected[1]
 
     def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
-        """Return the ranks on each device of a window."""
         gone = self.presence.gone.difference(reporting)
         return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
 

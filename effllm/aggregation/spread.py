@@ -1,4 +1,4 @@
-"""How a window's values lie over ranks and GPUs: percentiles of all of them, never of a sample or a sketch; pure."""
+"""Percentiles of a window's values over ranks and GPUs: of all of them, never of a sample or a sketch; pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Sprea
 
 
 def spread_of(values: Array) -> Spread | None:
-    """Return how values lie; ``None`` where there are none.
+    """Return the percentiles of values; ``None`` where there are none.
 
     A percentile between two of them is interpolated in a straight line (Hyndman and Fan's definition 7, 1996), so that
     the fiftieth is the median.
@@ -32,7 +32,7 @@ def _at(ordered: Array, share: float) -> float:
 
 
 def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
-    """Return how the ranks' mean steps lie, and the power and utilization of GPUs in their iterations.
+    """Return the percentiles of the ranks' mean steps, and of the power and utilization of GPUs in their iterations.
 
     Ranks that have ended no iteration, and GPUs that were not measured, are not among them.
 

@@ -52,13 +52,11 @@ def explain(
 
 
 def mean_of(window: DeviceWindow, name: str) -> float | None:
-    """Return the mean of a gauge over a window."""
     gauge = window.gauges.get(name)
     return gauge.value_seconds / gauge.covered_s if gauge is not None and gauge.covered_s > 0 else None
 
 
 def power_w(window: DeviceWindow) -> float | None:
-    """Return the mean power of a device over a window."""
     energy = window.wall.energy
     return energy.joules / energy.covered_s if energy.joules is not None and energy.covered_s > 0 else None
 

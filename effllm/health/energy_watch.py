@@ -30,7 +30,6 @@ class EnergyWatch:
         self._unknown: deque[bool] = deque(maxlen=JUDGED_WINDOWS)
 
     def close(self, rows: Sequence[RankReport], report: ClusterReport) -> None:
-        """Judge a window that has closed."""
         self._judge_rhythm(rows, report.time_s)
         if not report.final:
             self._judge_length(report)

@@ -46,7 +46,6 @@ class PeerGroups:
         self.replicas: dict[str, set[int]] = {}
 
     def meet(self, rank: int, peer: Peer) -> None:
-        """Enter a rank, or replace it."""
         old = self.known.get(rank)
         self.known[rank] = peer
         self._max_rank = max(self._max_rank, rank)
@@ -74,7 +73,6 @@ class PeerGroups:
         return len(self.known) == self._max_rank + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
 
     def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
-        """Return the rows of each group."""
         groups = [group for group, ranks in self.groups.items() if ranks]
         if len(groups) == 1:
             return {groups[0]: rows}

@@ -55,7 +55,6 @@ class RankPosition(Struct):
 
     @property
     def completed(self) -> int:
-        """Iterations behind it."""
         return self.ordinal - 1 if self.state == STEP else self.ordinal
 
     @property
@@ -138,7 +137,6 @@ class Hang:
             del self.ranks[rank]
 
     def heartbeat(self, beat: Heartbeat, now_s: float) -> None:
-        """Take a heartbeat with a rank's position."""
         position = self.ranks.get(beat.rank)
         if position is None:
             return
@@ -153,7 +151,6 @@ class Hang:
         position.utilization, position.power_w = beat.utilization, beat.power_w
 
     def row(self, row: RankReport, now_s: float) -> None:
-        """Take a window of a rank."""
         position = self.ranks.get(row.rank)
         if position is None:
             return
@@ -173,7 +170,6 @@ class Hang:
             position.beat_s = 0.0
 
     def _place(self, rank: int, position: RankPosition, ordinal: int, state: str, since_s: float) -> None:
-        """Record a rank's progress and its new position."""
         before, had_beaten, before_s = position.completed, bool(position.state), position.since_s
         position.ordinal, position.state, position.since_s = ordinal, state, since_s
         ended = position.completed - before

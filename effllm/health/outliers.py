@@ -54,7 +54,6 @@ class Look(NamedTuple):
     flags: dict[int, float]  # outliers, and by how much each lies above the median
 
     def excess_s(self, rank: int) -> float | None:
-        """How much a rank lies above the median."""
         return self.values[self.ranks.index(rank)] - self.median_s if rank in self.ranks else None
 
 

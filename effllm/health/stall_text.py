@@ -81,7 +81,6 @@ def stall_text(
 
 
 def resumed_text(resumed: Resumed) -> str:
-    """Return the line of the end of a stall."""
     who = "" if resumed.rank is None else f"rank {resumed.rank} "
     return f"{who}resumed after {seconds_text(resumed.unmoved_s)}"
 

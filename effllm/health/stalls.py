@@ -51,25 +51,21 @@ class Stalls:
     # --- what comes in ---
 
     def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
-        """Take a rank's HELLO."""
         if is_new:
             self._left.pop(message.rank, None)
         last = message.total_iterations - message.offset if message.total_iterations else None
         self._hang.join(message.rank, message.role, last, is_new, now_s)
 
     def heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        """Take a heartbeat with a rank's position."""
         self._hang.heartbeat(message, now_s)
 
     def row(self, row: RankReport, now_s: float) -> None:
-        """Take a window of a rank."""
         self._hang.row(row, now_s)
         last = row.iteration_last
         if last >= row.iteration_first:
             self._shown_minus_ordinal = row.iteration_shown - last
 
     def bye(self, rank: int, status: str, now_s: float) -> None:
-        """Take a rank's BYE."""
         self._hang.leave(rank, status == "completed", now_s)
         if status != "completed":
             self._left[rank] = status
@@ -87,7 +83,6 @@ class Stalls:
         return True
 
     def tick(self, now: Now) -> None:
-        """Let time pass."""
         for verdict in self._hang.check(now.mono_s, self._roster.presence.silent):
             if isinstance(verdict, Stall):
                 self._report_stall(verdict, now)
@@ -116,7 +111,6 @@ class Stalls:
         return asked
 
     def take_files(self) -> list[StackFile]:
-        """Return the stacks that have come since the last call."""
         files, self._files = self._files, []
         return files
 

@@ -70,7 +70,6 @@ class Stragglers:
         self._slowest: dict[str, Slowest] = {}  # of each group
 
     def meet(self, rank: int, peer: Peer) -> None:
-        """Enter a rank, or replace it."""
         self._peers.meet(rank, peer)
 
     @property
@@ -80,7 +79,6 @@ class Stragglers:
 
     @property
     def num_named(self) -> int:
-        """How many ranks are named now."""
         return sum(map(len, self._named))
 
     def totals(self) -> tuple[StragglerVerdict, ...]:

@@ -42,7 +42,6 @@ class WasteWatch:
         self._without_tokens_s = 0.0
 
     def close(self, report: ClusterReport) -> None:
-        """Judge a window that has closed."""
         window = report.last
         is_start = report.iteration_first <= 1 or report.warming_up
         if is_start or report.final or window.counts.iterations <= 0 or window.loop.generation_s > 0:

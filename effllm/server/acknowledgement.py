@@ -59,7 +59,6 @@ class Acknowledgement:
         self.save_state()
 
     def save_state(self) -> None:
-        """Write the state as it is."""
         sequences = self._aggregator.open.safe()
         if self._save is None:
             self._acknowledge(sequences)

@@ -77,7 +77,6 @@ class _Predecessor:
         self._link: Link | None = None
 
     def ask_to_end(self, holder: run_lock.Holder) -> None:
-        """Ask it to release the folder."""
         address = holder.endpoint.removeprefix("tcp://").rpartition(":")[0]
         if holder.host != platform.node() and is_loopback(address):
             return  # that address of this host is not the holder's
@@ -93,7 +92,6 @@ class _Predecessor:
         self._link.send(Supersede(self._orders.run, self._orders.job))
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
         if self._link is not None:
             self._link.close()
 

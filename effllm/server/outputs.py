@@ -55,7 +55,6 @@ class Outputs:
 
     @property
     def has_store(self) -> bool:
-        """Whether there is a run folder."""
         return self._store is not None
 
     def write(self, closed: Sequence[Closed]) -> None:
@@ -78,7 +77,6 @@ class Outputs:
         self._to_sinks(lambda sink: _send_events(sink, events))
 
     def update_facts(self, facts: dict[str, Any]) -> None:
-        """Add facts to run.json."""
         self._to_store(lambda store: store.update_facts(facts))
 
     def write_summary(self, summary: Summary) -> None:
@@ -86,7 +84,6 @@ class Outputs:
         self._to_store(lambda store: store.write_summary(summary))
 
     def write_stacks(self, files: Sequence[StackFile]) -> None:
-        """Write the stacks of trainers in a stall."""
 
         def write(store: RunFolder) -> None:
             for file in files:
