@@ -1491,7 +1491,7 @@ def test_rank_far_ahead_keeps_no_more_reports_than_an_agent():
 def test_waiting_reports_of_a_rank_are_bounded_in_bytes():
     job = Job(2, history_size=1000).join()
     size = 100 * 1024
-    taken = [job.aggregator.reports(reports(row(1, window)), Now(Now(0.0, 1000.0), size)) for window in range(1, 200)]
+    taken = [job.aggregator.reports(reports(row(1, window)), Now(0.0, 1000.0), size) for window in range(1, 200)]
 
     assert taken.count(True) == MAX_PENDING_BYTES // size
 

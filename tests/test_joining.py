@@ -220,7 +220,7 @@ def test_one_rank_far_ahead_does_not_hold_the_others_back():
 def test_a_full_rank_loses_nothing():
     job = Job(1)
     rows = [short(0, window, 0.0001) for window in range(1, 1501)]
-    taken = [job.aggregator.reports(reports(one), Now(Now(0.0, 1000.0), MAX_PENDING_BYTES // 100)) for one in rows]
+    taken = [job.aggregator.reports(reports(one), Now(0.0, 1000.0), MAX_PENDING_BYTES // 100) for one in rows]
     assert all(taken)
     job.aggregator.close_all()
     assert job.closed()[-1].report.run.counts.tokens == 1500 * 1000
