@@ -8,19 +8,19 @@ import jobs
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-# They share their jobs; one of four ranks takes a minute where others have the CPUs.
+# The tests share their jobs; a job of four ranks takes a minute on a busy machine.
 pytestmark = [*jobs.needs_torch, pytest.mark.xdist_group("end to end"), pytest.mark.timeout(480)]
 
 ONE_NODE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
 WORLDS = (1, 2, 4)
 ITERATIONS, STEP_S = 43, 0.05  # ten are half a second: long enough for its energy to be known
 TOKENS, SAMPLES, PARAMETERS = 43 * 8 * 32, 43 * 8, 64 * 64
-WINDOWS = [10, 20, 30, 40, 43]  # the last one is the rest
+WINDOWS = [10, 20, 30, 40, 43]  # the last one is the remainder
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """The same training on so many ranks: each job is run when it is first asked for, and once."""
+    """The same training on each number of ranks; each job runs once, at its first use."""
 
     @functools.cache
     def run(world_size):
@@ -33,7 +33,7 @@ def worlds(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=WORLDS, ids="{} ranks".format)
 def world(request, worlds):
-    """One of them, and how many ranks it had."""
+    """One of the jobs, and its number of ranks."""
     return worlds(request.param), request.param
 
 
@@ -52,11 +52,11 @@ def seconds_of(rows):
 
 
 def joules_of_iterations(rows):
-    """What was measured in the iterations of rows: nothing of a device that was not measured."""
+    """The measured energy of the iterations of rows; a device without measurements counts 0."""
     return sum((row.energy_j or 0.0) - sum(joules or 0.0 for joules in row.phases_j.values()) for row in rows)
 
 
-def test_the_same_work_is_counted_the_same_however_many_ranks_share_it(worlds):
+def test_totals_do_not_depend_on_the_number_of_ranks(worlds):
     summaries = {world_size: worlds(world_size).ledger.summary for world_size in WORLDS}
 
     for world_size, summary in summaries.items():
@@ -68,7 +68,7 @@ def test_the_same_work_is_counted_the_same_however_many_ranks_share_it(worlds):
         assert (summary.coverage.reports_lost, summary.coverage.reports_late) == (0, 0)
 
 
-def test_tt_and_st_can_be_worked_out_from_the_rows_of_the_ranks(world):
+def test_tt_and_st_match_the_rows_of_the_ranks(world):
     job, _ = world
     rows, metrics = job.ledger.ranks, job.ledger.summary.metrics
     time_s = seconds_of(rows)
@@ -93,14 +93,14 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     job, _ = world
     summary, rows = job.ledger.summary, job.ledger.ranks
     aec = summary.metrics["aec_watts"].value
-    # A window of which a GPU was not measured, as on a busy machine, has no energy, and its time is not in AEC either.
+    # A window with an unmeasured GPU, as on a busy machine, has no energy, and its time is not in AEC either.
     known = {window.window for window in job.ledger.windows if window.last.energy.joules is not None}
     of_known = [row for row in rows if row.window in known]
     time_s, tokens = seconds_of(of_known), sum(row.tokens for row in of_known)
 
     assert aec * time_s == pytest.approx(joules_of_iterations(of_known), rel=1e-9)
     assert aec * time_s / tokens == pytest.approx(summary.energy.joules_per_token, rel=1e-9)
-    # By class there is what was measured, of every window.
+    # The energy by class includes the measured part of every window.
     assert summary.energy.by_class["iterations"] == pytest.approx(joules_of_iterations(rows), rel=1e-9)
     assert sum(summary.energy.by_device.values()) == pytest.approx(summary.energy.measured_joules, rel=1e-9)
     assert sum(summary.energy.by_class.values()) == pytest.approx(summary.energy.measured_joules, rel=1e-9)
@@ -108,7 +108,7 @@ def test_aec_times_t_is_the_energy_of_the_iterations(world):
     assert (summary.energy.total_joules is None) == any(row.coverage < 1 - 1e-6 for row in rows)
 
 
-def test_each_rank_has_one_row_for_each_window_and_no_iteration_is_in_two(world):
+def test_each_rank_has_one_row_per_window_without_overlap(world):
     job, world_size = world
     for rank in range(world_size):
         rows = [row for row in job.ledger.ranks if row.rank == rank]
@@ -121,7 +121,7 @@ def test_each_rank_has_one_row_for_each_window_and_no_iteration_is_in_two(world)
             assert row.wall_s == pytest.approx(row.busy_s + row.wait_s + sum(row.phases_s.values()), abs=1e-6)
 
 
-def test_the_block_is_printed_once_per_window_in_the_form_that_scripts_parse(world):
+def test_block_is_printed_once_per_window_in_its_format(world):
     job, world_size = world
     blocks = job.blocks
     windows = {window.iteration: window for window in job.ledger.windows}
@@ -137,7 +137,7 @@ def test_the_block_is_printed_once_per_window_in_the_form_that_scripts_parse(wor
     assert max(window.coverage.gpus_measured for window in windows.values()) == world_size
 
 
-def test_a_script_that_takes_the_last_hit_and_the_third_field_finds_the_summary(world):
+def test_last_console_values_are_those_of_the_summary(world):
     job, _ = world
     for label, tag in [("AMU (GB):", "amu_gb"), ("AL (Seconds):", "al_seconds"), ("AEC (Watts):", "aec_watts")]:
         hit = [line for line in job.stdout.splitlines() if label in line][-1]
@@ -145,7 +145,7 @@ def test_a_script_that_takes_the_last_hit_and_the_third_field_finds_the_summary(
         assert hit.split()[2] == jobs.FORMATS[tag].format(value)
 
 
-def test_tensorboard_shows_what_the_console_and_the_summary_say(world):
+def test_tensorboard_matches_the_console_and_the_summary(world):
     job, _ = world
     scalars = tensorboard(job.ledger.folder / "tensorboard")
     windows = job.ledger.windows
@@ -168,7 +168,7 @@ def test_no_tag_is_named_after_a_rank(worlds):
     assert two == four
 
 
-def test_every_rank_is_given_the_values_of_the_whole_job(world):
+def test_every_rank_gets_the_values_of_the_whole_job(world):
     job, world_size = world
     reported = [{f"efficientllm/{tag}": w.values.get(tag) for tag in jobs.FORMATS} for w in job.ledger.windows]
     for rank in range(world_size):
@@ -177,7 +177,7 @@ def test_every_rank_is_given_the_values_of_the_whole_job(world):
         assert {tag: None if math.isnan(value) else jobs.in_lines(value) for tag, value in values.items()} in reported
 
 
-def test_one_greeting_and_one_table_are_printed_and_nothing_on_stderr(world):
+def test_greeting_and_closing_table_are_printed_once(world):
     job, _ = world
 
     assert job.stdout.count("[EfficientLLM] Metrics collection initialized for model with 4,096 parameters") == 1
@@ -185,7 +185,7 @@ def test_one_greeting_and_one_table_are_printed_and_nothing_on_stderr(world):
     assert not job.our_errors
 
 
-def test_the_ledger_says_where_its_numbers_come_from(world):
+def test_run_folder_records_the_facts_of_the_job(world):
     job, world_size = world
     facts = job.ledger.facts
 
@@ -197,13 +197,13 @@ def test_the_ledger_says_where_its_numbers_come_from(world):
     assert len({row.device for row in job.ledger.ranks}) == world_size
 
 
-def test_nothing_happened_but_joining_and_leaving(world):
+def test_normal_run_has_only_joined_and_left_events(world):
     job, world_size = world
 
     assert job.ledger.summary.events == {"joined": world_size, "left": world_size}
 
 
-def test_a_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
+def test_nan_loss_is_on_console_in_summary_and_an_event(launch):
     job = launch.python("loop.py", "--iterations", 30, "--nan-from", 15).done()
     (line,) = [line for line in job.stdout.splitlines() if "NaN" in line and line.startswith("[EfficientLLM]")]
     summary = job.ledger.summary
@@ -215,10 +215,10 @@ def test_a_nan_loss_is_on_the_console_in_the_summary_and_an_event(launch):
     assert "NaN or infinite: 16 losses, the first at iteration 15" in job.stdout
 
 
-def test_agents_and_aggregator_are_gone_soon_after_a_normal_end(launch):
+def test_agents_and_aggregator_end_soon_after_the_job(launch):
     job = launch.torchrun([*ONE_NODE, "2"], "torch_loop.py", "--iterations", "12").wait()
 
-    assert not job.left(within_s=12.0)  # who has heard no farewell waits for 15 s
+    assert not job.left(within_s=12.0)  # without a bye they would wait for 15 s
     assert job.ledger.summary.overhead.agents_cpu_s < 2.0
 
 
@@ -282,7 +282,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_the_workers_of_a_data_loader_record_nothing_and_hold_no_port(launch):
+def test_data_loader_workers_record_nothing_and_hold_no_port(launch):
     job = launch.code(LOADER, log_interval=5).done()
     summary = job.ledger.summary
 

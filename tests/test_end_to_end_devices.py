@@ -1,4 +1,4 @@
-"""Whole jobs on devices whose truth is known: traced GPUs behind the real pynvml, and the simulated one."""
+"""Whole jobs on devices whose true values are known: traced GPUs behind the real pynvml, and the simulated one."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from effllm.devices.simulated import waveform_of
 LOOP = "loop.py"
 TICK_S = 0.02  # between two steps of the energy counter, as on an H100
 INTERVAL_S = 0.05
-# In NVML's order, which is not that of their buses: there it is A, B, IDLE.
+# In NVML's order; the order of their buses is A, B, IDLE.
 IDLE = Gpu("GPU-cccc0003-0000-4000-8000-000000000003", "00000000:C1:00.0", power=flat(60.0), utilization=flat(0.0))
 A = Gpu(
     "GPU-aaaa0001-0000-4000-8000-000000000001",
@@ -57,7 +57,7 @@ def start_on(launch, trace, *arguments, visible=(None, None), **settings):
 
 
 def train_on(*arguments, **settings):
-    """Train as `start_on` does; return the aggregator and what each rank did."""
+    """Train as `start_on` does; return the aggregator and the steps of each rank."""
     aggregator, ranks = start_on(*arguments, **settings)
     truths = [rank.done().output()["steps"] for rank in ranks]
     assert not aggregator.job.left()
@@ -65,17 +65,17 @@ def train_on(*arguments, **settings):
 
 
 def span(steps):
-    """When the first iteration of a rank began and its last one ended: its iteration time, for nothing interrupts."""
+    """The start of a rank's first iteration and the end of its last: its iteration time, without interruptions."""
     return steps[0][0], steps[-1][1]
 
 
 def tick_error_w(gpu, seconds):
-    """What two readings of a counter that moves in ticks can hide: one tick at its highest power."""
+    """The largest error between two readings of a ticking counter: one tick at the highest power."""
     return gpu.power.high * gpu.tick_s / seconds
 
 
 @pytest.mark.alone
-def test_two_ranks_on_two_gpus_add_their_power_and_average_the_rest(launch, trace):
+def test_power_of_two_gpus_is_summed_and_the_rest_averaged(launch, trace):
     aggregator, truths = train_on(launch, trace, "--iterations", 150)
     summary = aggregator.ledger.summary
     values = {tag: value.value for tag, value in summary.metrics.items()}
@@ -96,7 +96,7 @@ def test_two_ranks_on_two_gpus_add_their_power_and_average_the_rest(launch, trac
 
 
 @pytest.mark.alone
-def test_two_ranks_on_one_gpu_add_its_power_once(launch, trace):
+def test_power_of_a_shared_gpu_is_counted_once(launch, trace):
     aggregator, truths = train_on(launch, trace, "--iterations", 100, visible=("0", "0"))
     summary = aggregator.ledger.summary
     start, end = span(truths[0])
@@ -108,7 +108,7 @@ def test_two_ranks_on_one_gpu_add_its_power_once(launch, trace):
     assert set(summary.energy.by_device) == {A.uuid}
     assert summary.coverage.gpus_expected == 1
     assert summary.metrics["pcu_ratio"].value == pytest.approx(0.25, abs=1e-6)
-    assert summary.tokens == 20_000  # what the ranks did adds up all the same
+    assert summary.tokens == 20_000  # the tokens of both ranks are summed
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_two_ranks_on_one_gpu_add_its_power_once(launch, trace):
     ],
     ids=["unset", "reordered", "by UUID", "by part of a UUID", "one per rank"],
 )
-def test_the_row_of_a_rank_names_the_gpu_that_cuda_gives_to_it(launch, trace, visible, expected):
+def test_row_of_a_rank_names_its_gpu_in_cuda(launch, trace, visible, expected):
     aggregator, _ = train_on(launch, trace, visible=visible)
 
     named = {row.rank: row.device for row in aggregator.ledger.ranks}
@@ -130,13 +130,13 @@ def test_the_row_of_a_rank_names_the_gpu_that_cuda_gives_to_it(launch, trace, vi
     assert named == {rank: gpu.uuid for rank, gpu in enumerate(expected)}
 
 
-def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch, trace):
+def test_lost_energy_of_one_gpu_is_a_gap_until_it_returns(launch, trace):
     aggregator, ranks = start_on(launch, trace, "--until", "enough", "--step-s", 0.02, log_interval=25)
     ledger = aggregator.ledger
     to_unix_s = time.time() - time.monotonic()
 
     def windows(start_s, end_s=math.inf):
-        """Those of which every rank's part lies between two moments of the monotonic clock."""
+        """The windows of which every rank's part is between two times of the monotonic clock."""
         found, rows = ledger.windows, ledger.ranks
         outside = {row.window for row in rows if row.start_time_s < start_s + to_unix_s}
         outside |= {row.window for row in rows if row.end_time_s > end_s + to_unix_s}
@@ -167,7 +167,7 @@ def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch,
     for window in bad:
         assert "window/aec_watts" not in window.values
         assert window.coverage.energy < 0.6  # of A alone
-        assert window.values["window/amu_gb"] > 0  # means stand
+        assert window.values["window/amu_gb"] > 0  # means are there
     assert max(window.coverage.energy for window in bad) == pytest.approx(0.5, abs=0.1)
     assert all(window.values["window/aec_watts"] > 0 for window in (*with_aec(0.0, lost_s), *with_aec(seen_s)))
 
@@ -180,7 +180,7 @@ def test_energy_that_one_gpu_loses_is_a_hole_in_the_sum_until_it_is_back(launch,
     assert summary.metrics["aec_watts"].value == pytest.approx(both_w, rel=0.2)
 
 
-def test_a_job_whose_gpus_have_no_energy_has_no_energy_line_and_says_why(launch, trace):
+def test_gpus_without_energy_give_no_energy_line(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00", memory=flat(4 * GIB), unsupported=("energy", "power")))
     aggregator, _ = train_on(launch, trace, visible=(None,))
     summary = aggregator.ledger.summary
@@ -191,7 +191,7 @@ def test_a_job_whose_gpus_have_no_energy_has_no_energy_line_and_says_why(launch,
     assert any(text.startswith("energy: NVML gives neither") for text in summary.not_measured)
 
 
-def test_a_rank_without_a_gpu_is_counted_by_time_and_tokens_alone(launch, trace):
+def test_rank_without_a_gpu_has_only_time_and_tokens(launch, trace):
     aggregator, _ = train_on(launch, trace, visible=("",))
     summary = aggregator.ledger.summary
 
@@ -204,7 +204,7 @@ def test_a_rank_without_a_gpu_is_counted_by_time_and_tokens_alone(launch, trace)
 
 
 @pytest.mark.alone
-def test_a_simulated_gpu_is_measured_as_its_waveform_says(launch):
+def test_simulated_gpu_matches_its_waveform(launch):
     job = launch.python(LOOP, "--iterations", 150, collection_interval=0.1).done()
     wave = waveform_of(0)
     start, end = span(job.output()["steps"])
@@ -219,13 +219,13 @@ def test_a_simulated_gpu_is_measured_as_its_waveform_says(launch):
 
 
 @pytest.mark.alone
-def test_al_is_the_time_of_a_step_and_t_the_time_of_an_iteration(launch):
+def test_al_is_step_time_and_t_is_iteration_time(launch):
     job = launch.python(LOOP, "--iterations", 40, "--wait-s", 0.01).done()
     steps = job.output()["steps"]
     start, end = span(steps)
     values = {tag: value.value for tag, value in job.ledger.summary.metrics.items()}
 
     step_s = sum(after - before for before, after in steps) / 40
-    assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's own stamps lie outside
+    assert values["al_seconds"] == pytest.approx(step_s, abs=0.0005)  # the loop's own timestamps are outside
     assert values["tt_tokens_per_param_per_sec"] == pytest.approx(40 * 100 / 1000 / (end - start), rel=0.02)
     assert values["st_samples_per_param_per_sec"] == pytest.approx(40 * 2 / 1000 / (end - start), rel=0.02)

@@ -1,7 +1,7 @@
-"""Whole jobs whose GPUs' power is known at every moment: what the run folder says of energy, against that.
+"""Whole jobs on GPUs of known power: the energy in the run folder against the true energy.
 
 One job serves several tests.  Each GPU's counter moves in ticks of 0.1 s, as those of A100 and H100 do, and its
-power is a square wave that keeps no step with them.
+power is a square wave that is not synchronous with them.
 """
 
 import math
@@ -25,8 +25,8 @@ INTERVAL_S = 0.2
 LOW_W, HIGH_W = 180.0, 620.0
 #: An edge that lies in a tick with a step of power: it hides 440 W for 0.05 s on average.  A window has two.
 EDGES_J = 2 * (HIGH_W - LOW_W) * 0.1 / 4
-MAX_WRONG = 0.05  # of a window's energy, whatever is said of it
-#: What calibration on this model has found before: the jobs need not spend two seconds on it.
+MAX_WRONG = 0.05  # share of a window's energy, whatever error it states
+#: A calibration of this model from before, so that the jobs do not spend two seconds on it.
 SENSOR = Sensor(tick_s=0.1, tick_error_s=1e-5, lag_error_s=0.001, is_held=True, source="measured")
 
 
@@ -44,9 +44,9 @@ class Run:
 
     ledger: jobs.Ledger
     iterations_ended_s: float  # monotonic, on the last rank
-    ended_s: float  # ... and when nothing of the job was left
+    ended_s: float  # ... and when no process of the job was left
     to_monotonic_s: float
-    fault_s: float  # monotonic, when something was done to it
+    fault_s: float  # monotonic, time of the fault
 
     @property
     def summary(self) -> Summary:
@@ -60,13 +60,13 @@ class Run:
         return [event.text for event in self.ledger.events if (event.kind, event.rank) == (kind, rank)]
 
     def truth_j(self, gpu: Gpu, *rows: RankRow) -> float:
-        """Return what a GPU used in rows that follow each other."""
+        """Return the true energy of a GPU over consecutive rows."""
         start_s, end_s = rows[0].start_time_s, rows[-1].end_time_s
         return gpu.energy_j(start_s + self.to_monotonic_s, end_s + self.to_monotonic_s)
 
 
 def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
-    """Run a job with a rank for each environment, so many seconds long, and disturb it after three windows."""
+    """Run a job with a rank for each environment, of this many seconds, and disturb it after three windows."""
     folder.mkdir()
     settings = {"device": "nvml", "collection_interval": INTERVAL_S, "log_interval": LOG_INTERVAL}
     loop = (LOOP, "--iterations", round(seconds / STEP_S), "--step-s", STEP_S)
@@ -95,8 +95,8 @@ def run_job(folder, environments, seconds, disturb=lambda at_s: None) -> Run:
         return Run(aggregator.ledger, iterations_ended_s, time.monotonic(), to_monotonic_s, fault_s)
 
 
-def seeing(trace: Trace, device: str) -> dict[str, str]:
-    """Return the environment of a rank that is shown a device."""
+def showing(trace: Trace, device: str) -> dict[str, str]:
+    """Return the environment of a rank with one visible device."""
     return trace.environment() | {"CUDA_VISIBLE_DEVICES": device}
 
 
@@ -112,10 +112,10 @@ def folder(tmp_path_factory):
 def shared(library, folder):
     trace = Trace(library, folder / "shared.trace")
     trace.write(B, A)
-    return run_job(folder / "shared", [seeing(trace, "0")] * 2, 6.0)
+    return run_job(folder / "shared", [showing(trace, "0")] * 2, 6.0)
 
 
-def test_the_energy_of_a_window_is_that_of_its_own_stretch_within_the_error_that_it_states(shared):
+def test_energy_of_a_window_is_within_its_stated_error(shared):
     rows = [*shared.rows(0), *shared.rows(1)]
     wrong_j = [abs(row.energy_j - shared.truth_j(A, row)) for row in rows]
     is_within = [wrong <= row.energy_error_j for wrong, row in zip(wrong_j, rows, strict=True)]
@@ -123,30 +123,30 @@ def test_the_energy_of_a_window_is_that_of_its_own_stretch_within_the_error_that
     assert len(rows) == 24
     assert {row.energy_method for row in rows} == {"counter"}
     assert sum(is_within) >= 0.85 * len(rows)  # it is the half-width of 95 %
-    # An edge whose readings come ticks late, because others hold the cores, is told from power.
+    # On a busy machine the readings of an edge are ticks late, and the edge is estimated from power.
     assert all(wrong <= 3 * MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True))
     assert sum(wrong > MAX_WRONG * row.energy_j for wrong, row in zip(wrong_j, rows, strict=True)) <= len(rows) // 10
     assert sum(row.energy_error_j for row in rows) / len(rows) <= EDGES_J
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_energy_of_a_run_is_known_far_better_than_that_of_its_windows(shared, rank):
+def test_energy_of_a_run_has_a_much_smaller_error(shared, rank):
     rows = shared.rows(rank)
 
     assert sum(row.energy_j for row in rows) == pytest.approx(shared.truth_j(A, *rows), rel=0.005)
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
 
 
-def test_a_gpu_that_two_ranks_share_is_counted_once(shared):
+def test_gpu_shared_by_two_ranks_is_counted_once(shared):
     summary = shared.summary
 
     assert set(summary.energy.by_device) == {A.uuid}
     assert (summary.coverage.gpus_expected, summary.coverage.gpus_measured) == (1, 1)
-    # The ranks did not start in the same moment; the job's energy is that of either's time, and not of both.
+    # The ranks did not start at the same time; the job's energy is that of one rank's time, not of both.
     truths_j = [shared.truth_j(A, *shared.rows(rank)) for rank in (0, 1)]
     assert 0.995 * min(truths_j) <= summary.energy.total_joules <= 1.005 * max(truths_j)
     assert max(truths_j) < 1.2 * min(truths_j)
-    assert summary.tokens == 2 * 300 * 100  # what the ranks did adds up all the same
+    assert summary.tokens == 2 * 300 * 100  # the tokens of both ranks are summed
 
 
 # --- two slices of one GPU ---
@@ -157,21 +157,21 @@ def sliced(library, folder):
     trace = Trace(library, folder / "sliced.trace")
     slices = [
         Gpu(f"MIG-{name}", parent=0, instance=instance, slices=slices, memory=flat(instance * GIB))
-        for instance, (name, slices) in enumerate([("three", 3), ("two", 2), ("nobodys", 2)], 1)
+        for instance, (name, slices) in enumerate([("three", 3), ("two", 2), ("unused", 2)], 1)
     ]
     trace.write(A, *slices)
-    return run_job(folder / "sliced", [seeing(trace, "MIG-three"), seeing(trace, "MIG-two")], 3.0)
+    return run_job(folder / "sliced", [showing(trace, "MIG-three"), showing(trace, "MIG-two")], 3.0)
 
 
 @pytest.mark.parametrize(("rank", "name", "share"), [(0, "MIG-three", 3 / 7), (1, "MIG-two", 2 / 7)])
-def test_a_slice_has_its_part_of_its_gpus_energy(sliced, rank, name, share):
+def test_slice_has_its_part_of_the_gpus_energy(sliced, rank, name, share):
     rows = sliced.rows(rank)
 
     assert {row.device for row in rows} == {name}
     assert sum(row.energy_j for row in rows) == pytest.approx(share * sliced.truth_j(A, *rows), rel=0.01)
 
 
-def test_the_slices_of_a_job_add_up_to_their_share_and_leave_the_rest_to_its_owner(sliced):
+def test_slices_of_a_job_sum_to_their_share(sliced):
     energy = sliced.summary.energy
     parts_j = [share * sliced.truth_j(A, *sliced.rows(rank)) for rank, share in ((0, 3 / 7), (1, 2 / 7))]
 
@@ -195,14 +195,14 @@ def disturbed(library, folder):
         lost = f"* lost 0 {at_s} {at_s + LOST_S}"
         trace.fault(f"0 energy reset {at_s}", f"1 {lost}", f"2 {lost}", f"2 energy reset {at_s + 1}")
 
-    return run_job(folder / "disturbed", [seeing(trace, str(index)) for index in range(3)], 9.0, disturb)
+    return run_job(folder / "disturbed", [showing(trace, str(index)) for index in range(3)], 9.0, disturb)
 
 
-def test_a_counter_that_is_reset_makes_no_spike_and_no_hole(disturbed):
+def test_counter_reset_makes_no_spike_and_no_gap(disturbed):
     rows = disturbed.rows(0)
 
     wrong_j = [abs(row.energy_j - disturbed.truth_j(A, row)) for row in rows]
-    # Power that nobody saw, for as long as two samples lie apart, is what filling a gap can miss.
+    # Filling a gap can miss the power between two samples.
     unseen_j = 2 * INTERVAL_S * (HIGH_W - LOW_W)
     assert all(
         wrong <= (unseen_j if row.energy_estimated_j else 3 * max(row.energy_error_j, MAX_WRONG * row.energy_j))
@@ -212,26 +212,26 @@ def test_a_counter_that_is_reset_makes_no_spike_and_no_hole(disturbed):
     assert disturbed.summary.energy.by_device[A.uuid] == pytest.approx(disturbed.truth_j(A, *rows), abs=unseen_j)
 
 
-def test_what_power_fills_is_marked_and_the_reset_is_told(disturbed):
+def test_filled_energy_is_marked_and_the_reset_is_an_event(disturbed):
     filled = [row for row in disturbed.rows(0) if row.energy_estimated_j]
-    said = disturbed.event_texts("energy_counter", rank=0)
+    texts = disturbed.event_texts("energy_counter", rank=0)
 
     assert 1 <= len(filled) <= 2  # the second where the reset falls on an edge
     assert all(0 < row.energy_estimated_j <= row.energy_j for row in filled)
-    assert ["went back" in text for text in said] == [True, False]
-    assert said[1].endswith("believed again")
+    assert ["went back" in text for text in texts] == [True, False]
+    assert texts[1].endswith("believed again")
 
 
 @pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
 @pytest.mark.fault("device-lost")
-def test_nothing_is_counted_twice_when_a_lost_gpu_comes_back(disturbed, rank, gpu):
+def test_nothing_is_counted_twice_after_a_lost_gpu_returns(disturbed, rank, gpu):
     rows = disturbed.rows(rank)
     holes = [row for row in rows if row.energy_j is None]
     seen_j = sum(row.energy_j for row in rows if row.energy_j is not None)
     unseen_s = sum(row.wall_s - row.energy_covered_s for row in rows)
 
     assert len(holes) >= 2  # missing, not zero
-    assert LOST_S * 0.7 <= unseen_s <= LOST_S + 2.5  # it is sought after 0, 1 and 3 s
+    assert LOST_S * 0.7 <= unseen_s <= LOST_S + 2.5  # the search is after 0, 1 and 3 s
     assert seen_j == pytest.approx(disturbed.summary.energy.by_device[gpu.uuid], abs=1.0)  # of the shut-down
     whole_j = disturbed.truth_j(gpu, *rows)
     assert seen_j <= whole_j - LOW_W * unseen_s * 0.8
@@ -240,14 +240,14 @@ def test_nothing_is_counted_twice_when_a_lost_gpu_comes_back(disturbed, rank, gp
 
 @pytest.mark.parametrize(("rank", "gpu"), [(1, B), (2, C)])
 @pytest.mark.fault("device-lost")
-def test_windows_after_the_return_are_as_good_as_those_before(disturbed, rank, gpu):
+def test_windows_after_the_return_are_as_exact_as_before(disturbed, rank, gpu):
     rows, to_monotonic_s = disturbed.rows(rank), disturbed.to_monotonic_s
     before = [row for row in rows if row.end_time_s + to_monotonic_s < disturbed.fault_s]
     after = [row for row in rows if row.start_time_s + to_monotonic_s > disturbed.fault_s + LOST_S + 2.5]
 
     assert (len(before) >= 2, len(after) >= 3) == (True, True)
     wrong = sorted(abs(row.energy_j / disturbed.truth_j(gpu, row) - 1) for row in before[1:] + after)
-    # Where others hold the cores, the readings of an edge come ticks late, and that edge is told from power.
+    # On a busy machine the readings of an edge are ticks late, and the edge is estimated from power.
     assert wrong[len(wrong) // 2] < MAX_WRONG / 5
     assert wrong[-1] < 3 * MAX_WRONG
     assert {row.energy_method for row in before[1:] + after} == {"counter"}
@@ -259,7 +259,7 @@ def test_windows_after_the_return_are_as_good_as_those_before(disturbed, rank, g
 
 
 @pytest.mark.fault("device-lost")
-def test_a_run_with_a_hole_has_no_total_and_says_what_it_measured(disturbed):
+def test_run_with_a_gap_has_no_total_but_measured_energy(disturbed):
     energy = disturbed.summary.energy
 
     assert energy.total_joules is None
@@ -277,13 +277,13 @@ def crippled(library, folder):
     for each in (trace, broken):
         each.write(A, B, C)
     broken.fault("init * error 9")
-    ranks = [seeing(trace, "0"), seeing(trace, "1"), seeing(broken, "2")]
+    ranks = [showing(trace, "0"), showing(trace, "1"), showing(broken, "2")]
     hang = f"1 fields hang {HANG_S}"
     return run_job(folder / "crippled", ranks, 9.0, lambda at_s: trace.fault(f"{hang} {at_s}"))
 
 
 @pytest.mark.fault("device-lost")
-def test_a_job_ends_in_time_though_a_call_of_one_rank_never_comes_back(crippled):
+def test_job_ends_in_time_though_a_call_hangs(crippled):
     assert crippled.ended_s - crippled.iterations_ended_s <= 5.0
     assert crippled.summary.status == "completed"
     assert [len(crippled.rows(rank)) for rank in range(3)] == [18, 18, 18]
@@ -291,7 +291,7 @@ def test_a_job_ends_in_time_though_a_call_of_one_rank_never_comes_back(crippled)
     assert crippled.summary.coverage.reports_lost == 0
 
 
-def test_the_rank_that_is_well_is_measured_to_the_end(crippled):
+def test_healthy_rank_is_measured_to_the_end(crippled):
     rows = crippled.rows(0)
 
     assert sum(row.energy_covered_s for row in rows) == pytest.approx(sum(row.wall_s for row in rows))
@@ -300,7 +300,7 @@ def test_the_rank_that_is_well_is_measured_to_the_end(crippled):
 
 
 @pytest.mark.fault("device-lost")
-def test_the_rank_whose_call_hangs_is_stale_from_then_on_and_right_before(crippled):
+def test_hanging_rank_is_stale_after_the_hang_only(crippled):
     rows = crippled.rows(1)
     known = [row for row in rows if row.coverage == pytest.approx(1.0)]
     lost = [row for row in rows if row.energy_j is None]
@@ -308,7 +308,7 @@ def test_the_rank_whose_call_hangs_is_stale_from_then_on_and_right_before(crippl
     assert 2 <= len(known) <= len(rows) - len(lost)
     assert len(lost) >= 5
     assert rows.index(known[-1]) < rows.index(lost[0])
-    # The last edge before the call has no readings after it, and may be told from power: by how much is in its error.
+    # The last edge before the hang has no later readings and may be estimated from power; its error includes that.
     until_s = crippled.fault_s - crippled.to_monotonic_s - 0.25
     before = [row for row in known[1:] if row.end_time_s < until_s]
     assert sum(row.energy_j for row in before) == pytest.approx(crippled.truth_j(B, *before), rel=0.01)
@@ -317,7 +317,7 @@ def test_the_rank_whose_call_hangs_is_stale_from_then_on_and_right_before(crippl
     assert f"{B.uuid} is stale: a read has not come back for" in text
 
 
-def test_the_rank_without_nvml_trains_and_is_told_why_it_has_no_energy(crippled):
+def test_rank_without_nvml_trains_and_the_reason_is_reported(crippled):
     rows = crippled.rows(2)
 
     assert {(row.device, row.energy_j) for row in rows} == {(None, None)}
@@ -325,7 +325,7 @@ def test_the_rank_without_nvml_trains_and_is_told_why_it_has_no_energy(crippled)
     assert any("the NVIDIA driver is not loaded" in text for text in crippled.event_texts("agent", rank=2))
 
 
-def test_coverage_shows_which_part_of_the_energy_is_there(crippled):
+def test_coverage_is_the_measured_share_of_the_energy(crippled):
     coverages = [window.coverage for window in crippled.ledger.windows[:18]]
     summary = crippled.summary
 

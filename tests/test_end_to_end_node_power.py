@@ -1,4 +1,4 @@
-"""Whole jobs whose node tells its own power: a management controller beside a traced GPU, and idle power."""
+"""Whole jobs on a node with its own power sensor: a management controller beside a traced GPU, and idle power."""
 
 import jobs
 import pytest
@@ -30,7 +30,7 @@ def train(launch, trace, *arguments, **settings):
 
 
 @pytest.mark.alone
-def test_where_the_power_supplies_answer_the_jobs_power_is_the_nodes(launch, trace):
+def test_power_is_the_nodes_if_its_supplies_are_readable(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0), supply("1", "1", 400.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 150, node_power=service.url)
     summary = ledger.summary
@@ -41,12 +41,12 @@ def test_where_the_power_supplies_answer_the_jobs_power_is_the_nodes(launch, tra
     assert summary.energy.method == "instant power"
     (device,) = summary.energy.by_device
     assert device.startswith("psu:")
-    # A row is of the rank's own GPU, and tells of what else was read.
+    # A row is of the rank's own GPU, and includes the other devices that were read.
     (row, *_) = ledger.ranks
     assert (row.device, [key.partition(":")[0] for key in row.other_devices_j]) == (A.uuid, ["psu"])
 
 
-def test_the_scope_that_was_asked_for_outranks_the_widest(launch, trace):
+def test_configured_scope_goes_before_the_widest(launch, trace):
     with Service(tree(chassis("1"), supply("1", "0", 500.0)), password=None) as service:
         ledger = train(launch, trace, "--iterations", 100, node_power=service.url, power_scope="gpu")
 
@@ -54,14 +54,14 @@ def test_the_scope_that_was_asked_for_outranks_the_widest(launch, trace):
     assert ledger.summary.energy.scope == "gpu"
     assert power.value == pytest.approx(
         300.0, rel=0.01, abs=2 * power.error
-    )  # of a counter that a second does not show
+    )  # a second does not show the counter's ticks
 
 
 @pytest.mark.alone
-def test_idle_power_before_the_first_iteration_is_told_apart_and_the_energy_stays_whole(launch, trace):
+def test_baseline_power_does_not_change_the_total_energy(launch, trace):
     ledger = train(launch, trace, "--iterations", 100, node_power="none", baseline_seconds=1.0)
     values = {tag: value.value for tag, value in ledger.summary.metrics.items()}
 
-    # A GPU of constant power: all of it was there before.
+    # A GPU of constant power: all of it is baseline.
     assert values["energy/joules_above_baseline"] == pytest.approx(0.0, abs=0.01 * values["energy/total_joules"])
     assert values["aec_watts"] == pytest.approx(300.0, rel=0.01, abs=2 * ledger.summary.metrics["aec_watts"].error)

@@ -1,4 +1,4 @@
-"""Training never waits for us and never dies of us: whatever ends, and whoever is killed."""
+"""Training never waits for effllm and never fails because of it, whichever process ends or is killed."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ import pytest
 from effllm.runs.summary_text import outcome
 
 LOOP = "loop.py"
-SLOWEST_STEP_S = 0.5  # of 0.01 s, and of calls that take microseconds; waits take longer
-SOON_S = 12.0  # an aggregator that has not heard a farewell waits for 15 s
+SLOWEST_STEP_S = 0.5  # steps take 0.01 s and calls microseconds; waiting would take longer
+SOON_S = 12.0  # an aggregator without a bye waits for 15 s
 
 
-# --- who is killed ---
+# --- killed processes ---
 
 
 @pytest.mark.fault("aggregator-sigkill")
-def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_token(launch):
+def test_repeatedly_killed_aggregator_loses_no_token(launch):
     job = launch.python(LOOP, "--until", "enough", "--tokens", 7)
     killed, ports = [], []
     for windows in (3, 12):
@@ -43,7 +43,7 @@ def test_an_aggregator_that_is_killed_again_and_again_costs_no_iteration_and_no_
     assert any("aggregator died" in text for text in job.ledger.event_texts("aggregator"))
 
 
-def test_an_aggregator_waits_for_ranks_that_join_late(launch):
+def test_aggregator_waits_for_late_ranks(launch):
     aggregator = launch.aggregator()
     assert aggregator.job.left(within_s=1.5), "git has answered before any rank has joined"
     for rank in launch.ranks(aggregator, 1, LOOP, "--iterations", 20):
@@ -65,7 +65,7 @@ def without_agent(launch):
 
 
 @pytest.mark.fault("agent-killed")
-def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_agent):
+def test_rank_with_a_killed_agent_trains_on_and_is_missing(without_agent):
     aggregator, ranks = without_agent
     ledger = aggregator.ledger
     jobs.until(lambda: any("closed without rank 1" in text for text in ledger.event_texts("missing")))
@@ -73,7 +73,7 @@ def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_age
         (rank.folder / "enough").touch()
     count, _ = (rank.finish() for rank in ranks)
     assert all(rank.longest_step_s() < SLOWEST_STEP_S for rank in ranks)
-    assert not aggregator.job.left()  # after three beats that did not come
+    assert not aggregator.job.left()  # after three missing heartbeats
 
     assert ledger.windows[-1].coverage.missing_ranks == (1,)
     assert "missing 1" in aggregator.job.blocks[-1]["rest"]
@@ -83,7 +83,7 @@ def test_a_rank_whose_agent_is_killed_trains_on_and_is_named_missing(without_age
 
 
 @pytest.mark.fault("exits")
-def test_the_last_iteration_of_a_killed_trainer_is_in_the_ledger(launch):
+def test_last_iteration_of_a_killed_trainer_is_recorded(launch):
     job = launch.python(LOOP, "--served", "--iterations", 100, "--at", 57, "--end", "kill").wait()
 
     assert job.code == -signal.SIGKILL
@@ -95,7 +95,7 @@ def test_the_last_iteration_of_a_killed_trainer_is_in_the_ledger(launch):
 
 
 @pytest.mark.fault("exits")
-def test_a_trainer_that_is_killed_before_its_first_iteration_leaves_a_summary(launch):
+def test_trainer_killed_before_an_iteration_has_a_summary(launch):
     job = launch.code(
         "import os, signal, effllm\neffllm.initialize_efficientllm_metrics(5)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     ).wait()
@@ -105,7 +105,7 @@ def test_a_trainer_that_is_killed_before_its_first_iteration_leaves_a_summary(la
     assert not job.blocks
 
 
-def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch):
+def test_stopped_agent_and_aggregator_lose_nothing(launch):
     job = launch.python(LOOP, "--until", "enough")
     jobs.until(lambda: job.num_windows)
     stopped = job.find("effllm.agents.agent") + job.find("effllm.aggregation.server")
@@ -121,7 +121,7 @@ def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch)
     assert (job.ledger.summary.iterations, job.ledger.summary.tokens) == (count, 100 * count)
 
 
-# --- how it ends ---
+# --- ends ---
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_stopped_agents_and_aggregators_hold_up_nothing_and_lose_nothing(launch)
     ],
 )
 @pytest.mark.fault("exits")
-def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, end, code, status):
+def test_iterations_and_status_are_kept_at_every_end(launch, end, code, status):
     job = launch.python(LOOP, "--served", "--at", 15, "--end", end).wait()
 
     assert job.code == code
@@ -146,7 +146,7 @@ def test_however_a_trainer_ends_its_iterations_and_its_status_are_kept(launch, e
 
 
 @pytest.mark.fault("exits")
-def test_one_failed_rank_makes_a_failed_job(launch):
+def test_job_with_a_failed_rank_has_failed(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
     first = launch.python(LOOP, environ=jobs.rank_environ(0, 2), endpoint=endpoint)
@@ -159,24 +159,24 @@ def test_one_failed_rank_makes_a_failed_job(launch):
 
 
 @pytest.mark.fault("exits")
-def test_the_end_of_a_normal_job_waits_for_the_summary_and_for_nothing_else(launch):
+def test_end_of_a_job_waits_only_for_the_summary(launch):
     job = launch.python(LOOP, "--served").wait()
 
-    assert job.ledger.summary.status == "completed"  # it is there when the trainer is gone
+    assert job.ledger.summary.status == "completed"  # it is there when the trainer has ended
     assert not job.left(within_s=SOON_S)
     assert list(job.ledger.folder.glob("lock")) == []
 
 
-# --- what it costs while it runs ---
+# --- cost ---
 
 
-def test_no_thread_of_ours_is_in_the_trainer(launch):
+def test_trainer_has_only_its_main_thread(launch):
     job = launch.python(LOOP).done()
 
     assert job.output()["threads"] == ["MainThread"]
 
 
-def test_nothing_but_the_standard_library_is_imported_into_the_trainer(launch):
+def test_trainer_imports_only_the_standard_library(launch):
     job = launch.code(
         """
 import json, sys
@@ -203,7 +203,7 @@ def test_log_metrics_returns_its_six_keys_at_once(launch):
 
 
 @pytest.mark.alone
-def test_agents_take_a_small_part_of_a_cpu(launch):
+def test_agents_use_a_small_part_of_a_cpu(launch):
     job = launch.python(LOOP, "--step-s", 0.3, "--until", "enough", collection_interval=1.0)
     (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
     jobs.until(lambda: job.runs() and (job.ledger.folder / "run.json").exists())
@@ -215,7 +215,7 @@ def test_agents_take_a_small_part_of_a_cpu(launch):
     assert (after.user + after.system) - (before.user + before.system) < 0.15
 
 
-# --- who is forked ---
+# --- forked children ---
 
 FORKS = """
 import os, socket, stat, sys
@@ -254,7 +254,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.fault("forked-worker")
-def test_forked_children_record_nothing_hold_no_port_and_end_nothing(launch):
+def test_forked_children_record_nothing_and_hold_no_port(launch):
     job = launch.code(FORKS, log_interval=5).done()
     summary = job.ledger.summary
 
@@ -265,7 +265,7 @@ def test_forked_children_record_nothing_hold_no_port_and_end_nothing(launch):
 
 @pytest.mark.alone
 @pytest.mark.fault("exits")
-def test_a_pipe_that_reads_a_killed_job_ends_within_five_seconds(launch, tmp_path):
+def test_pipe_of_a_killed_job_closes_within_five_seconds(launch, tmp_path):
     environ = launch.environ({})
     command = [sys.executable, str(jobs.SCRIPTS / LOOP), "--at", "15", "--end", "kill"]
     with subprocess.Popen(
@@ -273,7 +273,7 @@ def test_a_pipe_that_reads_a_killed_job_ends_within_five_seconds(launch, tmp_pat
     ) as process:
         process.wait(20)
         killed_s = time.monotonic()
-        said = process.stdout.read()
+        output = process.stdout.read()
 
     assert time.monotonic() - killed_s < 5.0
-    assert b"[EfficientLLM] Run killed" in said
+    assert b"[EfficientLLM] Run killed" in output

@@ -1,4 +1,4 @@
-"""energy/device_energy.py: each joule once, none that nobody measured, and errors as large as they are said to be."""
+"""energy/device_energy.py: each joule is counted once, none without a measurement, and stated errors are right."""
 
 import bisect
 import math
@@ -55,16 +55,16 @@ def joules(one, start_s, end_s):
 
 
 def every_second(counter, watts=500.0, until_s=20):
-    """Return a reading a second of a GPU at 500 W whose counter shows what ``counter`` says."""
+    """Return a reading a second of a GPU at 500 W whose counter shows ``counter(second)``."""
     return [(second, watts, counter(second)) for second in range(until_s + 1)]
 
 
-def told(one):
+def event_texts(one):
     """Return the texts of the events since the last call."""
     return [event.text for event in one.take_events(0.0) if event.kind == "energy_counter"]
 
 
-# --- what is exact ---
+# --- exact values ---
 
 WATTS = st.integers(0, 700_000).map(lambda milliwatts: milliwatts / 1000)
 STEPS_MS = st.lists(st.integers(1, 4900), min_size=2, max_size=30)
@@ -73,7 +73,7 @@ STEPS_MS = st.lists(st.integers(1, 4900), min_size=2, max_size=30)
 @pytest.mark.parametrize("shown", ["counter and power", "counter", "power", "average power"])
 @settings(deadline=None, max_examples=60)
 @given(STEPS_MS, WATTS, st.data())
-def test_constant_power_is_watts_times_seconds_whatever_the_sampling(shown, steps_ms, watts, data):
+def test_constant_power_is_watts_times_seconds(shown, steps_ms, watts, data):
     one = ledger({"power": INSTANT, "average power": AVERAGE}.get(shown, COUNTER))
     at_ms = 0
     for step in [0, *steps_ms]:
@@ -93,8 +93,8 @@ def test_constant_power_is_watts_times_seconds_whatever_the_sampling(shown, step
     assert (found.joules or 0.0) == pytest.approx(watts * (end_ms - start_ms) / 1000, rel=1e-9, abs=1e-6)
 
 
-def test_readings_that_repeat_are_time_that_passed():
-    # 10 s at 100 W and 10 s at 700 W are 8 kJ, though of twenty readings eighteen say nothing new.
+def test_repeated_readings_count_as_time():
+    # 10 s at 100 W and 10 s at 700 W are 8 kJ, though eighteen of twenty readings repeat.
     rows = [(s, 100.0, None) for s in range(11)] + [(10.001, 700.0, None)] + [(s, 700.0, None) for s in range(11, 21)]
 
     assert joules(fed(ledger(INSTANT), *rows), 0, 20) == pytest.approx(8000.0, abs=0.5)
@@ -103,13 +103,13 @@ def test_readings_that_repeat_are_time_that_passed():
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
 @pytest.mark.parametrize("duty", [0.25, 1.0])
 @pytest.mark.parametrize("window_s", [0.2, 3.0])
-def test_constant_power_is_exact_where_the_counter_ticks(tick_s, duty, window_s):
+def test_constant_power_is_exact_with_a_ticking_counter(tick_s, duty, window_s):
     for window in simulate(flat(500.0), 1, tick_s=tick_s, duty=duty, window_s=window_s):
-        # All that is left is what is learnt of the ticks' phase from edge to edge: about a millisecond at most.
+        # The rest is the change of the estimated phase between edges: about a millisecond at most.
         assert abs(window.error_j) < 500 * 1.2e-3
 
 
-def test_a_two_level_square_wave_is_split_exactly_within_a_tick():
+def test_square_wave_is_split_exactly_within_a_tick():
     # The step lies 30 ms into the tick: 100 W * 30 ms + 500 W * 70 ms are 38 J.
     for since_s, before_j in [(0.01, 1.0), (0.03, 3.0), (0.05, 3.0 + 10.0), (0.09, 3.0 + 30.0)]:
         found_j, variance_j2, power_w = in_tick(since_s, 0.1, 38.0, 100.0, 500.0, PowerSpread())
@@ -120,17 +120,18 @@ def test_a_two_level_square_wave_is_split_exactly_within_a_tick():
 
 
 @pytest.mark.parametrize("period_s", [2.03, 1.31, 0.93])
-def test_windows_of_a_square_wave_are_exact_wherever_they_begin_and_end(period_s):
-    # Neighbouring ticks know of one step at most, which the energy of the tick places: 100 ms ticks cost nothing.
+def test_windows_of_a_square_wave_are_exact(period_s):
+    # Between neighbouring ticks there is at most one step, which the energy of the tick places: ticks of 100 ms add no
+    # error.
     for seed in range(3):
         for window in simulate(square(100.0, 500.0, period_s), seed, window_s=0.7):
             assert abs(window.error_j) < 2e-3 * window.truth_j + 0.2
 
 
 @pytest.mark.parametrize("period_s", [1.07, 4.3])
-def test_a_sine_is_split_as_a_parabola_through_three_ticks_is(period_s):
+def test_sine_is_split_as_a_parabola_through_three_ticks(period_s):
     # What a parabola leaves of a wave of 150 W: about 150 W * T (omega T)^3 / 24 at each edge, 0.13 J at 1.07 s;
-    # and what is learnt of the ticks' phase from one edge to the next, 1.5 ms at most.
+    # and the change of the estimated phase between two edges, 1.5 ms at most.
     turn = 2 * math.pi * 0.1 / period_s
     bound_j = 2 * 150.0 * 0.1 * turn**3 / 24 + 500.0 * 1.5e-3
     for seed in range(3):
@@ -138,12 +139,12 @@ def test_a_sine_is_split_as_a_parabola_through_three_ticks_is(period_s):
             assert abs(window.error_j) < bound_j
 
 
-def test_a_burst_within_a_tick_stays_within_its_tick_and_is_said_to_be_open():
+def test_burst_within_a_tick_is_uncertain_within_it():
     # 60 W, but for 20 ms at 600 W somewhere in the tick: 6 + 10.8 J.
     found_j, variance_j2, _ = in_tick(0.05, 0.1, 16.8, 60.0, 60.0, PowerSpread())
 
     assert 60 * 0.05 <= found_j <= 60 * 0.05 + 10.8
-    # Before the moment or after it, with even chances: a standard deviation of half of it.
+    # Before that time or after it, equally likely: a standard deviation of half of it.
     assert math.sqrt(variance_j2) == pytest.approx(10.8 / 2, rel=0.5)
 
 
@@ -152,21 +153,21 @@ def test_a_burst_within_a_tick_stays_within_its_tick_and_is_said_to_be_open():
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 0.02, 0.1]))
-def test_windows_add_up_to_the_whole_though_the_clock_learns_between_the_cuts(seed, late, tick_s):
+def test_windows_sum_to_the_whole_while_the_phase_is_learnt(seed, late, tick_s):
     chance = random.Random(seed)
     power = chance.choice([square(100.0, 600.0, 0.7), sine(100.0, 600.0, 1.1), Telegraph(60.0, 650.0, 0.3, seed % 50)])
     sensor = BoardSensor(power, tick_s or 0.1, chance.choice([1.0, 0.25]), chance.uniform(0, 0.1))
     one = ledger_of(sensor.known(chance) if tick_s else Sensor())
     edges_s = sorted(chance.uniform(0, 12) for _ in range(12))
-    waiting, windows, told_s = list(edges_s), [], []
+    waiting, windows, cut_s = list(edges_s), [], []
     now_s = 0.0
     while waiting:
         shown_s = BEGIN_S + now_s
         one.add(Sample(at(now_s), power_w=sensor.power_w(shown_s), energy_j=sensor.counter_j(shown_s)))
         if one._readings[-1].time_ns >= at(waiting[0]) and (not late or one.is_settled(at(waiting[0]))):
-            told_s.append(waiting.pop(0))
-            if len(told_s) > 1:
-                windows.append(energy(one, *told_s[-2:]).joules)
+            cut_s.append(waiting.pop(0))
+            if len(cut_s) > 1:
+                windows.append(energy(one, *cut_s[-2:]).joules)
         now_s += chance.choice([0.001, 0.01, 0.03, 0.2, 1.0])
 
     assert min(windows) >= 0.0
@@ -176,8 +177,8 @@ def test_windows_add_up_to_the_whole_though_the_clock_learns_between_the_cuts(se
     )
 
 
-def test_what_was_told_of_an_edge_is_not_taken_back_when_more_is_known():
-    # Power was 500 W, so 25 J were told of the 50 ms after it; it was falling to 0, which makes it 19 J.
+def test_reported_energy_at_an_edge_is_not_taken_back():
+    # Power was 500 W, so 25 J were reported for the next 50 ms; it was falling to 0, so 19 J is right.
     one = fed(ledger(INSTANT, tick_s=0.1), (0, 100.0, None), (1, 500.0, None))
     windows = [joules(one, 0, 1.05)]
     fed(one, (1.1, 0.0, None))
@@ -199,7 +200,7 @@ FAULTS = st.lists(
 
 
 def broken(seconds, watts, counter_j, faults, power):
-    """Return what is read at a moment of a counter with these faults."""
+    """Return the reading at a time of a counter with these faults."""
     for kind, from_s, for_s, by_j in faults:
         is_now = from_s <= seconds < from_s + for_s
         if kind == "reset" and seconds >= from_s:
@@ -221,23 +222,23 @@ def broken(seconds, watts, counter_j, faults, power):
 
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 10**6), FAULTS, st.sampled_from([square(60.0, 690.0, 1.3), steps(0.0, 700.0, 0.6), flat(300.0)]))
-def test_whatever_a_counter_does_no_window_is_negative_and_none_exceeds_the_limit(seed, faults, power):
+def test_faulty_counter_gives_no_negative_or_excess_energy(seed, faults, power):
     chance = random.Random(seed)
     one = ledger()
     edges_s = sorted(chance.uniform(1, 29) for _ in range(chance.choice([2, 5, 25])))
-    waiting, told_s, windows, now_s, readings = list(edges_s), [], [], 0.0, 0
+    waiting, cut_s, windows, now_s, readings = list(edges_s), [], [], 0.0, 0
     while waiting:
         counter_j = 10_000.0 + power.integral(BEGIN_S, BEGIN_S + now_s)
         watts, shown_j = broken(now_s, power.at(BEGIN_S + now_s), counter_j, faults, power)
         one.add(Sample(at(now_s), power_w=watts, energy_j=shown_j))
         while waiting and one._readings[-1].time_ns >= at(waiting[0]):
-            told_s.append(waiting.pop(0))
-            if len(told_s) > 1:
-                windows.append((told_s[-1] - told_s[-2], energy(one, *told_s[-2:])))
+            cut_s.append(waiting.pop(0))
+            if len(cut_s) > 1:
+                windows.append((cut_s[-1] - cut_s[-2], energy(one, *cut_s[-2:])))
         now_s += chance.choice([0.25, 1.0, 1.0, 1.0])
         readings += 1
         if readings > 200:
-            return  # nothing was read any more
+            return  # all further reads fail
 
     for length_s, window in windows:
         if window.joules is not None:
@@ -252,71 +253,71 @@ def test_whatever_a_counter_does_no_window_is_negative_and_none_exceeds_the_limi
         assert whole.joules == pytest.approx(truth_j, abs=2 * LIMIT_W)
 
 
-# --- counters that lie ---
+# --- wrong counters ---
 
 
-def test_a_counter_that_was_reset_goes_on_from_where_it_is():
+def test_reset_counter_is_used_from_its_new_value():
     # Reset at 5.3 s: at 6 s it shows 350 J, 2150 less than the second before.
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
     whole = energy(one, 0, 20)
 
     assert (whole.joules, whole.covered_s, method(one, 0, 20)) == (pytest.approx(10_000.0), 20.0, INSTANT)
     assert whole.estimated_j == pytest.approx(500.0), "the second of the reset"
-    assert told(one) == [
+    assert event_texts(one) == [
         "the energy counter is not believed: it went back by 2150 J; power fills the gap",
         "the energy counter is believed again",
     ]
 
 
 @pytest.mark.parametrize("by_j", [1e6, 500.0])
-def test_a_counter_that_jumps_ahead_by_more_than_can_flow_is_not_believed_for_one_step(by_j):
+def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
     # Of a limit of 700 W, 840 W for a second and a tenth are 924 J.
     one = fed(ledger(), *every_second(lambda s: 500.0 * s + (by_j if s >= 8 else 0.0)))
 
     assert joules(one, 0, 20) == pytest.approx(10_000.0)
     assert energy(one, 0, 20).estimated_j == pytest.approx(500.0)
     assert (
-        told(one)[0]
+        event_texts(one)[0]
         == f"the energy counter is not believed: it jumped ahead by {500 + by_j:.0f} J; power fills the gap"
     )
 
 
 @pytest.mark.parametrize("wrong_j", [0.0, 4294967.295, 2**64 / 1000, 1e300])
-def test_one_wrong_value_of_a_counter_is_forgotten_when_it_is_back(wrong_j):
+def test_single_wrong_counter_value_is_corrected(wrong_j):
     one = fed(ledger(), *every_second(lambda s: wrong_j if s == 9 else 7000.0 + 500.0 * s))
     whole = energy(one, 0, 20)
 
-    assert (whole.joules, whole.estimated_j) == (pytest.approx(10_000.0), 0.0), "back, it told what was missed"
-    assert len(told(one)) == 2
+    assert (whole.joules, whole.estimated_j) == (pytest.approx(10_000.0), 0.0), "its next value includes the gap"
+    assert len(event_texts(one)) == 2
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf, -1.0])
-def test_a_value_that_is_no_number_is_a_reading_that_failed(wrong):
+def test_counter_value_that_is_no_number_is_a_failed_read(wrong):
     one = fed(ledger(), *every_second(lambda s: wrong if 5 <= s < 9 else 500.0 * s, watts=450.0))
     whole = energy(one, 0, 20)
 
     assert (whole.joules, whole.covered_s) == (pytest.approx(10_000.0), 20.0), "power says 450 W, the counter 500 W"
     assert (whole.estimated_j, method(one, 0, 20)) == (0.0, COUNTER)
-    assert told(one) == [], "the sampler tells of what cannot be read"
+    assert event_texts(one) == [], "the sampler reports failed reads"
 
 
-def test_windows_that_were_cut_while_the_counter_could_not_be_read_are_estimates_and_stay_as_they_are():
+def test_windows_cut_during_failed_reads_stay_estimates():
     one, windows = ledger(), []
     for second, _, counter_j in every_second(lambda s: None if 5 <= s < 9 else 500.0 * s, until_s=13):
         fed(one, (second, 480.0 + 20.0 * (second % 2), counter_j))
         if second:
             windows.append(energy(one, second - 1, second))
 
-    # 490 J in each of the four seconds; the counter then tells of 10 J more in each, once.
+    # 490 J in each of the four seconds; the counter then adds 10 J for each, once.
     assert [window.joules for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 540.0, 500.0])
     assert [window.estimated_j for window in windows[4:10]] == pytest.approx([490.0, 490.0, 490.0, 490.0, 0.0, 0.0])
     assert sum(window.joules for window in windows) == pytest.approx(13 * 500.0)
-    assert windows[8].inside_j2 == pytest.approx(sum(window.inside_j2 for window in windows[4:8])), "it makes that good"
+    assert windows[8].inside_j2 == pytest.approx(sum(window.inside_j2 for window in windows[4:8])), "it replaces them"
     assert windows[8].inside_j2 > 0.0 == windows[9].inside_j2
 
 
-def test_what_a_counter_tells_late_is_never_more_than_can_have_flowed():
-    # For a minute power says 300 W and the counter, which says 500 W, cannot be read: 12 kJ cannot be made good.
+def test_late_counter_energy_is_limited_by_the_power_limit():
+    # For a minute the power reads 300 W and the counter (500 W) fails: 12 kJ cannot be added later.
     one, windows = ledger(), []
     for second, _, counter_j in every_second(lambda s: None if 5 <= s < 65 else 500.0 * s, until_s=70):
         fed(one, (second, 300.0 if 5 <= second < 65 else 500.0, counter_j))
@@ -327,7 +328,7 @@ def test_what_a_counter_tells_late_is_never_more_than_can_have_flowed():
     assert windows[65].joules == pytest.approx(500.0)
 
 
-def test_windows_that_ended_while_nothing_was_read_are_not_made_good_by_later_ones():
+def test_windows_without_reads_are_not_filled_later():
     one, windows = ledger(), []
     for second, watts, counter_j in every_second(lambda s: 500.0 * s, until_s=12):
         fed(one, (second, None, None) if 5 <= second < 9 else (second, watts, counter_j))
@@ -344,7 +345,7 @@ def test_windows_that_ended_while_nothing_was_read_are_not_made_good_by_later_on
     ]
 
 
-def test_a_read_that_fails_altogether_leaves_nothing_open_for_the_counter_tells():
+def test_counter_covers_reads_that_failed_altogether():
     rows = [row for row in every_second(lambda s: 500.0 * s) if not 5 <= row[0] < 9]
     one = fed(ledger(), *rows[:5], (5, None, None), (6, None, None), (7.5, None, None), *rows[5:])
 
@@ -355,8 +356,8 @@ def test_a_read_that_fails_altogether_leaves_nothing_open_for_the_counter_tells(
 
 @pytest.mark.parametrize("pause_s", [0.125, 0.25, 1.0])
 @pytest.mark.parametrize("catches_up", [True, False])
-def test_a_counter_that_freezes_is_filled_from_power_until_it_moves(pause_s, catches_up):
-    # 500 W throughout; it stands from 5 s to 9 s, and then catches up or goes on without those 2 kJ.
+def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
+    # 500 W throughout; the counter is constant from 5 s to 9 s, then catches up or goes on without those 2 kJ.
     def counter(s):
         return 500.0 * (s if s < 5 else 5.0 if s < 9 else s if catches_up else s - 4)
 
@@ -366,46 +367,49 @@ def test_a_counter_that_freezes_is_filled_from_power_until_it_moves(pause_s, cat
     assert whole.joules == pytest.approx(18 * 500.0, abs=500 * (0.1 + pause_s))
     assert joules(one, 5.5, 8.5) == pytest.approx(1500.0, abs=500 * 0.1)
     assert whole.covered_s == pytest.approx(18.0)
-    assert told(one)[0] == "the energy counter is not believed: it stands still while power flows; power fills the gap"
-    assert told(one) == []
+    assert (
+        event_texts(one)[0]
+        == "the energy counter is not believed: it stands still while power flows; power fills the gap"
+    )
+    assert event_texts(one) == []
 
 
-def test_a_counter_may_stand_still_between_its_ticks_and_while_nothing_flows():
+def test_counter_may_be_constant_between_ticks_and_at_0_w():
     # Ticks of 1 s read every 0.4 s: up to 400 J seem to be missing, and are not.
     one = fed(ledger(tick_s=1.0), *((0.4 * i, 400.0, 400.0 * math.floor(0.4 * i)) for i in range(50)))
-    assert told(one) == []
+    assert event_texts(one) == []
 
-    # Nobody knows yet that it ticks, and it is read every 20 ms, as when that is being learnt.
+    # The tick is not known yet, and it is read every 20 ms, as during calibration.
     one = fed(ledger(), *((0.02 * i, 690.0, 69.0 * (i // 5)) for i in range(100)))
-    assert told(one) == []
+    assert event_texts(one) == []
 
     one = fed(ledger(), *((i, 0.0, 7.0) for i in range(50)))
-    assert told(one) == []
+    assert event_texts(one) == []
     assert joules(one, 0, 49) == 0.0
 
 
 @pytest.mark.parametrize(("watts", "by_j"), [(500.0, 2e6), (500.0, 900.0), (500.0, 505.0), (60.0, 500.0), (60.0, 2e6)])
-def test_what_is_counted_while_a_counter_reads_lower_is_not_counted_again_when_it_returns(watts, by_j):
+def test_energy_is_not_counted_twice_after_a_low_counter(watts, by_j):
     one = fed(
         ledger(), *every_second(lambda s: 3e6 + watts * s - (by_j if 5 <= s < 12 else 0.0), watts=watts, until_s=25)
     )
 
-    # What a single step may hide is less than what the limit allows in a second.
+    # A single step can hide less than the limit allows in a second.
     assert joules(one, 0, 25) == pytest.approx(25 * watts, abs=1.0)
     assert joules(one, 13, 25) == pytest.approx(12 * watts, abs=1.0)
 
 
-def test_a_counter_that_is_garbage_all_the_time_is_replaced_by_power():
+def test_garbage_counter_is_replaced_by_power():
     chance = random.Random(1)
     one = fed(ledger(), *every_second(lambda s: chance.uniform(0, 1e9)))
     whole = energy(one, 0, 20)
 
     assert (whole.joules, method(one, 0, 20)) == (pytest.approx(10_000.0), INSTANT)
     assert whole.estimated_j == pytest.approx(10_000.0)
-    assert len(told(one)) == 1
+    assert len(event_texts(one)) == 1
 
 
-def test_a_gap_that_neither_counter_nor_power_tells_of_is_a_hole_and_no_zero():
+def test_gap_without_counter_and_power_is_not_measured():
     # The counter is reset at 5.3 s, and power cannot be read from 5 s to 8 s.
     one = fed(
         ledger(),
@@ -420,21 +424,21 @@ def test_a_gap_that_neither_counter_nor_power_tells_of_is_a_hole_and_no_zero():
     assert energy(one, 5.2, 5.8).covered_s == 0.0
 
 
-def test_power_that_is_read_too_seldom_leaves_a_hole():
+def test_sparse_power_readings_leave_a_gap():
     one = fed(ledger(INSTANT), (0, 100.0, None), (2, 100.0, None), (2 + GAP_S + 0.1, 100.0, None), (8, 100.0, None))
     whole = energy(one, 0, 8)
 
     assert (whole.joules, whole.covered_s) == (pytest.approx(290.0), pytest.approx(2.9))
 
 
-def test_power_that_no_sensor_can_mean_is_not_measured():
+def test_impossible_power_is_not_measured():
     one = fed(ledger(INSTANT), (0, 100.0, None), (1, 4294967.295, None), (2, 100.0, None), (3, 100.0, None))
     whole = energy(one, 0, 3)
 
     assert (whole.joules, whole.covered_s) == (pytest.approx(100.0), pytest.approx(1.0))
 
 
-def test_a_power_limit_that_is_raised_while_it_runs_counts():
+def test_raised_power_limit_is_used():
     one = ledger(limit_w=300.0)
     for second in range(21):
         watts = 300.0 if second < 10 else 650.0
@@ -448,11 +452,11 @@ def test_a_power_limit_that_is_raised_while_it_runs_counts():
         )
 
     assert joules(one, 0, 20) == pytest.approx(300.0 * 10 + 650.0 * 10)
-    assert told(one) == []
+    assert event_texts(one) == []
     assert method(one, 0, 20) == COUNTER
 
 
-def test_what_was_never_read_is_none_with_nothing_covered():
+def test_energy_without_reads_is_none():
     assert energy(ledger(), 0, 1).joules is None
     assert energy(fed(ledger(), (0, 1.0, 1.0)), 0, 1).joules is None
     assert energy(fed(ledger(), (0, 1.0, 1.0), (1, 1.0, 2.0)), 5, 6).joules is None
@@ -462,14 +466,14 @@ def test_what_was_never_read_is_none_with_nothing_covered():
 # --- power alone ---
 
 
-def test_the_method_says_how_each_stretch_was_measured():
+def test_method_is_that_of_the_interval():
     assert method(fed(ledger(INSTANT), (0, 9.0, None), (1, 9.0, None)), 0, 1) == INSTANT
     assert method(fed(ledger(COUNTER), (0, None, 1.0), (1, None, 9.0)), 0, 1) == COUNTER
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
     assert [method(one, s, s + 1) for s in (3, 5, 9)] == [COUNTER, INSTANT, COUNTER]
 
 
-def test_averaged_power_is_from_half_its_window_ago():
+def test_averaged_power_is_shifted_by_half_its_window():
     # A step from 100 to 500 W at 10 s, seen as a ramp from 10 to 11 s.
     one = ledger(AVERAGE, average_s=1.0)
     for i in range(101):
@@ -492,7 +496,7 @@ def test_averaged_power_is_from_half_its_window_ago():
         (COUNTER, {"tick_s": 0.001}, 0.0),
     ],
 )
-def test_an_edge_waits_for_the_reading_that_tells_of_it(method, sensor, later_s):
+def test_edge_waits_for_the_reading_after_it(method, sensor, later_s):
     one = ledger(method, **sensor)
     for second in range(3):
         one.add(Sample(at(second), power_w=100.0, power_average_w=100.0, energy_j=100.0 * second))
@@ -506,16 +510,16 @@ def test_an_edge_waits_for_the_reading_that_tells_of_it(method, sensor, later_s)
 
 
 @pytest.mark.parametrize("lag_s", [0.03, 0.09, 0.1, 0.25])
-def test_a_counter_that_lags_is_asked_as_much_later_and_loses_nothing(lag_s):
+def test_lagging_counter_is_read_later_and_loses_nothing(lag_s):
     for window in simulate(square(100.0, 500.0, 1.31), 4, lag_s=lag_s, window_s=0.7):
         assert abs(window.error_j) < 2e-3 * window.truth_j + 0.2
 
 
-# --- when ticks are not known ---
+# --- unknown ticks ---
 
 
 def unlocked(power, seed, count=200, window_s=1.0):
-    """Return errors and stated variances of windows on a ticking counter that is read at the edges alone."""
+    """Return errors and stated variances of windows on a ticking counter that is read only at the edges."""
     chance = random.Random(seed)
     found = []
     for _ in range(count):
@@ -531,28 +535,28 @@ def unlocked(power, seed, count=200, window_s=1.0):
     return found
 
 
-def test_the_edges_of_a_counter_of_unknown_phase_have_the_variance_of_a_tick():
+def test_unknown_phase_gives_edges_the_variance_of_a_tick():
     # sigma = T sqrt(P0^2 + P1^2) / sqrt(12): at 500 W and 100 ms, 50 J sqrt(2 / 12) = 20.4 J.
     found = unlocked(flat(500.0), 1)
     stated_j = math.sqrt(found[0][1].start_j2 + found[0][1].end_j2)
 
-    assert stated_j == pytest.approx(0.1 * math.hypot(500.0, 500.0) / math.sqrt(12), rel=0.1)  # it knows +-10 % of P
+    assert stated_j == pytest.approx(0.1 * math.hypot(500.0, 500.0) / math.sqrt(12), rel=0.1)  # with +-10 % of P
     assert statistics.pstdev(error_j for error_j, _ in found) == pytest.approx(stated_j, rel=0.15)
 
 
-def test_an_edge_between_two_reads_of_a_counter_that_stood_meanwhile_is_as_open_as_any_other():
+def test_edge_between_equal_reads_is_as_uncertain_as_others():
     # 300 W and a tick of about 100 ms of unknown phase: 30 J sqrt(1 / 12) = 8.66 J at each edge.
     one = ledger(tick_s=0.1, tick_error_s=0.1)
-    for read_s in (tenth / 100 for tenth in range(301)):  # of which nine in ten see no move
+    for read_s in (tenth / 100 for tenth in range(301)):  # nine of ten see no change
         one.add(Sample(at(read_s), power_w=300.0, energy_j=30.0 * math.floor(read_s / 0.1 + 1e-9)))
 
-    for start_s in (1.004, 1.034, 1.074, 1.104):  # the last is where it jumps: 30 J within 10 ms
+    for start_s in (1.004, 1.034, 1.074, 1.104):  # the last is at a change: 30 J within 10 ms
         window = energy(one, start_s, start_s + 1.0)
         assert math.sqrt(window.start_j2) == pytest.approx(8.66, rel=0.15)
         assert math.sqrt(window.end_j2) == pytest.approx(8.66, rel=0.15)
 
 
-def test_the_half_tick_by_which_an_unlocked_counter_is_late_is_taken_off():
+def test_half_tick_delay_of_an_unknown_phase_is_corrected():
     # From idle to load the counter is late where power is high: (P0 - P1) T / 2, were it not corrected.
     class Step:
         """60 W, and from 25 s on 660 W."""
@@ -576,7 +580,7 @@ def test_the_half_tick_by_which_an_unlocked_counter_is_late_is_taken_off():
     assert abs(statistics.fmean(errors_j)) < 0.2 * abs(bias_j)
 
 
-# --- what is said of errors ---
+# --- stated errors ---
 
 CURVES = [
     lambda seed: square(100.0, 500.0, 2.0 + 0.01 * seed),
@@ -590,7 +594,7 @@ CURVES = [
 
 
 def pooled(**facts):
-    """Return windows of all curves, sensors and lengths, with phases by chance."""
+    """Return windows of all curves, sensors and lengths, with random phases."""
     return [
         window
         for seed in range(2)
@@ -606,14 +610,14 @@ def covered(windows):
     return sum(abs(window.error_j) <= 1.96 * window.deviation_j for window in windows) / len(windows)
 
 
-def test_the_stated_intervals_cover_the_truth_as_often_as_they_say():
+def test_stated_intervals_cover_95_percent():
     windows = pooled()
 
     assert len(windows) > 4000
     assert 0.93 <= covered(windows) <= 0.99
 
 
-# --- what a run shows of the lag ---
+# --- the lag estimated in a run ---
 
 WAVES = [square(100.0, 500.0, 2.03), sine(150.0, 500.0, 3.1), square(90.0, 640.0, 1.31), steps(120.0, 560.0, 0.43, 7)]
 
@@ -630,7 +634,7 @@ def after_5_minutes(name, lag_s=0.0, duty=1.0):
     return statistics.median(shares), statistics.fmean(covered)
 
 
-def test_changes_of_load_narrow_what_is_open_about_the_lag():
+def test_load_changes_reduce_the_error_of_the_lag():
     before, _ = after_5_minutes("a model that is not in the table")
     after, covered = after_5_minutes("NVIDIA L40S")
 
@@ -639,7 +643,7 @@ def test_changes_of_load_narrow_what_is_open_about_the_lag():
 
 
 @pytest.mark.parametrize("lag_s", [0.04, 0.1])
-def test_the_lag_of_a_late_counter_is_found_during_the_run(lag_s):
+def test_lag_of_a_counter_is_found_during_the_run(lag_s):
     before, _ = after_5_minutes("a model that is not in the table", lag_s)
     after, covered = after_5_minutes("NVIDIA L40S", lag_s)
 
@@ -661,7 +665,7 @@ def half_widths_with(kept_s, lag_s, seed):
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 0.04])
-def test_a_kept_lag_is_used_after_fewer_changes(lag_s):
+def test_cached_lag_is_used_after_fewer_changes(lag_s):
     def until_narrow(kept_s, seed):
         return next(n for n, half_width in enumerate(half_widths_with(kept_s, lag_s, seed)) if half_width < 0.01)
 
@@ -672,13 +676,13 @@ def test_a_kept_lag_is_used_after_fewer_changes(lag_s):
 
 
 @pytest.mark.parametrize(("kept_s", "lag_s"), [(0.03, 0.0), (0.0, 0.04), (0.0, 0.1), (0.1, 0.0)])
-def test_a_kept_lag_that_is_wrong_narrows_nothing(kept_s, lag_s):
+def test_wrong_cached_lag_reduces_no_error(kept_s, lag_s):
     for seed in range(3):
         assert half_widths_with(kept_s, lag_s, seed) == half_widths_with(None, lag_s, seed)
 
 
 class LatePower(BoardSensor):
-    """A sensor whose power reading is late, or that of another moment each time it is read."""
+    """A sensor whose power reading is late, by a constant or a varying time."""
 
     def __init__(self, late_s, *rest):
         super().__init__(*rest)
@@ -689,7 +693,7 @@ class LatePower(BoardSensor):
 
 
 @pytest.mark.parametrize("late_s", [lambda t: 0.04, lambda t: 0.05 * (1 + math.sin(1e4 * t))])
-def test_a_power_reading_that_is_no_reference_keeps_a_wide_interval(late_s):
+def test_late_power_reading_keeps_a_wide_interval(late_s):
     power, chance = square(100.0, 500.0, 2.03), random.Random(5)
     sensor = LatePower(late_s, power)
     agent = VirtualAgent(ledger_of(sensor.known(chance, lag_is_known=False), name="NVIDIA L40S"), sensor, chance)
@@ -700,7 +704,7 @@ def test_a_power_reading_that_is_no_reference_keeps_a_wide_interval(late_s):
     assert statistics.median(half_widths) > 0.005
 
 
-def test_an_unknown_share_keeps_a_wide_interval():
+def test_unknown_tick_share_keeps_a_wide_interval():
     assert after_5_minutes("NVIDIA H100 80GB HBM3", duty=0.25)[0] > 0.05
 
 
@@ -720,7 +724,7 @@ FAST_AND_SLOW = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("lag_s", [0.0, 0.01, 0.04])
-def test_stated_intervals_cover_each_kind_of_wave_whatever_the_lag(lag_s):
+def test_stated_intervals_cover_each_wave_at_any_lag(lag_s):
     covered = {}
     for (kind, curve), window_s in product(FAST_AND_SLOW.items(), (0.2, 1.0, 5.0)):
         count = {0.2: 400, 1.0: 140, 5.0: 45}[window_s]
@@ -737,7 +741,7 @@ def test_stated_intervals_cover_each_kind_of_wave_whatever_the_lag(lag_s):
 
 
 def contradicted_after(true_s, kept_s, seed, count=60):
-    """Return after how many windows a wrong tick is noticed, and the mean error of those after the right one."""
+    """Return the number of windows until a wrong tick is detected, and the mean error after its correction."""
     chance = random.Random(seed)
     power = square(100.0, 500.0, 2.0)
     sensor = BoardSensor(power, true_s, 1.0, chance.uniform(0, true_s))
@@ -746,50 +750,50 @@ def contradicted_after(true_s, kept_s, seed, count=60):
     edges_s = [agent.calibrate(BEGIN_S) + 2.5]
     for _ in range(count):
         edges_s.append(edges_s[-1] + chance.uniform(0.9, 1.1))
-    noticed = next((n for n in range(1, count) if agent.windows(edges_s[n - 1 : n + 1]) and one.is_contradicted), None)
-    if noticed is None:
+    detected = next((n for n in range(1, count) if agent.windows(edges_s[n - 1 : n + 1]) and one.is_contradicted), None)
+    if detected is None:
         return None, 0.0
     one.calibrate(sensor.known(chance))
-    rest_s = [edge_s + 3.0 for edge_s in edges_s[noticed:]]
+    rest_s = [edge_s + 3.0 for edge_s in edges_s[detected:]]
     truths = [power.integral(*pair) for pair in pairwise(rest_s)]
     windows = agent.windows(rest_s)[5:]
     errors = [abs(window.joules / truth - 1) for window, truth in zip(windows, truths[5:], strict=True)]
-    return noticed, statistics.fmean(errors)
+    return detected, statistics.fmean(errors)
 
 
 @pytest.mark.parametrize(("true_s", "kept_s"), [(0.1, 0.1005), (0.1, 0.102), (0.1, 0.05), (0.02, 0.1), (0.1, 0.25)])
-def test_a_tick_that_is_not_the_devices_is_noticed(true_s, kept_s):
+def test_wrong_tick_is_detected(true_s, kept_s):
     found = [contradicted_after(true_s, kept_s, seed) for seed in range(10)]
 
-    assert all(noticed is not None and noticed <= 25 for noticed, _ in found)
+    assert all(detected is not None and detected <= 25 for detected, _ in found)
     # A plain difference of the counter is off by 8 % at windows of a second.
     assert max(error for _, error in found) < 0.005
 
 
-def test_a_tick_that_is_right_is_never_contradicted():
+def test_right_tick_is_never_contradicted():
     for seed in range(30):
         assert contradicted_after(0.1, 0.1, seed) == (None, 0.0)
 
 
-def test_a_lag_that_nobody_has_measured_is_in_the_intervals():
+def test_unmeasured_lag_is_in_the_intervals():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 
 
-def test_a_lag_that_is_open_moves_both_edges_alike():
+def test_unknown_lag_shifts_both_edges_alike():
     # A lag of up to 100 ms: nothing from 500 W to 500 W, and from 100 W to 500 W 400 W * 100 ms / sqrt(3) = 23.1 J.
     one = fed(
         ledger(lag_error_s=0.1),
         *((s, 100.0, 100.0 * s) for s in range(6)),
         *((s, 500.0, 500.0 + 500.0 * (s - 5.0)) for s in range(6, 11)),
     )
-    one._powers.__init__()  # of which nothing is to be said here
+    one._powers.__init__()  # not part of this test
     rising, level = energy(one, 2, 8), energy(one, 7, 9)
 
     assert math.sqrt(rising.start_j2 + rising.end_j2) == pytest.approx(400.0 * 0.1 / math.sqrt(3), rel=1e-3)
     assert math.sqrt(level.start_j2 + level.end_j2) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_variance_of_a_run_is_not_the_sum_of_its_windows():
+def test_variance_of_a_run_is_not_the_sum_of_its_windows():
     # Where two windows meet, one gains what the other loses: over both it cancels.
     chance = random.Random(5)
     sensor = BoardSensor(square(100.0, 500.0, 0.77), 0.1)
@@ -810,7 +814,7 @@ def test_the_variance_of_a_run_is_not_the_sum_of_its_windows():
 
 
 def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
-    """Return the variance of the aliasing error of iterations against that of iterations at chance phases."""
+    """Return the variance of the aliasing error of iterations against that of iterations at random phases."""
     chance = random.Random(seed)
 
     def spread(locked):
@@ -818,7 +822,7 @@ def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
         for _ in range(1500):
             at_s, total = chance.uniform(0, tick_s), 0.0
             for _ in range(round(span_s / step_s)):
-                # The end of an iteration's load is seen as much too late as its tick still lasts.
+                # The end of an iteration's load is measured late by the rest of its tick.
                 total += (at_s / tick_s) % 1.0 - 0.5
                 at_s += chance.gauss(step_s, deviation_s) if locked else chance.uniform(0, 100 * tick_s)
             sums.append(total)
@@ -828,14 +832,14 @@ def monte_carlo(step_s, deviation_s, tick_s, span_s, seed):
 
 
 @pytest.mark.parametrize(("step_s", "deviation_s"), [(0.1, 0.0), (0.2, 0.001), (0.3, 0.01), (0.33, 0.0), (0.337, 0.02)])
-def test_iterations_that_beat_with_the_ticks_vary_as_a_brute_force_of_phases_says(step_s, deviation_s):
+def test_beat_of_iterations_and_ticks_matches_monte_carlo(step_s, deviation_s):
     expected = monte_carlo(step_s, deviation_s, 0.1, 12.0, 1)
 
-    # Three harmonics of the tick are summed; what the others add is less than half of what one iteration has.
+    # Three harmonics of the tick are summed; the others add less than half of one iteration's variance.
     assert beat(step_s, deviation_s, 0.1, 12.0) == pytest.approx(expected, rel=0.25, abs=0.45)
 
 
-def test_measured_lengths_say_of_the_beat_what_their_spread_does():
+def test_beat_from_lengths_matches_beat_from_their_spread():
     chance = random.Random(4)
     for step_s, deviation_s in [(0.2, 0.0), (0.2, 0.005), (0.237, 0.004)]:
         lengths_s = [chance.gauss(step_s, deviation_s) for _ in range(2000)]
@@ -843,14 +847,14 @@ def test_measured_lengths_say_of_the_beat_what_their_spread_does():
         assert beat_of(lengths_s, 0.1, 50) == pytest.approx(expected, rel=0.1, abs=0.05)
 
 
-def test_iterations_of_a_whole_number_of_ticks_are_as_uncertain_as_one_of_them():
+def test_iterations_of_whole_ticks_do_not_average_out():
     assert beat(0.3, 0.0, 0.1, 30.0) == pytest.approx(100.0)  # all hundred err alike
     assert beat(0.3, 0.05, 0.1, 30.0) == pytest.approx(1.0, abs=0.1)  # they vary by half a tick
     assert beat(0.0, 0.0, 0.1, 30.0) == 1.0
     assert beat(60.0, 0.0, 0.1, 30.0) == 1.0
 
 
-def test_a_rhythm_that_beats_widens_what_a_sensor_that_looks_away_says():
+def test_beat_widens_the_error_of_a_partial_sensor():
     def stated_j2(rhythm):
         chance = random.Random(3)
         sensor = BoardSensor(square(100.0, 500.0, 0.4), 0.1, 0.25)
@@ -863,7 +867,7 @@ def test_a_rhythm_that_beats_widens_what_a_sensor_that_looks_away_says():
     assert stated_j2((0.4, 0.0)) > 30 * stated_j2((0.437, 0.02)) > 0.0
 
 
-# --- iterations that keep step with the sensor ---
+# --- iterations synchronous with the sensor ---
 
 
 class Iterations:
@@ -882,7 +886,7 @@ class Iterations:
         return total
 
 
-def alarms(lengths, seed, *, duty=0.25, count=150, per_window=10):
+def aliasing_events(lengths, seed, *, duty=0.25, count=150, per_window=10):
     """Return the energy_aliasing events of a job of one rank, and the true error of its run to date, as a share."""
     chance = random.Random(seed)
     lengths_s = [lengths(chance) for _ in range(count + 80)]
@@ -911,22 +915,22 @@ RANDOM_LENGTHS = [
 ]
 
 
-def test_random_iteration_lengths_raise_no_alarm():
-    fired = [seed for seed in range(200) if alarms(RANDOM_LENGTHS[seed % len(RANDOM_LENGTHS)], seed)[0]]
+def test_random_iteration_lengths_raise_no_event():
+    fired = [seed for seed in range(200) if aliasing_events(RANDOM_LENGTHS[seed % len(RANDOM_LENGTHS)], seed)[0]]
 
     assert fired == []
 
 
-def test_steady_iterations_that_meet_all_phases_raise_no_alarm():
+def test_steady_iterations_at_all_phases_raise_no_event():
     for seed, step_s in enumerate([0.237, 0.331, 0.1618, 0.414, 0.73] * 4):
-        assert alarms(lambda chance, step_s=step_s: chance.gauss(step_s, 0.001), seed)[0] == []
+        assert aliasing_events(lambda chance, step_s=step_s: chance.gauss(step_s, 0.001), seed)[0] == []
 
 
-def test_iterations_that_keep_step_with_the_sensor_are_reported():
+def test_iterations_synchronous_with_the_sensor_are_reported():
     fired = covered = 0
     for seed in range(200):
         step_s = (0.1, 0.2, 0.3, 0.4)[seed % 4]
-        found, true_error = alarms(lambda chance, step_s=step_s: chance.gauss(step_s, 0.0005), seed)
+        found, true_error = aliasing_events(lambda chance, step_s=step_s: chance.gauss(step_s, 0.0005), seed)
         fired += len(found) == 1
         if found:
             (event,) = found
@@ -939,9 +943,9 @@ def test_iterations_that_keep_step_with_the_sensor_are_reported():
     assert covered >= 0.93 * fired
 
 
-def test_a_sensor_that_measures_all_of_its_tick_raises_no_alarm():
+def test_full_duty_sensor_raises_no_event():
     for seed in range(10):
-        assert alarms(lambda _chance: 0.2, seed, duty=1.0)[0] == []
+        assert aliasing_events(lambda _chance: 0.2, seed, duty=1.0)[0] == []
 
 
 # --- counter against power ---
@@ -960,7 +964,7 @@ def test_a_sensor_that_measures_all_of_its_tick_raises_no_alarm():
         ),
     ],
 )
-def test_a_counter_at_a_wrong_rate_is_told_of_once_with_what_is_used(rate, text):
+def test_counter_at_a_wrong_rate_is_one_event(rate, text):
     one = fed(ledger(), *every_second(lambda s: rate * 300.0 * s, watts=300.0, until_s=59))
     assert one.take_events(0.0) == [], "not before a minute is over"
 
@@ -970,7 +974,7 @@ def test_a_counter_at_a_wrong_rate_is_told_of_once_with_what_is_used(rate, text)
     assert method(one, 100, 200) == COUNTER
 
 
-def test_a_counter_that_is_right_again_is_told_of_too():
+def test_counter_that_agrees_again_is_an_event():
     one = ledger()
     total_j = 0.0
     for second in range(400):
@@ -983,23 +987,23 @@ def test_a_counter_that_is_right_again_is_told_of_too():
 
 
 @pytest.mark.parametrize("period_s", [0.37, 0.5, 0.731, 1.0, 1.01, 1.31, 2.0, 7.7])
-def test_a_sound_counter_is_not_suspected_because_power_is_a_square_wave_sampled_once_a_second(period_s):
+def test_right_counter_is_accepted_with_undersampled_power(period_s):
     power = square(100.0, 500.0, period_s)
     for seed in range(5):
         chance = random.Random(seed)
         sensor = BoardSensor(power, 0.1, 1.0, chance.uniform(0, 0.1))
         one = ledger_of(Sensor(tick_s=0.1))
         for i in range(400):
-            shown_s = BEGIN_S + i + chance.random()  # somewhere in it, as effllm/agents/sampler.py does
+            shown_s = BEGIN_S + i + chance.random()  # at a random time in it, as in effllm/agents/sampler.py
             one.add(Sample(round(shown_s * NS), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
 
         assert one.take_events(0.0) == []
 
 
-# --- for weeks ---
+# --- long runs ---
 
 
-def test_a_week_costs_no_memory_and_no_digit():
+def test_week_of_samples_keeps_memory_and_precision():
     # A day of readings a second apart, then a week of them ten seconds apart, in windows of a minute.
     one, watts = ledger(tick_s=0.1, tick_error_s=1e-5), 512.7
     total_j, estimated_j, second, held = 0.0, 0.0, 0, []
@@ -1020,7 +1024,7 @@ def test_a_week_costs_no_memory_and_no_digit():
     assert estimated_j == 0.0
 
 
-def test_time_is_in_whole_nanoseconds_so_that_a_month_later_it_is_as_fine():
+def test_time_keeps_its_resolution_after_a_month():
     # float32 seconds are 0.25 s apart after 30 days; these two readings are a tenth of a second apart.
     month_s = 30 * 86_400
     one = fed(ledger(INSTANT), (month_s, 100.0, None), (month_s + 0.1, 100.0, None), (month_s + 0.2, 900.0, None))
@@ -1038,7 +1042,7 @@ def test_time_is_in_whole_nanoseconds_so_that_a_month_later_it_is_as_fine():
     ],
     ids=["almost five ticks", "eighteen ticks", "unlike iterations"],
 )
-def test_intervals_hold_where_a_sensor_sees_part_of_each_tick(power, tick_s, duty):
+def test_intervals_cover_with_a_partial_duty_sensor(power, tick_s, duty):
     windows = [
         window
         for seed in range(4)
@@ -1051,7 +1055,7 @@ def test_intervals_hold_where_a_sensor_sees_part_of_each_tick(power, tick_s, dut
     assert covered >= 0.9 * len(windows)
 
 
-def test_rare_steps_of_power_are_not_taken_for_none():
+def test_rare_steps_of_power_are_in_the_intervals():
     # One reading in 5 s shows whether power has changed within a tick: of some runs' bursts hardly any.
     windows = [
         window
@@ -1072,8 +1076,8 @@ def test_rare_steps_of_power_are_not_taken_for_none():
     assert covered(windows) >= 0.95
 
 
-def test_a_sine_on_a_late_counter_is_no_step():
-    # Held power that is read twice in a tick seems not to change; the lag says whether it was one tick.
+def test_sine_on_a_lagging_counter_is_no_step():
+    # Held power that is read twice in a tick seems constant; the lag shows whether it was one tick.
     windows = simulate(
         sine(76.0, 486.0, 2.796),
         259038054,

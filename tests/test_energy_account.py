@@ -1,4 +1,4 @@
-"""effllm/energy/energy_account.py: what windows and GPUs together may be off by, by hand and as properties."""
+"""effllm/energy/energy_account.py: the error of windows and GPUs together, by hand and as properties."""
 
 import math
 
@@ -43,12 +43,12 @@ def variance(sums):
 # --- one after the other -------------------------------------------------------------------------
 
 
-def test_a_window_alone_has_the_error_of_its_two_ends_and_of_what_lies_inside():
+def test_error_of_a_window_is_that_of_its_edges_and_inside():
     assert amount().error_j == pytest.approx(1.96 * math.sqrt(9 + 16 + 4))
     assert summed((7, amount())).total().error_j == pytest.approx(amount().error_j)
 
 
-def test_windows_that_follow_each_other_have_the_error_of_the_two_outer_ends_and_of_all_that_lies_inside():
+def test_adjacent_windows_have_the_error_of_the_outer_edges():
     sums = summed((1, amount(end=16.0)), (2, amount(start=25.0, end=36.0)), (3, amount(start=49.0, end=64.0)))
 
     # 9 at the start of the first, 64 at the end of the last, three times 4 within
@@ -56,20 +56,20 @@ def test_windows_that_follow_each_other_have_the_error_of_the_two_outer_ends_and
     assert sums.total().joules == 3000.0
 
 
-def test_a_hole_between_windows_leaves_four_ends():
+def test_gap_between_windows_leaves_four_edges():
     sums = summed((1, amount(start=1.0, end=2.0)), (3, amount(start=3.0, end=4.0)))
 
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 2 * 4)
 
 
-def test_a_late_window_that_fills_the_hole_makes_two_ends_of_four():
+def test_late_window_that_fills_a_gap_leaves_two_edges():
     sums = summed((1, amount(start=1.0)), (3, amount(end=4.0)), (2, amount()))
 
     assert variance(sums) == pytest.approx(1 + 4 + 3 * 4)
 
 
 @pytest.mark.parametrize("first", [1, 3], ids=["from the start", "where the last one ended"])
-def test_the_first_window_of_the_next_attempt_meets_none_of_the_last(first):
+def test_attempts_share_no_edge(first):
     sums = summed((1, amount(start=1.0)), (2, amount(end=2.0)))
     sums.close()
     summed((first, amount(start=3.0)), (first + 1, amount()), (first + 2, amount(end=4.0)), sums=sums)
@@ -77,7 +77,7 @@ def test_the_first_window_of_the_next_attempt_meets_none_of_the_last(first):
     assert variance(sums) == pytest.approx(1 + 2 + 3 + 4 + 5 * 4)
 
 
-def test_a_window_whose_edges_are_final_can_still_be_taken_back_and_added_again():
+def test_old_window_can_be_removed_and_added_again():
     sums = summed(*[(number, amount()) for number in range(1, 3 * OPEN_WINDOWS)])
     before = fields(sums)
 
@@ -87,7 +87,7 @@ def test_a_window_whose_edges_are_final_can_still_be_taken_back_and_added_again(
     assert fields(sums) == {name: pytest.approx(value) for name, value in before.items()}
 
 
-def test_a_thousand_windows_are_hardly_less_certain_than_one():
+def test_error_of_a_thousand_windows_is_that_of_one():
     one = amount(inside=0.0)
     sums = summed(*[(number, one) for number in range(1, 1001)])
 
@@ -97,7 +97,7 @@ def test_a_thousand_windows_are_hardly_less_certain_than_one():
     assert len(sums.packed()["edges"]) <= OPEN_WINDOWS + 1
 
 
-def test_the_gain_and_what_is_estimated_add_up_and_never_average_out():
+def test_gain_and_estimated_energy_are_summed_linearly():
     sums = summed(*[(number, amount(estimated=1.0)) for number in range(1, 101)])
 
     total = sums.total()
@@ -115,7 +115,7 @@ def fields(sums):
 
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=30), st.data())
-def test_taking_a_window_back_and_adding_it_again_changes_nothing_but_a_rounding(windows, data):
+def test_removing_and_adding_a_window_changes_nothing(windows, data):
     sums = summed(*enumerate(windows, start=1))
     before = fields(sums)
     back = data.draw(st.integers(max(1, len(windows) - 3 * OPEN_WINDOWS), len(windows)))
@@ -128,7 +128,7 @@ def test_taking_a_window_back_and_adding_it_again_changes_nothing_but_a_rounding
 
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=OPEN_WINDOWS), st.randoms(use_true_random=False))
-def test_the_order_in_which_windows_come_does_not_matter(windows, random):
+def test_order_of_windows_does_not_matter(windows, random):
     numbered = list(enumerate(windows, start=1))
 
     in_order, shuffled = summed(*numbered), summed(*random.sample(numbered, len(numbered)))
@@ -138,7 +138,7 @@ def test_the_order_in_which_windows_come_does_not_matter(windows, random):
 
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
-def test_the_error_of_a_sum_is_that_of_its_unbroken_pieces(windows, holes):
+def test_error_of_a_sum_is_that_of_its_contiguous_parts(windows, holes):
     kept = [(number, one) for number, one in enumerate(windows, start=1) if number not in holes]
     ends_j2 = sum(one.start_j2 for number, one in kept if number - 1 not in dict(kept))
     ends_j2 += sum(one.end_j2 for number, one in kept if number + 1 not in dict(kept))
@@ -147,12 +147,12 @@ def test_the_error_of_a_sum_is_that_of_its_unbroken_pieces(windows, holes):
     assert variance(summed(*kept)) == pytest.approx(expected_j2, rel=1e-9, abs=1e-9)
 
 
-def test_a_sum_survives_the_way_to_a_replacement_of_the_aggregator():
+def test_sum_round_trips_to_another_aggregator():
     sums = summed((1, amount()), (2, amount()), (4, amount()))
 
     again = msgspec.json.decode(msgspec.json.encode(sums, enc_hook=to_json), type=EnergyTotals, dec_hook=from_json)
     assert fields(again) == fields(sums)
-    assert variance(summed((3, amount()), sums=again)) == pytest.approx(9 + 16 + 4 * 4), "its edges are still open"
+    assert variance(summed((3, amount()), sums=again)) == pytest.approx(9 + 16 + 4 * 4), "its edges can still be joined"
 
 
 # --- side by side --------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_each_device_has_its_own_edges():
 # --- one amount and another -----------------------------------------------------------------------
 
 
-def test_at_an_edge_that_two_amounts_share_their_errors_cancel():
+def test_errors_cancel_at_a_shared_edge():
     one, other = amount(start=1.0, end=2.0), amount(start=3.0, end=4.0)
 
     # 4 lies within each; 2 and 3 are the variances where they meet, or do not.
@@ -189,7 +189,7 @@ def test_at_an_edge_that_two_amounts_share_their_errors_cancel():
     assert one + other == EnergyAmount(2000.0, 20.0, 1.0, 4.0, 8.0 + 2.0 + 3.0, 100.0)
 
 
-def test_beside_an_amount_that_was_not_measured_no_edge_is_shared():
+def test_unmeasured_amount_shares_no_edge():
     one = amount(start=1.0, end=2.0)
 
     assert one.then(EnergyAmount()) == EnergyAmount(1000.0, 10.0, 1.0, 0.0, 4.0 + 2.0, 50.0)
@@ -197,7 +197,7 @@ def test_beside_an_amount_that_was_not_measured_no_edge_is_shared():
     assert EnergyAmount() + EnergyAmount() == EnergyAmount()
 
 
-def test_what_is_left_without_a_part_has_the_edges_of_the_part_inside():
+def test_difference_has_the_edges_of_the_part_inside():
     whole, part = (
         EnergyAmount(1000.0, 10.0, 1.0, 2.0, 9.0, 50.0, 8.0),
         EnergyAmount(400.0, 4.0, 3.0, 4.0, 5.0, 20.0, 6.0),
@@ -205,10 +205,10 @@ def test_what_is_left_without_a_part_has_the_edges_of_the_part_inside():
 
     assert whole - part == EnergyAmount(600.0, 6.0, 1.0, 2.0, 9.0 + 3.0 + 4.0 - 5.0, 30.0, 2.0)
     assert whole - EnergyAmount() == whole
-    assert whole - whole == EnergyAmount(), "a rounding is no stretch of time"
+    assert whole - whole == EnergyAmount(), "a rounding error is no time"
 
 
-def test_a_job_of_two_gpus_and_two_windows_has_the_error_worked_by_hand():
+def test_error_of_two_gpus_and_windows_matches_by_hand():
     def wall(rank, start, end):
         joules, gain = 1000.0 * (rank + 1), (0.05, 0.1)[rank]
         return Integrals(amount(joules, start, end, 1.0, gain, joules / 100))
@@ -273,7 +273,7 @@ TOTALS = make_totals(
         ("energy/electricity_cost", 0.0075 * 0.001, 0.0075 * 0.05),
         # A token costs 8/J less 8 / 1.001, less 8 / 1.05.
         ("run_energy/tokens_per_joule", 8 - 8 / 1.001, 8 - 8 / 1.05),
-        # 60,000 - 500 x 40: timing knows nothing of the baseline, the gain has it in common with the energy.
+        # 60,000 - 500 x 40: the timing error does not include the baseline; the gain applies to it too.
         ("energy/joules_above_baseline", 60.0, 0.05 * 40_000),
         # Readings of power have no timing error, but the gain.
         ("energy/peak_watts_per_gpu", 0.0, 35.0),
@@ -281,13 +281,13 @@ TOTALS = make_totals(
         ("energy/p95_watts_per_gpu", 0.0, 615 * 0.05),
     ],
 )
-def test_the_errors_of_a_metric_are_those_worked_by_hand(tag, random, systematic):
+def test_errors_of_metrics_match_those_by_hand(tag, random, systematic):
     found = metrics.errors(TOTALS, TOTALS)
 
     assert found[tag] == (pytest.approx(random, rel=1e-9), pytest.approx(systematic, rel=1e-9))
 
 
-def test_what_no_energy_is_in_has_no_error_of_energy():
+def test_metrics_without_energy_have_no_energy_error():
     found = metrics.errors(TOTALS, TOTALS)
 
     for name in ("run_throughput/mfu_ratio", "al_seconds", "energy/gpu_cost", "energy/timing_error_ratio"):
@@ -299,7 +299,7 @@ def test_what_no_energy_is_in_has_no_error_of_energy():
 
 
 @pytest.mark.parametrize("lacking", [{"energy_j": None}, {"energy_j": 0.0}])
-def test_without_an_energy_or_its_error_there_are_no_errors(lacking):
+def test_no_energy_gives_no_errors(lacking):
     totals = with_keys(TOTALS, **lacking)
 
     assert metrics.errors(totals, totals) == {}

@@ -1,4 +1,4 @@
-"""The three ways to extend effllm, each one file or one function, and what a broken plug-in costs."""
+"""The three ways to extend effllm, each one file or one function, and the effect of a broken plug-in."""
 
 import io
 import sys
@@ -49,7 +49,7 @@ def open_sink(run):
 
 @pytest.fixture
 def plug_in(tmp_path, monkeypatch):
-    """Put a file beside those of a package."""
+    """Add a module to a package."""
 
     def put(package, name, code):
         (tmp_path / f"{name}.py").write_text(code)
@@ -59,7 +59,7 @@ def plug_in(tmp_path, monkeypatch):
     return put
 
 
-def test_a_new_device_is_one_file(plug_in):
+def test_new_device_is_one_file(plug_in):
     plug_in(effllm.devices, "steady", DEVICE)
 
     assert "steady" in device_names()
@@ -67,17 +67,17 @@ def test_a_new_device_is_one_file(plug_in):
 
 
 def run_through(name, *iterations):
-    told = []
-    thread = Writer(f"sink {name}", partial(open_sink, name, make_run()), told.append)
+    texts = []
+    thread = Writer(f"sink {name}", partial(open_sink, name, make_run()), texts.append)
     thread.start()
     for iteration in iterations:
         thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)))
     thread.stop()
     assert thread.join(10.0)
-    return told
+    return texts
 
 
-def test_a_new_sink_is_one_file_and_one_that_raises_goes_on_with_the_next_report(plug_in):
+def test_new_sink_is_one_file_and_may_raise(plug_in):
     plug_in(effllm.sinks, "recording", SINK)
 
     assert "recording" in sink_names()
@@ -132,33 +132,33 @@ def open_sink(run):
 
 
 @pytest.mark.fault("stopped-terminal", "slow-disk")
-def test_what_a_sink_that_stands_still_has_no_room_for_is_counted_and_its_end_is_not_waited_for(plug_in):
+def test_blocked_sink_drops_and_counts_reports(plug_in):
     plug_in(effllm.sinks, "stalled", STALLED)
-    told = []
-    thread = Writer("sink stalled", partial(open_sink, "stalled", make_run()), told.append, max_queued=4)
+    texts = []
+    thread = Writer("sink stalled", partial(open_sink, "stalled", make_run()), texts.append, max_queued=4)
     thread.start()
     for iteration in range(1, 11):
         thread.put(lambda sink, iteration=iteration: sink.write(make_report(iteration)), windows=1)
         while iteration == 1 and thread.unfinished and not thread._at_work:
             time.sleep(0.001)
-    assert (thread.left_out, thread.unfinished) == (5, 5)  # one is at work, four wait
-    thread.stop()  # takes the place of the two oldest that wait, with the end itself
+    assert (thread.left_out, thread.unfinished) == (5, 5)  # one is being written, four wait
+    thread.stop()  # replaces the two oldest waiting reports by the end and its marker
     assert not thread.join(0.0)
     assert (thread.left_out, thread.unfinished) == (7, 3)
 
     sys.modules["effllm.sinks.stalled"].Stalled.go_on.set()
     assert thread.join(10.0)
     assert sys.modules["effllm.sinks.stalled"].Stalled.shown == [1, 4, 5]
-    assert told == ["sink stalled is too slow: reports are left out"]
+    assert texts == ["sink stalled is too slow: reports are left out"]
 
 
-def test_a_sink_whose_file_is_broken_is_told_and_nothing_else(plug_in):
+def test_broken_sink_file_is_only_reported(plug_in):
     plug_in(effllm.sinks, "broken", "open_sink = 1 / 0")
 
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]
 
 
-def test_a_new_metric_is_one_decorated_function_and_every_sink_shows_it(monkeypatch, tmp_path):
+def test_new_metric_is_one_function_shown_by_every_sink(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
 
     @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
