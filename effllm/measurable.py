@@ -1,4 +1,4 @@
-"""What a metric needs, and whether that is to be had: asked of its formula, which gives no value without."""
+"""Derive each metric's inputs by removing them one by one and evaluating its formula."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ NEEDS: dict[str, Lack] = {
     "carbon intensity": {"constants": {"carbon_g_per_kwh": None}},
     "price": {"constants": {"price_per_kwh": None}},
     "rent": {"constants": {"price_per_gpu_hour": None}},
-    "where it stands": {"health": {"stalled_s": None}},
+    "stalls": {"health": {"stalled_s": None}},
     "own time": {"health": {"straggling_s": None}},
     "elapsed time": {"goodput": {"elapsed_s": 0.0, "rank_seconds": 0.0}},
     "own cost": {"overhead": None},
@@ -114,14 +114,14 @@ FROM_LOOP = (
     "hardware FLOPs",
     "generated tokens",
     "steps on CUDA",
-    "where it stands",
+    "stalls",
     "own time",
 )
 
-#: Told by effllm's own processes, of any job.
+#: Given by effllm's own processes, of any job.
 OWN = ("elapsed time", "own cost", "clocks of ranks")
 
-#: Told by the settings: the variable, and what to set it to.
+#: Given by the settings: the variable, and what to set it to.
 SET: dict[str, tuple[str, str]] = {
     "profile": ("PROFILE_EVERY", "how many iterations lie between two that are profiled, 200 say"),
     "baseline": ("BASELINE_SECONDS", "the seconds before the first iteration in which idle power is measured"),
@@ -168,7 +168,7 @@ def _without(lack: Lack) -> ClusterTotals:
 
 
 def measurable(name: str, sources: Mapping[str, InputSource]) -> Measurable:
-    """Say whether a metric can be measured, by what, or why not; ``sources`` has one for each of `NEEDS`."""
+    """Return whether a metric can be measured, by what, or why not; ``sources`` has one for each of `NEEDS`."""
     entry, needs = METRICS[name], needs_of(name)
     lacking = [need for need in needs if sources[need].why_not]
     if "gpu" in lacking:

@@ -45,7 +45,7 @@ class Table:
     """Numbers by key and name, which grow with their keys."""
 
     NAMES: ClassVar[tuple[str, ...]] = ()
-    EMPTY: ClassVar[tuple[float, ...]] = ()  # a new row; zeros where nothing is said
+    EMPTY: ClassVar[tuple[float, ...]] = ()  # a new row; zeros where it is empty
 
     def __init__(self) -> None:
         self._positions: dict[Key, int] = {}
@@ -57,7 +57,7 @@ class Table:
 
     @property
     def keys(self) -> Iterable[Key]:
-        """Whose numbers there are, in the order in which they came."""
+        """The keys, in the order in which they came."""
         return self._positions.keys()
 
     @property
@@ -132,14 +132,14 @@ def array_of(text: str) -> Array:
 
 
 def to_json(value: Any) -> Any:
-    """Encode what msgspec does not know."""
+    """Encode the types that msgspec has no form for."""
     if isinstance(value, Table):
         return value.packed()
     raise NotImplementedError(f"{type(value).__name__} is in no state")
 
 
 def from_json(kind: type, value: Any) -> Any:
-    """Decode what msgspec does not know."""
+    """Decode the types that msgspec has no form for."""
     if issubclass(kind, Table):
         return kind.unpacked(value)
     raise NotImplementedError(f"{kind.__name__} is in no state")

@@ -32,7 +32,7 @@ from effllm.records.job import (
 )
 from effllm.records.rank import RankReport
 
-#: Clocks of nodes agree to much less; this is what lies between two looks at ours.
+#: Clocks of nodes agree to much less; this is the time between two readings of ours.
 MAX_AHEAD_S = 5.0
 
 
@@ -48,7 +48,7 @@ class Window(Struct):
 
     @property
     def ranks(self) -> Collection[int]:
-        """Who reported it."""
+        """The ranks that reported it."""
         return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
 
     def without_reports(self) -> Window:
@@ -171,7 +171,7 @@ def report_of(
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
-    if window.energy is None and last:  # a row so late that nobody remembers the others of its window
+    if window.energy is None and last:  # a row so late that the others of its window are forgotten
         coverage = replace(last.coverage, reports_late=ledger.late)
     shown = int(numbers["iteration_shown"].max())
     return ClusterReport(
@@ -205,7 +205,7 @@ def report_of(
 
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
-    """Return how much of the job a window stands on."""
+    """Return how much of the job a window covers."""
     rows: Collection[int] = window.ranks if window else ()
     merged = window.merged if window else None
     absent = roster.absent(rows) if window else set()
@@ -235,7 +235,7 @@ def summary_of(
     time_s: float,
     ended: bool,
 ) -> Summary:
-    """Return the run as it stands; ``kind`` says which parameters P is."""
+    """Return the run so far; ``kind`` says which parameters P is."""
     lacking = _lacking(ledger, ended)
     status = ledger.status() if ended else "running"
     goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
@@ -343,7 +343,7 @@ def not_counted(whole: ClusterTotals) -> Iterator[str]:
 
 
 def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
-    """Yield what speaks against the values of a window, as kind and sentence."""
+    """Yield the doubts about the values of a window, as kind and sentence."""
     last = report.last
     for name, flops in (("MFU", last.constants.flops_per_token), ("HFU", last.constants.hardware_flops_per_token)):
         share = metrics.throughput.share_of_peak(last, flops)
@@ -365,7 +365,7 @@ def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float |
     return max(total - shown, 0) * whole.loop.time_s / whole.counts.iterations
 
 
-def _end_time_s(told_s: float, ledger: Ledger) -> float:
-    """Return when a window ended: as its last rank tells, or now, where the clock of that rank's node is ahead."""
+def _end_time_s(end_s: float, ledger: Ledger) -> float:
+    """Return when a window ended: by the clock of its last rank, or now, where that clock is ahead."""
     now_s = ledger.goodput.clock.time_s
-    return now_s if ledger.goodput.clock.at_s is not None and told_s > now_s + MAX_AHEAD_S else told_s
+    return now_s if ledger.goodput.clock.at_s is not None and end_s > now_s + MAX_AHEAD_S else end_s

@@ -21,7 +21,7 @@ class Rows(list[RankReport]):
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Whose they are."""
+        """The ranks, in the order of the rows."""
         return [row.rank for row in self]
 
     @cached_property

@@ -20,18 +20,18 @@ from effllm.network.descriptors import raise_limit
 from effllm.network.transport import Link, Outbox, make_context
 from effllm.records.wire import Ack, ByeSeen, Heartbeat, Rejected, Reports, Welcome
 
-BEAT_S = 5.0  # as agents do
+HEARTBEAT_S = 5.0  # as agents do
 HELLO_AGAIN_S = 10.0  # ten thousand handshakes with keys take a few seconds
 END_S = 30.0
-CONFIRMED_S = 1.5  # what is said last may be lost when both ends are ending; agents wait no longer either
-LOOK_EVERY = 64  # peers, between two looks at what rank 0 is told
+CONFIRMED_S = 1.5  # the last message may be lost when both ends are ending; agents wait no longer either
+CHECK_EVERY = 64  # peers, between two checks of what rank 0 has received
 IDLE_S = 0.005
-AT_THE_DOOR = 250  # of a process; more handshakes at once on one machine only take each other's time
+MAX_JOINING = 250  # of a process; more handshakes at once on one machine only slow each other down
 MAX_ROWS = 100_000
 
 
 class Part(Struct, frozen=True):
-    """The ranks that one process plays, and how."""
+    """The ranks that one process simulates, and how."""
 
     first: int
     count: int
@@ -43,20 +43,20 @@ class Part(Struct, frozen=True):
     windows: int
     spread_s: float  # over which the reports of one window come
     input_descriptor: int  # a line with the moment at which the first window begins
-    output_descriptor: int  # lines of News
+    output_descriptor: int  # lines of Progress
     secret_file: str = ""  # empty: no keys
     salt: str = ""
 
 
-class News(Struct, omit_defaults=True):
-    """A line that says how far the ranks are, in seconds of the host's monotonic clock."""
+class Progress(Struct, omit_defaults=True):
+    """A line with the progress of the ranks, in seconds of the host's monotonic clock."""
 
     joined: int = 0
     sent: int = 0  # reports so far
     window: int = 0  # whose last report has been sent ...
     at_s: float = 0.0  # ... at this moment
-    seen: int = 0  # window that rank 0 was told of
-    refused: str = ""
+    seen: int = 0  # window that rank 0 has received values of
+    rejected: str = ""
     done: bool = False
     tokens: int = 0
     energy_j: float = 0.0
@@ -65,16 +65,16 @@ class News(Struct, omit_defaults=True):
 
 
 class _SimulatedPeer:
-    """One rank with its connection and what nobody has confirmed."""
+    """One rank with its connection and its reports that are not acknowledged."""
 
     def __init__(self, part: Part, rank: int, context: zmq.Context[zmq.Socket[bytes]], keys: AgentKeys | None) -> None:
         self.rank = SimulatedRank(rank, part.world_size, part.job, uuid.uuid4().hex[:16], part.log_interval)
         self.link = Link(context, part.endpoint, keys)
         self.outbox = Outbox(MAX_ROWS)
         self.hello_s = 0.0
-        self.beat_s = 0.0
+        self.heartbeat_s = 0.0
         self.welcome = self.bye_sent = self.bye_seen = False
-        self.refused = ""
+        self.rejected = ""
         self.seen = 0  # iteration of the newest report
         self.bye_seen_s = 0.0
 
@@ -91,10 +91,10 @@ class _SimulatedPeer:
             elif isinstance(message, ByeSeen):
                 self.bye_seen, self.bye_seen_s = True, time.monotonic()
             elif isinstance(message, Rejected):
-                self.refused = message.reason
+                self.rejected = message.reason
 
     def introduce(self, now_s: float) -> None:
-        """Say who it is, where nobody has answered yet."""
+        """Send HELLO until it is answered."""
         if not self.welcome and now_s - self.hello_s > HELLO_AGAIN_S and self.link.send(self.rank.hello()):
             self.hello_s = now_s
 
@@ -105,24 +105,24 @@ class _SimulatedPeer:
             if not self.link.send(Reports(tuple(rows), self.outbox.lost)):
                 break
             self.outbox.sent(len(rows))
-            self.beat_s = time.monotonic()  # a sign of life as well
+            self.heartbeat_s = time.monotonic()  # a heartbeat as well
             count += len(rows)
         return count
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nothing more is to be waited for."""
+        """Whether the rank has nothing left to wait for."""
         return self.bye_seen and (not len(self.outbox) or now_s - self.bye_seen_s > CONFIRMED_S)
 
-    def beat(self, now_s: float, ordinal: int) -> None:
-        """Give a sign of life, as agents do."""
-        if now_s - self.beat_s >= BEAT_S:
-            self.beat_s = now_s
+    def heartbeat(self, now_s: float, ordinal: int) -> None:
+        """Send a heartbeat as often as agents do."""
+        if now_s - self.heartbeat_s >= HEARTBEAT_S:
+            self.heartbeat_s = now_s
             self.link.send(
                 Heartbeat(self.rank.agent, self.rank.rank, ordinal, "in an iteration", 0.0, self.outbox.lost)
             )
 
 
-class Crowd:
+class SimulatedRanks:
     """The ranks of one part, in one thread."""
 
     def __init__(self, part: Part) -> None:
@@ -141,31 +141,31 @@ class Crowd:
         self._join()
         began_s = self._start()
         for peer in self._peers:
-            peer.beat_s = began_s + BEAT_S * (peer.rank.rank % 97) / 97 - BEAT_S
+            peer.heartbeat_s = began_s + HEARTBEAT_S * (peer.rank.rank % 97) / 97 - HEARTBEAT_S
         self._report(began_s)
         self._leave()
         self._context.destroy(linger=500)
 
-    def _tell(self, news: News) -> None:
-        os.write(self._part.output_descriptor, self._encoder.encode(news) + b"\n")
+    def _write(self, progress: Progress) -> None:
+        os.write(self._part.output_descriptor, self._encoder.encode(progress) + b"\n")
 
     def _join(self) -> None:
         waiting: list[_SimulatedPeer] = []
         coming = list(reversed(self._peers))
         while waiting or coming:
-            while coming and len(waiting) < AT_THE_DOOR:
+            while coming and len(waiting) < MAX_JOINING:
                 waiting.append(coming.pop())
                 waiting[-1].link.connect()
             now_s = time.monotonic()
             for peer in waiting:
                 peer.take()
-                if peer.refused:
-                    self._tell(News(refused=peer.refused))
+                if peer.rejected:
+                    self._write(Progress(rejected=peer.rejected))
                     raise SystemExit(1)
                 peer.introduce(now_s)
             before, waiting = len(waiting), [peer for peer in waiting if not peer.welcome]
             if len(waiting) != before:
-                self._tell(News(joined=self._part.count - len(waiting) - len(coming)))
+                self._write(Progress(joined=self._part.count - len(waiting) - len(coming)))
             time.sleep(0.02)
             self._give_up_if_alone()
 
@@ -173,7 +173,7 @@ class Crowd:
         while not select.select([self._part.input_descriptor], [], [], 1.0)[0]:
             for peer in self._peers:
                 peer.take()
-                peer.beat(time.monotonic(), 0)
+                peer.heartbeat(time.monotonic(), 0)
         return float(os.read(self._part.input_descriptor, 100))
 
     def _report(self, began_s: float) -> None:
@@ -188,25 +188,25 @@ class Crowd:
                 peer.take()
                 peer.outbox.add(peer.rank.next_row(start_s + lag_s, start_s + part.interval_s + lag_s, self._unix_s))
                 self._sent += peer.talk()
-                peer.beat(now_s, window * part.log_interval)
-                if number % LOOK_EVERY == 0:
-                    self._look()
-            self._tell(News(sent=self._sent, window=window, at_s=time.monotonic()))
+                peer.heartbeat(now_s, window * part.log_interval)
+                if number % CHECK_EVERY == 0:
+                    self._check_rank_0()
+            self._write(Progress(sent=self._sent, window=window, at_s=time.monotonic()))
 
     def _wait(self, until_s: float) -> None:
         while (rest_s := until_s - time.monotonic()) > 0:
-            self._look()
+            self._check_rank_0()
             time.sleep(min(rest_s, IDLE_S))
 
-    def _look(self) -> None:
-        """Note when rank 0 is told of a window."""
+    def _check_rank_0(self) -> None:
+        """Send when rank 0 has received a window."""
         first = self._peers[0]
         if first.rank.rank != 0:
             return
         first.take()
         if first.seen > self._seen:
             self._seen = first.seen
-            self._tell(News(seen=self._seen // self._part.log_interval, at_s=time.monotonic()))
+            self._write(Progress(seen=self._seen // self._part.log_interval, at_s=time.monotonic()))
 
     def _leave(self) -> None:
         until_s = time.monotonic() + END_S
@@ -217,12 +217,12 @@ class Crowd:
                 self._sent += peer.talk()
                 if not peer.bye_sent and not peer.outbox.unsent():
                     peer.bye_sent = peer.link.send(peer.rank.bye(peer.outbox.lost))
-                if number % LOOK_EVERY == 0:
-                    self._look()
+                if number % CHECK_EVERY == 0:
+                    self._check_rank_0()
             waiting = [peer for peer in waiting if not peer.is_over(time.monotonic())]
             time.sleep(0.02)
         ranks = [peer.rank for peer in self._peers]
-        done = News(
+        done = Progress(
             sent=self._sent,
             done=True,
             tokens=sum(rank.tokens for rank in ranks),
@@ -230,7 +230,7 @@ class Crowd:
             lost=sum(peer.outbox.lost for peer in self._peers),
             unconfirmed=sum(len(peer.outbox) for peer in self._peers if not peer.bye_seen),
         )
-        self._tell(done)
+        self._write(done)
 
     def _give_up_if_alone(self) -> None:
         poll = select.poll()
@@ -239,13 +239,13 @@ class Crowd:
             raise SystemExit(1)
 
 
-def lines(buffer: bytes) -> Iterator[News]:
-    """Yield the news in whole lines."""
-    decoder = msgspec.json.Decoder(News)
+def lines(buffer: bytes) -> Iterator[Progress]:
+    """Yield the progress in whole lines."""
+    decoder = msgspec.json.Decoder(Progress)
     yield from map(decoder.decode, buffer.splitlines())
 
 
 def main(arguments: list[str]) -> None:
-    """Play the ranks that the JSON in ``arguments[0]`` describes."""
+    """Simulate the ranks that the JSON in ``arguments[0]`` describes."""
     raise_limit()
-    Crowd(msgspec.json.decode(arguments[0], type=Part)).run()
+    SimulatedRanks(msgspec.json.decode(arguments[0], type=Part)).run()

@@ -19,7 +19,7 @@ import psutil
 from msgspec import Struct
 
 from effllm.aggregation.orders import Orders
-from effllm.commands.simulate_ranks import News, Part, lines
+from effllm.commands.simulate_ranks import Part, Progress, lines
 from effllm.config import Config, secret_path
 from effllm.network import listening, secret
 from effllm.spawn import pidfd, spawn
@@ -98,12 +98,12 @@ class _Part:
         os.close(their_output)
         self._rest = b""
         self.joined = self.sent = 0
-        self.end: News | None = None
+        self.end: Progress | None = None
 
     def start(self, at_s: float) -> None:
         os.write(self._input, f"{at_s!r}\n".encode())
 
-    def news(self) -> list[News]:
+    def progress(self) -> list[Progress]:
         """Return what it has to say; it must be readable."""
         data = os.read(self.output, 2**16)
         whole, _, self._rest = (self._rest + data).rpartition(b"\n")
@@ -341,7 +341,7 @@ class SimulatedRun:
             if part.end is not None:
                 self._poll.unregister(descriptor)
                 continue
-            for one in part.news():
+            for one in part.progress():
                 self._note(one)
         if self._aggregator:
             if self._aggregator.has_failed():
@@ -350,9 +350,9 @@ class SimulatedRun:
             if self._last_s and is_due and not self.found.reports:
                 self._memory.append((time.monotonic(), self._aggregator.rss_bytes()))
 
-    def _note(self, one: News) -> None:
-        if one.refused:
-            raise SimulationError(f"the aggregator refuses the ranks: {one.refused}")
+    def _note(self, one: Progress) -> None:
+        if one.rejected:
+            raise SimulationError(f"the aggregator rejects the ranks: {one.rejected}")
         if one.seen:
             for window in range(max(self._seen_s, default=0) + 1, one.seen + 1):
                 self._seen_s[window] = one.at_s

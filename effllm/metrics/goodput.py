@@ -41,7 +41,7 @@ def checkpoint_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="goodput", bases=("job",), chart=False)
 def unknown_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the elapsed time of which no report tells."""
+    """Share of the elapsed time that no report covers."""
     return _share_of_elapsed(totals, "unknown")
 
 
@@ -60,13 +60,13 @@ def named_ranks(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="straggler", bases=("window",), chart=False)
 def waiting_ratio(totals: ClusterTotals) -> float | None:
-    """Share of iteration time in which the job waited for whoever is named as a straggler."""
+    """Share of iteration time in which the job waited for named stragglers."""
     return measured_quotient(totals.health.straggling_s, totals.loop.time_s)
 
 
 @metric("GPU-s", group="straggler", bases=("job",), chart=False)
 def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
-    """What all ranks together have waited for stragglers, once they stood out."""
+    """Time that all ranks together have waited for named stragglers."""
     return None if totals.health.straggling_s is None else totals.health.straggling_gpu_s
 
 

@@ -51,7 +51,7 @@ def sm_clock_mhz(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("window",))
 def sm_activity_ratio(totals: ClusterTotals) -> float | None:
-    """Share of SMs and time with work on them (GPM, Hopper and later); utilization tells only that some kernel ran."""
+    """Share of SMs and time with work on them (GPM, Hopper and later); utilization shows only that some kernel ran."""
     return totals.devices.sm_activity
 
 
@@ -75,7 +75,7 @@ def clock_error_s(totals: ClusterTotals) -> float | None:
 
 @metric("s", group="health", bases=("job",))
 def stalled_s(totals: ClusterTotals) -> float | None:
-    """Time for which the whole job stood, no rank's loop moving: it is told of while it lasts."""
+    """Time during which no rank made progress; updated while the stall lasts."""
     return totals.health.stalled_s
 
 

@@ -10,7 +10,7 @@ MAX_SHOWN_ERROR = 0.2
 
 
 def is_energy_known(totals: ClusterTotals) -> bool:
-    """Return whether energy is known well enough to be shown, as far as its random error says."""
+    """Return whether energy is known well enough to be shown, by its random error."""
     return (error_share(totals.energy.error_j, totals.energy.joules) or 0.0) <= MAX_SHOWN_ERROR
 
 

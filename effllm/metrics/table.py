@@ -33,7 +33,7 @@ class Metric:
 
     @property
     def run_bases(self) -> tuple[str, ...]:
-        """The bases that a summary has, which knows no window: what windows show is there of the run to date."""
+        """The bases in a summary, which has no window: what windows show is of the run to date there."""
         return tuple(
             dict.fromkeys(
                 "run" if self.group and base == "window" else base

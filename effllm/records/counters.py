@@ -18,7 +18,7 @@ class Counters:
     tokens_processed: int = 0  # all positions
     tokens_loss: int = 0  # positions with a label
     samples: int = 0
-    # These change more seldom: `RingWriter.take` packs them when they do.
+    # These change less often: `RingWriter.take` packs them when they do.
     generated_tokens: int = 0  # without prompts
     prompt_tokens: int = 0  # of what was generated
 

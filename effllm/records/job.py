@@ -115,7 +115,7 @@ class Overhead(Struct, frozen=True):
     recorder_cpu_s: float | None = None  # an estimate: what a call took at the start, times the calls
     agents_cpu_s: float | None = None
     aggregator_cpu_s: float | None = None  # of all that served the run, one after another
-    sent_bytes: int | None = None  # by agents, as they say
+    sent_bytes: int | None = None  # by agents, as they count them
     received_bytes: int | None = None  # by aggregators
 
 
@@ -144,7 +144,7 @@ class Straggler(Struct, frozen=True):
     median_s: float  # ... and that of the median of its peers
 
 
-#: What a verdict stands on, from the best to the weakest.
+#: The evidence of a verdict, from the best to the weakest.
 OWN_TIME = "own time"  # from an iteration's start to the sync point
 PROFILE = "profile"  # computation in profiled iterations
 DATA_WAIT = "data wait"  # waiting for data, while the others wait for the rank
@@ -169,7 +169,7 @@ class StragglerVerdict(Struct, frozen=True):
 
 
 class Coverage(Struct, frozen=True):
-    """How much of the job the numbers stand on."""
+    """How much of the job the numbers cover."""
 
     ranks_expected: int
     ranks_reporting: int
@@ -183,7 +183,7 @@ class Coverage(Struct, frozen=True):
     utilization: float | None = None
 
 
-#: What windows tell the `Spread` of: name -> what it is.
+#: The values that windows have a `Spread` of: name -> what it is.
 STEP_SECONDS, GPU_WATTS, UTILIZATION_RATIO = "step_seconds", "gpu_watts", "utilization_ratio"
 SPREADS: dict[str, str] = {
     STEP_SECONDS: "mean step of a rank in the window, over ranks",
@@ -260,7 +260,7 @@ class EnergySummary(Struct, frozen=True):
     joules_per_token: float | None = None
     by_device: dict[str, float] = {}
     error_by_device: dict[str, float] = {}  # random part, half-width, 95 %
-    estimated_joules: float | None = None  # of the total: filled from power where a counter told nothing
+    estimated_joules: float | None = None  # of the total: filled from power where a counter gave nothing
     warmup_joules: float | None = None  # of the total: in the warm-up, which the run-to-date values leave out
     by_class: dict[str, float | None] = {}
     time_coverage: float | None = None  # share of the elapsed time without restart gaps that is in measured_joules ...
@@ -278,7 +278,7 @@ class AttemptSummary(Struct, frozen=True):
     gap_before_s: float  # since the attempt before had ended
     world_size: int
     iterations: int
-    first: int | None = None  # by the numbers that people know them by
+    first: int | None = None  # by the numbers shown
     last: int | None = None
     redone_iterations: int | None = 0  # that a later attempt did again; None where a number is missing that shows it
 
@@ -296,7 +296,7 @@ class GoodputSummary(Struct, frozen=True):
 
 
 class Summary(Struct, frozen=True):
-    """summary.json: the run as it stands, rewritten every minute and at the end."""
+    """summary.json: the run so far, rewritten every minute and at the end."""
 
     status: str  # running, completed, failed, interrupted (Ctrl-C), killed, stalled
     iterations: int
@@ -326,5 +326,5 @@ class Summary(Struct, frozen=True):
     slowest: dict[int, int] = {}  # rank -> windows in which it was the slowest; at most 64 ranks
     windows_compared: int = 0  # windows in which own times of ranks were compared
     goodput: GoodputSummary | None = None
-    is_over: bool = True  # False: the run goes on, or stands, and this will be rewritten
+    is_over: bool = True  # False: the run goes on, or is stalled, and this will be rewritten
     schema_version: int = SCHEMA_VERSION

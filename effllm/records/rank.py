@@ -66,7 +66,7 @@ METHODS = (COUNTER, INSTANT, AVERAGE)
 #: What a power reading is the power of, from the narrowest to the widest.
 GPU, MODULE, CPU, NODE_PSU = "gpu", "module", "cpu", "node-psu"
 
-#: Half-width (95 %) of the gain of a board's sensor that nobody has calibrated: -5.8 % to +5 % were seen
+#: Half-width (95 %) of the gain of a board's sensor that is not calibrated: -5.8 % to +5 % were seen
 #: on most boards against an external meter (arXiv 2312.02741).
 UNCALIBRATED_GAIN_ERROR = 0.05
 
@@ -142,7 +142,7 @@ class Sample(Struct, frozen=True, gc=False):
     gauges: dict[str, float] = {}  # whatever else was read, by the names in GAUGES
     throttled_by: tuple[str, ...] | None = None  # NVML's clocks event reasons that hold now
     events: tuple[Event, ...] = ()  # Xid, ECC, ...
-    energy_only: bool = False  # nothing else was asked, which is not to say that it failed
+    energy_only: bool = False  # nothing else was read, and nothing else has failed
 
 
 #: What a sample may hold beside the four quantities: name -> (unit, what it is).  Ratios are 0..1.
@@ -303,7 +303,7 @@ class RankReport(CountedOnWire, Struct, frozen=True, array_like=True, gc=False):
     window: Count
     iteration_first: Count  # ordinals; first > last in a row that holds no iteration
     iteration_last: Count
-    iteration_shown: Position  # the number that people know the last iteration by
+    iteration_shown: Position  # the number shown of the last iteration
     start_time_s: Number  # unix
     end_time_s: Number
     wall_s: Amount

@@ -46,7 +46,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     hardware_flops_per_token: Amount | None = None
     peer_group: Word = ""  # ranks of one role and group do equal work: those of a pipeline stage
     replica: Word = ""  # ranks of one replica wait for each other inside of an iteration: it is the model's
-    is_numbered: bool = False  # the loop or a hook has said at which number the iterations began
+    is_numbered: bool = False  # the loop or a hook has given the number of the first iteration
     time_s: Number | None = None  # when it was sent, by the clock that its rows are stamped with
     start_time_s: Number | None = None  # when its first row begins, by the same
 
@@ -62,7 +62,7 @@ class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """A sign of life between windows, and where the rank stands."""
+    """A heartbeat between windows, with the position of the rank."""
 
     agent: Word
     rank: Count
@@ -106,7 +106,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=6):
 
     attempt: int
     run_folder: str = ""
-    again: bool = False  # something was dropped: introduce yourself, and send what nobody has confirmed
+    again: bool = False  # something was dropped: send HELLO again, and what is not acknowledged
     report_every_s: Amount = 0.0  # to be left between two frames of reports, beside what the agent leaves itself
 
 
@@ -120,11 +120,11 @@ class Ack(Struct, frozen=True, array_like=True, tag=7):
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=8):
-    """The aggregator wants nothing from this agent, and why."""
+    """The aggregator rejects this agent, with the reason."""
 
     reason: str
     again: bool = False  # not here and now: the agent waits for another address
-    whole_job: bool = False  # nor from any other: rank 0 tells the person, and the connection is of no use
+    whole_job: bool = False  # every agent of the job: rank 0 logs it, and the connection is of no use
 
 
 class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
@@ -134,9 +134,9 @@ class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
 
 
 class Clock(Struct, frozen=True, array_like=True, tag=10):
-    """The aggregator's answer to a beat that asks for it; by whose clock each stamp is, stands in health/clock.py."""
+    """The aggregator's answer to a heartbeat that asks for it; health/clock.py has the clock of each stamp."""
 
-    sent_ns: Count  # of the beat
+    sent_ns: Count  # of the heartbeat
     received_ns: Count
     answered_ns: Count
 
@@ -144,12 +144,12 @@ class Clock(Struct, frozen=True, array_like=True, tag=10):
 class Supersede(Struct, frozen=True, array_like=True, tag=12):
     """An aggregator of the next attempt asks the one that holds the run folder to write its summary and let go."""
 
-    run: Word  # what both know the job by: of the lock file
+    run: Word  # identifies the job, from the lock file
     job: Word  # of the one that asks
 
 
 class Inspect(Struct, frozen=True, array_like=True, tag=11):
-    """The aggregator wants to know what an agent's own trainer is doing; the answer is a `Stack`."""
+    """The aggregator asks for the stacks of an agent's trainer; the answer is a `Stack`."""
 
     reason: str
 
@@ -159,13 +159,13 @@ MAX_STACK = 64 * 1024
 
 
 class Stack(Struct, frozen=True, array_like=True, tag=13):
-    """What a trainer that stands was doing: its state, the stacks of its threads, or why they cannot be had."""
+    """The state of a stalled trainer and the stacks of its threads, or why there are none."""
 
     agent: Word
     rank: Count
     ordinal: Count
     text: Annotated[str, Meta(max_length=MAX_STACK)]
-    top: Sentence = ""  # where its main thread stands, in a few words
+    top: Sentence = ""  # the position of its main thread, in a few words
 
 
 FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack

@@ -20,7 +20,7 @@ _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(OSError):
-    """A file that must be the user's alone is not; the message is one line that names it and says what to do."""
+    """A file that must be the user's alone is not; the message is one line with its name and what to do."""
 
 
 def make_folder(folder: Path) -> None:
@@ -233,19 +233,19 @@ def read_file(path: Path) -> bytes:
         return file.read()
 
 
-def read_private(path: Path, most_bytes: int, flags: int = 0) -> bytes:
+def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
     """Return the beginning of a file that its owner, who we are, alone can read.
 
     Args:
-        path: of the file, which may be a link unless the flags say otherwise.
-        most_bytes: how much is read.
+        path: of the file, which may be a link unless the flags exclude it.
+        max_bytes: how much is read.
         flags: for `os.open`, beside those for reading.
 
     Raises:
         NotPrivateError: others can read it, it is another user's, or no regular file.
         OSError: it cannot be read.
     """
-    # Without blocking, or a pipe of that name would hold us until somebody writes to it.
+    # Without blocking, or a pipe of that name would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         about = os.fstat(descriptor)
@@ -257,7 +257,7 @@ def read_private(path: Path, most_bytes: int, flags: int = 0) -> bytes:
             raise NotPrivateError(
                 f"{path} can be read by others: renew what is in it if they may have, and chmod 600 {path}"
             )
-        return os.read(descriptor, most_bytes)
+        return os.read(descriptor, max_bytes)
     finally:
         os.close(descriptor)
 
@@ -265,7 +265,7 @@ def read_private(path: Path, most_bytes: int, flags: int = 0) -> bytes:
 def _is_ours(about: os.stat_result, folder: Path) -> bool:
     if about.st_uid == os.geteuid():
         return True
-    # Over a network what is ours may be shown as another's: root's as nobody's (NFS), everybody's as one user's (SMB).
+    # A network file system may show our files as another user's: root's as `nobody`'s (NFS), all users' as one's (SMB).
     shown = _what_we_make(folder)
     return shown is not None and shown.st_uid != os.geteuid() and about.st_uid == shown.st_uid
 

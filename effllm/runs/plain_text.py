@@ -1,4 +1,4 @@
-"""Text from elsewhere as one line that only says something: it moves no cursor and forges no line."""
+"""Text from elsewhere as one plain line: it moves no cursor and forges no line."""
 
 from __future__ import annotations
 

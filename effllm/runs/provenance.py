@@ -1,4 +1,4 @@
-"""What a reader of the run folder needs to know about where the numbers come from."""
+"""The origin of the numbers in a run folder: host, versions, commit, settings."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Git:
 
 
 def boot_id() -> str:
-    """Return what tells this boot of this machine, and so its monotonic clock, from all others; empty if unknown."""
+    """Return the id of this boot of this machine, and so of its monotonic clock; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

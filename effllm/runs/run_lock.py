@@ -1,6 +1,6 @@
 """Who writes to a run folder: one aggregator at a time, and after a restart of the same job the next one.
 
-A lock file says by which name the holder knows its job, and where it listens.  Whoever comes for the same job asks
+A lock file has the holder's name of its job, and its address.  An aggregator of the same job asks
 it to let go, over the wire; it does so once the trainer that it serves is gone, so that two jobs that are alive
 never end each other, whatever they are named.
 """
@@ -28,9 +28,9 @@ MAX_NAMES = 1000
 
 
 class Holder(Struct, frozen=True):
-    """What the lock file says of whoever holds it; no secrets."""
+    """The holder, as the lock file has it; no secrets."""
 
-    run: str = ""  # what every attempt of one job has in common; empty where nothing tells
+    run: str = ""  # what every attempt of one job has in common; empty if unknown
     job: str = ""
     endpoint: str = ""
     host: str = ""
@@ -45,7 +45,7 @@ class Lock:
     Args:
         folder: the folder.
         descriptor: an open file that holds the lock.
-        instead_of: the folder that was wanted, where somebody else has that one.
+        instead_of: the folder that was configured, where another process holds it.
     """
 
     def __init__(self, folder: Path, descriptor: int, instead_of: Path | None) -> None:
@@ -54,7 +54,7 @@ class Lock:
         self._descriptor = descriptor
 
     def release(self, is_over: bool = True) -> None:
-        """Let go; the file goes as well where the run is over, so that nobody asks who is not there."""
+        """Let go; the file goes as well where the run is over, so that no request goes to a process that has ended."""
         if self._descriptor >= 0:
             if is_over:
                 with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ def status_of(folder: Path) -> str:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return who a lock file says holds it."""
+    """Return the holder that a lock file names."""
     try:
         return msgspec.json.decode(own_files.read_file(path)[:MAX_BYTES], type=Holder)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -128,7 +128,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float) -> int | None:
-    """Return a descriptor that holds the lock, or ``None`` where somebody else holds it for so long."""
+    """Return a descriptor that holds the lock, or ``None`` where another process holds it for so long."""
     deadline_s, next_ask_s = time.monotonic() + wait_s, 0.0
     while True:
         descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
@@ -154,7 +154,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    # Who held the lock before us removes the file before letting go; what we locked is then nobody's any more.
+    # The holder before removes the file before it releases the lock; the file that we locked then has no name.
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The end of a run in plain text, at most 80 columns: for the console and for whoever reads summary.json later."""
+"""The end of a run in plain text, at most 80 columns: for the console and for readers of summary.json."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from effllm.records.rank import Profile
 WIDTH = 78
 
 J_PER_KWH = 3.6e6
-#: Less than this is told in joules, not in kilowatt-hours.
+#: Less than this is shown in joules, not in kilowatt-hours.
 MIN_KWH = 0.01
-#: A smaller share would be told as 0.0 %.
+#: A smaller share would be shown as 0.0 %.
 MIN_SHARE = 0.0005
 
 
@@ -57,7 +57,7 @@ def _percent(ratio: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it: seconds, minutes, hours or days, as fits."""
+    """Return a time as people read it: seconds, minutes, hours or days, as fits."""
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -71,7 +71,7 @@ def duration(seconds: float) -> str:
 
 
 def outcome(status: str) -> str:
-    """Return a status as a person says it."""
+    """Return a status as text."""
     return "stopped by Ctrl-C" if status == "interrupted" else status
 
 
@@ -151,7 +151,7 @@ def goodput_text(goodput: GoodputSummary) -> str:
     if goodput.redone_iterations:
         ratio += f", {goodput.redone_iterations:,} iterations done again"
     elif goodput.redone_iterations is None:
-        ratio += ", what was done again is not known (a restart did not tell its first iteration)"
+        ratio += ", what was done again is not known (the first iteration of a restart has no number)"
     named = {name.replace("_", " "): seconds for name, seconds in goodput.seconds.items()}
     return f"{ratio}: {shares(named)}"
 
@@ -173,7 +173,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         )
     if energy.estimated_joules and joules:
         share = _percent(energy.estimated_joules / joules)
-        yield "estimated", f"{share} of the energy, from power where the counter told nothing"
+        yield "estimated", f"{share} of the energy, from power where the counter gave nothing"
     if any(energy.by_class.values()):
         yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
     if energy.warmup_joules and joules:

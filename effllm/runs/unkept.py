@@ -30,7 +30,7 @@ class _Line(Struct):
 class Written:
     """The windows and rows of ranks that stand at the end of a run folder's files.
 
-    Nothing but the lines themselves says what is written: a state may not have been kept yet, may be that of the
+    Only the lines themselves show what is written: a state may not have been kept yet, may be that of the
     attempt before, or not be readable.
 
     Raises:

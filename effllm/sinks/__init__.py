@@ -22,7 +22,7 @@ from effllm.setting_values import ValueType
 
 
 class SinkUnavailable(Exception):
-    """The sink cannot work here; the message is one sentence that says why and what to do."""
+    """The sink cannot work here; the message is one sentence with the reason and what to do."""
 
 
 class Option(NamedTuple):
@@ -119,7 +119,7 @@ def import_sink(name: str) -> Any:
     """Import the file of a sink.
 
     Raises:
-        SinkUnavailable: its library is missing; the message says how to install it.
+        SinkUnavailable: its library is missing; the message has the command that installs it.
     """
     try:
         return importlib.import_module(f"{__name__}.{name}")

@@ -65,7 +65,7 @@ class Console:
         self._lost = report.coverage.reports_lost
 
     def event(self, event: Event) -> None:
-        """Print an event as often as the registry says for its kind."""
+        """Print an event as often as the registry has it for its kind."""
         level = level_of(event.kind)
         text = " ".join("".join(c if c.isprintable() else " " for c in event.text).split())
         if level != ALWAYS:

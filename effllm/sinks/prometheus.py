@@ -1,6 +1,6 @@
 """Prometheus: the newest values of the job as gauges, its totals as counters, on loopback alone.
 
-What is not measured any more has no sample, so that nobody alerts on a value of an hour ago.
+What is not measured any more has no sample, so that no alert has a value of an hour ago.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ OPTIONS = {
     ),
 }
 
-ADDRESS = "127.0.0.1"  # what is served is not encrypted and asks nobody who he is
+ADDRESS = "127.0.0.1"  # what is served is neither encrypted nor authenticated
 PREFIX = "efficientllm"
-BASE = "over"  # the label that says which totals a value is of: run, window or job
+BASE = "over"  # the label with the totals that a value is of: run, window or job
 
 #: A report is shown for so many of its window's lengths, and for so long at least.
 FRESH_WINDOWS = 3.0
@@ -44,7 +44,7 @@ POLL_S = 0.1
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
 MAX_KINDS = len(KINDS) + 10  # of events; what a name is made of comes from ranks
 
-#: Prometheus wants base units: what a name says -> what it says instead, and by what the value is multiplied.
+#: Prometheus uses base units: a word of a name -> the word instead, and the factor of the value.
 UNITS: dict[str, tuple[str, str, float]] = {
     "GB": ("gb", "bytes", 2.0**30),
     "MHz": ("mhz", "hertz", 1e6),
@@ -86,11 +86,11 @@ class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: stderr is the job's."""
+        """Log nothing: stderr is the job's."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request, but never many: whoever else is on this host may connect as well."""
+    """A thread for each request, but never many: every user of this host may connect."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -112,11 +112,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, *_: Any) -> None:
-        """Say nothing of connections that end in the middle."""
+        """Log no connection that ends in the middle."""
 
 
 class Prometheus:
-    """Holds the newest report, for whoever asks."""
+    """Holds the newest report for the requests."""
 
     def __init__(self, values: _Values, server: Any, thread: threading.Thread) -> None:
         self._values = values
@@ -141,7 +141,7 @@ class Prometheus:
 
 
 class _Values(Collector):
-    """What is served: asked from the server's threads, told from the sink's."""
+    """What is served: read by the server's threads, set by the sink's."""
 
     def __init__(self, run: str, job: str, clock: Callable[[], float]) -> None:
         self._labels = {"run": run, "run_id": job}
@@ -230,7 +230,7 @@ def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
 
 
 def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
-    """Yield what is no metric of the job but tells how far to trust one."""
+    """Yield what is no metric of the job but shows how far to trust one."""
     seen, slowest = report.coverage, report.straggler
     yield "iteration", "The number of the newest iteration.", report.iteration
     yield "attempt", "Which start of the job this is.", report.attempt

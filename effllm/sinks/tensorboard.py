@@ -38,7 +38,7 @@ OPTIONS = {
 PREFIX = "efficientllm/"
 SUFFIX = "efficientllm"
 
-#: What is no metric of the job but tells how far to trust one: tag -> (unit, help).
+#: What is no metric of the job but shows how far to trust one: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
     "health/ranks_reporting": ("ranks", "Ranks whose report of the window came."),
     "health/gpus_measured": ("GPUs", "GPUs that were measured in the window."),
@@ -182,7 +182,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
 
 
 def _known(tag: str) -> tuple[str, str]:
-    """Return unit and help of a tag, empty where nobody knows it."""
+    """Return unit and help of a tag, empty where it is unknown."""
     entry = describe(tag)
     if entry is None:
         return BESIDE.get(tag, ("", ""))

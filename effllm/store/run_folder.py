@@ -204,7 +204,7 @@ class RunFolder:
 
     def _flush(self) -> None:
         """Write what waits; one file that cannot be written holds up no other."""
-        # Each look at the disk costs as much as a line.
+        # Each system call costs as much as a line.
         waiting = [journal.flush for journal in self._journals if journal]
         done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
@@ -244,7 +244,7 @@ class RunFolder:
             self._require_disk()
             try:
                 work()
-            except FileNotFoundError:  # the folder was removed since the last look
+            except FileNotFoundError:  # the folder was removed since the last check
                 self._write_facts()
                 work()
         except OSError as error:
@@ -301,7 +301,7 @@ def _pretty(value: Any) -> bytes:
 
 
 def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
-    """Return the host of each rank, where run.json tells it."""
+    """Return the host of each rank, where run.json has it."""
     ranks = facts.get("ranks")
     hosts = {}
     for rank, about in ranks.items() if isinstance(ranks, dict) else ():
