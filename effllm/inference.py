@@ -19,11 +19,11 @@ from effllm.switches import this_process
 from effllm.training import ownership
 from effllm.training.recorder import Recorder
 
-_told_first = False
+_has_warned = False
 
 
 class Process(NamedTuple):
-    """What a process that infers tells of itself when its metrics start."""
+    """Facts of a process that infers, for the start of its metrics."""
 
     facts: Mapping[str, Any] = {}
     parameters: int | None = None
@@ -31,11 +31,11 @@ class Process(NamedTuple):
 
 
 class Requests:
-    """The requests of one generator in this process; they are iterations where nobody trains.
+    """The requests of one generator in this process; they are iterations where nothing trains.
 
     Args:
         level: of `ownership`.
-        name: of the generator, as run.json says it.
+        name: of the generator, as in run.json.
     """
 
     def __init__(self, level: int, name: str) -> None:
@@ -49,15 +49,15 @@ class Requests:
     def ready(self, describe: Callable[[], Process] | None = None) -> Recorder | None:
         """Return the recorder, started for requests where nothing is collected yet; ``None`` where nothing can be.
 
-        Of several ranks none starts by itself: that one of them generates does not say that all will.
+        Of several ranks none starts by itself: one that generates does not mean that all will.
 
         Args:
-            describe: asked where this starts the metrics.
+            describe: called where this starts the metrics.
         """
         collector = get_metrics_collector()
         if collector.is_collecting:
             if self.level == ownership.EXPLICIT and not ownership.holder():
-                ownership.claim(self.level, self.name)  # a hook leaves it to whoever started the metrics to train
+                ownership.claim(self.level, self.name)  # a hook leaves it to a training that started the metrics
                 collector.declared.learn(serves_requests=True)
             return collector.recorder
         try:
@@ -82,7 +82,7 @@ class Requests:
         is_iteration = self.is_owner and not recorder.generations.depth
         if is_iteration:
             recorder.start()
-        # A loop that stamps its own iterations wants to know what it stamps; others want to know how they learn.
+        # A loop that stamps its own iterations has generation in them; for others it is a phase, apart from training.
         recorder.generations.start(is_phase=not self.is_owner and not ownership.is_explicit())
         return _Open(recorder, is_iteration)
 
@@ -106,14 +106,14 @@ class _Open:
         self.recorder, self.is_iteration = recorder, is_iteration
 
 
-#: Those that a program tells of by itself.
-TOLD = Requests(ownership.EXPLICIT, "requests")
+#: Those that a program declares by its own calls.
+DECLARED = Requests(ownership.EXPLICIT, "requests")
 
 
 class Request:
     """``with effllm.request() as r: ...; r.generated(n)``: one request, or one batch of ``samples``.
 
-    What nothing is said of is what hooks (of ``generate``, of vLLM) count inside of it.
+    Counts that are not given are those that hooks (of ``generate``, of vLLM) count inside of it.
     """
 
     def __init__(self, samples: int = 1) -> None:
@@ -131,14 +131,14 @@ class Request:
         self._prompt += tokens
 
     def __enter__(self) -> Request:  # noqa: PYI034 - Self is newer than Python 3.10
-        self._begun = TOLD.begin()
+        self._begun = DECLARED.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         begun, self._begun = self._begun, None
-        TOLD.end(begun, self._generated, self._prompt, self._samples)
+        DECLARED.end(begun, self._generated, self._prompt, self._samples)
 
 
 def request(samples: int = 1) -> Request:
@@ -162,7 +162,7 @@ def record_request(
     """Count a request that has just ended, or a batch of them; the first call starts the metrics.
 
     What happened before the metrics began cannot be measured any more, so that first request is in no value, which
-    is said once: `initialize_efficientllm_metrics` before the first one, or ``with effllm.request()``, counts all.
+    is logged once: `initialize_efficientllm_metrics` before the first one, or ``with effllm.request()``, counts all.
     Where requests overlap, no second counts twice.
 
     Args:
@@ -175,17 +175,17 @@ def record_request(
         samples: how many requests it was, where it was a batch.
     """
     is_first = not get_metrics_collector().is_collecting
-    recorder = TOLD.ready()
+    recorder = DECLARED.ready()
     if recorder is None:
         return
     if is_first:
-        _tell_first()
+        _warn_of_first()
         return
     now_ns = time.monotonic_ns()
     took_s = _took_s(time_s, computation_time_s, communication_time_s)
     free_ns = recorder.free_ns
     start_ns = free_ns if took_s is None else max(now_ns - int(took_s * 1e9), free_ns)
-    if TOLD.is_owner:
+    if DECLARED.is_owner:
         recorder.start(_now=lambda: start_ns)
         recorder.generations.add(generated_tokens, now_ns - start_ns, prompt_tokens)
         recorder.end(0, samples, _now=lambda: now_ns)
@@ -207,10 +207,10 @@ def _seconds(value: Any) -> float | None:
     return float(value) if math.isfinite(value) and 0 <= value < 3.2e7 else None
 
 
-def _tell_first() -> None:
-    global _told_first
-    if not _told_first:
-        _told_first = True
+def _warn_of_first() -> None:
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
         get_metrics_collector().warn(
             "the first request started the metrics and is not in them; "
             "initialize_efficientllm_metrics() before it counts all"

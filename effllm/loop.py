@@ -19,7 +19,7 @@ def count(
     tokens_loss: int = 0,
     loss: float | None = None,
 ) -> None:
-    """Say what the running iteration works on; from anywhere in a loop whose steps something else sees.
+    """Count what the running iteration works on; from anywhere in a loop whose steps something else sees.
 
     A loop of plain torch that is attached by the environment has its iterations seen, and this one call gives
     the tokens; an iteration of four micro-batches calls it four times::
@@ -41,15 +41,15 @@ def count(
         samples: sequences.
         tokens_processed: all positions; ``tokens`` where not given.
         tokens_loss: positions with a label.
-        loss: of the iteration, as a number; of several the last one stands.
+        loss: of the iteration, as a number; of several the last one counts.
     """
     get_metrics_collector().count(tokens, samples, tokens_processed, tokens_loss, loss)
 
 
 def sync_point() -> None:
-    """Say that this rank has come to where it first waits for others in this iteration: before gradients are summed.
+    """Mark that this rank has come to where it first waits for others in this iteration: before gradients are summed.
 
-    In synchronous training every rank's iterations take equally long, so they do not tell which of them is slow. What
+    In synchronous training every rank's iterations take equally long, so they do not show which of them is slow. What
     lies between the start of an iteration and this call is the rank's own::
 
         loss = model(batch)
@@ -64,12 +64,12 @@ def sync_point() -> None:
 
 
 def set_peer_group(name: str, replica: str = "") -> None:
-    """Say which ranks do the same work as this one, so that it is compared with them alone; hooks of Megatron do.
+    """Set which ranks do the same work as this one, so that it is compared with them alone; hooks of Megatron do.
 
     Args:
-        name: that all of them say, as ``stage 3``; ranks of another EFFICIENTLLM_ROLE are never compared.
-        replica: that all ranks say which wait for each other before the sync point, as ``replica 0`` in tensor or
-            pipeline parallelism: of those, the time before it does not tell which is slow.
+        name: the same for all of them, as ``stage 3``; ranks of another EFFICIENTLLM_ROLE are never compared.
+        replica: the same for all ranks that wait for each other before the sync point, as ``replica 0`` in tensor or
+            pipeline parallelism: of those, the time before it does not show which is slow.
     """
     get_metrics_collector().set_peer_group(name, replica)
 

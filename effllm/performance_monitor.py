@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from effllm.collector import get_metrics_collector
-from effllm.inference import TOLD, Process, record_request
+from effllm.inference import DECLARED, Process, record_request
 from effllm.switches import this_process
 
 NAN = float("nan")
@@ -34,10 +34,10 @@ class PerformanceMonitor:
     """Measures the requests of this process: AMU, PCU, AL, one of TT, ST and IT, AEC, MCR.
 
     AMU, PCU and AEC are the agent's, of the time in requests, up to the last ``EFFICIENTLLM_LOG_INTERVAL``th of them;
-    after `stop` of all. AL and the throughput are of the times that `record_request` was told.
+    after `stop` of all. AL and the throughput are of the times that `record_request` was given.
 
     Args:
-        device_id: the GPU, where neither CUDA_VISIBLE_DEVICES nor torch says which ones this process uses.
+        device_id: the GPU, where neither CUDA_VISIBLE_DEVICES nor torch has which ones this process uses.
     """
 
     def __init__(self, device_id: int = 0) -> None:
@@ -50,9 +50,9 @@ class PerformanceMonitor:
         self._last_s = 0.0  # when the last request ended
         self._is_ours = False
         self._requests = self._tokens = self._samples = self._generated = 0
-        self._told_s = 0.0
-        self._untold_s = 0.0  # of requests whose time was not told, since the one before
-        self._untold = 0
+        self._given_s = 0.0
+        self._assumed_s = 0.0  # of requests whose time was not given, since the one before
+        self._num_assumed = 0
         self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
 
     def start(self) -> None:
@@ -60,7 +60,7 @@ class PerformanceMonitor:
         if self._started_s is not None:
             return
         was_collecting = get_metrics_collector().is_collecting
-        TOLD.ready(lambda: Process({"framework": "PerformanceMonitor"}, self._parameters, self._gpus()))
+        DECLARED.ready(lambda: Process({"framework": "PerformanceMonitor"}, self._parameters, self._gpus()))
         self._is_ours = not was_collecting and get_metrics_collector().is_collecting
         self._started_s = self._last_s = time.monotonic()
 
@@ -101,7 +101,7 @@ class PerformanceMonitor:
         computation_time: float = 0.0,
         communication_time: float = 0.0,
     ) -> None:
-        """Count a request that has just ended; where no time is told, it ran since the one before.
+        """Count a request that has just ended; where no time is given, it ran since the one before.
 
         Args:
             tokens: of prompt and answer.
@@ -127,10 +127,10 @@ class PerformanceMonitor:
         self._samples += all_samples
         self._generated += generated
         if took_s > 0:
-            self._told_s += took_s
+            self._given_s += took_s
         else:
-            self._untold += 1
-            self._untold_s += now_s - since_s
+            self._num_assumed += 1
+            self._assumed_s += now_s - since_s
         record_request(
             max(all_tokens - generated, 0), generated, took_s if took_s > 0 else None, samples=all_samples or 1
         )
@@ -155,10 +155,10 @@ class PerformanceMonitor:
         target.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
 
     def _latency(self) -> float:
-        return self._told_s / self._requests if self._requests and not self._untold else NAN
+        return self._given_s / self._requests if self._requests and not self._num_assumed else NAN
 
     def _throughputs(self) -> dict[str, float]:
-        time_s = self._told_s + self._untold_s
+        time_s = self._given_s + self._assumed_s
         if time_s <= 0:
             return {"TT": NAN, "ST": NAN, "IT": NAN}
         per_parameter = 1 / self._parameters / time_s if self._parameters else NAN

@@ -67,7 +67,7 @@ class Conversation:
         self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # with the aggregator's
         self._received: list[tuple[int, FromAggregator]] = []  # when, and what, since the last turn
         self._welcome: Welcome | None = None
-        self.refused = ""  # why the aggregator wants nothing from this rank
+        self.refused = ""  # why the aggregator has rejected this rank
         self._is_put_off = False  # until there is another address
         self._has_new_facts = False  # facts or devices that the last HELLO did not have
         self._bye_sent = self._bye_seen = False

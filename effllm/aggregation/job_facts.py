@@ -61,7 +61,7 @@ class JobFacts:
 
     @cached_property
     def peak_flops_per_s(self) -> float | None:
-        """Peak of the whole job: that of a device as configured, else from the hardware table if it knows all GPUs."""
+        """Peak of the whole job: that of a device as configured, else from the hardware table if it has all GPUs."""
         peak = self._config.peak_tflops
         if peak:
             return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
@@ -147,7 +147,7 @@ class JobFacts:
 
     @property
     def scopes(self) -> list[Scope]:
-        """What the scope may still become, from the widest: where nobody asked for one, whatever every node has."""
+        """What the scope may still become, from the widest: where none is configured, all that every node has."""
         if self._ledger.scope or self._config.power_scope != AUTO:
             return [self.scope]
         return scopes(self._nodes()) or [self.scope]
@@ -171,7 +171,7 @@ class JobFacts:
             one_line(text)
             for hello in self._hellos.values()
             for device in hello.devices
-            # An agent that reads no energy of a device says nothing about one that another agent reads.
+            # An agent that reads no energy of a device has nothing to add about one that another agent reads.
             if device.energy_method or not self._devices[device.key].energy_method
             for text in device.not_measured
         }
@@ -179,7 +179,7 @@ class JobFacts:
 
     @cached_property
     def open_shares(self) -> tuple[str, ...]:
-        """One sentence where it is unknown of what share of its ticks an energy counter tells; else nothing."""
+        """One sentence where it is unknown what share of its ticks an energy counter measures; else nothing."""
         models = {device.name or "GPUs without a name" for device in self._devices.values() if is_share_open(device)}
         if not models:
             return ()

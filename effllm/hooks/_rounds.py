@@ -71,14 +71,14 @@ class Rounds:
 
     def _begin(self) -> None:
         collector = get_metrics_collector()
-        says_parameters = self._steps.may_say_parameters
+        declares_parameters = self._steps.may_declare_parameters
         self._leader, self._seen, self._joined = None, set(), weakref.WeakSet()
         self._share = {"total": 0, "trainable": 0}
         facts = {
             "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
             "iterations_not_measured": 1,
             "evaluation_in_iterations": True,
-            **({"parameters_from": "optimizer"} if says_parameters else {}),
+            **({"parameters_from": "optimizer"} if declares_parameters else {}),
         }
         # An earlier call of the loop's has said the first iteration, if any has; that it is 1 is our guess.
         first = None if collector.is_collecting else 1
@@ -142,7 +142,7 @@ class Rounds:
                 self._seen.add(id(parameter))
                 self._share["total"] += _size(parameter) if is_first or _is_shard(parameter) else 0
         self._share["trainable"] = self._share["total"]
-        self._steps.say_parameters(self._share)
+        self._steps.declare_parameters(self._share)
 
     def waited(self, spent_ns: int) -> None:
         """Take a stretch out of the running iteration, in which the loop waited for data."""

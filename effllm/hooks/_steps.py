@@ -22,11 +22,11 @@ class Steps:
 
     Args:
         level: of `ownership`.
-        name: of the framework, as run.json says it.
+        name: of the framework, as in run.json.
         style: ``Step`` where its people speak of steps.
     """
 
-    _parameters: Any = None  # what a hook said last, of an earlier training perhaps, and a hook may replace
+    _parameters: Any = None  # what a hook declared last, of an earlier training perhaps, and a hook may replace
 
     def __init__(self, level: int, name: str, style: str = "Iteration") -> None:
         self.level, self.name, self.style = level, name, style
@@ -47,15 +47,15 @@ class Steps:
         return ownership.claim(self.level, self.name)
 
     @property
-    def may_say_parameters(self) -> bool:
-        """Whether the training script has not said how many parameters the model has."""
+    def may_declare_parameters(self) -> bool:
+        """Whether the training script has not declared how many parameters the model has."""
         collector = get_metrics_collector()
         return not collector.declared.has_parameters or collector.declared.facts.parameters is Steps._parameters
 
-    def say_parameters(self, share: Mapping[str, int]) -> None:
-        """Say them, where they became known when training had begun."""
+    def declare_parameters(self, share: Mapping[str, int]) -> None:
+        """Declare them, where they became known when training had begun."""
         collector = get_metrics_collector()
-        if self.is_owner and collector.is_collecting and self.may_say_parameters:
+        if self.is_owner and collector.is_collecting and self.may_declare_parameters:
             initialize_efficientllm_metrics(parameter_share=share)
             Steps._parameters = collector.declared.facts.parameters
 
@@ -73,12 +73,12 @@ class Steps:
     ) -> bool:
         """Claim the count and start the metrics of this rank; ``False`` where another counts, or metrics are off.
 
-        The arguments are those of `initialize_efficientllm_metrics`; what its caller said before stays.
+        The arguments are those of `initialize_efficientllm_metrics`; what was declared before stays.
         """
         if not self.claim():
             return False
         collector = get_metrics_collector()
-        if not self.may_say_parameters:
+        if not self.may_declare_parameters:
             parameters = parameter_share = None
         if not collector.is_collecting:  # an earlier training in this process may have left its own
             collector.declared.forget_training()
@@ -148,7 +148,7 @@ class Steps:
         hardware_flops_per_token: float | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add what only a running step shows to what `begin` said; ``None`` adds nothing."""
+        """Add what only a running step shows to the arguments of `begin`; ``None`` adds nothing."""
         if self.is_owner and get_metrics_collector().is_collecting:
             initialize_efficientllm_metrics(
                 flops_per_token=flops_per_token, hardware_flops_per_token=hardware_flops_per_token, facts=facts
@@ -241,7 +241,7 @@ def rank() -> int:
 
 
 def place() -> Place | None:
-    """Return the place of this rank where torch knows it better than the environment; else ``None``.
+    """Return the place of this rank where torch has it and the environment has not; else ``None``.
 
     Processes that were spawned know their rank alone; and a container may have set WORLD_SIZE for a single one.
     """
@@ -274,7 +274,7 @@ def place() -> Place | None:
 
 
 def _store_address(distributed: Any) -> tuple[str, int]:
-    """Return where the store of torch's process group listens; ``tcp://`` in the script tells no environment."""
+    """Return where the store of torch's process group listens; ``tcp://`` is in no environment variable."""
     get_store = getattr(getattr(distributed, "distributed_c10d", None), "_get_default_store", None)
     try:
         store: Any = get_store() if get_store is not None else None

@@ -166,7 +166,7 @@ class _Loop:
             return
         if _alive(self._counted) is not None:
             if share := self._share():
-                self._steps.say_parameters(share)
+                self._steps.declare_parameters(share)
             return
         self._counted = weakref.ref(model)
         strategy = model._strategy

@@ -1,6 +1,6 @@
 """How long iterations take on the device, by two CUDA events each that are never waited for.
 
-The host may be far ahead of the device, so its own stamps tell when work was launched.  An iteration's events
+The host may be far ahead of the device, so its own stamps are those of launches.  An iteration's events
 are read when the next one ends, and only if the device has come past them by then.  Standard library alone:
 torch is the one that the training has imported.
 """

@@ -1,23 +1,22 @@
-"""Who counts the iterations of this process: of several that see the same step, one is heard; standard library alone.
+"""The owner of this process's iterations: of several that see the same step, one counts; standard library alone.
 
-A Trainer steps through accelerate, which steps an optimizer, and each of them has a hook.  The nearest to the
-person wins, and whoever comes later and stands nearer takes over.
+A Trainer steps through accelerate, which steps an optimizer, and each of them has a hook. The nearest to the user is
+the owner; a nearer one that comes later takes over.
 """
 
 from __future__ import annotations
 
-#: From the nearest to the person to the farthest.
-#: The last is no training: whoever generates while nobody trains.
+#: From the nearest to the user to the farthest. The last is no training: a generation in a process without one.
 EXPLICIT, FRAMEWORK, CORE, ACCELERATE, OPTIMIZER, GENERATION = range(6)
 
-_NOBODY = 99
+_NO_LEVEL = 99
 
-_level = _NOBODY
+_level = _NO_LEVEL
 _name = ""
 
 
 def claim(level: int, name: str) -> bool:
-    """Take the count, unless somebody nearer, or another as near, has it; whoever has it may claim it again.
+    """Take the count, unless a nearer system, or another as near, has it; its owner may claim it again.
 
     Args:
         level: one of this module's.
@@ -30,12 +29,12 @@ def claim(level: int, name: str) -> bool:
 
 
 def holds(level: int, name: str) -> bool:
-    """Whether it is they who count."""
+    """Whether this system is the owner."""
     return level == _level and name == _name
 
 
 def holder() -> str:
-    """Return the name of who counts; empty where nobody does."""
+    """Return the name of the owner, or an empty string."""
     return _name
 
 
@@ -45,7 +44,7 @@ def is_explicit() -> bool:
 
 
 def release(level: int, name: str) -> None:
-    """Give the count up, for whoever trains next in this process."""
+    """Give the count up, for the next training in this process."""
     global _level, _name
     if holds(level, name):
-        _level, _name = _NOBODY, ""
+        _level, _name = _NO_LEVEL, ""

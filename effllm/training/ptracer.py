@@ -14,7 +14,7 @@ RESTRICTED = "1"
 
 
 def allow(pid: int, scope: Path = SCOPE) -> bool:
-    """Let a process, and those that it starts, look at this one; say whether that was needed and done."""
+    """Let a process, and those that it starts, inspect this one; return whether that was needed and done."""
     with suppress(OSError, ImportError, AttributeError, ValueError):
         if scope.read_text().strip() == RESTRICTED:
             import ctypes  # 10 ms, so only where it matters

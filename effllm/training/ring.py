@@ -229,7 +229,7 @@ class RingReader:
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
         self._look: tuple[int, int, int, int] = (STARTUP, 0, 0, 0)
-        self.overrun = 0  # records that were overwritten before they were read, or say what cannot be
+        self.overrun = 0  # records that were overwritten before they were read, or hold what cannot be
 
     def read(self) -> list[Slot]:
         """Return the records since the last call, oldest first.

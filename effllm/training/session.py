@@ -44,7 +44,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class AgentError(OSError):
-    """There is no agent, so there are no metrics of this rank; the message says why."""
+    """There is no agent, so there are no metrics of this rank; the message has the reason."""
 
 
 class Session:
@@ -173,7 +173,7 @@ class Session:
         self._wake_agent()
 
     def warn(self, line: str) -> None:
-        """Have the agent say one line, once; nothing is printed on the training thread."""
+        """Have the agent log one line, once; nothing is printed on the training thread."""
         warnings = self._declared.facts.warnings
         if line not in warnings and len(warnings) < MAX_WARNINGS:
             self._declared.set(warnings=(*warnings, line))
@@ -191,10 +191,10 @@ class Session:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if code := self._process.wait(until_s - time.monotonic()):
-                    self._tell_death(code, until_s)
+                    self._report_death(code, until_s)
 
-    def _tell_death(self, code: int, until_s: float) -> None:
-        """Say that the agent has died, and wait for the aggregator until then, as it would have done."""
+    def _report_death(self, code: int, until_s: float) -> None:
+        """Report that the agent has died, and wait for the aggregator until then, as the agent would have done."""
         rank = self._place.rank
         with contextlib.suppress(OSError):
             text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
@@ -206,7 +206,7 @@ class Session:
     def final_values(self, since_s: float) -> dict[str, float]:
         """Return the values of the run as its summary has them, on rank 0; nothing where none was written since then.
 
-        The last that the aggregator says over the wire may be lost when both ends are ending.
+        The last message of the aggregator may be lost when both ends are ending.
         """
         folder = self._declared.facts.run_folder
         if not folder:
@@ -232,7 +232,7 @@ class Session:
         self._ring.close()
         self.board.close()
         if self._process is not None and self._process.poll() is None:
-            # Its exit status is nobody's business any more, and Popen would warn of it.
+            # Its exit status is of no use any more, and Popen would warn of it.
             self._process.returncode = 0
 
     def _at_exit(self) -> None:
@@ -262,7 +262,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _how_it_ended() -> str:
-    """Return how the interpreter comes to its end: it keeps the exception that nobody caught."""
+    """Return how the interpreter comes to its end: it keeps the exception that was not caught."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

@@ -1,7 +1,7 @@
 """One iteration in so many under torch.profiler, for how much of it is communication that nothing hides.
 
 Runs in the training process and nowhere else, and only where EFFICIENTLLM_PROFILE_EVERY asks for it; standard
-library alone: torch is the one that the training has imported.  A profiler of somebody else goes before this
+library alone: torch is the one that the training has imported.  A profiler of another goes before this
 one, always: a second profiler takes the session of the first, and both would have nothing.
 """
 
@@ -29,7 +29,7 @@ MAX_RECORDS = 1_000_000
 #: Iterations in a row of which nothing came before it is given up.
 MAX_FAILURES = 2
 
-#: Kineto says two lines of each start and stop from PyTorch 2.13 on, unless it is told not to before the first.
+#: Kineto logs two lines of each start and stop from PyTorch 2.13 on, unless this is set before the first.
 QUIET = ("KINETO_LOG_LEVEL", "6")
 
 
@@ -45,11 +45,11 @@ class Profiled(NamedTuple):
 
 
 class TorchProfile:
-    """Profiles every so manieth iteration, unless somebody else profiles.
+    """Profiles every Nth iteration, unless another profiler runs.
 
     Args:
         every: iterations are profiled whose number this divides.
-        warn: called with a line for the person, for each kind of trouble once.
+        warn: called with a line for the user, for each kind of trouble once.
         torch: the module; the one that the process has imported where not given.
     """
 
@@ -110,7 +110,7 @@ class TorchProfile:
         return None
 
     def abandon(self) -> None:
-        """Stop profiling for nothing, because the iteration will not end or somebody else's profiler begins."""
+        """Stop profiling for nothing, because the iteration will not end or another profiler begins."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             try:
@@ -127,7 +127,7 @@ class TorchProfile:
         """Profile nothing from now on, and leave torch as it was.
 
         Args:
-            failed: the training did, perhaps with communication under way that never ends: a device is not asked.
+            failed: the training did, perhaps with communication under way that never ends: the device is left alone.
         """
         if failed and self._on_device:
             self._profiler = None
@@ -162,7 +162,7 @@ class TorchProfile:
         self._on_device = bool(cuda is not None and cuda.is_initialized())
         if self._on_device and _has_compiled_graphs():
             raise RuntimeError("CUDA graphs of torch.compile are on, beside which CUPTI is known to crash")
-        # Not torch.profiler's class of this name, which stands on this one: its start imports the compiler.
+        # Not torch.profiler's class of this name, which uses this one: its start imports the compiler.
         profile = self._torch.autograd.profiler.profile
         named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
         if self._on_device:
@@ -203,7 +203,7 @@ class TorchProfile:
         if profiler is not None:  # it failed half way through its start
             with contextlib.suppress(Exception):
                 self._drop()
-        self._warn(f"computation and communication are not told apart, torch.profiler cannot be used: {why}")
+        self._warn(f"computation and communication are not separated, torch.profiler cannot be used: {why}")
 
 
 def _let_go(profiler: Any) -> None:
@@ -217,7 +217,7 @@ def _has_compiled_graphs() -> bool:
 
 
 class Neighbours:
-    """Sees other people's profilers of this process, through the three functions that all of torch's call.
+    """Watches the other profilers of this process, through the three functions that all of torch's call.
 
     Args:
         module: ``torch.autograd.profiler``.
@@ -255,7 +255,7 @@ class Neighbours:
             self._is_away = False
 
     def leave(self) -> None:
-        """Put torch's own functions back, unless somebody has wrapped ours since."""
+        """Put torch's own functions back, unless ours have been wrapped since."""
         for name, (original, watched) in self._replaced.items():
             if getattr(self._module, name, None) is watched:
                 setattr(self._module, name, original)
@@ -307,7 +307,7 @@ def _times(event: Any) -> Interval:
 
 
 def _is_host(event: Any) -> bool:
-    """Whether a record is not a device's own work: what its host did, or a range that somebody marked."""
+    """Whether a record is not a device's own work: what its host did, or a range that the program marked."""
     if str(event.device_type()).endswith("CPU"):
         return True
     activity = str(event.activity_type()) if hasattr(event, "activity_type") else ""
@@ -315,15 +315,15 @@ def _is_host(event: Any) -> bool:
 
 
 def _group(event: Any) -> str | None:
-    """Return the kind of the group whose communication this is, where the profiler says that."""
+    """Return the kind of the group whose communication this is, where the profiler has it."""
     text = event.metadata_json() if hasattr(event, "metadata_json") else ""
     if "Process Group" not in text:
         return None
     try:
-        told = json.loads(text if text.startswith("{") else f"{{{text}}}")
+        metadata = json.loads(text if text.startswith("{") else f"{{{text}}}")
     except ValueError:
         return None
-    return group_kind(f"{told.get('Process Group Description', '')} {told.get('Process Group Name', '')}")
+    return group_kind(f"{metadata.get('Process Group Description', '')} {metadata.get('Process Group Name', '')}")
 
 
 def _before_fork() -> None:

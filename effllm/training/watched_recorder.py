@@ -1,4 +1,4 @@
-"""A recorder that looks into iterations as well: every so manieth under a profiler, all of them on a CUDA device.
+"""A recorder that looks into iterations as well: every Nth under a profiler, all of them on a CUDA device.
 
 Only where there is something to look at is it used instead of `Recorder`, which therefore costs what it did.
 Standard library alone: this lives in the training process.
