@@ -523,8 +523,8 @@ def test_delayed_messages_do_not_lengthen_the_run(says_bye):
 
 def test_lost_rank_ends_with_its_last_message():
     run = Run(1).join(time_s=1000.0, start_time_s=1000.0).window(1).wait(100)
-    beat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
-    run.aggregator.heartbeat(beat, Now(run.now_s, run.time_s))
+    heartbeat = Heartbeat(run.agent(0), 0, 15, "in an iteration", 5.0, time_s=1015.0)
+    run.aggregator.heartbeat(heartbeat, Now(run.now_s, run.time_s))
     goodput = run.wait(50).goodput()
 
     assert goodput.elapsed_s == pytest.approx(15.0)

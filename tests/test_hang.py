@@ -23,18 +23,20 @@ class Job:
                 rank, **{"role": "trainer", "last_iteration": None, "is_new": True, "now_s": at_s, **changes}
             )
 
-    def beat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
+    def heartbeat(self, rank: int, ordinal: int, state: str, since_s: float, now_s: float, **changes: Any) -> None:
         self.hang.heartbeat(Heartbeat(f"agent-{rank}", rank, ordinal, state, since_s, **changes), now_s)
 
-    def all_beat(self, ordinal: int, state: str, since_s: float, now_s: float, ranks=range(4), **changes: Any) -> None:
+    def all_heartbeat(
+        self, ordinal: int, state: str, since_s: float, now_s: float, ranks=range(4), **changes: Any
+    ) -> None:
         for rank in ranks:
-            self.beat(rank, ordinal, state, since_s, now_s, **changes)
+            self.heartbeat(rank, ordinal, state, since_s, now_s, **changes)
 
     def run(self, until_s: float, second_per_iteration: float = 1.0) -> None:
         """Let all ranks iterate from the start to a moment, with a heartbeat every five seconds."""
         for now_s in range(5, int(until_s) + 1, 5):
             ordinal = int(now_s / second_per_iteration) + 1
-            self.all_beat(ordinal, STEP, now_s % second_per_iteration, now_s, ranks=self.hang.ranks)
+            self.all_heartbeat(ordinal, STEP, now_s % second_per_iteration, now_s, ranks=self.hang.ranks)
             assert self.check(now_s) == []
 
     def check(self, now_s: float):
@@ -50,7 +52,7 @@ class Job:
             if now_s % 5 == 0:
                 for rank, (ordinal, state, since_s) in positions.items():
                     if rank not in self.silent:
-                        self.beat(rank, ordinal, state, now_s - since_s, now_s)
+                        self.heartbeat(rank, ordinal, state, now_s - since_s, now_s)
             found += [(now_s, one) for one in self.check(now_s)]
             now_s += 0.5
         return found
@@ -90,7 +92,7 @@ def test_timeout_is_three_median_iterations_if_longer():
 def test_iteration_time_comes_from_heartbeats_before_windows():
     job = Job()
     for now_s, ordinal in ((20, 1), (40, 2), (60, 3), (80, 4)):  # of 20 s each: three of them are a minute
-        job.all_beat(ordinal, STEP, 0.0, now_s)
+        job.all_heartbeat(ordinal, STEP, 0.0, now_s)
         job.check(now_s)
     reported = job.reported(85, 200, dict.fromkeys(range(4), (4, STEP, 80)))
 
@@ -99,10 +101,10 @@ def test_iteration_time_comes_from_heartbeats_before_windows():
 
 def test_second_iteration_is_compared_with_the_first():
     job = Job(ranks=1)
-    job.beat(0, 1, STEP, 0.0, 20)
+    job.heartbeat(0, 1, STEP, 0.0, 20)
     reported = [job.check(20)]
     for now_s in range(25, 80, 5):
-        job.beat(0, 1, STEP, now_s - 20.0, now_s)
+        job.heartbeat(0, 1, STEP, now_s - 20.0, now_s)
         reported += [job.check(now_s)]
     assert not any(reported)
 
@@ -111,7 +113,7 @@ def test_second_iteration_is_compared_with_the_first():
 
 def test_new_aggregator_finds_a_stall_by_heartbeats():
     job = Job(ranks=1, at_s=1000)
-    job.beat(0, 71, STEP, 600.0, 1000.5)
+    job.heartbeat(0, 71, STEP, 600.0, 1000.5)
 
     (stall,) = job.check(1001)
     assert stall.unmoved_s == pytest.approx(600.5)
@@ -121,7 +123,7 @@ def test_new_aggregator_takes_earlier_iteration_time():
     job = Job(ranks=1, at_s=1000)
     job.hang = Hang(30.0, earlier_s=300.0)
     job.hang.join(0, "trainer", None, True, 1000)
-    job.beat(0, 71, STEP, 600.0, 1000.5)
+    job.heartbeat(0, 71, STEP, 600.0, 1000.5)
 
     assert job.check(1001) == []
 
@@ -138,7 +140,7 @@ def test_end_of_a_stall_is_reported_with_its_duration():
     job = Job()
     job.run(100)
     job.reported(105, 510, dict.fromkeys(range(4), (101, STEP, 100)))
-    job.beat(1, 102, STEP, 1.0, 513)
+    job.heartbeat(1, 102, STEP, 1.0, 513)
 
     assert job.check(513) == [Resumed(412.0)]
     assert resumed_text(Resumed(412.0)) == "resumed after 412 s"
@@ -172,7 +174,7 @@ def test_stopped_process_gets_no_longer_timeout_in_a_phase():
     job = Job()
     job.run(100)
     for now_s in range(105, 145, 5):
-        job.all_beat(101, "checkpoint", now_s - 100, now_s, process="T")
+        job.all_heartbeat(101, "checkpoint", now_s - 100, now_s, process="T")
     ((stall),) = job.check(141)
 
     assert ranks_of(stall) == [[0, 1, 2, 3]]
@@ -226,10 +228,10 @@ def test_single_rank_that_stalls_is_reported_alone():
     job.run(100)
     reported = []
     for now_s in range(105, 300, 5):
-        job.all_beat(now_s + 1, STEP, 0.5, now_s, ranks=(0, 1, 2))
-        job.beat(3, 101, STEP, now_s - 100, now_s)
+        job.all_heartbeat(now_s + 1, STEP, 0.5, now_s, ranks=(0, 1, 2))
+        job.heartbeat(3, 101, STEP, now_s - 100, now_s)
         reported += job.check(now_s)
-    job.beat(3, 102, STEP, 0.0, 300)
+    job.heartbeat(3, 102, STEP, 0.0, 300)
     reported += job.check(300)
 
     stall, resumed = reported
@@ -251,11 +253,11 @@ def test_one_iteration_ahead_in_lockstep_is_no_lone_stall():
     job = Job()
     job.run(100)
     for now_s in range(105, 300, 5):
-        job.beat(3, 101, STEP, now_s - 100.0, now_s)
+        job.heartbeat(3, 101, STEP, now_s - 100.0, now_s)
         if now_s < 110:
-            job.all_beat(101, STEP, now_s - 100.0, now_s, ranks=(0, 1, 2))
+            job.all_heartbeat(101, STEP, now_s - 100.0, now_s, ranks=(0, 1, 2))
         else:  # they saved a checkpoint and wait
-            job.all_beat(101, "checkpoint", now_s - 108.0, now_s, ranks=(0, 1, 2))
+            job.all_heartbeat(101, "checkpoint", now_s - 108.0, now_s, ranks=(0, 1, 2))
         assert job.check(now_s) == []
 
 
@@ -263,12 +265,12 @@ def test_late_window_does_not_count_as_late_progress():
     job = Job(ranks=2)
     job.run(100)
     # Both reach 105 by 104 s; the window of rank 0, which ended at 101 s, arrives after rank 1 got there.
-    job.beat(1, 105, STEP, 0.0, 104)
+    job.heartbeat(1, 105, STEP, 0.0, 104)
     job.hang.row(row(0, 1, iteration_last=102), 104.5)
-    job.beat(0, 105, STEP, 0.7, 104.7)
+    job.heartbeat(0, 105, STEP, 0.7, 104.7)
     for now_s in range(105, 300, 5):
-        job.beat(1, 105, STEP, now_s - 104.0, now_s)
-        job.beat(0, 105, "checkpoint", now_s - 104.8, now_s)
+        job.heartbeat(1, 105, STEP, now_s - 104.0, now_s)
+        job.heartbeat(0, 105, "checkpoint", now_s - 104.8, now_s)
         assert job.check(now_s) == []
 
 
@@ -276,12 +278,12 @@ def test_delayed_heartbeat_makes_no_rank_slower():
     job = Job(ranks=2)
     job.run(100)
     # Rank 1 reached 140 by 104 s and saves there; its heartbeat of 103 s with 130 arrived 1.5 s later.
-    job.beat(1, 130, STEP, 0.0, 104.5)
-    job.beat(0, 141, STEP, 0.5, 104.6)
-    job.beat(1, 140, "checkpoint", 1.0, 105.0)
+    job.heartbeat(1, 130, STEP, 0.0, 104.5)
+    job.heartbeat(0, 141, STEP, 0.5, 104.6)
+    job.heartbeat(1, 140, "checkpoint", 1.0, 105.0)
     for now_s in range(110, 300, 5):
-        job.beat(0, 141, STEP, now_s - 104.0, now_s)
-        job.beat(1, 140, "checkpoint", now_s - 104.0, now_s)
+        job.heartbeat(0, 141, STEP, now_s - 104.0, now_s)
+        job.heartbeat(1, 140, "checkpoint", now_s - 104.0, now_s)
         assert job.check(now_s) == []
 
 
@@ -291,12 +293,12 @@ def test_no_lone_stall_after_the_aggregator_was_suspended():
     # It sleeps until 170 s. Both go on until 130 s; then rank 0 saves, and rank 1 waits for it.
     for sent_s in range(105, 170, 5):
         ordinal = min(sent_s, 130)
-        job.beat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
-        job.beat(1, ordinal + (sent_s > 130), STEP, max(sent_s - 130.0, 0.0), 170)
+        job.heartbeat(0, ordinal, "checkpoint" if sent_s > 130 else STEP, max(sent_s - 130.0, 0.0), 170)
+        job.heartbeat(1, ordinal + (sent_s > 130), STEP, max(sent_s - 130.0, 0.0), 170)
     assert job.check(170) == []
     for now_s in range(175, 400, 5):
-        job.beat(0, 130, "checkpoint", now_s - 130.0, now_s)
-        job.beat(1, 131, STEP, now_s - 130.0, now_s)
+        job.heartbeat(0, 130, "checkpoint", now_s - 130.0, now_s)
+        job.heartbeat(1, 131, STEP, now_s - 130.0, now_s)
         assert job.check(now_s) == []
 
 
@@ -310,18 +312,18 @@ def test_waiting_for_requests_has_no_timeout(ordinal):
 def test_late_heartbeat_does_not_extend_the_stall():
     job = Job(ranks=1)
     job.run(100)
-    job.beat(0, 101, STEP, 1.0, 105)
+    job.heartbeat(0, 101, STEP, 1.0, 105)
     for since_s in (6.0, 11.0, 16.0, 21.0):  # the aggregator was suspended for a minute; all arrive at once
-        job.beat(0, 101, STEP, since_s, 165)
+        job.heartbeat(0, 101, STEP, since_s, 165)
 
     assert job.hang.ranks[0].since_s == 100.0
 
 
-def test_promptest_heartbeat_dates_the_beginning():
+def test_fastest_heartbeat_dates_the_beginning():
     job = Job(ranks=1)
     job.run(100)
-    job.beat(0, 102, STEP, 1.0, 110)  # it took eight seconds
-    job.beat(0, 102, STEP, 4.0, 105 + 1)
+    job.heartbeat(0, 102, STEP, 1.0, 110)  # it took eight seconds
+    job.heartbeat(0, 102, STEP, 4.0, 105 + 1)
 
     assert job.hang.ranks[0].since_s == 102.0
 
@@ -338,11 +340,11 @@ def test_line_has_position_duration_and_device_readings():
     job = Job()
     job.run(100)
     for now_s in range(105, 135, 5):
-        job.all_beat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2), utilization=1.0, power_w=400.0)
-        job.beat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
+        job.all_heartbeat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2), utilization=1.0, power_w=400.0)
+        job.heartbeat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
     for now_s in (135, 140):
-        job.beat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
-        job.all_beat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2))
+        job.heartbeat(3, 234, STEP, now_s - 100, now_s, utilization=1.0, power_w=210.4)
+        job.all_heartbeat(235, STEP, now_s - 103, now_s, ranks=(0, 1, 2))
     (stall,) = job.check(140)
 
     assert line(job, stall, 140) == (
@@ -354,8 +356,8 @@ def test_line_names_stopped_ranks_at_equal_iterations():
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
-        job.all_beat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), process="S")
-        job.beat(1, 101, STEP, now_s - 100, now_s, process="T")
+        job.all_heartbeat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), process="S")
+        job.heartbeat(1, 101, STEP, now_s - 100, now_s, process="T")
     (stall,) = job.check(140)
 
     assert line(job, stall, 140) == (
@@ -367,8 +369,8 @@ def test_line_names_idle_ranks_at_equal_iterations():
     job = Job()
     job.run(100)
     for now_s in range(105, 140, 5):
-        job.all_beat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), utilization=1.0)
-        job.beat(1, 101, STEP, now_s - 100, now_s, utilization=0.0, power_w=80.0)
+        job.all_heartbeat(101, STEP, now_s - 100, now_s, ranks=(0, 2, 3), utilization=1.0)
+        job.heartbeat(1, 101, STEP, now_s - 100, now_s, utilization=0.0, power_w=80.0)
     (stall,) = job.check(140)
 
     assert line(job, stall, 140).startswith(
@@ -380,7 +382,7 @@ def test_line_is_short_for_8192_ranks():
     job = Job(ranks=8192)
     job.run(20)
     for now_s in (25, 55):
-        job.all_beat(21, STEP, now_s - 20, now_s, ranks=range(8192), utilization=1.0, power_w=200.0)
+        job.all_heartbeat(21, STEP, now_s - 20, now_s, ranks=range(8192), utilization=1.0, power_w=200.0)
     (stall,) = job.check(56)
     reported = line(job, stall, 56, silent_s=dict.fromkeys(range(20), 31.0), left={5: "failed"}, missing=2)
 
@@ -393,8 +395,8 @@ def test_more_than_eight_ranks_behind_are_counted():
     job = Job(ranks=30)
     job.run(20)
     for now_s in (25, 55):
-        job.all_beat(20, BETWEEN, now_s - 20, now_s, ranks=range(10))
-        job.all_beat(21, STEP, now_s - 20, now_s, ranks=range(10, 30))
+        job.all_heartbeat(20, BETWEEN, now_s - 20, now_s, ranks=range(10))
+        job.all_heartbeat(21, STEP, now_s - 20, now_s, ranks=range(10, 30))
     (stall,) = job.check(56)
 
     assert line(job, stall, 56) == (
@@ -422,7 +424,7 @@ def test_no_stall_of_a_rank_that_moved_within_its_timeout(moves, late_s):
         while next_beat_s < until_s:
             now_s = next_beat_s
             for one in range(3):
-                job.beat(one, *place[one], now_s - moved_s[one], now_s + (late_s if one == 1 else 0.0))
+                job.heartbeat(one, *place[one], now_s - moved_s[one], now_s + (late_s if one == 1 else 0.0))
             for stall in job.check(now_s + late_s):
                 if isinstance(stall, Stall):
                     stalled = {one for _, group in stall.groups for one in group}

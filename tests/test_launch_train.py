@@ -105,7 +105,7 @@ def test_shell_script_runs_and_gets_the_number_of_gpus(commands, tmp_path):
     assert called_with(done) == ["4 4 true 7B bf16"]
 
 
-def test_the_interpreter_that_PYTHON_names_trains(commands, tmp_path):
+def test_interpreter_in_PYTHON_is_used(commands, tmp_path):
     add_command(commands, "chosen", 'case "$1" in -m) shift; printf "%s\\n" "$@" ;; esac')
     add_command(commands, "torchrun", "echo the wrong one")
     (tmp_path / "train.py").touch()
@@ -201,10 +201,10 @@ def test_two_torchruns_on_one_machine_make_one_job_of_two_nodes(commands, tmp_pa
         )
         for node in range(2)
     ]
-    said = [ended(node) for node in nodes]
+    printed = [ended(node) for node in nodes]
 
     assert [node.returncode for node in nodes] == [0, 0]
-    assert [text.splitlines()[-1] for text in said] == ["rank 0 of 2", "rank 1 of 2"]
+    assert [text.splitlines()[-1] for text in printed] == ["rank 0 of 2", "rank 1 of 2"]
 
 
 def ended(process):

@@ -73,12 +73,12 @@ def run_job(num_ranks, script, *arguments, **variables):
         text=True,
     ) as job:
         try:
-            said, _ = job.communicate(timeout=300)
+            printed, _ = job.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             job.terminate()  # torchrun ends its ranks then
             raise
-    assert job.returncode == 0, said[-4000:]
-    return said
+    assert job.returncode == 0, printed[-4000:]
+    return printed
 
 
 def test_the_shares_of_all_ranks_add_up_to_the_model(layout):
@@ -152,15 +152,15 @@ def test_the_ledger_of_a_real_job_has_its_model_and_its_data(tmp_path, num_ranks
     )
     runs = {"EFFICIENTLLM_RUN_DIR": str(tmp_path), "EFFICIENTLLM_RUN_NAME": "run", "EFFICIENTLLM_LOG_INTERVAL": "4"}
 
-    said = run_job(num_ranks, INTEGRATION / "train.py", "--config", job, *flags, **runs)
+    printed = run_job(num_ranks, INTEGRATION / "train.py", "--config", job, *flags, **runs)
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["parameters"], summary["iterations"]) == ("completed", DENSE_MODEL, 12)
     assert (summary["samples"], summary["tokens"]) == (12 * 8, 12 * 8 * LENGTH)
     assert summary["time_by_class"]["evaluation"] > 0
     assert summary["time_by_class"]["checkpoint"] > 0
-    assert said.count("[EfficientLLM Metrics] Iteration ") == 3
-    assert said.count("  Loss: ") == 3
+    assert printed.count("[EfficientLLM Metrics] Iteration ") == 3
+    assert printed.count("  Loss: ") == 3
     rows = [json.loads(line) for line in (tmp_path / "run" / "ranks-0001.jsonl").read_text().splitlines()]
     times_s = [sum(row["busy_s"] + row["wait_s"] for row in rows if row["rank"] == rank) for rank in range(num_ranks)]
     throughput = sum(row.get("tokens", 0) for row in rows) / DENSE_MODEL / max(times_s)

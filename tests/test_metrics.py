@@ -282,7 +282,7 @@ def test_every_metric_has_a_unit_and_a_help_text():
         assert entry.help.endswith((".", ")")), entry.name
 
 
-def test_the_mfu_of_a_job_that_runs_at_peak_is_exactly_one():
+def test_mfu_of_a_job_at_peak_is_exactly_one():
     # 8 devices of 1e12 FLOP/s, 4e9 FLOPs a token: 2000 tokens/s are all there is.
     at_peak = with_keys(TOTALS, tokens=200_000, time_s=100.0, peak_flops_per_s=8e12, flops_per_token=4e9, gpus=8)
 
@@ -370,7 +370,7 @@ def test_a_percentile_of_power_is_not_above_the_peak():
     assert metrics.energy.median_watts_per_gpu(with_keys(totals, power_peak_w=509.0)) == 505.0
 
 
-def test_padding_is_unknown_where_only_one_count_is():
+def test_padding_needs_both_counts():
     assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=0)) is None
     assert metrics.throughput.padding_ratio(with_keys(TOTALS, tokens_processed=600_000)) is None
 

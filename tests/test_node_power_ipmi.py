@@ -47,7 +47,7 @@ class Tools:
         tool.chmod(0o755)
         return tool
 
-    def say(self, name, text, status=0):
+    def add_output(self, name, text, status=0):
         """Put a tool that prints a text for all arguments."""
         answer = self.root / f"{name}.txt"
         answer.write_text(text)
@@ -72,20 +72,20 @@ def tools(tmp_path):
 
 @pytest.mark.parametrize(("name", "text", "watts"), [("ipmi-dcmi", IPMI_DCMI, 332.0), ("ipmitool", IPMITOOL, 173.0)])
 def test_present_power_is_read_not_the_mean_since_boot(tools, name, text, watts):
-    tools.say(name, text)
+    tools.add_output(name, text)
     sample, failures = tools.open().read()
 
     assert (sample.power_w, sample.energy_j, failures) == (watts, None, {})
 
 
 def test_warning_before_the_reading_is_ignored(tools):
-    tools.say("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL)
+    tools.add_output("ipmitool", "IANA PEN registry open failed: No such file or directory\n" + IPMITOOL)
 
     assert tools.open().read()[0].power_w == 173.0
 
 
 def test_device_is_node_power_with_a_note_on_its_limits(tools):
-    tools.say("ipmi-dcmi", IPMI_DCMI)
+    tools.add_output("ipmi-dcmi", IPMI_DCMI)
     reader = tools.open()
     device = reader.device
 
@@ -97,12 +97,12 @@ def test_device_is_node_power_with_a_note_on_its_limits(tools):
 
 
 def test_tools_request_only_the_reading_by_the_kernel_driver(tools):
-    asked = tools.root / "arguments"
-    tools.put("ipmi-dcmi", f"echo \"$@\" >> '{asked}'; exit 1")
-    tools.put("ipmitool", f"echo \"$@\" >> '{asked}'; exit 1")
+    commands = tools.root / "arguments"
+    tools.put("ipmi-dcmi", f"echo \"$@\" >> '{commands}'; exit 1")
+    tools.put("ipmitool", f"echo \"$@\" >> '{commands}'; exit 1")
     tools.why_not()
 
-    assert asked.read_text().splitlines() == [
+    assert commands.read_text().splitlines() == [
         "--driver-type=OPENIPMI --get-system-power-statistics",
         "-I open dcmi power reading",
     ]
@@ -110,8 +110,8 @@ def test_tools_request_only_the_reading_by_the_kernel_driver(tools):
 
 
 def test_second_tool_is_used_if_the_first_has_no_reading(tools):
-    tools.say("ipmi-dcmi", "ipmi-dcmi: command not supported\n", 1)
-    tools.say("ipmitool", IPMITOOL)
+    tools.add_output("ipmi-dcmi", "ipmi-dcmi: command not supported\n", 1)
+    tools.add_output("ipmitool", IPMITOOL)
 
     assert tools.open().device.driver == "ipmitool"
 
@@ -128,23 +128,23 @@ def test_second_tool_is_used_if_the_first_has_no_reading(tools):
     ],
 )
 def test_output_without_a_reading_is_rejected_with_a_reason(tools, text, reason):
-    tools.say("ipmi-dcmi", text)
+    tools.add_output("ipmi-dcmi", text)
 
     assert reason in tools.why_not()
 
 
 def test_reading_marked_as_off_by_ipmitool_is_rejected(tools):
-    tools.say("ipmitool", IPMITOOL.replace("activated", "deactivated"))
+    tools.add_output("ipmitool", IPMITOOL.replace("activated", "deactivated"))
 
     assert "the measurement is off" in tools.why_not()
 
 
 def test_tool_that_fails_later_fails_that_reading(tools):
-    tools.say("ipmi-dcmi", IPMI_DCMI)
+    tools.add_output("ipmi-dcmi", IPMI_DCMI)
     reader = tools.open()
-    tools.say("ipmi-dcmi", "ipmi-dcmi: driver busy\n", 1)
+    tools.add_output("ipmi-dcmi", "ipmi-dcmi: driver busy\n", 1)
     failed, failures = reader.read()
-    tools.say("ipmi-dcmi", IPMI_DCMI)
+    tools.add_output("ipmi-dcmi", IPMI_DCMI)
     sample, _ = reader.read()
 
     assert (failed.power_w, failures) == (None, {"power_w": "ipmi: ipmi-dcmi failed (1): ipmi-dcmi: driver busy"})
@@ -218,7 +218,7 @@ def test_missing_tools_are_reported_with_what_to_install(tools):
 
 
 def test_the_tools_are_found_on_the_path(tools, monkeypatch):
-    tools.say("ipmitool", IPMITOOL)
+    tools.add_output("ipmitool", IPMITOOL)
     monkeypatch.setenv("PATH", f"{tools.folder}:{os.environ['PATH']}")
 
     assert open_reader("node1", [tools.device]).device.driver == "ipmitool"

@@ -44,14 +44,14 @@ def intruder():
             plain.append(socket.create_connection(("127.0.0.1", port)))
             plain[-1].sendall(GREETING)
 
-        def speak():
+        def intrude_again():
             if link.is_new():
                 link.send(hello(1, job=job.ledger.facts["job"]))
                 link.send(reports(row(1, tokens=1_000_000)))
             answers.extend(link.receive())
             return answers
 
-        return speak
+        return intrude_again
 
     yield intrude
     for one in (*links, *plain):
@@ -63,16 +63,18 @@ def intruder():
 def test_other_local_user_does_not_take_the_place_of_a_rank(launch, intruder, reason):
     first = rank_of_job(launch, 0)
     jobs.until(lambda: first.runs() and (first.runs()[0] / "run.json").exists())
-    speak = intruder(first, AgentKeys.of(os.urandom(32), first.ledger.facts["job"]) if reason == WRONG else None)
+    intrude_again = intruder(
+        first, AgentKeys.of(os.urandom(32), first.ledger.facts["job"]) if reason == WRONG else None
+    )
 
     def rejected():
-        speak()
+        intrude_again()
         return [text for text in first.ledger.event_texts("refused") if "was rejected" in text]
 
     jobs.until(rejected)
     second = rank_of_job(launch, 1)
-    jobs.until(lambda: speak() or any(one.rank == 1 for one in first.ledger.ranks))
-    answers = speak()
+    jobs.until(lambda: intrude_again() or any(one.rank == 1 for one in first.ledger.ranks))
+    answers = intrude_again()
     for job in (first, second):
         (job.folder / "enough").touch()
     iterations = {rank: job.finish() for rank, job in enumerate((first, second))}

@@ -257,11 +257,11 @@ class HandAgent:
         self.socket.set(zmq.LINGER, 0)
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
-    def say(self, *messages):
+    def send(self, *messages):
         for message in messages:
             self.socket.send(message if isinstance(message, bytes) else encode(message))
 
-    def hear(self, kind, within_s=60.0):
+    def receive(self, kind, within_s=60.0):
         """Return the next message of a kind."""
         deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:
@@ -273,14 +273,14 @@ class HandAgent:
 
 
 @pytest.fixture
-def voice():
+def hand_agent():
     context, voices = zmq.Context(), []
 
-    def speak(port):
+    def connect(port):
         voices.append(HandAgent(context, port))
         return voices[-1]
 
-    yield speak
+    yield connect
     for one in voices:
         one.socket.close()
     context.term()
@@ -292,27 +292,27 @@ def introduction(rank, world_size=2):
 
 @pytest.mark.faults
 @pytest.mark.fault("unauthenticated-peers")
-def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, voice):
+def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, hand_agent):
     aggregator = launch.aggregator()
-    zero, one = voice(aggregator.port), voice(aggregator.port)
+    zero, one = hand_agent(aggregator.port), hand_agent(aggregator.port)
     for rank, agent in enumerate((zero, one)):
-        agent.say(introduction(rank))
-        agent.hear("Welcome")
+        agent.send(introduction(rank))
+        agent.receive("Welcome")
 
-    other = voice(aggregator.port)
-    other.say(introduction(5), msgspec.structs.replace(introduction(1), job="another"))
-    assert other.hear("Refused").reason.startswith("rank 5 lies outside")
-    assert other.hear("Refused").reason == "it belongs to another job"
+    other = hand_agent(aggregator.port)
+    other.send(introduction(5), msgspec.structs.replace(introduction(1), job="another"))
+    assert other.receive("Refused").reason.startswith("rank 5 lies outside")
+    assert other.receive("Refused").reason == "it belongs to another job"
 
     # It is a member of the job and has the other's id, which should be secret.
     stolen = row(1, agent="secret-1", tokens=10**9, devices=())
-    zero.say(reports(stolen), Bye("secret-1", 1, "failed", 10))
-    zero.say(reports(row(0, agent="secret-0", devices=())))
-    one.say(reports(row(1, agent="secret-1", devices=())))
-    one.hear("Ack")
+    zero.send(reports(stolen), Bye("secret-1", 1, "failed", 10))
+    zero.send(reports(row(0, agent="secret-0", devices=())))
+    one.send(reports(row(1, agent="secret-1", devices=())))
+    one.receive("Ack")
     for rank, agent in enumerate((zero, one)):
-        agent.say(Bye(f"secret-{rank}", rank, "completed", 10))
-        agent.hear("ByeSeen")
+        agent.send(Bye(f"secret-{rank}", rank, "completed", 10))
+        agent.receive("ByeSeen")
     assert not aggregator.job.left(within_s=8.0)
 
     summary = aggregator.ledger.summary
@@ -325,41 +325,41 @@ def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, voice)
 
 
 @pytest.mark.faults
-def test_windows_are_written_while_further_frames_wait(launch, voice):
+def test_windows_are_written_while_further_frames_wait(launch, hand_agent):
     aggregator = launch.aggregator(log_interval=10)
-    agent = voice(aggregator.port)
-    agent.say(introduction(0, 1))
-    agent.hear("Welcome")
+    agent = hand_agent(aggregator.port)
+    agent.send(introduction(0, 1))
+    agent.receive("Welcome")
     rows = [row(0, number, agent="secret-0", devices=()) for number in range(1, 2001)]
 
-    agent.say(*[reports(*rows[first : first + 10]) for first in range(0, 2000, 10)])
+    agent.send(*[reports(*rows[first : first + 10]) for first in range(0, 2000, 10)])
     confirmed = [0]
     while confirmed[-1] < 2000:
-        confirmed.append(agent.hear("Ack", within_s=120.0).sequence)
+        confirmed.append(agent.receive("Ack", within_s=120.0).sequence)
 
     # Without a limit on the frames of one turn, all of them were confirmed at once.
     assert max(after - before for before, after in pairwise(confirmed)) < 1000
-    agent.say(Bye("secret-0", 0, "completed", 20_000))
-    agent.hear("ByeSeen")
+    agent.send(Bye("secret-0", 0, "completed", 20_000))
+    agent.receive("ByeSeen")
     assert not aggregator.job.left()
 
 
 @pytest.mark.faults
 @pytest.mark.fault("hostile-frames")
-def test_throttled_rank_resends_dropped_reports(launch, voice):
+def test_throttled_rank_resends_dropped_reports(launch, hand_agent):
     aggregator = launch.aggregator(history_size=16, log_interval=10)
-    agent = voice(aggregator.port)
-    agent.say(introduction(0, 1))
-    agent.hear("Welcome")
+    agent = hand_agent(aggregator.port)
+    agent.send(introduction(0, 1))
+    agent.receive("Welcome")
     rows = [row(0, number, agent="secret-0", devices=()) for number in range(1, 21)]
-    agent.say(reports(*rows[:10]))
-    agent.hear("Ack")
+    agent.send(reports(*rows[:10]))
+    agent.receive("Ack")
 
-    agent.say(*[MAGIC + b"\xc1"] * 3000)  # far beyond its burst of 528
-    agent.say(reports(*rows[10:]))
+    agent.send(*[MAGIC + b"\xc1"] * 3000)  # far beyond its burst of 528
+    agent.send(reports(*rows[10:]))
 
     def must_send_again():
-        agent.say(Heartbeat("secret-0", 0, 1, "x", 0.0))
+        agent.send(Heartbeat("secret-0", 0, 1, "x", 0.0))
         while agent.socket.poll(100):  # acknowledgements arrive at any time
             message = decode_from_aggregator(agent.socket.recv())
             if isinstance(message, Welcome):
@@ -367,8 +367,8 @@ def test_throttled_rank_resends_dropped_reports(launch, voice):
         return False
 
     jobs.until(must_send_again)
-    agent.say(introduction(0, 1), reports(*rows), Bye("secret-0", 0, "completed", 200))
-    agent.hear("ByeSeen")
+    agent.send(introduction(0, 1), reports(*rows), Bye("secret-0", 0, "completed", 200))
+    agent.receive("ByeSeen")
     assert not aggregator.job.left(within_s=8.0)
 
     summary = aggregator.ledger.summary
@@ -383,28 +383,38 @@ def test_agent_resends_hello_and_unconfirmed_reports_on_request(launch):
     context = make_context()
     server = ServerSocket(context)
     port = server.listen("tcp://127.0.0.1:*").rpartition(":")[2]
-    heard = []
+    received_frames = []
 
-    def hear():
+    def receive():
         while received := server.receive():
-            heard.append((received[0], decode_from_agent(received[1])))
-        return heard
+            received_frames.append((received[0], decode_from_agent(received[1])))
+        return received_frames
 
     def sequences(since=0):
-        return [row.sequence for _, said in heard[since:] if isinstance(said, Reports) for row in said.rows]
+        return [
+            row.sequence
+            for _, message in received_frames[since:]
+            if isinstance(message, Reports)
+            for row in message.rows
+        ]
 
     try:
         job = launch.python("loop.py", "--iterations", 400, endpoint=f"127.0.0.1:{port}")
-        peer, said = jobs.until(hear)[0]
-        assert isinstance(said, Hello)
+        peer, message = jobs.until(receive)[0]
+        assert isinstance(message, Hello)
         server.send(peer, Welcome(1))
-        jobs.until(lambda: hear() and len(set(sequences())) >= 3)
+        jobs.until(lambda: receive() and len(set(sequences())) >= 3)
         server.send(peer, Ack(1))
-        before, at = sequences(), len(heard)
+        before, at = sequences(), len(received_frames)
         server.send(peer, Welcome(1, again=True))
-        jobs.until(lambda: hear() and {2, 3} <= set(sequences(at)))
-        again = next(number for number, (_, said) in enumerate(heard[at:]) if isinstance(said, Hello))
-        after = [row.sequence for _, said in heard[at + again :] if isinstance(said, Reports) for row in said.rows]
+        jobs.until(lambda: receive() and {2, 3} <= set(sequences(at)))
+        again = next(number for number, (_, message) in enumerate(received_frames[at:]) if isinstance(message, Hello))
+        after = [
+            row.sequence
+            for _, message in received_frames[at + again :]
+            if isinstance(message, Reports)
+            for row in message.rows
+        ]
     finally:
         job.end()
         server.close()

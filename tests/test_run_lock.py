@@ -30,16 +30,16 @@ def test_lock_names_its_holder_and_is_private(tmp_path):
 
 def test_next_attempt_asks_until_the_folder_is_released(tmp_path):
     lock = take(tmp_path / "one", FIRST)
-    asked = []
+    requests = []
 
     def ask(holder):
-        asked.append(holder)
-        if len(asked) == 2:
+        requests.append(holder)
+        if len(requests) == 2:
             threading.Thread(target=lock.release).start()
 
     after = take(tmp_path / "one", NEXT, ask, wait_s=20.0)
 
-    assert asked == [FIRST, FIRST]
+    assert requests == [FIRST, FIRST]
     assert (after.folder, after.instead_of) == (tmp_path / "one", None)
     assert holder_of(after.folder / "lock") == NEXT
     after.release()
@@ -48,12 +48,12 @@ def test_next_attempt_asks_until_the_folder_is_released(tmp_path):
 @pytest.mark.parametrize("one", [OTHER, Holder(job="another"), Holder()])
 def test_another_job_gets_its_own_folder_without_asking(tmp_path, one):
     first = take(tmp_path / "one", FIRST if one.run else Holder(job="first"))
-    asked = []
+    requests = []
 
-    second = take(tmp_path / "one", one, asked.append, wait_s=0.1)
-    third = take(tmp_path / "one", one, asked.append, wait_s=0.1)
+    second = take(tmp_path / "one", one, requests.append, wait_s=0.1)
+    third = take(tmp_path / "one", one, requests.append, wait_s=0.1)
 
-    assert (second.folder.name, third.folder.name, asked) == ("one-2", "one-3", [])
+    assert (second.folder.name, third.folder.name, requests) == ("one-2", "one-3", [])
     assert second.instead_of == third.instead_of == tmp_path / "one"
     for lock in (first, second, third):
         lock.release()
@@ -101,11 +101,11 @@ def test_killed_run_is_continued_and_completed_one_is_not(tmp_path):
 def test_lock_file_without_a_holder_is_held(tmp_path, content):
     lock = take(tmp_path / "one", FIRST)
     (tmp_path / "one" / "lock").write_bytes(content)
-    asked = []
+    requests = []
 
-    beside = take(tmp_path / "one", NEXT, asked.append, wait_s=0.1)
+    beside = take(tmp_path / "one", NEXT, requests.append, wait_s=0.1)
 
-    assert (beside.folder.name, asked) == ("one-2", [])
+    assert (beside.folder.name, requests) == ("one-2", [])
     lock.release()
     beside.release()
 

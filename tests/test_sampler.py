@@ -115,15 +115,15 @@ def test_requested_moments_are_read_at_or_just_after_them(start, wake):
     sampler = start(FakeReader())
     woken(wake)
     now_ns = time.monotonic_ns()
-    asked = [now_ns + ms * 1_000_000 for ms in (-5, 20, 45, 70)]
-    sampler.ask(asked)
+    requested_ns = [now_ns + ms * 1_000_000 for ms in (-5, 20, 45, 70)]
+    sampler.ask(requested_ns)
     woken(wake)
 
     samples = sampler.take()[1:]  # the first was taken at the start
     assert len(samples) == 4
-    for moment_ns, sample in zip(asked, samples, strict=True):
+    for moment_ns, sample in zip(requested_ns, samples, strict=True):
         assert moment_ns <= sample.time_ns < moment_ns + 2 * NS
-    assert samples[0].time_ns < asked[1], "a past moment is read at once"
+    assert samples[0].time_ns < requested_ns[1], "a past moment is read at once"
 
 
 def test_agent_is_woken_after_the_last_requested_moment(start, wake):
@@ -196,16 +196,18 @@ def test_frequent_requests_are_thinned_out(start, wake, monkeypatch, within_s, e
     sampler = start(FakeReader())
     woken(wake)
     sampler._call_s = 0.0
-    asked = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
-    sampler.ask(asked, within_s=within_s)
+    requested_ns = [time.monotonic_ns() + 50_000_000 + i * 1_000_000 for i in range(18)]
+    sampler.ask(requested_ns, within_s=within_s)
     woken(wake)
 
     found = [sample.time_ns for sample in sampler.take()[1:]]
     assert len(found) <= len(expected)  # two moments that passed together are one reading
-    assert found[0] >= asked[0]
-    assert found[-1] >= asked[expected[-1]]
+    assert found[0] >= requested_ns[0]
+    assert found[-1] >= requested_ns[expected[-1]]
     if len(expected) < 18:
-        assert not [at_ns for at_ns in found if asked[0] + 10_000_000 < at_ns < asked[expected[-1]] - 3_000_000]
+        assert not [
+            at_ns for at_ns in found if requested_ns[0] + 10_000_000 < at_ns < requested_ns[expected[-1]] - 3_000_000
+        ]
 
 
 def test_call_that_may_delay_kernel_launches_is_made_less_often(start, wake):

@@ -21,7 +21,7 @@ def document(memory):
 
 
 @pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
-def test_a_header_that_is_half_stored_is_no_document(memory, document, header):
+def test_half_stored_header_is_no_document(memory, document, header):
     document.write({"a": 1})
     document.take()
     DOCUMENT_HEADER.pack_into(memory, 64, *header)  # struct.pack_into clears its place and then stores field by field
@@ -81,7 +81,7 @@ def test_the_board_shows_the_newest_whole_state():
     assert board.descriptor == -1
 
 
-def test_memory_that_is_too_short_for_a_board_is_refused():
+def test_memory_too_short_for_a_board_is_rejected():
     descriptor = make_memory("short", 100)
     try:
         with pytest.raises(RingError, match="not a board"):

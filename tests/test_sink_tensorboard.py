@@ -137,7 +137,7 @@ def test_each_tag_has_help_and_unit_at_first_use(tmp_path):
     assert "efficientllm/new" in described
 
 
-def test_a_simulated_run_says_so_in_every_description(tmp_path):
+def test_simulated_run_is_marked_in_every_description(tmp_path):
     written(tmp_path, make_report(simulated=True))
 
     texts = [
@@ -147,7 +147,7 @@ def test_a_simulated_run_says_so_in_every_description(tmp_path):
     assert all(text.startswith("**Simulated.**") for text in texts if text)
 
 
-def test_what_is_not_finite_is_left_out(tmp_path):
+def test_values_that_are_not_finite_are_left_out(tmp_path):
     back = written(tmp_path, make_report(values={"amu_gb": math.nan, "pcu_ratio": math.inf, "al_seconds": 1.5}))
 
     tags = back.Tags()["scalars"]

@@ -86,8 +86,8 @@ class Week:
             for _ in range(40):  # its agent is lost for 200 s
                 self.now_s += 5.0
                 for rank in range(RANKS - 1):
-                    beat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
-                    aggregator.heartbeat(beat, Now(self.now_s, self.now_s))
+                    heartbeat = Heartbeat(f"agent-{rank}", rank, 10 * number, "between iterations", 5.0)
+                    aggregator.heartbeat(heartbeat, Now(self.now_s, self.now_s))
                 aggregator.tick(Now(self.now_s, self.now_s))
             aggregator.reports(reports(rows[-1]), Now(self.now_s, self.now_s))
         if number % 100 == 0:

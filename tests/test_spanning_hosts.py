@@ -191,13 +191,13 @@ def test_job_without_keys_works_and_warns_on_every_start(hosts, launch):
     first, second = (one.done(120) for one in ranks(launch, pair, security="none", ports="29700-29703"))
 
     assert first.ledger.summary.tokens == 2 * ITERATIONS * TOKENS
-    said = (
+    warning = (
         "EFFICIENTLLM_SECURITY=none: reports are neither encrypted nor checked, "
         "every process that reaches tcp://10.77.0.1:29700 can read and forge them"
     )
-    assert our_lines(first) == [f"[EfficientLLM] {said}"]
+    assert our_lines(first) == [f"[EfficientLLM] {warning}"]
     assert our_lines(second) == []
-    assert first.ledger.event_texts("security") == [said]
+    assert first.ledger.event_texts("security") == [warning]
     assert not secret_path(Config()).exists()
 
 
@@ -337,17 +337,17 @@ def test_serve_on_a_public_address_needs_the_secret(hosts, launch, tmp_path):
         "['effllm', 'serve', '--bind', '10.77.0.1:5555', '--run-name', 'served']\nmain()"
     )
     jobs.until(lambda: "EFFICIENTLLM_ENDPOINT" in served.stdout, 20)
-    said = dict(
+    exports = dict(
         line.strip().removeprefix("export ").split("=") for line in served.stdout.splitlines() if "export" in line
     )
-    assert said == {
+    assert exports == {
         "EFFICIENTLLM_ENDPOINT": "tcp://10.77.0.1:5555",
         "EFFICIENTLLM_SECRET_FILE": str(secret_path(Config())),
     }
 
     refused = launch.on(two).python(LOOP, endpoint="10.77.0.1:5555", secret_file=tmp_path / "none").wait(40)
     assert "there is no secret" in refused.our_errors[0]
-    variables = {name.removeprefix("EFFICIENTLLM_").lower(): value for name, value in said.items()}
+    variables = {name.removeprefix("EFFICIENTLLM_").lower(): value for name, value in exports.items()}
     launch.on(two).python(LOOP, "--iterations", ITERATIONS, **variables).done(40)
 
     served.done(20)

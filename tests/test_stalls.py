@@ -20,22 +20,22 @@ class Job:
         self.aggregator = Aggregator(Config(), "job", 1, UNIX_S)
         for rank in range(ranks):
             self.aggregator.hello(hello(rank, ranks, devices=(gpu(f"GPU-{rank}"),), **changes), Now(0.0, UNIX_S))
-        self.beat(dict.fromkeys(range(ranks), (0, "startup")), 0.0, 0.0)
+        self.heartbeat(dict.fromkeys(range(ranks), (0, "startup")), 0.0, 0.0)
         for rank in range(ranks):
             reported = row(rank, 1, iteration_shown=1010, agent=f"agent-{rank}", devices=())
             self.aggregator.reports(Reports((reported,)), Now(100.0, UNIX_S + 100))
         self.events()
 
-    def beat(self, positions, since_s: float, now_s: float, **changes) -> None:
+    def heartbeat(self, positions, since_s: float, now_s: float, **changes) -> None:
         for rank, (ordinal, state) in positions.items():
-            beat = Heartbeat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
-            self.aggregator.heartbeat(beat, Now(now_s, UNIX_S + now_s))
+            heartbeat = Heartbeat(f"agent-{rank}", rank, ordinal, state, now_s - since_s, **changes)
+            self.aggregator.heartbeat(heartbeat, Now(now_s, UNIX_S + now_s))
 
     def stall(self, positions, since_s: float = 100.0, until_s: float = 141.0, from_s=None, **changes) -> None:
         now_s = since_s if from_s is None else from_s
         while now_s <= until_s:
             if now_s % 5 == 0:
-                self.beat(positions, since_s, now_s, **changes)
+                self.heartbeat(positions, since_s, now_s, **changes)
             self.tick(now_s)
             now_s += 0.5
 
@@ -143,7 +143,7 @@ def test_summary_has_stalled_time_during_and_after_a_stall():
     assert job.summary(ended=False).status == "stalled"
     assert not job.summary(ended=False).is_over
     assert 40.5 <= job.summary(ended=False).metrics["health/stalled_s"].value <= 41.0
-    job.beat(dict.fromkeys(range(4), (12, STEP)), 150.0, 151.0)
+    job.heartbeat(dict.fromkeys(range(4), (12, STEP)), 150.0, 151.0)
     job.tick(151.5)
 
     assert [kind for kind, _ in job.events()] == ["stalled", "resumed"]
@@ -155,11 +155,11 @@ def test_two_stalls_add_up_and_each_requests_stacks():
     job = Job()
     job.stall(BEHIND)
     first = job.aggregator.stalls.take_asked()
-    job.beat(dict.fromkeys(range(4), (12, STEP)), 150.0, 150.0)
+    job.heartbeat(dict.fromkeys(range(4), (12, STEP)), 150.0, 150.0)
     job.tick(150.5)
     job.stall(dict.fromkeys(range(4), (12, STEP)), since_s=150.0, until_s=190.0)
     second = job.aggregator.stalls.take_asked()
-    job.beat(dict.fromkeys(range(4), (13, STEP)), 195.0, 195.0)
+    job.heartbeat(dict.fromkeys(range(4), (13, STEP)), 195.0, 195.0)
     job.tick(195.5)
 
     assert (sorted(first), sorted(second)) == ([0, 2], [0, 1, 2, 3])
@@ -233,7 +233,7 @@ def test_replacement_counts_the_time_of_a_stall_once():
     job.aggregator = Aggregator(Config(), "job", 1, UNIX_S, restore(state))
     for rank in range(4):
         job.aggregator.hello(hello(rank, 4), Now(150.0, UNIX_S + 150))
-    job.beat(BEHIND, 100.0, 150.0)
+    job.heartbeat(BEHIND, 100.0, 150.0)
     job.tick(150.5)
 
     ((kind, text),) = job.events()

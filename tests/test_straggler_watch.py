@@ -44,7 +44,7 @@ class Job:
     def summary(self):
         return self.aggregator.summary(2000.0, ended=True)
 
-    def beat(self, rank, now_s, offset_s, error_s):
+    def heartbeat(self, rank, now_s, offset_s, error_s):
         message = Heartbeat(f"agent-{rank}", rank, 1, "", 0.0, offset_s=offset_s, offset_error_s=error_s)
         self.aggregator.heartbeat(message, Now(now_s, 1000.0 + now_s))
 
@@ -112,9 +112,9 @@ def test_without_own_times_there_is_no_straggler_metric():
 
 def test_error_of_the_worst_clock_is_published_and_grows():
     job = Job()
-    job.beat(0, 1.0, 1e6, 1e-5)
-    job.beat(1, 2.0, -1e6, 2e-5)
-    job.beat(2, 21.0, 0.0, 1e-5)
+    job.heartbeat(0, 1.0, 1e6, 1e-5)
+    job.heartbeat(1, 2.0, -1e6, 2e-5)
+    job.heartbeat(2, 21.0, 0.0, 1e-5)
     job.run(1, 1)
 
     (report,) = job.closed()
@@ -123,7 +123,7 @@ def test_error_of_the_worst_clock_is_published_and_grows():
 
 def test_another_agent_of_a_rank_has_another_clock():
     job = Job()
-    job.beat(0, 1.0, 1e6, 1e-5)
+    job.heartbeat(0, 1.0, 1e6, 1e-5)
     job.aggregator.hello(hello(0, 4, agent="another"), Now(100.0, 1100.0))
     job.run(1, 1)  # which the other agent's reports do not complete
     job.aggregator.close_all()

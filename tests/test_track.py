@@ -170,15 +170,15 @@ def test_calibration_reaches_the_existing_series(tracked):
 
 
 def test_contradicted_tick_is_calibrated_again_once(tracked, wake):
-    asked = []
+    calibrations_made = []
 
     def learn(device, read, is_suspect):
-        asked.append((device.sensor.tick_s, is_suspect))
+        calibrations_made.append((device.sensor.tick_s, is_suspect))
         return Sensor(tick_s=0.055, tick_error_s=1e-5)  # wrong, and wrong again
 
     track = tracked(Gpu(tick_s=0.04), calibrate=learn)
     deadline_s = time.monotonic() + 20.0
-    while len(asked) < 2 and time.monotonic() < deadline_s:
+    while len(calibrations_made) < 2 and time.monotonic() < deadline_s:
         track.ask(time.monotonic_ns())
         woken(wake)
         track.take()
@@ -187,7 +187,7 @@ def test_contradicted_tick_is_calibrated_again_once(tracked, wake):
         woken(wake)
         track.take()
 
-    assert asked == [(0.0, False), (0.0, True)], "from the known device, not from the wrong tick"
+    assert calibrations_made == [(0.0, False), (0.0, True)], "from the known device, not from the wrong tick"
 
 
 class VirtualSampler:
