@@ -269,7 +269,7 @@ class HandAgent:
                 message = decode_from_aggregator(self.socket.recv())
                 if type(message).__name__ == kind:
                     return message
-        raise AssertionError(f"no {kind} came")
+        raise AssertionError(f"no {kind} arrived")
 
 
 @pytest.fixture
@@ -301,8 +301,8 @@ def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, hand_a
 
     other = hand_agent(aggregator.port)
     other.send(introduction(5), msgspec.structs.replace(introduction(1), job="another"))
-    assert other.receive("Refused").reason.startswith("rank 5 lies outside")
-    assert other.receive("Refused").reason == "it belongs to another job"
+    assert other.receive("Rejected").reason.startswith("rank 5 lies outside")
+    assert other.receive("Rejected").reason == "it belongs to another job"
 
     # It is a member of the job and has the other's id, which should be secret.
     stolen = row(1, agent="secret-1", tokens=10**9, devices=())
