@@ -79,7 +79,7 @@ def true_j(rows: Sequence[Any], local_rank: int) -> float:
     return sum(wave.energy_j(row.start_time_s - unix_s, row.end_time_s - unix_s) for row in rows)
 
 
-def assert_undisturbed(job: Job, between_s: tuple[float, float], longest_s: float = 0.2) -> None:
+def assert_undisturbed(job: Job, between_s: tuple[float, float], max_s: float = 0.2) -> None:
     """Print the step times during the fault and outside it; fail only if a step waited long for something other than a
     core.
 
@@ -93,7 +93,7 @@ def assert_undisturbed(job: Job, between_s: tuple[float, float], longest_s: floa
     assert during and outside
     ratio = statistics.median(during) / statistics.median(outside)
     print(f"median step during the fault over outside it: {ratio:.3f}; the longest took {max(during):.4f} s")
-    assert max(during) < longest_s
+    assert max(during) < max_s
 
 
 def assert_readable(folder: Path, unfinished: bool = False) -> None:

@@ -288,7 +288,7 @@ class Job:
         """Return what the script wrote into a JSON file."""
         return json.loads((self.folder / name).read_text())  # nan is allowed
 
-    def longest_step_s(self) -> float:
+    def max_step_s(self) -> float:
         """Return the longest step of a loop with its log_metrics, less the time for which others had the CPUs."""
         truth = self.output()
         parts = zip(truth["steps"], truth["logging_s"], itertools.pairwise(truth["starved_s"]), strict=True)

@@ -312,14 +312,14 @@ def test_old_driver_is_read_through_older_functions(trace):
     missing += ["nvmlGpmQueryDeviceSupport", "nvmlDeviceIsMigDeviceHandle", "nvmlEventSetCreate"]
     trace.write(gpu(power=flat(250.0), memory=flat(3.0 * GIB), memory_reserved=GIB, throttle=0x4))
 
-    told = run_on_old_driver(
+    output = run_on_old_driver(
         trace,
         missing,
         "print(reader.device.energy_method, sample.power_w, sample.memory_bytes, *sample.throttled_by, failures)",
     )
 
     # The first version of the memory call counts memory reserved by the driver as used.
-    assert told == ["counter", "250.0", str(4.0 * GIB), "power_cap", "{}"]
+    assert output == ["counter", "250.0", str(4.0 * GIB), "power_cap", "{}"]
 
 
 @pytest.mark.parametrize(
@@ -329,9 +329,9 @@ def test_kind_of_power_of_an_unknown_board_is_its_chips(trace, capability, field
     trace.write(gpu(name="NVIDIA Something New", power=flat(250.0), unsupported=("fields",)))
     patch = f"import pynvml; pynvml.nvmlDeviceGetCudaComputeCapability = lambda handle: {capability}"
 
-    told = run_on_old_driver(trace, [], f"{patch}\nprint(open_device('nvml', Site()).read()[0].{field})")
+    output = run_on_old_driver(trace, [], f"{patch}\nprint(open_device('nvml', Site()).read()[0].{field})")
 
-    assert told == ["250.0"]
+    assert output == ["250.0"]
 
 
 # --- memory, clocks, temperature ---
@@ -661,7 +661,7 @@ def test_lost_slice_is_found_again_with_its_part(trace):
 # --- events ---
 
 
-def told(reader, pass_s: float = 0.0):
+def events_of(reader, pass_s: float = 0.0):
     """Advance the reader's clock, read, and return the events."""
     reader.pass_time(pass_s)
     return tuple((event.kind, event.text) for event in reader.read()[0].events)
@@ -671,9 +671,9 @@ def test_critical_error_is_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
-        before = told(reader)
+        before = events_of(reader)
         trace.fault("0 xid event 79")
-        events = [told(reader, 1.0) for _ in range(3)]
+        events = [events_of(reader, 1.0) for _ in range(3)]
 
     assert before == ()
     assert events == [(("xid", "Xid 79: a critical error of the GPU, see the driver's log"),), (), ()]
@@ -683,9 +683,9 @@ def test_repeated_error_is_one_event(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
-        told(reader)
+        events_of(reader)
         trace.fault(*["0 xid event 63"] * 5)
-        events = told(reader, 1.0)
+        events = events_of(reader, 1.0)
 
     assert [text.partition(":")[0] for _, text in events] == ["Xid 63, 5 times"]
 
@@ -694,11 +694,11 @@ def test_events_of_a_failing_gpu_are_read_at_once(trace):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
-        told(reader)
+        events_of(reader)
         trace.fault(
             "0 xid event 79", *(f"0 {call} error {UNKNOWN_ERROR}" for call in ("fields", "memory", "utilization"))
         )
-        events = told(reader)  # in the same second
+        events = events_of(reader)  # in the same second
 
     assert [kind for kind, _ in events] == ["xid"]
 
@@ -710,9 +710,9 @@ def test_events_of_a_returned_gpu_are_read(trace):
         trace.fault("0 * lost")
         reader.read()
         trace.fault()
-        told(reader, 1.0)
+        events_of(reader, 1.0)
         trace.fault("0 xid event 48")
-        events = told(reader, 1.0)
+        events = events_of(reader, 1.0)
 
     assert [kind for kind, _ in events] == ["xid"]
 
@@ -721,13 +721,13 @@ def test_memory_errors_are_counted_since_the_opening(trace):
     trace.write(gpu(ecc_uncorrected=2, ecc_corrected=7))
 
     with trace.reader(AT_A) as reader:
-        before = told(reader, 10.0)
+        before = events_of(reader, 10.0)
         trace.fault("0 ecc.uncorrected value 5")
-        events = [told(reader, 10.0) for _ in range(2)]
+        events = [events_of(reader, 10.0) for _ in range(2)]
         trace.fault("0 ecc.uncorrected value 0")  # the driver was reloaded
-        after = told(reader, 10.0)
+        after = events_of(reader, 10.0)
         trace.fault("0 ecc.uncorrected value 1")
-        again = told(reader, 10.0)
+        again = events_of(reader, 10.0)
 
     assert before == ()
     assert events == [(("ecc", "3 uncorrected memory errors"),), ()]
@@ -742,7 +742,7 @@ def test_changed_power_limit_is_one_event_and_a_gauge(trace):
         trace.fault("0 limit value 350000")
         reader.pass_time(10.0)
         sample, _ = reader.read()
-        after = told(reader, 10.0)
+        after = events_of(reader, 10.0)
 
     (event,) = sample.events
     assert (event.kind, event.text) == ("power_limit", "the power limit went from 700 W to 350 W")
@@ -764,9 +764,9 @@ def test_unreadable_values_are_no_events(trace, fault):
 
     with trace.reader(AT_A) as reader:
         trace.fault(f"0 {fault}")
-        events = told(reader, 10.0)
+        events = events_of(reader, 10.0)
         trace.fault()
-        after = told(reader, 10.0)
+        after = events_of(reader, 10.0)
 
     assert (events, after) == ((), ())
 

@@ -1,4 +1,4 @@
-"""Agents that die or cannot start: training goes on, it is said once and why, and the end is not held up."""
+"""Agents that die or cannot start: training goes on, one line gives the reason, and the end is not delayed."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ LOOP = "loop.py"
 
 
 @pytest.mark.fault("agent-killed")
-def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch, tmp_path):
+def test_killed_agent_does_not_delay_the_end_of_a_job(launch, tmp_path):
     meeting, enough = tmp_path / "meeting", tmp_path / "enough"
     meeting.write_bytes(bytes(64))
     aggregator = launch.aggregator()
@@ -44,7 +44,7 @@ def test_the_end_of_a_job_is_not_held_up_by_an_agent_that_was_killed(launch, tmp
 
 @pytest.mark.fault("agent-killed")
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=jobs.needs_torch)])
-def test_without_the_first_ranks_agent_there_is_a_summary_all_the_same(launch, num_ranks):
+def test_summary_is_written_without_the_agent_of_rank_0(launch, num_ranks):
     if num_ranks == 1:
         job = launch.python(LOOP, "--until", "enough")
     else:
@@ -87,7 +87,7 @@ files = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (files[-1] + {}, files[-1] + {}))
 """
 NO_FORK = """
-if os.getuid() == 0:  # whom no limit holds
+if os.getuid() == 0:  # no limit applies to root
     os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 """
@@ -109,7 +109,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     ],
     ids=["no descriptors", "no more descriptors", "few descriptors", "no processes", "no interpreter", "broken one"],
 )
-def test_where_no_agent_can_start_training_goes_on_and_one_line_says_why(launch, breaks, why):
+def test_agent_that_cannot_start_is_one_line(launch, breaks, why):
     job = launch.code(TRAIN.format(breaks), environ=jobs.long_timeouts()).done()
 
     line, again = [line for line in job.stderr.splitlines() if "[EfficientLLM]" in line]
@@ -117,4 +117,4 @@ def test_where_no_agent_can_start_training_goes_on_and_one_line_says_why(launch,
     assert again.startswith("[EfficientLLM] this job ran without metrics: ")
     assert why in line
     assert "Traceback" not in job.stderr
-    assert float(job.stdout) < 10.0  # it does not wait for an agent that is dead, which would be twenty seconds
+    assert float(job.stdout) < 10.0  # no wait for a dead agent, which would be twenty seconds

@@ -1,4 +1,4 @@
-"""Wall clocks that step or are wrong: durations, energies and totals are of the monotonic clock, and do not change."""
+"""Wall clocks that step or are wrong: durations, energies and totals use the monotonic clock and do not change."""
 
 import shutil
 import struct
@@ -18,7 +18,7 @@ HOUR_S = 3600
 
 
 class Clock:
-    """The wall clock of the processes that are started with ``environ``: off by so many seconds, from one moment on."""
+    """The wall clock of processes started with ``environ``: it can be stepped by a number of seconds."""
 
     def __init__(self, folder):
         self._file = folder / "offset"
@@ -41,7 +41,7 @@ def clock(tmp_path):
 
 
 def assert_busy(job, rows):
-    """Compare the time in steps with what the loop measured just around it, and just within it."""
+    """Compare the time in steps with the loop's own measurements around and within the steps."""
     truth = job.output()
     outer_s = sum(end - start for start, end in truth["steps"])
     assert sum(truth["inner_s"]) - 1e-6 <= sum(row.busy_s for row in rows) <= outer_s + 1e-6
@@ -49,7 +49,7 @@ def assert_busy(job, rows):
 
 @pytest.mark.fault("wall-clock")
 @pytest.mark.parametrize("step_s", [HOUR_S, -HOUR_S])
-def test_a_wall_clock_that_steps_by_an_hour_changes_no_duration_and_no_energy(launch, clock, step_s):
+def test_wall_clock_step_changes_no_duration_or_energy(launch, clock, step_s):
     began_s = time.monotonic()
     job = launch.python("loop.py", "--until", "enough", environ=clock.environ)
     jobs.until(lambda: job.num_windows >= 5)
@@ -73,7 +73,7 @@ def test_a_wall_clock_that_steps_by_an_hour_changes_no_duration_and_no_energy(la
 
 
 @pytest.mark.fault("clock-off")
-def test_a_node_whose_clock_is_an_hour_off_changes_no_window_and_frames_nobody(launch, clock, tmp_path):
+def test_wrong_clock_of_a_node_changes_no_window_or_verdict(launch, clock, tmp_path):
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(64))
     loop = ("lockstep.py", meeting, "--step-s", 0.01)

@@ -1,4 +1,4 @@
-"""Too few file descriptors: a job that could not be served is refused at its start; later they may still run out."""
+"""Too few file descriptors: too large a job is rejected at its start; descriptors may also run out later."""
 
 import os
 import re
@@ -22,7 +22,7 @@ FLOOD = str(jobs.Path(__file__).with_name("flood.py"))
 #: Of a world of 200: 200, a fifth more, and 256.
 TOO_FEW = "496 open files are needed and 120 are allowed: raise the hard limit, by ulimit -Hn 496 in the shell of root"
 
-#: Trains, and says whether its own limits are what they were.
+#: Trains, and checks that its own limits are unchanged.
 KEEPS_ITS_LIMITS = """
 import resource, sys
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -33,9 +33,9 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def limited(hard):
-    """Return what stands before a command that may have so many open files, and may not raise that."""
+    """Return the prefix of a command with this hard limit of open files, which it cannot raise."""
     if not shutil.which("prlimit") or (os.geteuid() == 0 and not shutil.which("setpriv")):
-        pytest.skip("there is no prlimit or no setpriv, by which root gives up to raise every limit")
+        pytest.skip("there is no prlimit or no setpriv, to drop root's right to raise limits")
     least = ["setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource"] if os.geteuid() == 0 else []
     return [*least, "prlimit", f"--nofile=60:{hard}"]
 
@@ -50,7 +50,7 @@ def rank_of_mpirun(launch, rank, *prefix):
     return launch._job().start(command, {**launch.environ({}), **environ})
 
 
-def test_a_job_that_is_larger_than_the_hard_limit_trains_without_metrics_and_one_line_says_how_many_are_needed(launch):
+def test_job_above_the_hard_limit_trains_without_metrics(launch):
     first = rank_of_mpirun(launch, 0, *limited(120))
     folder = launch._folder / "runs"
     jobs.until(lambda: list(folder.glob(".address-*")))
@@ -61,15 +61,15 @@ def test_a_job_that_is_larger_than_the_hard_limit_trains_without_metrics_and_one
     line, again = first.our_errors
     assert again.startswith(f"[EfficientLLM] this job ran without metrics: {TOO_FEW}")
     assert line.startswith(f"[EfficientLLM] no metrics, training goes on: {TOO_FEW}")
-    assert other.our_errors == [], "rank 0 has said it"
+    assert other.our_errors == [], "only rank 0 reports it"
     assert [len(job.output()["steps"]) for job in (first, other)] == [60, 60]
     assert list(folder.iterdir()) == []
-    assert max(job.longest_step_s() for job in (first, other)) < 0.2
+    assert max(job.max_step_s() for job in (first, other)) < 0.2
 
 
 @contextmanager
-def crowd(port):
-    """Keep 300 connections open that say nothing."""
+def silent_connections(port):
+    """Keep 300 silent connections open."""
     flood = subprocess.Popen([sys.executable, FLOOD, "silent", port, "300", "120"], stdout=subprocess.DEVNULL)
     try:
         yield
@@ -80,7 +80,7 @@ def crowd(port):
 
 @contextmanager
 def serving(launch, *prefix, **settings):
-    """Start an aggregator on its own; yield its job and its endpoint, and end it."""
+    """Start a separate aggregator; yield its job and its endpoint, and end it."""
     command = [sys.executable, "-m", "effllm", "serve", "--bind", "127.0.0.1:0", "--run-name", "one"]
     job = launch._job().start([*prefix, *command], launch.environ({"security": "none", **settings}))
     yield job, jobs.until(lambda: re.search(r"ENDPOINT=(\S+)", job.stdout))[1]
@@ -89,7 +89,7 @@ def serving(launch, *prefix, **settings):
     job.done()
 
 
-def test_job_of_one_rank_that_is_refused_ends_at_once_as_refused(launch):
+def test_rejected_job_of_one_rank_ends_at_once_as_refused(launch):
     job = launch._job()
     loop = [sys.executable, str(jobs.SCRIPTS / "loop.py")]
     environ = launch.environ({}, **jobs.long_timeouts())
@@ -97,12 +97,12 @@ def test_job_of_one_rank_that_is_refused_ends_at_once_as_refused(launch):
     at_exit = job.ledger.summary.status
 
     job.done()
-    assert at_exit == "refused", "the trainer waits for the summary, which says so"
+    assert at_exit == "refused", "the trainer waits for the summary"
     assert "99 open files are needed" in job.stderr
     assert "Run refused" in job.stdout
 
 
-def test_an_aggregator_that_serves_refuses_a_job_that_is_larger_than_its_limit(launch):
+def test_serve_rejects_a_job_above_its_limit(launch):
     with serving(launch, *limited(120)) as (aggregator, endpoint):
         ranks = [
             launch.python(LOOP, "--iterations", 100, environ=jobs.rank_environ(rank, 200), endpoint=endpoint)
@@ -137,14 +137,14 @@ Path("truth.json").write_text(json.dumps(iterations))
 """
 
 
-def test_a_job_that_ends_while_connections_take_all_descriptors_keeps_its_totals(launch):
+def test_job_that_ends_without_free_descriptors_keeps_totals(launch):
     enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
         ledger = jobs.Ledger(launch._folder / "runs" / "one")
         places = [jobs.rank_environ(rank, 2) for rank in range(2)]
         ranks = [launch.code(TRAIN.format(str(enough)), environ=place, endpoint=endpoint) for place in places]
         jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
-        with crowd(endpoint.rpartition(":")[2]):
+        with silent_connections(endpoint.rpartition(":")[2]):
             jobs.until(lambda: [text for text in ledger.event_texts("refused") if "connect" in text])
             enough.touch()
             for rank in ranks:
@@ -154,7 +154,7 @@ def test_a_job_that_ends_while_connections_take_all_descriptors_keeps_its_totals
     assert_whole(ledger, {rank: job.output() for rank, job in enumerate(ranks)})
 
 
-def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_when_they_are_gone(launch):
+def test_exhausted_descriptors_use_no_core_and_recover(launch):
     enough = launch._folder / "enough"
     with serving(launch, "prlimit", "--nofile=60:120") as (aggregator, endpoint):
         ledger = jobs.Ledger(launch._folder / "runs" / "one")
@@ -165,24 +165,24 @@ def test_connections_that_take_all_descriptors_cost_no_core_and_others_come_in_w
         first = start(0)
         jobs.until(lambda: "joined" in {event.kind for event in ledger.events})
         server = psutil.Process(aggregator.process.pid)
-        with crowd(endpoint.rpartition(":")[2]):
+        with silent_connections(endpoint.rpartition(":")[2]):
             (line,) = jobs.until(lambda: [text for text in ledger.event_texts("refused") if "connect" in text])
             second = start(1)
             jobs.until(lambda: server.num_fds() < 120)  # files can still be opened
             before, began_s = server.cpu_times(), time.monotonic()
-            time.sleep(3.0)  # that are measured
+            time.sleep(3.0)  # the measured time
             after, took_s = server.cpu_times(), time.monotonic() - began_s
-            kept_out = sum(event.kind == "joined" for event in ledger.events) == 1
+            is_kept_out = sum(event.kind == "joined" for event in ledger.events) == 1
         jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
         enough.touch()
         for rank in (first, second):
             rank.done()
         aggregator.wait()
     busy = (after.user + after.system - before.user - before.system) / took_s
-    print(f"{busy:.3f} of a core while nobody could come in; {ledger.summary.events}")
+    print(f"{busy:.3f} of a core while no peer could connect; {ledger.summary.events}")
 
-    assert kept_out
+    assert is_kept_out
     assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
-    assert busy < 0.2  # 0.77 were seen where nobody stopped asking who waits
+    assert busy < 0.2  # it was 0.77 when the aggregator kept polling
     assert_whole(ledger, {0: first.output(), 1: second.output()})
     assert sum("no further rank can connect" in text for text in ledger.event_texts("refused")) == 1

@@ -1,4 +1,4 @@
-"""The disk of the run folder is full, stands still, breaks or is taken away, under jobs that run."""
+"""The disk of the run folder is full, blocked, broken or unmounted under running jobs."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ LOOP = "loop.py", "--until", "enough"
 
 @pytest.fixture
 def run(launch, disk):
-    """Start a loop whose run folder is on the disk, and that goes on until it may end; wait for its first windows."""
+    """Start a loop with its run folder on the disk, until the test ends it; wait for its first windows."""
 
     def start(**settings):
         job = launch.python(*LOOP, run_dir=disk.path / "runs", run_name="one", **settings)
@@ -34,7 +34,7 @@ def run(launch, disk):
 
 @contextmanager
 def fault(stretch):
-    """Note from when to when something is broken, on the monotonic clock."""
+    """Record the begin and the end of a fault, on the monotonic clock."""
     stretch.append(time.monotonic())
     yield
     stretch.append(time.monotonic())
@@ -45,7 +45,7 @@ def blocks(job):
 
 
 def more_blocks(job, count):
-    """Wait for so many further windows on the console."""
+    """Wait for this many further windows on the console."""
     before = blocks(job)
     jobs.until(lambda: blocks(job) >= before + count)
 
@@ -55,7 +55,7 @@ def troubles(ledger):
 
 
 @pytest.mark.fault("disk-full")
-def test_windows_of_a_full_disk_wait_and_are_all_there_when_there_is_room_again(run, disk):
+def test_windows_of_a_full_disk_are_written_when_it_has_room(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):
@@ -77,7 +77,7 @@ def test_windows_of_a_full_disk_wait_and_are_all_there_when_there_is_room_again(
 
 
 @pytest.mark.fault("disk-full")
-def test_a_job_whose_disk_stays_full_ends_in_time_and_leaves_what_fitted_whole(run, disk):
+def test_job_on_a_full_disk_ends_in_time_with_whole_files(run, disk):
     job, ledger = run()
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
@@ -85,14 +85,14 @@ def test_a_job_whose_disk_stays_full_ends_in_time_and_leaves_what_fitted_whole(r
     job.finish()
 
     assert_readable(ledger.folder)
-    assert ledger.summary.status == "running"  # the last that could be written
+    assert ledger.summary.status == "running"  # the last state that could be written
     shown = [report.iteration for report in ledger.windows]
     assert shown == list(range(10, 10 * len(shown) + 1, 10))
     assert "[EfficientLLM] Run completed" in job.stdout
 
 
 @pytest.mark.fault("read-only")
-def test_a_file_system_that_the_kernel_makes_read_only_costs_no_window_once_it_is_mounted_anew(run, disk):
+def test_read_only_file_system_loses_no_window_once_repaired(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):
@@ -109,7 +109,7 @@ def test_a_file_system_that_the_kernel_makes_read_only_costs_no_window_once_it_i
 
 
 @pytest.mark.fault("read-only")
-def test_a_disk_that_is_unmounted_for_a_while_has_every_window_and_the_place_below_it_has_none(run, disk):
+def test_unmounted_disk_gets_every_window_after_a_remount(run, disk):
     job, ledger = run()
     disk.unmount()
     jobs.until(lambda: f"cannot be written: nothing is mounted at {disk.path}" in job.stdout)
@@ -124,7 +124,7 @@ def test_a_disk_that_is_unmounted_for_a_while_has_every_window_and_the_place_bel
 
 
 @pytest.mark.fault("slow-disk")
-def test_a_disk_that_stands_still_holds_up_neither_training_nor_the_console_and_loses_nothing(run, disk):
+def test_blocked_disk_delays_no_training_and_loses_nothing(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):
@@ -141,7 +141,7 @@ def test_a_disk_that_stands_still_holds_up_neither_training_nor_the_console_and_
 
 
 @pytest.mark.fault("slow-disk")
-def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_windows_come_later(run, disk):
+def test_job_that_ends_on_a_blocked_disk_is_not_delayed(run, disk):
     job, ledger = run()
     disk.freeze()
     more_blocks(job, 10)
@@ -154,11 +154,11 @@ def test_a_job_that_ends_while_its_disk_stands_still_is_not_held_up_and_its_wind
 
 
 @pytest.mark.fault("folder-removed")
-def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follows(launch, tmp_path):
+def test_removed_run_folder_is_made_again(launch, tmp_path):
     job = launch.python(*LOOP)
     jobs.until(lambda: job.num_windows >= 5)
     (folder,) = job.runs()
-    removed = folder.rename(tmp_path / "removed")  # at once: meanwhile more is written to it
+    removed = folder.rename(tmp_path / "removed")  # atomic: the job goes on writing to it
     jobs.until(lambda: shutil.rmtree(removed, ignore_errors=True) or not removed.exists())
     jobs.until(lambda: "was removed" in job.stdout)
     more_blocks(job, 5)
@@ -178,7 +178,7 @@ def test_a_run_folder_that_is_removed_under_a_job_is_made_again_with_what_follow
 
 
 @pytest.mark.fault("disk-full", "aggregator-sigkill")
-def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run, disk):
+def test_aggregator_killed_with_a_full_disk_loses_no_token(run, disk):
     job, ledger = run()
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
@@ -193,13 +193,13 @@ def test_an_aggregator_that_is_killed_while_the_disk_is_full_loses_no_token(run,
 
 
 @pytest.mark.fault("disk-full", "aggregator-sigkill")
-def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_counted(run, disk):
+def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     job, ledger = run(history_size=40)
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
-    more_blocks(job, 30)  # agents give up what is acknowledged anyway, once twenty windows wait
+    more_blocks(job, 30)  # agents get acknowledgements anyway, once twenty windows wait
     (server,) = job.find("effllm.aggregation.server")
-    os.kill(job.process.pid, signal.SIGSTOP)  # else the outbox overflows where the next aggregator is slow to come
+    os.kill(job.process.pid, signal.SIGSTOP)  # else the outbox overflows if the next aggregator starts slowly
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: not psutil.pid_exists(server))
     unwritten = blocks(job) - ledger.num_windows
@@ -213,7 +213,7 @@ def test_what_an_aggregator_takes_with_it_after_its_disk_was_full_for_long_is_co
     lost = summary.coverage.reports_lost
     assert 0 < lost <= unwritten + 40
     assert summary.tokens == 100 * count - 1000 * lost
-    # The rows of some of them may have found room, where a state did not.
+    # Rows of some of them may have fitted on the disk though the state did not.
     written = [row.window for row in ledger.ranks]
     assert len(written) == len(set(written)) >= summary.tokens / 1000
     assert any("died before they were written" in text for text in ledger.event_texts("lost"))

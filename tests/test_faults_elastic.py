@@ -28,11 +28,11 @@ class World:
 
     @property
     def begun(self):
-        """The iteration that each rank has come to."""
+        """The current iteration of each rank."""
         return struct.unpack(f"<{self.size}q", self._meeting.read_bytes())
 
     def end(self):
-        """Do what a launcher does when a rank has gone, or another has come: end the rest, and wait."""
+        """End the other ranks and wait, as a launcher does when a rank has left or joined."""
         for job in self.jobs:
             job.process.terminate()
         for job in self.jobs:
@@ -40,7 +40,7 @@ class World:
         assert [job.left() for job in self.jobs] == [set()] * self.size
 
 
-def test_a_world_of_eight_that_becomes_seven_and_eight_again_is_one_run_with_the_true_totals(launch):
+def test_world_of_eight_seven_and_eight_ranks_is_one_run(launch):
     eight = World(launch, 1, 8, "--kill-rank", 5, "--at", 34)
     jobs.until(lambda: eight.jobs[5].process.poll() is not None)
     jobs.until(lambda: eight.begun == (35, 35, 35, 35, 35, 34, 35, 35))
@@ -55,7 +55,7 @@ def test_a_world_of_eight_that_becomes_seven_and_eight_again_is_one_run_with_the
         job.wait()
         assert job.code == 0, job.stderr
     assert [job.left() for job in again.jobs] == [set()] * 8
-    ledger = again.jobs[0].ledger  # of the only folder
+    ledger = again.jobs[0].ledger  # there is only one folder
     summary, goodput = ledger.summary, ledger.summary.goodput
 
     # Checkpoints were of 20 and 40: eight ranks did 1 to 34, seven 21 to 55, eight 41 to 80.

@@ -15,7 +15,7 @@ AGENTS, LIVES = 3, 16
 
 @pytest.fixture
 def lives(tmp_path, monkeypatch):
-    """Return how many aggregators there have been; see ``scripts/dying``."""
+    """Return the number of aggregators so far; see ``scripts/dying``."""
     folder = tmp_path / "lives"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(jobs.SCRIPTS / "dying"), prepend=":")
@@ -25,24 +25,22 @@ def lives(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(400)
 @pytest.mark.fault("aggregator-sigkill", "duplicates")
-def test_in_whichever_of_its_writes_an_aggregator_is_killed_no_line_is_lost_and_none_is_there_twice(
-    lives, request, monkeypatch
-):
-    child, orders, _ = request.getfixturevalue("aggregator")  # started when lives are counted
+def test_aggregator_killed_in_any_write_loses_no_line(lives, request, monkeypatch):
+    child, orders, _ = request.getfixturevalue("aggregator")  # started after the counting is set up
     context = make_context()
     agents = [FakeAgent(context, orders.endpoint, rank, AGENTS) for rank in range(AGENTS)]
     began_s, measured = time.monotonic(), 0
     while not child.done:
         now_s = time.monotonic()
         assert now_s < began_s + 300, [(one.rank, len(one.outbox), one.is_welcome) for one in agents if not one.is_over]
-        # The last windows are measured when all have died that shall.
+        # The last windows are measured after the last aggregator was killed.
         if measured < (WINDOWS if lives() > LIVES else WINDOWS - 5) and now_s - began_s >= (measured + 1) * WINDOW_S:
             measured += 1
             for agent in agents:
                 agent.measure(measured)
         for agent in agents:
             agent.talk(measured == WINDOWS)
-        child._started = 0  # else each is started later than the one before
+        child._started = 0  # else each is started with a longer delay
         child.look(now_s)
         time.sleep(0.005)
     for agent in agents:

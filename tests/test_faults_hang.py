@@ -49,7 +49,7 @@ def end(aggregator, ranks):
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothing_is_lost(launch, meeting):
+def test_stopped_trainer_is_reported_and_loses_nothing(launch, meeting):
     aggregator = launch.aggregator(log_interval=20, stall_seconds=2)
     enough = meeting.with_name("enough")
     options = (*LONG_STEPS, "--until", enough)
@@ -59,7 +59,7 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
     stopped_s = time.monotonic()
     os.kill(ranks[1].process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(ledger, "stack"))
-    told_s = time.monotonic()
+    reported_s = time.monotonic()
     os.kill(ranks[1].process.pid, signal.SIGCONT)
     jobs.until(lambda: in_event_file(ledger, "resumed"))
     resumed_s = time.monotonic()
@@ -71,7 +71,7 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
     assert (stall["rank"], stall["device"].rpartition("-")[2], bool(stall["stopped"])) == ("1", "1", True)
     assert re.fullmatch(r"2 others at \d+", stall["others"])
     device = waveform_of(1)
-    between = [device.power_w(stopped_s + at / 500 * (told_s - stopped_s)) for at in range(-100, 501)]
+    between = [device.power_w(stopped_s + at / 500 * (reported_s - stopped_s)) for at in range(-100, 501)]
     assert min(between) - 2 <= int(stall["watts"]) <= max(between) + 2
     assert 60 <= int(stall["percent"]) <= 96
     assert len(ledger.event_texts("resumed")) == 1
@@ -83,7 +83,7 @@ def test_a_stopped_trainer_is_named_with_its_readings_and_when_it_goes_on_nothin
 
 @needs_py_spy
 @pytest.mark.fault("trainer-stopped")
-def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_saved(launch, meeting):
+def test_stacks_of_a_hanging_and_a_waiting_rank_are_saved(launch, meeting):
     pipe = meeting.with_name("pipe")
     os.mkfifo(pipe)
     aggregator = launch.aggregator(log_interval=20, stall_seconds=2)
@@ -91,10 +91,10 @@ def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_save
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=2)
     ledger = aggregator.ledger
     jobs.until(lambda: in_event_file(ledger, "stack"))
-    os.close(os.open(pipe, os.O_WRONLY))  # it goes on
+    os.close(os.open(pipe, os.O_WRONLY))  # the rank continues
     end(aggregator, ranks)
 
-    # Both are in iteration 40, which one of them is why is seen in their stacks.
+    # Both are in iteration 40; the stacks show which one hangs.
     assert [text.partition(" for ")[0] for text in ledger.event_texts("stalled")] == [
         "stalled: all 2 ranks at iteration 40"
     ]
@@ -103,15 +103,15 @@ def test_the_stacks_of_who_stands_in_a_native_call_and_of_one_who_waits_are_save
     assert "    all_reduce (lockstep.py:" in stacks["rank-0-iteration-40.txt"]
     assert "    stand (lockstep.py:" in stacks["rank-1-iteration-40.txt"]
     assert all((ledger.folder / "stacks" / name).stat().st_mode & 0o777 == 0o600 for name in stacks)
-    (told,) = ledger.event_texts("stack")
-    assert "rank 0: all_reduce (lockstep.py:" in told
-    assert "rank 1: stand (lockstep.py:" in told
+    (text,) = ledger.event_texts("stack")
+    assert "rank 0: all_reduce (lockstep.py:" in text
+    assert "rank 1: stand (lockstep.py:" in text
     assert_whole(ledger, dict.fromkeys(range(2), 60))
     assert_readable(ledger.folder)
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
+def test_long_checkpoint_is_no_stall(launch, meeting):
     aggregator = launch.aggregator(log_interval=20, stall_seconds=3)
     options = (*LONG_STEPS, "--iterations", 60, "--stand", 40, "--seconds", 8, "--phase", "checkpoint")
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=3)
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_takes_longer_than_a_stall_is_none(launch, meeting):
     assert assert_whole(aggregator.ledger, dict.fromkeys(range(2), 60)).metrics["health/stalled_s"].value == 0.0
 
 
-#: Takes a while to start, as one that compiles, or loads a checkpoint.
+#: Starts slowly, as a job that compiles or loads a checkpoint.
 STARTS_LATE = """
 import time
 import effllm.efficientllm_metrics as effllm
@@ -138,7 +138,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_a_start_up_that_takes_a_while_is_no_stall_since_the_machine_was_started(launch):
+def test_slow_startup_is_no_stall(launch):
     job = launch.code(STARTS_LATE, stall_seconds=2).done()
 
     assert job.ledger.event_texts("stalled") == []
@@ -154,9 +154,9 @@ def test_stall_of_one_rank_is_reported_while_others_go_on(launch, meeting):
     end(aggregator, ranks)
     ledger = aggregator.ledger
 
-    (told,) = ledger.event_texts("stalled")
-    assert told.startswith("stalled alone: rank 1 (")
-    assert "at iteration 40 for " in told
+    (text,) = ledger.event_texts("stalled")
+    assert text.startswith("stalled alone: rank 1 (")
+    assert "at iteration 40 for " in text
     (resumed,) = ledger.event_texts("resumed")
     assert resumed.startswith("rank 1 resumed after ")
     assert ledger.summary.metrics["health/stalled_s"].value == 0.0
@@ -170,7 +170,7 @@ def test_job_killed_in_a_stall_has_stalled(launch, meeting):
     jobs.until(lambda: ledger.num_windows >= 2)
     os.kill(ranks[0].process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(ledger, "stalled"))
-    jobs.until(lambda: ledger.summary.status == "stalled")  # while it lasts, for all may be killed at once
+    jobs.until(lambda: ledger.summary.status == "stalled")  # already: all may be killed at once
     assert "Run stalled" not in aggregator.job.stdout
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_job_killed_in_a_stall_has_stalled(launch, meeting):
 
 
 @pytest.mark.fault("trainer-stopped", "aggregator-sigkill")
-def test_an_aggregator_that_is_killed_in_a_stall_is_replaced_by_one_that_knows_of_it(launch):
+def test_replaced_aggregator_keeps_the_stall(launch):
     job = launch.python("loop.py", "--until", "enough", stall_seconds=2)
     jobs.until(lambda: job.num_windows >= 3)
     stopped_s = time.monotonic()
@@ -217,7 +217,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_a_process_that_waits_for_requests_does_not_stand(launch):
+def test_waiting_for_requests_is_no_stall(launch):
     job = launch.code(SERVE, stall_seconds=2, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 4

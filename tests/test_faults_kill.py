@@ -1,4 +1,4 @@
-"""Jobs that somebody else ends: the scheduler, or whoever kills all processes at once."""
+"""Jobs that are ended from outside: by the scheduler, or by killing all processes at once."""
 
 import os
 import signal
@@ -18,15 +18,15 @@ from effllm.runs.runfolder import read_ranks
 pytestmark = pytest.mark.faults
 
 LOG_INTERVAL, STEP_S = 10, 0.03
-#: What is written is no older than the window that is open, what an agent may hold back of the one before, and a
-#: window's time to get there.
+#: The files are no older than the open window, the delay of an agent for the window before, and the time to write a
+#: window.
 FRESH = 2 * LOG_INTERVAL + REPORT_EVERY_S / STEP_S
 FRESH_SUMMARY = FRESH + TICK_S / STEP_S  # after SIGTERM it is rewritten in each tick
-#: An end takes a few tenths of a second, the summary's included; whoever has given up waiting for that, which is
-#: patient here, took fifty.
+#: An end takes a few tenths of a second, with the summary; with the long timeouts of this test a timeout would take
+#: fifty.
 USUAL_END_S = 30.0
 
-#: Trains on through SIGTERM, as a trainer that saves a checkpoint does; how far it is stands in a file.
+#: Trains on through SIGTERM, as a trainer that saves a checkpoint does; its progress is in a file.
 SAVES = """
 import itertools, os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
@@ -51,7 +51,7 @@ def progress(job):
 
 
 def send(job, number):
-    """Signal all processes of a job at once, as a scheduler does that has them in a control group."""
+    """Signal all processes of a job at once, as a scheduler does through a control group."""
     pids = list(jobs.processes(job.token))
     for pid in pids:
         os.kill(pid, number)
@@ -59,7 +59,7 @@ def send(job, number):
 
 
 def fresh(job, ledger, reached, most):
-    """Wait until what is written is so fresh, which a machine that is busy elsewhere keeps nobody from for long."""
+    """Wait until the files are this fresh, which a busy machine may delay for a while."""
     return jobs.until(lambda: (written := reached(ledger)) and progress(job) - written <= most and written)
 
 
@@ -73,13 +73,13 @@ def summarized(ledger):
 
 
 def state(ledger):
-    """Return what is kept for the next start."""
+    """Return the state for the next start."""
     path = ledger.folder / "state.json"
     return restore(path.read_bytes()) if path.exists() else None
 
 
 def closed(ledger):
-    """Return the last iteration that the next start will know of."""
+    """Return the last iteration in the state for the next start."""
     return LOG_INTERVAL * state(ledger).closed
 
 
@@ -92,7 +92,7 @@ def kill(job):
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_a_job_that_sigterm_ends_is_complete_to_its_last_iteration_and_told_as_killed(launch):
+def test_job_ended_by_sigterm_is_complete_and_killed(launch):
     job = launch.python("loop.py", "--until", "enough", environ=jobs.long_timeouts())
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_a_job_that_sigterm_ends_is_complete_to_its_last_iteration_and_told_as_k
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_a_job_that_trains_on_through_sigterm_until_sigkill_has_its_last_second_and_a_summary_that_says_killed(launch):
+def test_job_killed_after_sigterm_has_its_last_second(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     ledger = job.ledger
@@ -126,7 +126,7 @@ def test_a_job_that_trains_on_through_sigterm_until_sigkill_has_its_last_second_
 
 
 @pytest.mark.fault("scheduler-stop")
-def test_a_job_that_survives_sigterm_is_not_told_as_killed(launch):
+def test_job_that_survives_sigterm_is_completed(launch):
     job = launch.code(SAVES + "effllm.finalize_efficientllm_metrics()\n", log_interval=LOG_INTERVAL)
     jobs.until(lambda: job.num_windows >= 5)
     send(job, signal.SIGTERM)
@@ -139,7 +139,7 @@ def test_a_job_that_survives_sigterm_is_not_told_as_killed(launch):
 
 
 @pytest.mark.fault("everything-killed")
-def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next_start_continues_it(launch):
+def test_files_after_killing_everything_are_whole(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL, run_name="one")
     jobs.until(lambda: job.num_windows >= 10 and state(job.ledger))
     first = job.ledger
@@ -152,7 +152,7 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
     # A window's line is written before those of its ranks.
     assert [report.iteration_last for report in windows][: len(rows)] == [row.iteration_last for row in rows]
     assert len(windows) <= len(rows) + 1
-    # Of the last frame of reports the state may not be written yet.  Nobody is left who could send it again.
+    # The state after the last frame of reports may not be written yet; no process is left to resend it.
     kept = sum(row.tokens for row in rows if row.iteration_last <= closed(first))
     assert closed(first) >= was_closed
 
@@ -166,7 +166,7 @@ def test_what_is_on_disk_when_everything_is_killed_at_once_is_whole_and_the_next
 
 
 @pytest.mark.fault("everything-killed")
-def test_a_start_that_is_killed_before_its_first_window_is_an_attempt_of_its_own(launch):
+def test_start_killed_before_a_window_is_an_attempt(launch):
     def is_known(job, attempt):
         kept = job.runs() and state(job.ledger)
         return kept and kept.attempt == attempt
@@ -181,7 +181,7 @@ def test_a_start_that_is_killed_before_its_first_window_is_an_attempt_of_its_own
     assert (summary.status, summary.attempts, summary.tokens) == ("completed", 3, 10_000)
 
 
-#: Ends in one of the ways that a trainer can end, and says when it began to.
+#: Ends in one of the ways of a trainer, and records the time.
 ENDS = """
 import os, signal, struct, sys, time
 import effllm.efficientllm_metrics as effllm
@@ -223,7 +223,7 @@ with open("began", "wb") as file:
         ("SIGKILL", -signal.SIGKILL, "killed"),
     ],
 )
-def test_the_end_of_a_trainer_is_hardly_delayed_and_its_last_iteration_is_kept(launch, end, code, status):
+def test_end_of_a_trainer_is_quick_with_its_last_iteration(launch, end, code, status):
     script = launch._folder / "ends.py"
     script.write_text(ENDS)
     job = launch.python(script, end, environ=jobs.long_timeouts()).wait()
@@ -246,7 +246,7 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, i):
         time.sleep(0.001)
         collector = effllm.get_metrics_collector()
-        if collector:  # what a worker records is of no loop
+        if collector:  # calls in a worker are of no loop
             collector.record_iteration_start()
             collector.record_iteration_end(1_000_000, 1_000)
         return torch.tensor(i)
@@ -271,7 +271,7 @@ with open("truth.json", "w") as file:
 @pytest.mark.fault("forked-worker")
 @pytest.mark.torch
 @jobs.skip_without_torch
-def test_workers_of_a_data_loader_record_nothing_and_hold_no_port(launch):
+def test_data_loader_workers_record_nothing(launch):
     job = launch.code(LOADER)
     jobs.until(lambda: job.num_windows >= 3)
     (server,) = job.find("effllm.aggregation.server")

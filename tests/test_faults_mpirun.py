@@ -18,7 +18,7 @@ pytestmark = [
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
 
-#: What mpirun starts its daemon on another host with, in the place of ssh: the hosts are namespaces of this machine.
+#: Replaces ssh, with which mpirun starts its daemon on another host: the hosts are namespaces of this machine.
 SHELL = """#!/bin/sh
 host=$1; shift
 exec ip netns exec "{prefix}-${{host#host}}" unshare --uts sh -c "hostname $host; exec $*"
@@ -50,7 +50,7 @@ def test_ranks_of_plain_mpirun_make_one_run_folder(mpirun, count):
     assert not list(job.ledger.folder.parent.glob(".address-*"))
 
 
-def test_a_job_whose_rank_dies_is_ended_by_mpirun_and_told_as_killed(mpirun):
+def test_job_ended_by_mpirun_after_a_death_is_killed(mpirun):
     job = mpirun(2, "--iterations", 5000)
     jobs.until(lambda: job.num_windows >= 5)
     first = min(pid for pid in jobs.processes(job.token) if jobs.describe(pid).startswith(f"{sys.executable} {LOOP}"))
@@ -64,7 +64,7 @@ def test_a_job_whose_rank_dies_is_ended_by_mpirun_and_told_as_killed(mpirun):
     assert job.ledger.summary.tokens == sum(row.tokens for row in job.ledger.ranks)
 
 
-def test_ranks_of_mpirun_on_two_hosts_report_to_the_first_with_keys(mpirun, launch, hosts, tmp_path):
+def test_mpirun_ranks_on_two_hosts_report_with_keys(mpirun, launch, hosts, tmp_path):
     one, two = hosts(2)
     shell = tmp_path / "shell"
     shell.write_text(SHELL.format(prefix=one.namespace.rpartition("-")[0]))

@@ -1,4 +1,4 @@
-"""What the module that effllm replaces does wrong, each as a test that would fail on it."""
+"""Faults of the module that effllm replaces, each as a test that would fail on it."""
 
 import math
 import time
@@ -18,7 +18,7 @@ def value(job, tag):
 
 
 @pytest.mark.alone
-def test_1_tt_and_st_do_not_inflate_when_a_run_is_longer_than_the_history(launch):
+def test_1_tt_and_st_do_not_grow_beyond_the_history(launch):
     job = launch.python(LOOP, "--iterations", 400, "--step-s", 0.002, history_size=16).done()
     steps = job.output()["steps"]
     seconds = steps[-1][1] - steps[0][0]
@@ -53,7 +53,7 @@ assert not {"zmq", "pynvml", "msgspec"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("off", ["false", "0", "no", "off", "FALSE"])
-def test_2_disabled_is_silent_no_process_no_file_no_line(launch, off):
+def test_2_disabled_makes_no_process_file_or_line(launch, off):
     job = launch.code(DISABLED, metrics_enabled=off, log_interval="also nonsense").done()
 
     assert (job.stdout, job.stderr) == ("", "")
@@ -84,7 +84,7 @@ def test_2_each_word_for_on_is_on(launch, on):
         ("history_size", "-1", "a whole number from 16 to 1000000"),
     ],
 )
-def test_3_a_wrong_number_costs_the_metrics_and_one_clear_line_but_no_step(launch, name, wrong, allowed):
+def test_3_wrong_number_disables_metrics_with_one_line(launch, name, wrong, allowed):
     job = launch.python(LOOP, "--iterations", 12, "--step-s", 0.001, **{name: wrong}).done()
     variable = f"EFFICIENTLLM_{name.upper()}"
 
@@ -137,7 +137,7 @@ def test_4_amu_and_aec_are_weighted_by_time_not_by_samples(launch, trace):
 
 
 @pytest.mark.parametrize("fault", ["memory error 999", "memory value 18446744073709551615"])
-def test_5_a_reading_that_fails_is_no_zero(launch, trace, fault):
+def test_5_failed_reading_is_no_zero(launch, trace, fault):
     trace.write(Gpu("GPU-a", "0:01:00", memory=flat(40 * GIB), utilization=flat(0.5)))
     now_s = time.monotonic()
     trace.fault(*(f"0 {fault} {now_s + at_s} {now_s + at_s + 0.2}" for at_s in (0.7, 1.1, 1.5)))
@@ -153,7 +153,7 @@ def test_5_a_reading_that_fails_is_no_zero(launch, trace, fault):
 
 
 @pytest.mark.alone
-def test_6_gpus_of_others_are_neither_in_the_power_nor_in_the_utilization(launch, trace):
+def test_6_gpus_of_other_jobs_are_not_measured(launch, trace):
     mine = Gpu("GPU-b", "0:02:00", power=flat(400.0), utilization=flat(0.9), memory=flat(30 * GIB))
     others = [
         Gpu(f"GPU-{name}", f"0:0{bus}:00", power=flat(500.0), utilization=flat(0.1)) for name, bus in ["a1", "c3"]
@@ -168,7 +168,7 @@ def test_6_gpus_of_others_are_neither_in_the_power_nor_in_the_utilization(launch
     assert value(job, "amu_gb") == pytest.approx(30.0, rel=1e-9)
 
 
-# 7. Of several ranks one spoke for all: parameters were a shard's, tokens one replica's, the rest zero.
+# 7. One rank's values were used for all: parameters of a shard, tokens of one replica, the rest zero.
 
 SHARES = """
 import os, time
@@ -184,7 +184,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_7_parameters_are_the_whole_models_and_tokens_the_whole_jobs(launch):
+def test_7_parameters_and_tokens_are_those_of_the_whole_job(launch):
     aggregator = launch.aggregator()
     ranks = [launch.code(SHARES, environ=jobs.rank_environ(rank, 2), endpoint=aggregator.endpoint) for rank in (0, 1)]
     for rank in ranks:
@@ -198,7 +198,7 @@ def test_7_parameters_are_the_whole_models_and_tokens_the_whole_jobs(launch):
     assert summary.metrics["tt_tokens_per_param_per_sec"].value == pytest.approx(6000 / 1000 / seconds, rel=1e-9)
 
 
-def test_7_ranks_that_disagree_on_the_model_are_told_once(launch):
+def test_7_disagreement_on_the_model_is_one_event(launch):
     aggregator = launch.aggregator()
     endpoint = aggregator.endpoint
     ranks = [
@@ -209,8 +209,8 @@ def test_7_ranks_that_disagree_on_the_model_are_told_once(launch):
         rank.done()
     assert not aggregator.job.left(within_s=8.0)
 
-    (told,) = aggregator.ledger.event_texts("disagreement")
-    assert "disagree on the parameters of the whole model" in told
+    (text,) = aggregator.ledger.event_texts("disagreement")
+    assert "disagree on the parameters of the whole model" in text
     assert aggregator.ledger.summary.parameters in (1000, 500, 250)
 
 
@@ -224,7 +224,7 @@ def test_9_the_console_needs_no_writer(launch):
 
 
 @pytest.mark.parametrize("end", ["exit", "raise"])
-def test_9_an_early_end_is_finalised_too(launch, end):
+def test_9_early_end_is_finalised(launch, end):
     job = launch.python(LOOP, "--at", 14, "--end", end).wait()
 
     assert not job.left(within_s=5.0)
@@ -233,7 +233,7 @@ def test_9_an_early_end_is_finalised_too(launch, end):
     assert "[EfficientLLM] Run" in job.stdout
 
 
-def test_9_a_writer_gets_each_report_once_under_the_contracts_tags(launch):
+def test_9_writer_gets_each_report_once_under_its_tags(launch):
     job = launch.code(
         """
 import json, time
@@ -271,7 +271,7 @@ json.dump(writer.got, open("truth.json", "w"))
 # 10. A second initialisation leaked a thread; evaluation was in AMU, PCU and AEC, but not in AL and TT.
 
 
-def test_10_initialising_again_and_again_leaks_no_thread_no_process_and_no_descriptor(launch):
+def test_10_repeated_initialisation_leaks_nothing(launch):
     job = launch.code(
         """
 import json, os, threading
@@ -325,7 +325,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.alone
-def test_10_evaluation_and_checkpoints_are_classes_of_their_own_and_in_none_of_the_six(launch, trace):
+def test_10_evaluation_and_checkpoints_are_in_no_metric(launch, trace):
     trace.write(
         Gpu(
             "GPU-a",
@@ -354,7 +354,7 @@ def test_10_evaluation_and_checkpoints_are_classes_of_their_own_and_in_none_of_t
 # 12. Every rank printed, and tokens were assumed where the loop had counted them.
 
 
-def test_12_however_many_ranks_there_are_one_prints(launch):
+def test_12_only_rank_0_prints(launch):
     aggregator = launch.aggregator()
     ranks = [rank.done() for rank in launch.ranks(aggregator, 3, LOOP)]
     assert not aggregator.job.left(within_s=8.0)
@@ -364,7 +364,7 @@ def test_12_however_many_ranks_there_are_one_prints(launch):
     assert [rank.stderr for rank in ranks] == ["", "", ""]
 
 
-def test_12_a_step_counts_what_the_loop_says_and_the_declared_batch_only_where_it_says_nothing(launch):
+def test_12_counts_of_the_loop_go_before_the_declared_batch(launch):
     job = launch.code(
         """
 import effllm.efficientllm_metrics as effllm

@@ -1,4 +1,4 @@
-"""What Megatron, Zeus, CodeCarbon, carbontracker and perun do wrong with energy, each as a test that would fail on it.
+"""Faults of Megatron, Zeus, CodeCarbon, carbontracker and perun with energy, each as a test that would fail on it.
 
 The numbers are those of the list of defects found by reading their sources: shared/ENERGY.md, (a) and (c).
 """
@@ -68,7 +68,7 @@ def joules(one, start_s, end_s):
     return one.energy(round(start_s * NS) + 1, round(end_s * NS) + 1).joules
 
 
-# --- one job on three GPUs, of which two ranks are shown one each ---
+# --- one job on a node of three GPUs; its two ranks see one each ---
 
 PHASES = """
 import json, time
@@ -91,7 +91,7 @@ json.dump(phases, open("truth.json", "w"))
 
 @pytest.fixture(scope="module")
 def wrapped(library, tmp_path_factory):
-    """A job whose launcher sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK: what NVML says of index 0 is another's."""
+    """A job whose launcher sets CUDA_VISIBLE_DEVICES=$LOCAL_RANK: NVML's index 0 is another job's GPU."""
     folder = tmp_path_factory.mktemp("wrapped")
     trace = Trace(library, folder / "trace")
     trace.write(
@@ -120,7 +120,7 @@ def wrapped(library, tmp_path_factory):
 
 
 @pytest.mark.alone
-def test_megatron_1_a_rank_reads_its_own_gpu_and_not_index_0(wrapped):
+def test_megatron_1_rank_reads_its_own_gpu_and_not_index_0(wrapped):
     job, *_ = wrapped
 
     assert {row.rank: row.device for row in job.ranks} == {0: "GPU-b", 1: "GPU-c"}
@@ -128,11 +128,11 @@ def test_megatron_1_a_rank_reads_its_own_gpu_and_not_index_0(wrapped):
     assert job.summary.metrics["aec_watts"].value == pytest.approx(100 + 250, rel=0.02)
 
 
-def test_megatron_4_the_first_line_has_the_power_of_its_own_iterations_and_of_their_time(wrapped):
+def test_megatron_4_first_line_has_its_own_power(wrapped):
     job, *_ = wrapped
     first = next(window for window in job.windows if "window/aec_watts" in window.values)
 
-    # The first iteration, unless a machine that is busy elsewhere left holes in it.
+    # The first iteration, unless samples are missing on a busy machine.
     assert first.iteration_first == first.iteration_last
     before = [row for row in job.ranks if row.iteration_last < first.iteration_first]
     assert {row.window for row in before if (row.coverage or 0.0) < 1.0} == {row.window for row in before}
@@ -140,14 +140,14 @@ def test_megatron_4_the_first_line_has_the_power_of_its_own_iterations_and_of_th
 
 
 @pytest.mark.alone
-def test_megatron_5_evaluation_and_checkpoints_are_in_the_total_and_each_rank_has_its_own_row(wrapped):
+def test_megatron_5_total_has_evaluation_and_checkpoints(wrapped):
     job, _, _, phases = wrapped
     energy = job.summary.energy
-    hole_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # where the machine was busy elsewhere
+    gap_j = 350 * (1 - energy.time_coverage) * job.summary.elapsed_s  # gaps on a busy machine
 
     for phase in ("evaluation", "checkpoint"):
         truth_j = 100 * phases[0][phase] + 250 * phases[1][phase]
-        assert 0.9 * truth_j - hole_j <= energy.by_class[phase] <= 1.1 * truth_j
+        assert 0.9 * truth_j - gap_j <= energy.by_class[phase] <= 1.1 * truth_j
     assert sum(energy.by_class.values()) == pytest.approx(energy.measured_joules, rel=1e-6)
     watts = {
         rank: [row.energy_j / row.wall_s for row in job.ranks if row.rank == rank and row.energy_j] for rank in (0, 1)
@@ -155,14 +155,14 @@ def test_megatron_5_evaluation_and_checkpoints_are_in_the_total_and_each_rank_ha
     assert [sum(watts[rank]) / len(watts[rank]) for rank in (0, 1)] == pytest.approx([100.0, 250.0], rel=0.05)
 
 
-def test_zeus_4_gpus_that_the_job_does_not_use_are_not_in_its_energy(wrapped):
+def test_zeus_4_unused_gpus_are_not_in_the_energy(wrapped):
     job, *_ = wrapped
 
     assert set(job.summary.energy.by_device) == {"GPU-b", "GPU-c"}
     assert job.summary.coverage.gpus_expected == 2
 
 
-def test_the_training_processes_make_no_call_of_nvml_at_all(wrapped):
+def test_training_processes_make_no_nvml_call(wrapped):
     _, trace, trainers, _ = wrapped
 
     assert sum(sum(trace.call_count(pid).values()) for pid in trainers) == 0
@@ -204,7 +204,7 @@ def broken(library, tmp_path_factory):
         yield aggregator.ledger, ranks
 
 
-def test_megatron_2_a_node_on_which_nvml_does_not_start_trains_like_the_others(broken):
+def test_megatron_2_node_without_nvml_trains_on(broken):
     job, ranks = broken
 
     assert [len(rank.output()["steps"]) for rank in ranks] == [60, 60, 60]
@@ -212,16 +212,16 @@ def test_megatron_2_a_node_on_which_nvml_does_not_start_trains_like_the_others(b
     assert any("differ in version" in text for text in job.event_texts("agent"))
 
 
-def test_megatron_3_a_rank_without_pynvml_holds_up_nobody(broken):
+def test_megatron_3_rank_without_pynvml_blocks_no_rank(broken):
     job, ranks = broken
 
-    assert max(rank.longest_step_s() for rank in ranks) < 0.01 + 1.0
+    assert max(rank.max_step_s() for rank in ranks) < 0.01 + 1.0
     assert any("needs a package that is not installed" in text for text in job.event_texts("agent"))
     assert [window.iteration_last for window in job.windows if not window.final] == [10, 20, 30, 40, 50, 60]
 
 
-def test_codecarbon_zero_kwh_what_two_of_three_ranks_did_not_measure_is_neither_zero_nor_left_out(broken):
-    # "0 kWh" for whatever could not be read: issues 1316, 393, 378 and 851.
+def test_codecarbon_unmeasured_energy_is_not_zero(broken):
+    # "0 kWh" for failed reads: issues 1316, 393, 378 and 851.
     job, _ = broken
 
     assert job.summary.energy.total_joules is None
@@ -230,7 +230,7 @@ def test_codecarbon_zero_kwh_what_two_of_three_ranks_did_not_measure_is_neither_
     assert set(job.summary.energy.by_device) == {"GPU-a"}
 
 
-# --- one trainer to which all of this happens, one thing after the other ---
+# --- one trainer with all of these faults, one after the other ---
 
 TROUBLED = """
 import json, os, signal, threading, time
@@ -283,14 +283,14 @@ def troubled(library, tmp_path_factory):
             TROUBLED, environ=trace.environment() | jobs.first_on_path(folder / "site"), device="nvml", log_interval=5
         )
 
-        def is_told(text):
-            return any(text in told for told in job.ledger.event_texts("agent"))
+        def is_reported(text):
+            return any(text in one for one in job.ledger.event_texts("agent"))
 
         jobs.until(lambda: job.num_windows >= 3)
         trace.fault("0 power error 999")
-        jobs.until(lambda: is_told("power_w is not measured"))
+        jobs.until(lambda: is_reported("power_w is not measured"))
         trace.fault()
-        jobs.until(lambda: is_told("power_w is measured again"))
+        jobs.until(lambda: is_reported("power_w is measured again"))
         set_forward.touch()
         windows = job.num_windows
         jobs.until(lambda: job.num_windows >= windows + 4)
@@ -299,18 +299,18 @@ def troubled(library, tmp_path_factory):
 
 
 @pytest.mark.alone
-def test_zeus_5_a_wall_clock_that_is_set_by_an_hour_changes_no_energy(troubled):
+def test_zeus_5_wall_clock_step_changes_no_energy(troubled):
     truth, summary = troubled.output(), troubled.ledger.summary
 
     assert truth["unix_s"] > time.time() + 3000, "it was set"
     assert summary.metrics["aec_watts"].value == pytest.approx(300.0, rel=0.01)
     energy = summary.energy
-    least_j = 300.0 * (truth["end"] - truth["begin"]) * energy.time_coverage
-    assert 0.95 * least_j <= energy.measured_joules < 300.0 * (truth["over"] - truth["born"])
+    min_j = 300.0 * (truth["end"] - truth["begin"]) * energy.time_coverage
+    assert 0.95 * min_j <= energy.measured_joules < 300.0 * (truth["over"] - truth["born"])
     assert sum(row.wall_s for row in troubled.ledger.ranks) < truth["over"] - truth["born"]
 
 
-def test_codecarbon_4_no_thread_is_started_by_the_second(troubled):
+def test_codecarbon_4_no_thread_per_second_is_started(troubled):
     assert troubled.output()["threads"] == [1]
 
 
@@ -321,20 +321,20 @@ def test_codecarbon_5_no_signal_handler_is_installed_or_replaced(troubled):
     assert "exit_signal_handler" in after[0]
 
 
-def test_carbontracker_a_power_reading_that_fails_is_one_line_and_not_the_end_of_training(troubled):
+def test_carbontracker_failed_power_reading_is_one_line(troubled):
     assert troubled.code == 0
     assert troubled.ledger.summary.status == "completed"
     said = troubled.ledger.event_texts("agent")
     assert [text for text in said if "power_w is not measured" in text]
     assert [text for text in said if "power_w is measured again" in text]
-    assert troubled.ledger.summary.energy.time_coverage > 0.9, "the counter told all the same"
+    assert troubled.ledger.summary.energy.time_coverage > 0.9, "the counter still measured it"
 
 
 # --- Megatron ---
 
 
 @pytest.mark.alone
-def test_megatron_5_a_read_that_failed_is_no_0_j_that_catches_up_later(trace):
+def test_megatron_5_failed_read_is_not_0_j(trace):
     # Of 300 W; neither energy nor power can be read from the second window to the fourth.
     answer = reading(
         trace,
@@ -367,7 +367,7 @@ for window in range(6):
     assert answer[-1][0] is not None
 
 
-def test_megatron_6_metrics_that_are_off_make_no_call_of_nvml(launch, trace):
+def test_megatron_6_disabled_metrics_make_no_nvml_call(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     trace.count_calls()
     launch.python(LOOP, environ=trace.environment(), device="nvml", metrics_enabled=False).done()
@@ -379,7 +379,7 @@ def test_megatron_6_metrics_that_are_off_make_no_call_of_nvml(launch, trace):
 
 
 @pytest.mark.parametrize("visible", ["GPU-8d54aaaa-0000-4000-8000-00000000000b", "GPU-8d54", "1,0"])
-def test_zeus_1_visible_devices_may_be_uuids_and_parts_of_them(trace, visible):
+def test_zeus_1_visible_devices_may_be_uuid_prefixes(trace, visible):
     trace.write(Gpu("GPU-377eaaaa-0000-4000-8000-00000000000a", "0:01:00", memory=flat(1 * GIB)))
     trace.gpus += [Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:02:00", memory=flat(2 * GIB))]
     trace.write(*trace.gpus)
@@ -389,7 +389,7 @@ def test_zeus_1_visible_devices_may_be_uuids_and_parts_of_them(trace, visible):
         assert reader.read()[0].memory_bytes == 2 * GIB
 
 
-def test_zeus_1_the_gpu_of_torch_is_right_whatever_the_order_of_cuda_is(trace):
+def test_zeus_1_torchs_gpu_is_right_in_any_cuda_order(trace):
     # CUDA_DEVICE_ORDER is fastest-first unless it is set: on unequal GPUs its first is not NVML's.
     trace.write(Gpu("GPU-slow", "0:01:00"), Gpu("GPU-fast", "0:02:00"))
 
@@ -397,17 +397,17 @@ def test_zeus_1_the_gpu_of_torch_is_right_whatever_the_order_of_cuda_is(trace):
         assert reader.device.key == "GPU-fast"
 
 
-def test_zeus_2_readings_that_do_not_change_are_not_dropped():
+def test_zeus_2_unchanged_readings_are_not_dropped():
     # 10 s at 100 W and 10 s at 700 W are 8 kJ; a trapezoid over changes alone makes 0 J of the one, 4 kJ of both.
     rows = [(s, 100.0, None) for s in range(11)] + [(s + 0.001, 700.0, None) for s in range(10, 21)]
     one = fed(ledger(INSTANT), *rows)
 
     assert joules(one, 0, 20) == pytest.approx(8000.0, abs=1.0)
     assert joules(one, 2, 8) == pytest.approx(600.0)
-    assert joules(one, 2.4, 2.6) == pytest.approx(20.0), "between two readings, too"
+    assert joules(one, 2.4, 2.6) == pytest.approx(20.0), "between two readings too"
 
 
-def test_zeus_3_readings_are_kept_for_the_window_that_is_open_and_no_longer():
+def test_zeus_3_readings_are_kept_for_the_open_window_only():
     one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
     kept = []
     for second in range(2000):
@@ -419,7 +419,7 @@ def test_zeus_3_readings_are_kept_for_the_window_that_is_open_and_no_longer():
     assert max(kept[10:]) < 20
 
 
-def test_zeus_5_energy_is_stamped_when_it_is_read_and_not_when_reading_begins(trace):
+def test_zeus_5_energy_has_the_time_of_its_own_read(trace):
     # Memory and utilization take 60 ms each; 500 W * 60 ms were 30 J at the wrong moment.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(500.0)))
     trace.fault("0 memory delay 0.06", "0 utilization delay 0.06")
@@ -432,13 +432,13 @@ def test_zeus_5_energy_is_stamped_when_it_is_read_and_not_when_reading_begins(tr
     assert second.time_ns - first.time_ns > 0.1 * NS
 
 
-def test_zeus_5_a_counter_that_goes_back_makes_no_negative_energy():
+def test_zeus_5_decreasing_counter_gives_no_negative_energy():
     one = fed(ledger(), *((s, 300.0, 1e6 + 300.0 * s if s < 5 else 300.0 * (s - 5)) for s in range(11)))
 
     assert [joules(one, s, s + 1) for s in range(10)] == pytest.approx([300.0] * 10)
 
 
-def test_zeus_6_a_counter_without_ticks_does_not_make_anybody_read_at_full_speed(tmp_path):
+def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
     gpu = Device("GPU-a", "nvml", "A board", energy_method=COUNTER, driver="1")
     today = time.strftime("%Y-%m-%d")
     store(tmp_path, Calibration(gpu.name, gpu.driver, today, Sensor(tick_s=0.0)))
@@ -453,8 +453,8 @@ def test_zeus_6_a_counter_without_ticks_does_not_make_anybody_read_at_full_speed
     assert len(one.energy.reads_for(NS)) == 1
 
 
-def test_zeus_6_a_stuck_sensor_is_told_of_and_does_not_pass_for_constant_power(trace):
-    # The driver shows one moment for ever: power goes on as if it were constant, the counter stands.
+def test_zeus_6_stuck_sensor_is_reported(trace):
+    # The driver repeats one reading: power seems constant, and the counter does not move.
     answer = reading(
         trace,
         [Gpu("GPU-a", "0:01:00", power=square(100.0, 500.0, 0.3))],
@@ -478,7 +478,7 @@ answer = [[event.kind, event.text] for event in ledger.take_events(0.0)]
 # --- CodeCarbon ---
 
 
-def test_codecarbon_1_a_prefix_is_a_prefix_and_no_set_of_characters(trace):
+def test_codecarbon_1_uuid_prefix_is_no_set_of_characters(trace):
     # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must not lose its "MIG-" either.
     assert "GPU-8d54".lstrip("MIG-") == "PU-8d54"
     gpu = Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:01:00", memory_total=80 * GIB)
@@ -494,7 +494,7 @@ def test_codecarbon_1_a_prefix_is_a_prefix_and_no_set_of_characters(trace):
 
 
 @pytest.mark.alone
-def test_codecarbon_2_a_driver_that_was_loaded_anew_subtracts_no_lifetime_of_energy(trace):
+def test_codecarbon_2_driver_reload_subtracts_no_energy(trace):
     answer = reading(
         trace,
         [Gpu("GPU-a", "0:01:00", power=flat(300.0))],
@@ -522,7 +522,7 @@ answer = [found.joules, found.covered_s, found.estimated_j, [event.text for even
 
 
 @pytest.mark.alone
-def test_codecarbon_2_one_lost_gpu_of_eight_zeroes_only_itself(trace):
+def test_codecarbon_2_lost_gpu_affects_only_itself(trace):
     answer = reading(
         trace,
         [Gpu(f"GPU-{n}", f"0:0{n}:00", power=flat(100.0 * (n + 1))) for n in range(8)],
@@ -546,12 +546,12 @@ answer = [(lost - begin) / 1e9, *(ledger.energy(begin, end).joules for ledger in
     )
 
     until_lost_s, *answer = answer
-    assert answer[3] is None or answer[3] <= 400.0 * until_lost_s, "what was read of it before it was lost"
+    assert answer[3] is None or answer[3] <= 400.0 * until_lost_s, "its energy before the loss"
     others = [found_j / 0.19 for n, found_j in enumerate(answer) if n != 3]
     assert others == pytest.approx([100.0, 200.0, 300.0, 500.0, 600.0, 700.0, 800.0], rel=0.01)
 
 
-def test_codecarbon_3_and_perun_a_rapl_read_error_is_no_wrap_around(tmp_path):
+def test_codecarbon_3_rapl_read_error_is_no_wrap_around(tmp_path):
     # They take the error for 0, 0 for a wrap, and add 262 kJ; then the whole counter at the next read.
     tree, now_s = Powercap(tmp_path), [1000.0]
     rapl = open_rapl(lambda: now_s[0], tree.root, tmp_path / "no-perf", pause=lambda _: None)
@@ -566,7 +566,7 @@ def test_codecarbon_3_and_perun_a_rapl_read_error_is_no_wrap_around(tmp_path):
     assert rapl.energy_j() - before_j == pytest.approx(150.0)
 
 
-def test_codecarbon_4_samples_start_no_thread_each():
+def test_codecarbon_4_samples_start_no_threads():
     class Quick:
         device = Device("GPU-0", "fake")
         reads = 0
@@ -594,7 +594,7 @@ def test_codecarbon_4_samples_start_no_thread_each():
 # --- perun ---
 
 
-def test_perun_a_gpu_number_of_two_digits_is_that_gpu(trace):
+def test_perun_gpu_number_may_have_two_digits(trace):
     uuids = [f"GPU-{n:02d}" for n in range(16)]
     assert choose_uuid("12", 0, uuids) == "GPU-12"
     assert choose_uuid(None, 12, uuids) == "GPU-12"
@@ -605,7 +605,7 @@ def test_perun_a_gpu_number_of_two_digits_is_that_gpu(trace):
         assert (reader.device.key, reader.read()[0].memory_bytes) == ("GPU-12", 12 * GIB)
 
 
-def test_perun_time_is_as_fine_after_30_days_as_at_the_start():
+def test_perun_time_keeps_its_resolution_after_30_days():
     # Seconds as float32 are 0.25 s apart by then: a burst of 100 ms would last nothing or 250 ms.
     month_s = 30 * 86_400
     one = fed(
@@ -617,8 +617,8 @@ def test_perun_time_is_as_fine_after_30_days_as_at_the_start():
 
 
 @pytest.mark.alone
-def test_perun_the_cpu_is_not_measured_over_the_microseconds_between_two_calls(monkeypatch, tmp_path):
-    # psutil.cpu_percent takes its own last call as the reference, whoever made it.
+def test_perun_cpu_is_measured_between_samples(monkeypatch, tmp_path):
+    # psutil.cpu_percent uses the last call of any caller as the reference.
     monkeypatch.setattr(psutil, "cpu_percent", lambda *_, **__: pytest.fail("not through psutil's one reference"))
     reader = host.open_device(
         Site(local_rank=1, trainer_pid=os.getpid(), excluded_pids=frozenset()), powercap=tmp_path, perf=tmp_path
@@ -635,7 +635,7 @@ def test_perun_the_cpu_is_not_measured_over_the_microseconds_between_two_calls(m
     assert after.utilization * capacity_s == pytest.approx(0.2, abs=0.04)
 
 
-def test_perun_what_goes_over_the_wire_does_not_grow_with_the_number_of_samples():
+def test_perun_report_size_does_not_grow_with_samples():
     def row_bytes(samples):
         one = Series(Device("GPU-0", "nvml", energy_method=COUNTER), 5.0)
         for i in range(samples):
@@ -646,11 +646,11 @@ def test_perun_what_goes_over_the_wire_does_not_grow_with_the_number_of_samples(
     assert row_bytes(10_000) <= row_bytes(20) + 20
 
 
-# --- what broke for others besides: (c) ---
+# --- other reported faults: (c) ---
 
 
 @pytest.mark.alone
-def test_one_gpu_in_slices_is_counted_once_and_not_once_per_slice(trace):
+def test_gpu_in_slices_is_counted_once(trace):
     # dcgm-exporter#317: the counter of the GPU, repeated on each of its slices, made four GPUs of one.
     halves = [Gpu(f"MIG-{n}", parent=0, memory_total=39 * GIB, slices=3 + n, instance=n + 1) for n in range(2)]
     answer = reading(
@@ -669,7 +669,7 @@ answer = [(last.energy_j - first.energy_j) / (last.time_ns - first.time_ns) * 1e
 
 
 @pytest.mark.alone
-def test_millijoules_and_milliwatts_are_never_taken_for_joules_and_watts(trace):
+def test_millijoules_and_milliwatts_are_converted(trace):
     # pyJoules#32: units that were mixed up by a thousand.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(300.0), power_limit_w=700.0))
 
@@ -684,7 +684,7 @@ def test_millijoules_and_milliwatts_are_never_taken_for_joules_and_watts(trace):
     assert rate_w == pytest.approx(300.0, rel=0.02)
 
 
-def test_a_crash_of_the_trainer_keeps_nothing_alive(launch, trace):
+def test_no_process_remains_after_a_crash(launch, trace):
     # CodeCarbon#409 and #305: the tracker's thread held a crashed job's nodes for three days.
     trace.write(Gpu("GPU-a", "0:01:00"))
     job = launch.python(LOOP, "--at", 5, "--end", "raise", environ=trace.environment(), device="nvml").wait()
@@ -693,7 +693,7 @@ def test_a_crash_of_the_trainer_keeps_nothing_alive(launch, trace):
     assert not job.left()
 
 
-def test_nothing_is_written_where_the_user_did_not_ask_for_it(launch, trace):
+def test_nothing_is_written_outside_the_run_folder(launch, trace):
     # CodeCarbon#232: emissions.csv in a folder that could not be written ended a BigScience run.
     trace.write(Gpu("GPU-a", "0:01:00"))
     job = launch.python(LOOP, environ=trace.environment(), device="nvml", run_dir="/proc/no-such-place").done()
@@ -702,7 +702,7 @@ def test_nothing_is_written_where_the_user_did_not_ask_for_it(launch, trace):
     assert len(job.output()["steps"]) == 20
 
 
-def test_a_signal_from_the_scheduler_ends_the_trainer_as_it_always_did(launch, trace):
+def test_signal_of_the_scheduler_ends_the_trainer(launch, trace):
     trace.write(Gpu("GPU-a", "0:01:00"))
     arguments = ["--iterations", 200, "--at", 150, "--end", "terminate"]
     job = launch.python(LOOP, *arguments, environ=trace.environment(), device="nvml").wait()

@@ -1,4 +1,4 @@
-"""Rank 0 starts again on another host, while the aggregator of before may still wait on the first one."""
+"""Rank 0 starts again on another host, while the earlier aggregator may still wait on the first one."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def stop(job, module):
 
 @pytest.mark.fault("rank-0-moves")
 @pytest.mark.parametrize("first_host", ["is lost", "still has an aggregator, which waits for a rank"])
-def test_rank_0_starts_again_on_another_host_and_the_folder_is_continued(hosts, start, first_host):
+def test_rank_0_on_another_host_continues_the_folder(hosts, start, first_host):
     one, two, three = hosts(3)
     first, second = start(one, two, arguments=FOR_EVER)
     jobs.until(lambda: first.num_windows >= 5 and reporting(first) == 2)
@@ -55,7 +55,7 @@ def test_rank_0_starts_again_on_another_host_and_the_folder_is_continued(hosts, 
         for job in (first, second):
             job.end()
     else:
-        # Rank 1 cannot say goodbye, and is there as far as the aggregator can see.
+        # Rank 1 cannot send a bye; to the aggregator it is still there.
         stopped = stop(second, "effllm.agents.agent")
         for job in (first, second):
             job.process.kill()
@@ -68,13 +68,13 @@ def test_rank_0_starts_again_on_another_host_and_the_folder_is_continued(hosts, 
         for process in stopped:
             process.kill()
     assert not again[0].left() and not first.left()
-    ledger = again[0].ledger  # of the only folder
+    ledger = again[0].ledger  # there is only one folder
     summary = ledger.summary
 
     assert (summary.status, summary.attempts) == ("completed", 2)
     before, after = summary.goodput.attempts
     assert (before.first, after.first, after.last) == (1, 1, 400)
-    assert summary.goodput.redone_iterations == before.last, "it began at 1 again, by the numbers that it logs"
+    assert summary.goodput.redone_iterations == before.last, "it logs numbers from 1 again"
     assert summary.goodput.seconds["restart_gap"] > 0.0
     assert sum(summary.goodput.seconds.values()) == pytest.approx(summary.goodput.elapsed_s, rel=1e-6)
     of_second = [row for row in ledger.ranks if row.attempt == 2]

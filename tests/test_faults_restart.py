@@ -13,7 +13,7 @@ LOOP = "resuming_loop.py"
 
 @pytest.fixture(autouse=True)
 def a_store_for_each_start(monkeypatch):
-    """Let torchrun make a new store for each start: in the old one gloo of torch 2.13 finds addresses of the dead."""
+    """Let torchrun make a new store for each start: in the old one gloo of torch 2.13 finds addresses of dead ranks."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -24,7 +24,7 @@ def adds_up(goodput):
 
 
 def progress(folder):
-    """Return how many iterations the newest start found done, and the number of its last one."""
+    """Return the number of iterations done before the newest start, and the number of its last one."""
     path = folder / "progress"
     done, _, last = (path.read_text() if path.exists() else "").partition(" ")
     return (int(done), int(last)) if last else (-1, 0)
@@ -36,7 +36,7 @@ def starts(folder, rank=0):
 
 
 @pytest.mark.fault("worker-killed")
-def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redone(launch):
+def test_restarted_job_counts_redone_iterations(launch):
     options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1"]
     job = launch.torchrun(
         options, LOOP, "--kill-rank", 1, "--at", 34, "--step-s", 0.06, environ=jobs.long_timeouts()
@@ -51,13 +51,13 @@ def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redo
     assert summary.tokens == 2 * 100 * (34 + 40)
     assert goodput.redone_iterations == 14
     first, second = goodput.attempts
-    assert first.status in ("failed", "killed"), "by whether rank 0 has seen its peer vanish"
+    assert first.status in ("failed", "killed"), "failed if rank 0 lost its peer first"
     assert (first.first, first.last) == (1, 34)
     assert (second.status, second.first, second.last) == ("completed", 21, 60)
     assert goodput.seconds["restart_gap"] == second.gap_before_s > 0.0
     assert goodput.joules["restart_gap"] is None
     assert adds_up(goodput)
-    # By the windows: 21 to 30 in whole, and what came after it.
+    # By the windows: all of 21 to 30, and the rest after it.
     lost = [row for row in job.ledger.ranks if row.attempt == 1 and row.iteration_first > 20]
     assert goodput.rank_seconds["redone"] == pytest.approx(sum(row.busy_s for row in lost), rel=1e-6)
     assert goodput.joules["redone"] > 0.0
@@ -66,7 +66,7 @@ def test_torchrun_starts_a_killed_job_again_and_what_was_lost_is_counted_as_redo
 
 
 @pytest.mark.fault("elastic-restart")
-def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp_path):
+def test_shrinking_and_growing_world_is_one_run(launch, tmp_path):
     quick = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5,join_timeout=120"
     port = jobs.unused_port()
     options = [
@@ -76,7 +76,7 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
     there = tmp_path / "shared"
     there.mkdir()
     one = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
-    # The process that comes first has the store, and it is not the one that will vanish.
+    # The first process has the store, and it is not the one that will be killed.
     jobs.until(lambda: port in jobs.listening_ports(one.process.pid))
     two = launch.torchrun(options, LOOP, "--folder", there, "--until", there / "enough")
 
@@ -93,7 +93,7 @@ def test_a_world_that_shrinks_and_grows_is_one_run_of_three_attempts(launch, tmp
     (there / "enough").touch()
     assert (one.wait().code, again.wait().code) == (0, 0), one.stderr + again.stderr
     assert not one.left() and not again.left()
-    summary = one.ledger.summary  # of the only folder
+    summary = one.ledger.summary  # there is only one folder
     attempts, begun = summary.goodput.attempts, starts(there)
 
     assert (summary.status, summary.attempts) == ("completed", len(attempts))

@@ -1,4 +1,4 @@
-"""Who writes to a run folder: aggregators that are started by hand, and jobs that share a node or a name."""
+"""Writers of a run folder: aggregators started by hand, and jobs that share a node or a name."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def serve(cli, bind):
 
 
 @pytest.mark.fault("aggregator-by-hand")
-def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, launch):
+def test_aggregator_restarted_by_hand_continues_the_run(cli, launch):
     process, endpoint = serve(cli, "127.0.0.1:0")
     ledger = jobs.Ledger(cli.folder / "runs" / "one")
     job = launch.python(LOOP, "--until", "enough", endpoint=endpoint, secret_file=secret_path(Config()))
@@ -48,7 +48,7 @@ def test_an_aggregator_that_is_started_again_by_hand_goes_on_with_the_run(cli, l
 
 
 @pytest.mark.fault("two-jobs")
-def test_two_jobs_on_a_node_have_a_folder_each_and_see_nothing_of_each_other(launch):
+def test_two_jobs_on_a_node_are_independent(launch):
     one = launch.python(LOOP, "--iterations", 200, "--tokens", 7, run_name="one")
     two = launch.python(LOOP, "--iterations", 300, "--tokens", 11, run_name="two")
     one.done()
@@ -60,13 +60,13 @@ def test_two_jobs_on_a_node_have_a_folder_each_and_see_nothing_of_each_other(lau
 
 
 @pytest.mark.fault("two-jobs")
-def test_of_two_living_jobs_of_one_name_the_second_has_a_folder_beside_and_says_so(launch):
-    environ = {"SLURM_JOB_ID": "4711"}  # even in one allocation, which is all that tells their attempts apart
+def test_second_job_of_a_name_has_another_folder(launch):
+    environ = {"SLURM_JOB_ID": "4711"}  # even in one allocation, which distinguishes attempts
     one = launch.python(LOOP, "--until", "enough", "--tokens", 7, run_name="same", environ=environ)
     jobs.until(lambda: one.num_windows)
     two = launch.python(LOOP, "--until", "enough", "--tokens", 11, run_name="same", environ=environ)
     beside = jobs.Ledger(one.runs()[0].with_name("same-2"))
-    jobs.until(lambda: beside.num_windows)  # once the first has kept its folder for six seconds
+    jobs.until(lambda: beside.num_windows)  # after six seconds of waiting for the first one's folder
     second, first = two.finish(), one.finish()
 
     assert [folder.name for folder in one.runs()] == ["same", "same-2"]
@@ -77,14 +77,14 @@ def test_of_two_living_jobs_of_one_name_the_second_has_a_folder_beside_and_says_
 
 
 @pytest.mark.fault("everything-killed")
-def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(launch):
+def test_job_restarted_under_its_name_is_the_next_attempt(launch):
     one = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill", run_name="same").wait()
     two = launch.python(LOOP, "--iterations", 30, run_name="same").done()
     assert not one.left()
     summary = two.ledger.summary
 
     assert (summary.status, summary.attempts, summary.iterations) == ("completed", 2, 57 + 30)
-    # It began at 1 again and says so, by the numbers that it logs.
+    # It logs numbers from 1 again.
     assert summary.goodput.redone_iterations == 57
     assert summary.goodput.attempts[1].gap_before_s > 0.0
     assert "attempt 2 goes on" in two.stdout and "killed at iteration 57" in two.stdout
@@ -93,17 +93,17 @@ def test_a_job_that_is_started_again_by_hand_under_its_name_is_the_next_attempt(
 
 
 @pytest.mark.fault("exits")
-def test_a_trainer_that_was_killed_before_its_agent_was_heard_has_its_iterations_in_the_folder(launch):
+def test_trainer_killed_before_its_agent_joined_is_recorded(launch):
     job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill")
     (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
     os.kill(agent, signal.SIGSTOP)
     job.wait()
     os.kill(agent, signal.SIGCONT)
-    # It starts the aggregator first of all; where this test is slow, all may be over before it sees that.
+    # It starts the aggregator first; if this test is slow, all may have ended before it sees that.
     jobs.until(lambda: job.find("effllm.aggregation.server") or not set(jobs.processes(job.token)))
     with suppress(ProcessLookupError):
         os.kill(agent, signal.SIGSTOP)
-        time.sleep(2.5)  # some looks of the aggregator at whether the job is over
+        time.sleep(2.5)  # some checks of the aggregator whether the job has ended
         os.kill(agent, signal.SIGCONT)
     assert not job.left()
 

@@ -1,4 +1,4 @@
-"""What a container has little of: shared memory, room for temporary files, descriptors, cores."""
+"""Scarce resources of a container: shared memory, room for temporary files, descriptors, cores."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def in_full_container(launch, tmp_path):
 
 
 @pytest.mark.fault("tmpfs-full")
-def test_a_job_in_a_container_whose_dev_shm_and_tmp_are_full_is_measured_as_any_other(in_full_container):
+def test_job_with_full_dev_shm_and_tmp_is_measured(in_full_container):
     job = in_full_container("--iterations", 200).wait()
     if job.code == 77:
         pytest.skip("a tmpfs cannot be mounted here")
@@ -48,7 +48,7 @@ def test_a_job_in_a_container_whose_dev_shm_and_tmp_are_full_is_measured_as_any_
     assert job.our_errors == []
 
 
-#: Takes something away until metrics have tried to start, then trains.
+#: Removes a resource until metrics have tried to start, then trains.
 WITHOUT = """
 import argparse, json, os, resource, sys, threading
 import shutil  # of argparse
@@ -83,7 +83,7 @@ exec(loop)
 
 @pytest.mark.fault("tmpfs-full")
 @pytest.mark.parametrize("kind", ["memory", "descriptors"])
-def test_a_trainer_for_whose_ring_there_is_no_room_trains_without_metrics(launch, kind):
+def test_trainer_without_room_for_its_ring_has_no_metrics(launch, kind):
     script = launch._folder / "without.py"
     script.write_text(WITHOUT)
     job = launch.python(script, kind, LOOP, "--iterations", 50).done()
@@ -96,7 +96,7 @@ def test_a_trainer_for_whose_ring_there_is_no_room_trains_without_metrics(launch
     assert job.find("effllm.agents.agent") == []
 
 
-#: A step that computes, so that it feels whoever is on its core.
+#: A step that computes, so that other processes on its core slow it down.
 BUSY = """
 import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -119,7 +119,7 @@ def cpu_s(pid):
 
 
 @pytest.mark.fault("one-core")
-def test_agents_stay_on_their_trainers_one_core_step_back_there_and_still_sample(launch):
+def test_agents_share_their_trainers_core_at_low_priority(launch):
     core = min(os.sched_getaffinity(0))
     script = launch._folder / "busy.py"
     script.write_text(BUSY)

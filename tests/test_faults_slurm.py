@@ -11,7 +11,7 @@ import pytest
 from after_fault import assert_whole
 
 pytest_plugins = ["slurm"]
-pytestmark = [pytest.mark.faults, pytest.mark.fault("slurm"), pytest.mark.xdist_group("slurm")]  # one of a machine
+pytestmark = [pytest.mark.faults, pytest.mark.fault("slurm"), pytest.mark.xdist_group("slurm")]  # one Slurm per machine
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def srun(launch, slurm):
     return start
 
 
-def test_ranks_of_plain_srun_make_one_run_folder_that_is_named_by_the_job(srun):
+def test_ranks_of_plain_srun_share_the_jobs_run_folder(srun):
     job = srun("loop.py", "--iterations", 300).done()
 
     (folder,) = job.runs()
@@ -45,12 +45,12 @@ def test_plain_program_in_a_batch_script_is_one_rank(launch, slurm):
     job.start(["sbatch", *options, str(script)], {**launch.environ({}), **slurm.environ}).done()
 
     environ = (job.folder / "environ.txt").read_text()
-    assert "SLURM_PROCID=0\n" in environ and "SLURM_NTASKS=2\n" in environ, "what looks like a rank of two"
+    assert "SLURM_PROCID=0\n" in environ and "SLURM_NTASKS=2\n" in environ, "which looks like a rank of two"
     summary = job.ledger.summary
     assert (summary.status, summary.coverage.ranks_expected, summary.tokens) == ("completed", 1, 2000)
 
 
-def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm, tmp_path):
+def test_cancelled_job_is_killed_with_its_last_iterations(srun, slurm, tmp_path):
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(64))
     job = srun("lockstep.py", meeting, "--step-s", 0.01, "--until", "for ever")
@@ -67,7 +67,7 @@ def test_a_cancelled_job_is_told_as_killed_with_its_last_iterations(srun, slurm,
     assert summary.iterations == max(done.values())
 
 
-def test_a_step_whose_task_dies_is_ended_by_slurm_and_told_as_killed(srun):
+def test_step_ended_by_slurm_after_a_death_is_killed(srun):
     job = srun("loop.py", "--until", "for ever", options=["--kill-on-bad-exit=1"])
     jobs.until(lambda: job.num_windows >= 5)
     trainers = [pid for pid in jobs.processes(job.token) if "loop.py" in jobs.describe(pid)]

@@ -1,4 +1,4 @@
-"""Real ranks, one of which is slow: it is named, and nobody else is."""
+"""Real ranks, one of which is slow: only that one is named."""
 
 import re
 import statistics
@@ -12,7 +12,7 @@ RANKS = 4
 
 
 def run(tmp_path, *arguments, after=()):
-    """Run a job, in which files are made after events of these kinds; return its aggregator, and own times by rank."""
+    """Run a job in which files are made after events of these kinds; return its aggregator, and own times by rank."""
     meeting = tmp_path / "meeting"
     meeting.write_bytes(bytes(8 * (RANKS + 1)))
     with jobs.launching(tmp_path) as launcher:
@@ -27,14 +27,14 @@ def run(tmp_path, *arguments, after=()):
     return aggregator, own_s
 
 
-def test_of_four_ranks_the_one_that_is_ten_percent_slower_is_named_and_nobody_else(tmp_path):
+def test_only_the_rank_that_is_ten_percent_slower_is_named(tmp_path):
     enough = tmp_path / "enough"
     options = ("--slow", 2, "--step-s", 0.1, "--iterations", 110, "--until", enough)
     aggregator, own_s = run(tmp_path, *options, after=[("straggler", enough)])
     ledger, summary = aggregator.ledger, aggregator.ledger.summary
 
     (verdict,) = summary.stragglers
-    # Where the ranks wait for a CPU, who comes last may be known before whose own time is longer.
+    # On a busy machine the last arrival may be known before the longer own time.
     assert (verdict.ranks, verdict.peers) == ((2,), 3) and verdict.evidence in ("own time", "arrival")
     slow_s, others_s = own_s[2], statistics.median(own_s[:2] + own_s[3:])
     assert verdict.slowdown == pytest.approx(slow_s / others_s - 1, abs=0.05)
@@ -43,13 +43,13 @@ def test_of_four_ranks_the_one_that_is_ten_percent_slower_is_named_and_nobody_el
     assert re.search(r"^straggler: rank 2 \(node .*\) .*\d+\.\d % .* than its 3 peers since iteration \d+: ", line)
     assert line in aggregator.job.stdout
     assert {one.ranks for window in ledger.windows for one in window.stragglers} == {(2,)}
-    # What was lost to it is a class of the goodput, and the clocks' error is published.
+    # The time lost to it is a goodput class, and the clocks' error is published.
     assert summary.goodput.rank_seconds["straggling"] == pytest.approx(verdict.gpu_seconds, rel=0.2)
     assert summary.metrics["straggler/waiting_gpu_seconds"].value == pytest.approx(verdict.gpu_seconds)
     assert 0 < summary.metrics["run_health/clock_error_s"].value < 1
 
 
-def test_slowness_that_ends_is_taken_back(tmp_path):
+def test_recovered_straggler_is_reported(tmp_path):
     quick, enough = tmp_path / "quick", tmp_path / "enough"
     options = ("--slow", 1, "--by", 1.3, "--slow-until", quick, "--until", enough)
     ledger = run(tmp_path, *options, after=[("straggler", quick), ("recovered", enough)])[0].ledger
@@ -60,7 +60,7 @@ def test_slowness_that_ends_is_taken_back(tmp_path):
     assert (1,) in [verdict.ranks for verdict in ledger.summary.stragglers]
 
 
-def test_a_slow_data_loader_is_named_though_no_rank_tells_its_own_time(tmp_path):
+def test_slow_data_loader_is_named_without_own_times(tmp_path):
     enough = tmp_path / "enough"
     options = ("--waits", 3, "--silent", "--until", enough)
     aggregator, _ = run(tmp_path, *options, after=[("straggler", enough)])
@@ -73,7 +73,7 @@ def test_a_slow_data_loader_is_named_though_no_rank_tells_its_own_time(tmp_path)
     assert float(its_ms) >= 10.0 and float(its_ms) - float(theirs_ms) == pytest.approx(10.0, rel=0.5)
 
 
-def test_without_a_sync_point_nobody_is_named_for_what_nobody_can_know(tmp_path):
+def test_no_rank_is_named_without_a_sync_point(tmp_path):
     ledger = run(tmp_path, "--slow", 2, "--by", 1.3, "--silent")[0].ledger
 
     assert ledger.summary.stragglers == () and not ledger.event_texts("straggler")

@@ -1,4 +1,4 @@
-"""A terminal that is stopped, or that nobody reads: the console waits for it, and nothing else does."""
+"""A terminal that is stopped or not read: only the console waits for it."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ STOP, GO_ON = b"\x13", b"\x11"  # Ctrl-S and Ctrl-Q
 
 
 class Terminal:
-    """A terminal with somebody before it who reads all that it shows."""
+    """A terminal whose output is read."""
 
     def __init__(self):
         self.keyboard, self.output = pty.openpty()
@@ -29,7 +29,7 @@ class Terminal:
         try:
             while text := os.read(self.keyboard, 65536):
                 self.shown += text
-        except OSError:  # all others have closed it
+        except OSError:  # closed by all others
             return
 
     @property
@@ -44,7 +44,7 @@ def terminal():
 
 @pytest.fixture
 def on_terminal(launch, terminal):
-    """Start a loop of a window an iteration whose output is the terminal; stop that after a few windows."""
+    """Start a loop with a window per iteration on the terminal; stop the terminal after a few windows."""
 
     def start():
         command = [sys.executable, str(jobs.SCRIPTS / "loop.py"), "--until", "enough", "--step-s", "0.02"]
@@ -58,7 +58,7 @@ def on_terminal(launch, terminal):
     return start
 
 
-def test_a_stopped_terminal_stops_nothing_else_and_goes_on_where_it_can(on_terminal, terminal):
+def test_stopped_terminal_stops_only_the_console(on_terminal, terminal):
     job = on_terminal()
     shown = terminal.blocks
     jobs.until(lambda: job.num_windows > shown + 400)
@@ -69,18 +69,18 @@ def test_a_stopped_terminal_stops_nothing_else_and_goes_on_where_it_can(on_termi
 
     summary = assert_whole(job.ledger, {0: count})
     assert terminal.blocks + summary.left_out.get("console", 0) == count
-    assert job.longest_step_s() < 0.2
+    assert job.max_step_s() < 0.2
 
 
-def test_a_terminal_that_stays_stopped_does_not_hold_up_the_end_of_the_job(on_terminal, terminal):
+def test_stopped_terminal_does_not_delay_the_end(on_terminal, terminal):
     job = on_terminal()
     windows = job.num_windows
     jobs.until(lambda: job.num_windows > windows + 400)
     (job.folder / "enough").touch()
     job.wait()
 
-    assert job.output()["end_held_s"] < 30.0  # else it is fifty seconds, for it is patient
+    assert job.output()["end_held_s"] < 30.0  # with the long timeouts a wait would take fifty seconds
     count = job.finish()
     summary = assert_whole(job.ledger, {0: count})
     assert summary.left_out["console"] > count - terminal.blocks - 200
-    assert terminal.blocks + summary.left_out["console"] >= count  # what is shown in part is left out as well
+    assert terminal.blocks + summary.left_out["console"] >= count  # a block shown in part counts as left out

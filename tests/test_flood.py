@@ -1,4 +1,4 @@
-"""Ten thousand strangers at an aggregator's port: no window waits for them, and nobody but them is refused."""
+"""Ten thousand unauthenticated peers at an aggregator's port: no window waits for them, and only they are rejected."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from effllm.server.run_facts import MAX_FACTS_BYTES
 pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
 FLOOD, HOSTILE = (Path(__file__).with_name(name) for name in ("flood.py", "hostile_rank.py"))
-STRANGERS = 10_000  # at once: one end of each takes a descriptor of the aggregator's 20,000 here
-KEYS = 500  # their handshakes are the only ones that cost the aggregator arithmetic
+PEERS = 10_000  # at once: one end of each takes a descriptor of the aggregator's 20,000 here
+KEYS = 500  # only their handshakes use cryptography in the aggregator
 
 
 needs_schedstat = pytest.mark.skipif(
@@ -34,17 +34,17 @@ needs_schedstat = pytest.mark.skipif(
 
 
 class Starved:
-    """How long the threads of processes, and this one, could run and had no processor, or their machine had none."""
+    """The time for which threads of processes, and of this one, were runnable without a processor."""
 
     def __init__(self, pids):
         self._tasks = [Path(f"/proc/{pid}/task") for pid in pids]
-        self._waited_s = {}  # by thread, one that has ended included
+        self._waited_s = {}  # by thread, ended ones included
         self._known = []  # (unix time, sum)
 
     def look(self):
-        """Take the sum as it is now."""
+        """Record the current sum."""
         for path in [path for task in self._tasks for path in task.glob("*/schedstat")]:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # ended meanwhile
                 self._waited_s[path] = int(path.read_text().split()[1]) / 1e9
         stolen_s = int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
         self._known.append((time.time(), stolen_s + sum(self._waited_s.values())))
@@ -57,7 +57,7 @@ class Starved:
 
 
 class Windows:
-    """The windows of a run as they are written, and how late they were but for want of a processor.
+    """The windows of a run as they are written, and their delay without that from a busy machine.
 
     Args:
         aggregator: of the run.
@@ -72,7 +72,7 @@ class Windows:
         self.seen = []  # (when a window ended, when it was seen)
 
     def look(self):
-        """Take the lines that are new."""
+        """Read the new lines."""
         self._starved.look()
         text = self._path.read_bytes()[self._read :] if self._path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]
@@ -81,21 +81,21 @@ class Windows:
             self.seen.append((msgspec.json.decode(line, type=WindowLine).time_s, time.time()))
 
     def watch(self, process):
-        """Look until a process has ended."""
+        """Read until a process has ended."""
         while process.poll() is None:
             self.look()
             time.sleep(0.02)
         self._starved.look()
 
     def late_s(self, since_s):
-        """Return how late the windows were that ended after a time."""
+        """Return the delays of the windows that ended after a time."""
         shown = [(ended_s, seen_s) for ended_s, seen_s in self.seen if ended_s > since_s]
         return [seen_s - ended_s - self._starved.between(ended_s, seen_s) for ended_s, seen_s in shown]
 
 
 @pytest.fixture
 def in_memory(tmp_path):
-    """Yield a launcher into a folder that no disk holds up."""
+    """Yield a launcher with a folder in memory."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=parent) as folder, jobs.launching(Path(folder)) as launch:
         yield launch
@@ -105,13 +105,13 @@ def in_memory(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("silent", STRANGERS),
-        ("null", STRANGERS),
+        ("silent", PEERS),
+        ("null", PEERS),
         ("key", KEYS),
-        pytest.param("garbage", STRANGERS, marks=pytest.mark.long),
+        pytest.param("garbage", PEERS, marks=pytest.mark.long),
     ],
 )
-def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(in_memory, tmp_path, kind, count, record_property):
+def test_flood_of_peers_delays_no_window_by_a_second(in_memory, tmp_path, kind, count, record_property):
     launch = in_memory
     secret = create(tmp_path / "secret")
     secured = {"security": "curve", "secret_file": tmp_path / "secret"}
@@ -125,7 +125,7 @@ def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(in_memory, 
     command = [sys.executable, str(FLOOD), kind, str(aggregator.port), str(count), "5", server_key]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as flood:
         windows.watch(flood)
-        told = json.loads(flood.stdout.read())
+        result = json.loads(flood.stdout.read())
     enough.touch()
     for rank in ranks:
         rank.done()
@@ -134,8 +134,8 @@ def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(in_memory, 
 
     late_s = windows.late_s(began_s)
     record_property("flooded_s", max(late_s))
-    print(f"{kind}: {told}, {max(late_s):.2f} s late, {summary.events}")
-    assert told["began"] >= count
+    print(f"{kind}: {result}, {max(late_s):.2f} s late, {summary.events}")
+    assert result["began"] >= count
     assert len(late_s) >= 10
     assert max(late_s) < 1.0
     assert (summary.status, summary.tokens) == ("completed", sum(100 * len(rank.output()["steps"]) for rank in ranks))
@@ -144,7 +144,7 @@ def test_a_flood_of_strangers_delays_no_window_by_more_than_a_second(in_memory, 
 
 @contextlib.contextmanager
 def honest_ranks(launch, folder):
-    """Yield the aggregator of a world of three ranks, the two that are honest, and the key of the third."""
+    """Yield the aggregator of a world of three ranks, the two honest ranks, and the key of the third."""
     key = folder / "secret"
     create(key)
     secured = {"security": "curve", "secret_file": key}
@@ -175,7 +175,7 @@ def flood(kind, aggregator, key, seconds, count):
 
 @needs_schedstat
 @pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.long)])
-def test_a_hostile_rank_with_a_key_delays_no_window_by_a_second(in_memory, tmp_path, seconds, record_property):
+def test_hostile_rank_delays_no_window_by_a_second(in_memory, tmp_path, seconds, record_property):
     with honest_ranks(in_memory, tmp_path) as (aggregator, ranks, key):
         server = psutil.Process(aggregator.job.process.pid)
         windows, before, peak = Windows(aggregator, ranks), server.memory_info().rss, 0
@@ -187,7 +187,7 @@ def test_a_hostile_rank_with_a_key_delays_no_window_by_a_second(in_memory, tmp_p
             num_sent = int(hostile.stdout.read())
     ledger = aggregator.ledger
     came_s = next(event.time_s for event in ledger.events if event.kind == "joined" and event.rank == 2)
-    late_s = windows.late_s(came_s)  # others had waited for it
+    late_s = windows.late_s(came_s)  # before that, the others waited for it
     record_property("hostile_s", max(late_s))
     record_property("grown_mb", (peak - before) / 1e6)
     print(
@@ -201,7 +201,7 @@ def test_a_hostile_rank_with_a_key_delays_no_window_by_a_second(in_memory, tmp_p
     assert peak - before < 50e6
 
 
-def test_new_facts_at_full_rate_swell_neither_run_json_nor_memory(in_memory, tmp_path, record_property):
+def test_repeated_new_facts_do_not_grow_run_json_or_memory(in_memory, tmp_path, record_property):
     with honest_ranks(in_memory, tmp_path) as (aggregator, _, key):
         server = psutil.Process(aggregator.job.process.pid)
         before = server.memory_info().rss

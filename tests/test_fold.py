@@ -1,4 +1,4 @@
-"""Samples of a loop that stands for a day are summed up: memory stays flat, and its window says what it would have."""
+"""Samples of a loop that hangs for a day are summed up: memory is constant, and its window has the same values."""
 
 import math
 import random
@@ -52,7 +52,7 @@ def series(**changes) -> Series:
 
 
 def fed(one: Series, device: Device, until_s: float, folding: bool, edges_ns=(), counter=lambda at_s: True) -> int:
-    """Feed a sample every four seconds from 10 s on; return how many were kept at most."""
+    """Feed a sample every four seconds from 10 s on; return the largest number of kept samples."""
     most, at_s = 0, 10.0
     while at_s <= until_s:
         one.add(device.sample(at_s, counter(at_s)))
@@ -69,12 +69,12 @@ def alike(first: Integrals, second: Integrals, rel: float = 1e-8) -> None:
             assert getattr(one, name) == (approx(getattr(other, name), rel=rel, abs=1e-6)), name
 
 
-def test_a_day_of_samples_takes_no_more_memory_than_a_minute_and_the_window_says_the_same():
+def test_day_of_samples_needs_no_more_memory_than_a_minute():
     device, edges_ns = Device(), [12 * NS + 300_000_000, 15 * NS + 700_000_000]
     plain, folding = series(), series()
     fed(plain, device, DAY_S, folding=False)
     most = fed(folding, device, DAY_S, folding=True, edges_ns=edges_ns)
-    end_ns = DAY_S * NS - 400_000_000  # an edge that nobody knew of until it came
+    end_ns = DAY_S * NS - 400_000_000  # an edge that was not announced
 
     assert plain.num_kept == len(range(10, DAY_S + 1, 4))
     assert most < 120
@@ -95,7 +95,7 @@ def test_a_day_of_samples_takes_no_more_memory_than_a_minute_and_the_window_says
         )
 
 
-def test_every_moment_that_was_known_to_be_asked_for_is_told_as_before():
+def test_values_at_announced_edges_do_not_change():
     device = Device(1)
     edges_ns = [round(at_s * NS) for at_s in (12.3, 100.05, 333.33, 334.0, 1000.71)]
     plain, folding = series(), series()
@@ -108,7 +108,7 @@ def test_every_moment_that_was_known_to_be_asked_for_is_told_as_before():
 
 
 @pytest.mark.parametrize("changes", [{}, {"energy_method": "instant power"}], ids=["counter", "power"])
-def test_a_counter_that_fails_for_hours_is_put_right_as_before(changes):
+def test_counter_failing_for_hours_is_corrected_as_before(changes):
     device, edges_ns = Device(2), [12 * NS]
     plain, folding = series(**changes), series(**changes)
 
@@ -121,7 +121,7 @@ def test_a_counter_that_fails_for_hours_is_put_right_as_before(changes):
     alike(folding.integrals(12 * NS, 5_999 * NS), plain.integrals(12 * NS, 5_999 * NS), rel=1e-7)
 
 
-def test_holes_stay_holes():
+def test_gaps_stay_gaps():
     device, edges_ns = Device(3), [12 * NS]
     plain, folding = series(energy_method="instant power"), series(energy_method="instant power")
     for one in (plain, folding):
@@ -135,7 +135,7 @@ def test_holes_stay_holes():
     alike(found, plain.integrals(12 * NS, 2999 * NS))
 
 
-def test_of_a_block_that_is_cut_after_all_a_stretch_gets_its_share_by_time():
+def test_cut_block_is_divided_by_time():
     one = series(energy_method=None)
     for at_s in range(10, 1011):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
@@ -146,7 +146,7 @@ def test_of_a_block_that_is_cut_after_all_a_stretch_gets_its_share_by_time():
     assert one.integrals(510 * NS, 1010 * NS).memory_byte_seconds == approx(500 * 1000.0)
 
 
-def test_a_block_that_is_shorter_than_a_gap_counts_once():
+def test_block_shorter_than_a_gap_counts_once():
     one = series(energy_method=None)
     for at_s in range(10, 61):
         one.add(Sample(at_s * NS, memory_bytes=1000.0))
@@ -156,7 +156,7 @@ def test_a_block_that_is_shorter_than_a_gap_counts_once():
     assert one.integrals(10 * NS, 60 * NS).memory_byte_seconds == approx(50 * 1000.0)
 
 
-def test_a_window_that_stood_for_hours_is_cut_as_if_every_sample_had_been_kept():
+def test_window_of_a_long_hang_has_the_same_values():
     device = Device(4)
     rows = []
     for folding in (False, True):
@@ -166,7 +166,7 @@ def test_a_window_that_stood_for_hours_is_cut_as_if_every_sample_had_been_kept()
             ended = set()
             at_s = 10.0
             while at_s <= 6_000:
-                ordinal = int((at_s - 20) // 2) + 1  # two seconds each, from 20 s on; the seventh stands from 33 s on
+                ordinal = int((at_s - 20) // 2) + 1  # two seconds each, from 20 s on; the seventh hangs from 33 s on
                 if 1 <= ordinal <= 6 and ordinal not in ended and at_s >= 20 + 2 * ordinal:
                     ended.add(ordinal)
                 if at_s in (20, 22, 24, 26, 28, 30, 32):
@@ -193,7 +193,7 @@ def test_a_window_that_stood_for_hours_is_cut_as_if_every_sample_had_been_kept()
     alike(folded.devices[0].phases["startup"], plain.devices[0].phases["startup"])
 
 
-def test_runs_stay_away_from_every_edge_and_from_the_newest():
+def test_samples_near_edges_and_the_newest_are_not_folded():
     times = list(range(0, 1000, 10))
     runs = list(runs_between(times, [500], 990, 100))
 
@@ -202,7 +202,7 @@ def test_runs_stay_away_from_every_edge_and_from_the_newest():
     assert list(runs_between([], [5], 10, 1)) == []
 
 
-def test_readings_near_an_edge_are_kept_for_as_long_as_slow_sensors_need():
+def test_readings_near_an_edge_are_kept_for_slow_sensors():
     fast = Series(gpu(sensor=Sensor(tick_s=0.1)), 5.0)
     slow = Series(gpu(sensor=Sensor(tick_s=30.0, lag_s=5.0)), 5.0)
 

@@ -1,4 +1,4 @@
-"""An address that another user wrote where rank 0's is looked for, on a host where there can be no secret."""
+"""An address written by another user in place of rank 0's, on a host without a secret."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from effllm.network.discovery import Search
 
 
 class Place:
-    """Where a record lies, and anybody may write."""
+    """A source of records that every user can write."""
 
     key = "efficientllm/run/0/1/endpoint"
 
@@ -22,29 +22,29 @@ class Place:
 
 
 def looked(record, security="auto"):
-    found, told = [], []
-    search = Search(Place(record), Config(security=security), False, found.append, told.append, lambda _: False)
+    found, lines = [], []
+    search = Search(Place(record), Config(security=security), False, found.append, lines.append, lambda _: False)
     search._look()
     search._look()
-    return found, told
+    return found, lines
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://[::1]:5555"])
-def test_an_address_of_this_host_is_believed(endpoint):
+def test_address_of_this_host_is_used(endpoint):
     assert looked({"endpoint": endpoint, "job": "a"}) == ([{"endpoint": endpoint, "job": "a"}], [])
 
 
 @pytest.mark.parametrize(
     "endpoint", ["tcp://192.0.2.1:5555", "tcp://evil.example:80", "tcp://[2001:db8::1]:5555", "ipc:///x", ""]
 )
-def test_an_address_off_this_host_is_refused_once_and_named(endpoint):
-    found, told = looked({"endpoint": endpoint, "job": "a"})
+def test_address_of_another_host_is_rejected_once(endpoint):
+    found, lines = looked({"endpoint": endpoint, "job": "a"})
 
     assert found == []
-    assert told == [
+    assert lines == [
         f"no metrics of this rank: rank 0's address, {endpoint}, is not on this host: another user or job wrote it"
     ]
 
 
-def test_whoever_asked_for_no_security_gets_none():
+def test_security_none_accepts_any_address():
     assert looked({"endpoint": "tcp://192.0.2.1:5555", "job": "a"}, "none")[1] == []

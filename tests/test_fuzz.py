@@ -1,4 +1,4 @@
-"""Bytes that nobody of ours wrote, to all that reads what others may write; fuzz.py says what may come of it."""
+"""Hostile bytes for every reader of untrusted data; fuzz.py has the allowed results."""
 
 import fuzz
 import pytest
@@ -14,12 +14,12 @@ CASES = [(target, path) for target in fuzz.TARGETS for path in fuzz.corpus(targe
 
 @pytest.mark.fault("hostile-frames")
 @pytest.mark.parametrize(("target", "path"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_bytes_of_the_corpus_do_no_harm(target, path):
+def test_corpus_is_handled(target, path):
     fuzz.TARGETS[target](path.read_bytes())
 
 
 def of_corpus(target):
-    """Return a strategy for the files of a corpus, cut and with bytes of them exchanged."""
+    """Return a strategy for the files of a corpus, truncated and with exchanged bytes."""
 
     def damaged(data, damages, length):
         changed = bytearray(data[: int(length * len(data)) + 1])
@@ -34,7 +34,7 @@ def of_corpus(target):
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
-def test_bytes_near_those_of_the_corpus_do_no_harm(target):
+def test_mutated_corpus_is_handled(target):
     @settings(deadline=None, max_examples=60)
     @given(of_corpus(target) | st.binary(max_size=300))
     def try_it(data):
@@ -43,7 +43,7 @@ def test_bytes_near_those_of_the_corpus_do_no_harm(target):
     try_it()
 
 
-#: What may be, though some of it is odd: an aggregator takes it, and no more comes of it than its own rank's numbers.
+#: Valid though unusual frames: an aggregator accepts them, and they change only the values of their own rank.
 POSSIBLE = """
     all-gauges all-times-zero device-twice device-unknown empty-reports energy-of-next-to-nothing facts-nan
     gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports
@@ -62,10 +62,10 @@ def is_a_message(path):
     return True
 
 
-def test_of_the_frames_of_the_corpus_all_but_these_are_refused():
+def test_only_these_frames_of_the_corpus_are_accepted():
     assert {path.name for path in fuzz.corpus("frames") if is_a_message(path)} == set(POSSIBLE.split())
 
 
-def test_a_frame_of_more_rows_than_one_may_have_is_refused():
+def test_frame_with_too_many_rows_is_rejected():
     with pytest.raises(FrameError, match=f"length <= {MAX_ROWS}"):
         decode_from_agent(encode(Reports((row(devices=()),) * (MAX_ROWS + 1))))
