@@ -84,7 +84,7 @@ def test_wrong_argument_is_reported_like_a_wrong_setting(launch, arguments):
     assert_disabled(job, "collection_interval=")
 
 
-def test_old_name_of_a_setting_disables_metrics_and_names_the_new_one(launch):
+def test_old_setting_name_disables_metrics_with_the_new_name(launch):
     job = launch.python(LOOP, "--iterations", 3, warmup_seconds=60).done()
 
     assert_disabled(job, "EFFICIENTLLM_WARMUP_SECONDS='60' is not usable: write EFFICIENTLLM_WARMUP=60s instead")

@@ -168,7 +168,7 @@ def test_unknown_variable_is_reported_with_a_similar_name():
         ("PROMETHEUS_PORT", "0", "", "EFFICIENTLLM_SINKS=console,tensorboard,prometheus:port=0"),
     ],
 )
-def test_an_old_name_is_refused_with_the_new_one_and_its_value(old, text, sinks, instead):
+def test_old_setting_name_raises_with_the_new_one(old, text, sinks, instead):
     environ = {PREFIX + old: text, f"{PREFIX}SINKS": sinks}
     new = dict([instead.replace("'", "").split("=", 1)])
 
@@ -181,19 +181,19 @@ def test_an_old_name_is_refused_with_the_new_one_and_its_value(old, text, sinks,
     read_config(new)
 
 
-def test_an_old_name_without_a_value_is_no_error_and_never_the_nearest_name():
+def test_empty_old_setting_name_is_ignored():
     assert read_config({PREFIX + old: " " for old in OLD_NAMES}) == read_config({})
     assert unknown_variables({f"{PREFIX}CONSOL": "full"}) == ["EFFICIENTLLM_CONSOL is not read by this version"]
 
 
-def test_the_warm_up_is_in_iterations_or_in_seconds():
+def test_warm_up_is_in_iterations_or_seconds():
     iterations, seconds = (read_config({f"{PREFIX}WARMUP": text}) for text in ("20", "1.5s"))
 
     assert (iterations.warmup_iterations, iterations.warmup_seconds) == (20, 0.0)
     assert (seconds.warmup_iterations, seconds.warmup_seconds) == (0, 1.5)
 
 
-def test_an_option_of_a_sink_ends_at_the_next_option_and_not_at_a_colon_of_its_value():
+def test_values_of_sink_options_may_have_colons():
     config = read_config({f"{PREFIX}SINKS": "tensorboard:dir=/tb/10:30=x,prometheus:port=0:a_b=1,console"})
 
     assert config.sink_options() == {
@@ -203,7 +203,7 @@ def test_an_option_of_a_sink_ends_at_the_next_option_and_not_at_a_colon_of_its_v
     }
 
 
-def test_every_field_but_one_is_a_setting_with_whole_sentences_in_a_group_and_seven_come_first():
+def test_settings_are_grouped_and_described_in_sentences():
     fields = {field.name for field in dataclasses.fields(Config)}
 
     assert fields - {variable.field for variable in VARIABLES} == {"min_window_s"}

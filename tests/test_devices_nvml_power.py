@@ -128,7 +128,7 @@ def test_gpus_of_one_module_share_one_energy(trace):
 SECOND = {"module_power": flat(800.0), "energy_scope": "module", "tick_s": 0.05, "serial": "S2"}
 
 
-def test_modules_without_a_serial_number_are_counted_once_per_host(trace):
+def test_modules_without_a_serial_are_counted_once_per_host(trace):
     # The module ids of NVML distinguish GPUs, not modules: on a tray of two superchips they are 1 to 4.
     trace.write(*superchip(serial=None, module_id=2))
 

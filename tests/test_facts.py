@@ -29,16 +29,16 @@ def carried(record):
 @pytest.mark.parametrize(
     "record", [RankFacts(), FULL, FoundAddress("tcp://127.0.0.1:1", "a"), JobState(3, 4, {"al": 1})]
 )
-def test_a_record_comes_back_as_it_was(record):
+def test_record_round_trips(record):
     assert carried(record) == record
 
 
 @pytest.mark.parametrize("record", [Config(sinks=("console",), peak_tflops=989.0), Place(rank=3, run_id="a")])
-def test_settings_and_place_come_back_as_they_were(record):
+def test_settings_and_place_round_trip(record):
     assert from_document(type(record), json.loads(json.dumps(record.to_dict()))) == record
 
 
-def test_what_an_older_writer_lacks_has_its_default_and_what_a_newer_one_adds_is_ignored():
+def test_missing_fields_have_defaults_and_new_ones_are_ignored():
     assert from_document(RankFacts, {"host": "a", "colour": "red", "total_iterations": None}) == RankFacts(host="a")
 
 
@@ -47,7 +47,7 @@ WRONG = [None, "text", "7", -1.5, True, 2**63, [], ["a", None], [1.5], {}, {"a":
 
 @pytest.mark.parametrize("name", [one.name for one in fields(RankFacts)])
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_a_value_of_another_type_leaves_the_default(name, value):
+def test_value_of_a_wrong_type_gives_the_default(name, value):
     facts = from_document(RankFacts, {"host": "a", "trainer_pid": 7, name: value})
 
     default, found = getattr(RankFacts(), name), getattr(facts, name)
@@ -72,9 +72,9 @@ def test_a_value_of_another_type_leaves_the_default(name, value):
         ("parameters", {"total": "many", "is_share": "yes"}),
     ],
 )
-def test_a_wrong_value_is_as_if_it_were_missing(name, value):
+def test_wrong_value_counts_as_missing(name, value):
     assert from_document(RankFacts, {name: value}) == RankFacts()
 
 
-def test_values_of_the_job_that_are_no_numbers_are_as_if_they_were_missing():
+def test_job_values_that_are_no_numbers_count_as_missing():
     assert from_document(JobState, {"report": 2, "values": {"al": "fast"}}) == JobState(report=2)
