@@ -1,7 +1,7 @@
 """The agent's process, one beside each rank: edges only.
 
 It is exec'ed, never forked, in a session of its own, and tied to its trainer by a pidfd: when the
-trainer is gone it drains the ring, sends the rest, says goodbye and exits within five seconds.
+trainer is gone it drains the ring, sends the rest, sends BYE and exits within five seconds.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Agent:
         conversation.follow()
 
     def _end(self, measuring: Measuring, conversation: Conversation) -> None:
-        """Cut what is left, send it, and say goodbye: four seconds at most, with or without an answer."""
+        """Cut what is left, send it and BYE: four seconds at most, with or without an answer."""
         began_s = time.monotonic()
         if self._trainer.descriptor >= 0:
             self._poller.unregister(self._trainer.descriptor)

@@ -65,7 +65,6 @@ class Connection:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that have been sent on this link."""
         return self.link.sent_bytes if self.link else 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an agent and the aggregator send each other: HELLO, heartbeats, reports, events, goodbye, and the answers."""
+"""What an agent and the aggregator send each other: HELLO, heartbeats, reports, events, BYE, and the answers."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Conversation:
     # --- the end ---
 
     def send_bye(self) -> None:
-        """Say goodbye, once, when every report is under way."""
+        """Send BYE, once, when every report is under way."""
         link = self._connection.link
         if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
             return

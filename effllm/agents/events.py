@@ -49,12 +49,12 @@ class AgentEvents:
             return self._unsent[0] if self._unsent else None
 
     def sent(self) -> None:
-        """Forget the oldest event: it was sent."""
+        """Remove the oldest event: it was sent."""
         with self._lock:
             self._unsent.popleft()
 
     def end(self) -> None:
-        """Let the events that were left out so far be sent now: the job ends."""
+        """Release the events that were left out so far: the job ends."""
         with self._lock:
             self._roll(math.inf, 2 * MAX_UNSENT)
 

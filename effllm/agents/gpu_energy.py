@@ -75,7 +75,6 @@ class GpuEnergy:
         return total_j if self._by_owner() else None
 
     def close(self) -> None:
-        """Stop sampling."""
         for track in self._tracks:
             track.sampler.stop(1.0)
         self._tracks = []
@@ -110,7 +109,7 @@ class GpuEnergy:
             device = reader.device.kind
             self.is_simulated = reader.device.simulated
             if self.is_simulated:
-                break  # there are as many of these as one asks for
+                break  # the simulated device opens any number
         return list(found.values())
 
     def _take(self) -> None:

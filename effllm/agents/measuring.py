@@ -13,9 +13,9 @@ from effllm.network.transport import Outbox
 from effllm.training.ring import END as END_RECORD
 from effllm.training.ring import ITERATION, STATUSES, STEP, Slot
 
-CALIBRATION_S = 3.0  # windows are cut when it is known how the sensor behaves
+CALIBRATION_S = 3.0  # windows are cut when the sensor is calibrated
 LOSS_WAIT_S = 0.5  # a window's loss comes after its end
-AGAIN_S = 0.05  # between two looks at a sensor that is being learnt
+AGAIN_S = 0.05  # between two checks of a sensor that is being calibrated
 FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples of a device that are kept as they are, and how often that is checked
 
 
@@ -46,21 +46,20 @@ class Measuring:
 
     @property
     def start_time_s(self) -> float:
-        """When the first row begins, by the clock that rows are stamped with."""
+        """When the first report begins, by the clock that reports are stamped with."""
         return self._cutter.start_time_s
 
     @property
     def last_ordinal(self) -> int:
-        """The last iteration that has ended."""
         return self._cutter.last_ordinal
 
     @property
     def end_time_s(self) -> float:
-        """When the trainer ended, by the clock that rows are stamped with."""
+        """When the trainer ended, by the clock that reports are stamped with."""
         return self._cutter.unix_s(self.end_ns)
 
     def time_s(self) -> float:
-        """Return the time of the clock that rows are stamped with."""
+        """Return the time of the clock that reports are stamped with."""
         return self._cutter.unix_s(time.monotonic_ns())
 
     def take(self, *, is_trainer_gone: bool) -> None:
@@ -84,9 +83,9 @@ class Measuring:
             patience_s = CALIBRATION_S if self.devices.is_calibrating else EDGE_WAIT_S
             if (not is_settled and waited_s < patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
                 return
-            row = self._cutter.cut(self.devices.series)
-            if row is not None:
-                self.outbox.add(row)
+            report = self._cutter.cut(self.devices.series)
+            if report is not None:
+                self.outbox.add(report)
 
     def due_s(self, now_s: float) -> float:
         """Return when a window that has ended is to be looked at again; infinite where none has."""
@@ -123,8 +122,8 @@ class Measuring:
         """Make reports of all that is left."""
         self._trainer.ring.skip_torn()
         self._add(self._trainer.ring.read())
-        while (row := self._cutter.cut(self.devices.series)) is not None:
-            self.outbox.add(row)
+        while (report := self._cutter.cut(self.devices.series)) is not None:
+            self.outbox.add(report)
         self.outbox.add(self._cutter.cut_rest(self.devices.series, self.end_ns))
 
     def _origin(self) -> tuple[list[Slot], int]:

@@ -49,7 +49,7 @@ class RankDevices:
         for track in self._tracks:
             track.sampler.start()
         self._wait(DEVICE_WAIT_S)
-        while len(self._tracks) > 1 and time.monotonic() < until_s:  # rows begin where all of them are known
+        while len(self._tracks) > 1 and time.monotonic() < until_s:  # reports begin where all of them are known
             self.take()
             if all(track.series or track.sampler.unavailable for track in self._tracks):
                 break
@@ -66,12 +66,11 @@ class RankDevices:
 
     @property
     def is_calibrating(self) -> bool:
-        """Whether the sensor of a device is being learnt."""
+        """Whether the sensor of a device is being calibrated."""
         return any(track.sampler.is_calibrating for track in self._tracks)
 
     @property
     def newest(self) -> Sample | None:
-        """The newest sample of the first device."""
         series = self._tracks[0].series
         return series.newest if series else None
 
@@ -98,12 +97,10 @@ class RankDevices:
         return has_changed
 
     def ask(self, edge_ns: int) -> None:
-        """Have the samples taken that show what happened until an edge."""
         for track in self._tracks:
             track.ask(edge_ns)
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Whether no sample to come would show an edge better."""
         return all(track.is_settled(edge_ns) for track in self._tracks)
 
     def stop(self) -> None:
@@ -164,7 +161,6 @@ class RankDevices:
             sampler.start()
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for a first sample."""
         poll = select.poll()
         poll.register(self.wake_descriptor, select.POLLIN)
         if poll.poll(timeout_s * 1000):

@@ -36,7 +36,7 @@ STALE_AFTER_S = 5.0
 #: Requests that wait for a read that hangs: the oldest beyond them are dropped, and their edges are not measured.
 MAX_REQUESTS = 64
 
-#: Takes the device as it was opened, what reads it, and whether readings contradict what was learnt before.
+#: Takes the device as it was opened, what reads it, and whether readings contradict the calibration before.
 Calibrate = Callable[[Device, Callable[[], Sample], bool], Sensor]
 
 
@@ -110,12 +110,12 @@ class Sampler:
         self._requests.put(times)
 
     def learn_again(self) -> None:
-        """Learn how the sensor behaves once more, because readings contradict what is known of it."""
+        """Calibrate the sensor once more, because readings contradict its calibration."""
         self.is_calibrating = self._learns_again = self._calibrate is not None
         self._requests.put(())
 
     def take(self) -> list[Sample | Device]:
-        """Return the samples since the last call, oldest first; a device among them has what was learnt of it."""
+        """Return the samples since the last call, oldest first; a device among them has its calibration."""
         taken = []
         while not self._samples.empty():  # no other thread takes any
             taken.append(self._samples.get_nowait())
@@ -236,7 +236,7 @@ class Sampler:
         took_s = min(took_s, MAX_COUNTED_S)  # a call that hung once is no reason to be slow for an hour
         self._call_s += (took_s - self._call_s) * (CALL_RISE if took_s > self._call_s else CALL_FALL)
         self._samples.put(sample)
-        if (failures or self._failing) and not energy_only:  # of what was not asked nothing is known
+        if (failures or self._failing) and not energy_only:  # what was not read has not failed
             self._report_failures(reader.device.key, failures)
         return sample
 

@@ -98,7 +98,6 @@ class Series:
 
     @property
     def num_kept(self) -> int:
-        """How many samples are kept."""
         return len(self._samples)
 
     def fold(self, edges_ns: Collection[int], until_ns: int) -> None:

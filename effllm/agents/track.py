@@ -87,7 +87,7 @@ class DeviceTrack:
         return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
 
     def note_baseline(self, start_ns: int, end_ns: int) -> bool:
-        """Learn the device's idle power from a stretch before the first iteration; return whether that was possible."""
+        """Measure the device's idle power in a stretch before the first iteration; return whether that was possible."""
         if self.series is None or not self.is_settled(end_ns):
             return False
         idle = self.series.integrals(start_ns, end_ns).energy

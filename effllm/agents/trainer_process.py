@@ -21,7 +21,7 @@ MAX_THREADS = 2000
 def state(pid: int) -> str:
     """Return the letter of the state of a process, empty where there is none."""
     with suppress(OSError, IndexError):
-        # Every beat asks, and a Path takes three times as long.  The name, in brackets, may hold anything.
+        # Every heartbeat reads it, and a Path takes three times as long.  The name, in brackets, may hold anything.
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return os.read(descriptor, 4096).rpartition(b")")[2].split()[0].decode()

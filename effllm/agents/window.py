@@ -95,11 +95,9 @@ class WindowCutter:
         return known + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
 
     def window_of(self, ordinal: int) -> int:
-        """Return the number of the window in which an iteration lies."""
         return -(-(ordinal + self._offset) // self._log_interval)
 
     def add(self, slot: ring.Slot) -> None:
-        """Take the next record of the ring."""
         if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
             # The loop was faster than its agent.
             self._start_ns = self._origin_ns = min(self._start_ns, slot.start_ns)

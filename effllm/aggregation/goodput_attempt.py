@@ -277,7 +277,6 @@ class Attempt(Struct):
         return classes
 
     def classes_j(self) -> dict[str, float]:
-        """Return the joules by class."""
         joules = {name: max(value, 0.0) for name, value in self.joules.items()}
         if self.hang_at_end_s > 0:
             share = self.hang_at_end_s / (self.hang_at_end_s + max(self.seconds.get(SHUTDOWN, 0.0), 0.0))

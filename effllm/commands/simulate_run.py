@@ -31,7 +31,7 @@ SPREAD = {"burst": 0.02, "even": 0.9}  # share of the interval over which the re
 
 
 class Simulation(Struct, frozen=True):
-    """What is asked for."""
+    """The settings of a simulation."""
 
     ranks: int
     interval_s: float = 1.0
@@ -104,7 +104,7 @@ class _Part:
         os.write(self._input, f"{at_s!r}\n".encode())
 
     def progress(self) -> list[Progress]:
-        """Return what it has to say; it must be readable."""
+        """Return its messages; its descriptor must be readable."""
         data = os.read(self.output, 2**16)
         whole, _, self._rest = (self._rest + data).rpartition(b"\n")
         items = list(lines(whole))
@@ -183,20 +183,16 @@ class OwnAggregator:
         self._about = psutil.Process(self.process.pid)
 
     def cpu_s(self) -> float:
-        """Return the processor time that it has taken."""
         times = self._about.cpu_times()
         return float(times.user + times.system)
 
     def rss_bytes(self) -> int:
-        """Return the memory that it takes."""
         return int(self._about.memory_info().rss)
 
     def descriptors(self) -> int:
-        """Return how many files it holds open."""
         return int(self._about.num_fds())
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of its run; empty where there is none."""
         try:
             body: dict[str, Any] = msgspec.json.decode((self.folder / "summary.json").read_bytes())
         except (OSError, msgspec.MsgspecError):
@@ -204,11 +200,9 @@ class OwnAggregator:
         return body
 
     def has_failed(self) -> bool:
-        """Whether it has ended, and not because its job was over."""
         return bool(self.process.poll())
 
     def close(self, is_waited_for: bool) -> None:
-        """Let it end, in its own time or at once."""
         try:
             self.process.wait(ENDS_S if is_waited_for else 0.0)
         except subprocess.TimeoutExpired:

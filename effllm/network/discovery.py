@@ -129,7 +129,6 @@ class Store:
         return True
 
     def publish(self, record: dict[str, str]) -> bool:
-        """Set the record; ``False`` where the store does not take it."""
         try:
             self._store.set(self.key, json.dumps(record))
         except RuntimeError:
@@ -137,7 +136,6 @@ class Store:
         return True
 
     def look(self) -> dict[str, str] | None:
-        """Return the record if rank 0 has published it."""
         try:
             if not self._store.check([self.key]):
                 return None
@@ -228,7 +226,7 @@ class Search:
         config: the job's settings.
         is_secured: whether a record counts only with a signature.
         found: is called with each new record, and with why rank 0 refuses where it does.
-        failed: is called with one line, when there is something to say.
+        failed: is called with one line for the user.
         is_welcome: whether the agent has been welcomed at an endpoint.
     """
 

@@ -13,14 +13,14 @@ _PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
 
 
 class DiscoveryError(RuntimeError):
-    """There is no way to the aggregator; the message is one line that says what to do."""
+    """There is no way to the aggregator; the message is one line with what to do."""
 
 
 def own_address(place: Place, config: Config) -> str:
     """Return the address on which rank 0 listens: one that the other ranks can reach, never all of them.
 
     Raises:
-        DiscoveryError: there is none; the message says which setting names it.
+        DiscoveryError: there is none; the message has the setting that names it.
     """
     if place.one_host:
         # Whatever is named: nothing listens elsewhere without keys.
