@@ -1,4 +1,4 @@
-"""How many lines events may become: pure.
+"""The limit of lines of events: pure.
 
 Every event is counted by its kind. In a storm only the first lines of a minute are passed on; the rest is one line with
 its number, so that the counts of all lines add up to the number of events.
@@ -13,7 +13,7 @@ from effllm.records.rank import Event
 #: Lines of one kind and rank in a minute.
 MAX_PER_MINUTE = 100
 MINUTE_S = 60.0
-#: Lines of one kind over all ranks: at once, and so many more each minute.
+#: Lines of one kind over all ranks: at once, and how many more each minute.
 MAX_OF_KIND, MORE_OF_KIND = 20_000, 300
 #: A text counts as one line for each such part of it.
 LINE_BYTES = 500
@@ -30,22 +30,21 @@ class EventLimit:
         self._max_per_minute = max_per_minute
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
-        self._room: dict[str, int] = {}  # lines that are left to a kind
+        self._left: dict[str, int] = {}  # lines that a kind may still have
         self._left_out: dict[tuple[str, int | None], Event] = {}  # the last of each, with the count of all
 
     def admits(self, event: Event) -> bool:
         """Return whether an event becomes a line; one that does not is counted."""
         key, lines = (event.kind, event.rank), 1 + len(event.text) // LINE_BYTES
-        used, room = self._lines.get(key, 0), self._room.get(event.kind, MAX_OF_KIND)
-        if used + 1 > self._max_per_minute or room < 1:
-            self.leave_out(event, of_all_ranks=room < 1)
+        used, left = self._lines.get(key, 0), self._left.get(event.kind, MAX_OF_KIND)
+        if used + 1 > self._max_per_minute or left < 1:
+            self.leave_out(event, of_all_ranks=left < 1)
             return False
         self._lines[key] = used + lines
-        self._room[event.kind] = room - lines
+        self._left[event.kind] = left - lines
         return True
 
     def leave_out(self, event: Event, *, of_all_ranks: bool = False) -> None:
-        """Count an event that does not become a line."""
         key = (event.kind, None if of_all_ranks else event.rank)
         before = self._left_out.get(key)
         count = event.count + (before.count if before is not None else 0)
@@ -55,7 +54,7 @@ class EventLimit:
         self._left_out[key] = Event(event.time_s, event.kind, text, key[1], attempt=event.attempt, count=count)
 
     def roll(self, now_s: float) -> list[Event]:
-        """Let time pass; after each minute return one line for each kind and rank of which events were left out.
+        """Return, after each minute, one line for each kind and rank with events that were left out.
 
         Args:
             now_s: monotonic time; ``math.inf`` at the end.
@@ -66,5 +65,5 @@ class EventLimit:
             return []
         self._since_s = now_s if math.isfinite(now_s) else self._since_s
         left_out, self._left_out, self._lines = list(self._left_out.values()), {}, {}
-        self._room = {kind: min(room + MORE_OF_KIND, MAX_OF_KIND) for kind, room in self._room.items()}
+        self._left = {kind: min(left + MORE_OF_KIND, MAX_OF_KIND) for kind, left in self._left.items()}
         return left_out

@@ -1,4 +1,4 @@
-"""Every kind of event: where a person sees it, and what it means.
+"""The registry of the kinds of events: where they are shown, and their meaning.
 
 A kind that is not listed here is shown on the console, so that a forgotten entry is noticed and never silent.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Levels: where an event is shown. Every event is counted, and written to events.jsonl.
+#: Levels: where an event is shown.  Every event is counted, and written to events.jsonl.
 FILE = "file"  # in events.jsonl alone
 ONCE = "console, each text once"
 ALWAYS = "console, every time"
@@ -15,7 +15,7 @@ ALWAYS = "console, every time"
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known about one kind of event."""
+    """One kind of event."""
 
     level: str  # FILE, ONCE or ALWAYS
     help: str  # one sentence for the person who reads it
@@ -81,12 +81,11 @@ KINDS: dict[str, Kind] = {
 
 
 def level_of(kind: str) -> str:
-    """Return where events of a kind are shown; one that is not registered is shown."""
+    """Return the level of a kind; one that is not registered is shown."""
     known = KINDS.get(kind)
     return known.level if known is not None else ONCE
 
 
 def is_problem(kind: str) -> bool:
-    """Return whether events of a kind name something that is wrong."""
     known = KINDS.get(kind)
     return known is not None and known.is_problem

@@ -1,4 +1,4 @@
-"""The metrics page of a running vLLM server, and what the difference of two such pages says."""
+"""The metrics page of a running vLLM server, and the difference of two such pages."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Labelled = Mapping[str, float]
 
 
 class Unreachable(OSError):
-    """The page cannot be had now; the message is one sentence."""
+    """The page cannot be read now; the message is one sentence."""
 
 
 class NotVllm(ValueError):
-    """The page is not that of a vLLM server; the message says what is missing."""
+    """The page is not that of a vLLM server; the message names the missing metrics."""
 
 
 class Page(Struct, frozen=True):
-    """What a page says, by labels, for a server may have several models and engines; ``None`` is not on it."""
+    """The values of a page by labels, since a server may have several models and engines; ``None`` is not on it."""
 
     time_s: float  # of the monotonic clock
     generated: Labelled | None
@@ -45,7 +45,7 @@ class Page(Struct, frozen=True):
 
 
 class Interval(Struct, frozen=True):
-    """What a server did between two pages."""
+    """The work of a server between two pages."""
 
     interval_s: float
     generation_tokens: float | None
@@ -72,8 +72,8 @@ def fetch(url: str) -> Page:
     """Return the page as it is now.
 
     Raises:
-        Unreachable: nobody answers, or with an error.
-        NotVllm: it is another's page.
+        Unreachable: no answer, or an error.
+        NotVllm: it is not the page of a vLLM server.
     """
     scheme, host, port, path = address(url)
     kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
@@ -83,10 +83,10 @@ def fetch(url: str) -> Page:
     except Unreachable:
         raise
     except (TimeoutError, socket.gaierror, ConnectionError) as error:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
-        raise Unreachable(f"nobody answers: {reason}") from error
+        reason = "timeout" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+        raise Unreachable(f"no answer: {reason}") from error
     except (http.client.HTTPException, OSError) as error:
-        raise Unreachable(f"it does not speak HTTP: {type(error).__name__}: {str(error)[:120]}") from error
+        raise Unreachable(f"not an HTTP answer: {type(error).__name__}: {str(error)[:120]}") from error
     finally:
         connection.close()
     return parse(text.decode("utf-8", "replace"), time.monotonic())
@@ -104,22 +104,22 @@ def _read(connection: http.client.HTTPConnection, path: str) -> bytes:
         text += part
         if len(text) > MAX_BYTES:
             raise Unreachable(f"its page is longer than {MAX_BYTES // 2**20} MiB")
-        if time.monotonic() > until_s:  # the connection's own limit is one per packet
+        if time.monotonic() > until_s:  # the connection's own timeout is one per packet
             raise Unreachable(f"its page did not come within {LIMIT_S:.0f} s")
     return text
 
 
 def parse(text: str, time_s: float) -> Page:
-    """Read a page in the Prometheus text format, of which the names, labels and numbers of samples are enough.
+    """Read the names, labels and numbers of a page in the Prometheus text format.
 
     Raises:
-        NotVllm: nothing on it is vLLM's, and which names were sought.
+        NotVllm: none of its metrics is vLLM's.
     """
     found: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
-        # A value of a label may hold anything, spaces and braces too, but behind the last brace stand numbers alone.
+        # A value of a label may have any characters, spaces and braces too, but only numbers follow the last brace.
         head, brace, tail = line.rpartition("}")
         name, _, labels = head.partition("{") if brace else (*line.split(None, 1), "", "")[:3]
         numbers = tail.split() if brace else line.split()[1:]
@@ -142,10 +142,10 @@ def parse(text: str, time_s: float) -> Page:
 
 
 def between(first: Page, second: Page) -> Interval:
-    """Return what happened between two pages; across a restart of the server, no tokens are known."""
+    """Return the difference of two pages; across a restart of the server it has no tokens."""
     counters = [(first.generated, second.generated), (first.prompt, second.prompt), (first.waited, second.waited)]
     is_another = None not in (first.started, second.started) and first.started != second.started
-    restarted = is_another or any(_went_back(*pair) for pair in counters)
+    restarted = is_another or any(_has_decreased(*pair) for pair in counters)
     generated, prompt, waited = (None if restarted else _grown(*pair) for pair in counters)
     waited_s = None if restarted else _grown(first.waited_s, second.waited_s)
     return Interval(
@@ -170,7 +170,7 @@ def _one(found: Mapping[str, dict[str, float]], names: tuple[str, ...]) -> dict[
     return next((found[name] for name in names if name in found), None)
 
 
-def _went_back(first: Labelled | None, second: Labelled | None) -> bool:
+def _has_decreased(first: Labelled | None, second: Labelled | None) -> bool:
     if first is None:
         return False
     return second is None or any(second.get(labels, 0.0) < value for labels, value in first.items())
@@ -179,5 +179,5 @@ def _went_back(first: Labelled | None, second: Labelled | None) -> bool:
 def _grown(first: Labelled | None, second: Labelled | None) -> float | None:
     if second is None:
         return None
-    before = first or {}  # what has no samples yet begins at 0
+    before = first or {}  # a metric without samples yet begins at 0
     return sum(value - before.get(labels, 0.0) for labels, value in second.items())

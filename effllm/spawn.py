@@ -1,4 +1,4 @@
-"""How our own processes are started: exec'ed, without the current folder on their path."""
+"""Starts our own processes: exec'ed, without the current folder on their path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # `python -m` would put the current folder first on sys.path, where a training script's own json.py or
-# queue.py would shadow the standard library's; `python -c` puts it there as "", but not where paths are safe.
+# queue.py would shadow the standard library's; `python -c` puts it there as "", but not with safe paths.
 _PROGRAM = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); sys.path.append({parent!r}); "
     "from importlib import import_module; import_module({module!r}).main(sys.argv[1:])"
@@ -23,8 +23,8 @@ def spawn(
 
     Its environment is ours where none is given; the options by which our interpreter ignores variables are passed on.
 
-    A session of its own, because launchers kill process groups, and what is left of a job's last window
-    is read after that.
+    A session of its own, because launchers kill process groups, and the rest of a job's last window is read after
+    that.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -41,7 +41,7 @@ def spawn(
 
 
 def _interpreter_options() -> list[str]:
-    """Return the options of this interpreter that say where modules may come from."""
+    """Return the options of this interpreter that set the paths of modules."""
     flags = sys.flags
     if flags.isolated:
         return ["-I"]

@@ -1,7 +1,7 @@
-"""What ran when, to how much of an iteration was computation and how much communication that nothing hid: pure.
+"""Splits an iteration into computation, communication that no computation hides, and idle time: pure.
 
-Standard library alone, for the training process computes it, once in many iterations.  All times are whole
-nanoseconds, so that what adds up does so exactly.
+Standard library alone, since the training process computes it, once in many iterations.  All times are whole
+nanoseconds, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Interval = tuple[int, int]
 
-#: What communication is told apart by: whose group it is where the profiler says so, else which operation.
+#: Kinds of communication: its group where the profiler reports one, else its operation.
 KINDS = (
     "dp", "tp", "pp", "cp", "ep",
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "other",
@@ -32,15 +32,15 @@ _OPERATIONS = (
 )  # fmt: skip
 
 #: Parts of names of kernels that move data between devices; of NCCL, RCCL, NVSHMEM, DeepEP, Transformer Engine,
-#: PyTorch's symmetric memory, and the all-reduce of inference engines.  What computes and communicates in one
-#: kernel counts as what its name says.
+#: PyTorch's symmetric memory, and the all-reduce of inference engines.  A kernel that computes and communicates
+#: counts by its name.
 _DEVICE_COMMUNICATION = (
     "nccl", "rccl", "nvshmem", "deep_ep", "userbuffers", "multimem_", "shot_all_reduce", "cross_device_reduce",
 )  # fmt: skip
 
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:")
 
-#: Operators of a host under which it may wait, or which only call others: the work is in what they call.
+#: Operators of a host under which it may wait, or which only call others: the work is in their callees.
 _NOT_COMPUTING = ("autograd::", "torch::", "torch.", "c10d", "_c10d", "record_param_comms", "symm_mem::")
 
 
@@ -58,13 +58,13 @@ class Split(NamedTuple):
 def split(
     start_ns: int, end_ns: int, computing: Iterable[Interval], communicating: Iterable[tuple[str, int, int]]
 ) -> Split:
-    """Return the split of the iteration ``[start_ns, end_ns]``; what lies outside of it does not count.
+    """Return the split of the iteration ``[start_ns, end_ns]``; time outside of it does not count.
 
     Args:
-        start_ns: where it begins, in the time of the intervals.
-        end_ns: where it ends.
-        computing: when computation ran, in any order, on however many streams.
-        communicating: kinds of `KINDS`, and when communication of it ran.
+        start_ns: its start, in the time of the intervals.
+        end_ns: its end.
+        computing: intervals of computation, in any order, of any number of streams.
+        communicating: intervals of communication, each with its kind of `KINDS`.
 
     >>> split(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
     Split(duration_ns=100, communication_ns=30, exposed_ns=20, computing_ns=60, idle_ns=20, kinds={'dp': (30, 20)})
@@ -93,7 +93,6 @@ def split(
 
 
 def clipped(intervals: Iterable[Interval], start_ns: int, end_ns: int) -> Iterable[Interval]:
-    """Yield the parts of intervals that lie inside of a stretch."""
     for begin, end in intervals:
         begin, end = max(begin, start_ns), min(end, end_ns)
         if begin < end:
@@ -101,7 +100,7 @@ def clipped(intervals: Iterable[Interval], start_ns: int, end_ns: int) -> Iterab
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same stretches in order, and none twice.
+    """Return the union of intervals, in order.
 
     >>> union([(5, 7), (0, 3), (2, 4)])
     [(0, 4), (5, 7)]
@@ -120,12 +119,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(merged: Sequence[Interval]) -> int:
-    """Return how long stretches are that do not overlap."""
+    """Return the sum of the lengths of intervals that do not overlap."""
     return sum(end - begin for begin, end in merged)
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
-    """Return how long two unions run at once."""
+    """Return the length of the intersection of two unions."""
     total_ns, i, j = 0, 0, 0
     while i < len(first) and j < len(second):
         total_ns += max(min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]), 0)
@@ -137,13 +136,13 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
 
 
 def device_kind(name: str) -> str:
-    """Return what the record of a device is: one of `KINDS`, or "" for computation, copies included."""
+    """Return the kind of a device's record: one of `KINDS`, or "" for computation, copies included."""
     lowered = name.lower()
     return _operation(lowered) if any(part in lowered for part in _DEVICE_COMMUNICATION) else ""
 
 
 def host_kind(name: str) -> str | None:
-    """Return what the record of a host is: one of `KINDS`, "" for computation, ``None`` for what is neither.
+    """Return the kind of a host's record: one of `KINDS`, "" for computation, ``None`` for neither.
 
     Neither are Python's functions, annotations, and the operators that only call others: some of them wait.
     """
@@ -153,7 +152,7 @@ def host_kind(name: str) -> str | None:
 
 
 def group_kind(description: str) -> str | None:
-    """Return the kind of a group by what its maker called it, ``None`` where that does not tell."""
+    """Return the kind of a group by its description, ``None`` where that has none."""
     lowered = description.lower()
     return next((kind for part, kind in _GROUPS if part in lowered), None)
 

@@ -178,7 +178,7 @@ class VirtualAgent:
 def ledger_of(sensor: Sensor, **known: object) -> EnergyLedger:
     """Return the ledger of a GPU with a counter and a limit of 700 W."""
     facts = {"energy_method": COUNTER, "power_limit_w": 700.0, **known}
-    return EnergyLedger(Device("GPU-0", "nvml", sensor=sensor, **facts), longest_gap_s=5.0)  # type: ignore[arg-type]
+    return EnergyLedger(Device("GPU-0", "nvml", sensor=sensor, **facts), max_gap_s=5.0)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ FLOORS = """
 0.5     event_limit  runs.own_files  timeline
 0.6     known_sensors  network.descriptors  network.intake  network.monitor  network.rejections  network.secret
 0.7     network.connections  network.curve
-0.8     network.door
+0.8     network.peer_admission
 1.0     devices  energy.tick_clock  hardware  health.clock
 1.0     metrics.ratios  metrics.table
 1.0.0.1 metrics.contract  metrics.energy  metrics.evaluation  metrics.goodput  metrics.health
@@ -46,7 +46,7 @@ FLOORS = """
 1.0.2   health.change_point  node_power.https  node_power.rapl_counters  runs.journal  runs.text_log  runs.unkept
 1.0.3   health.slowdown  network.listening  node_power.redfish_sources
 1.0.4   energy.lag_evidence  energy.power_spread  health.straggler_text  node_power.*
-1.0.4   energy.readings  energy.tick_period
+1.0.3   energy.readings  energy.tick_period
 1.0.5   energy.cross_check  energy.sensor_timing  energy.tick_energy
 1.0.6   energy.aliasing  energy.edge_levels
 1.0.7   energy.counter_steps

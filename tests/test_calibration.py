@@ -94,7 +94,7 @@ def test_sparse_reads_do_not_conclude_that_there_is_no_tick(board):
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
     assert sensor.tick_s == 0.1
-    assert sensor.source == "hardware table: the reads did not tell the tick"
+    assert sensor.source == "hardware table: no tick was found by the reads"
 
 
 def test_counter_moving_at_every_dense_read_has_no_tick():
@@ -210,7 +210,7 @@ def test_different_tick_drops_the_calibration(board, tmp_path, profiled, kept_s,
 
     sensor = calibrate(H100, board(tick_s=true_s).read, tmp_path, report=lines.append)
 
-    assert lines == [f"the calibration of {day(3)} from the cache was dropped and measured anew: {why}"]
+    assert lines == [f"the calibration of {day(3)} from the cache was dropped and measured again: {why}"]
     assert sensor.source == "measured here"
     assert sensor.tick_s == pytest.approx(true_s if true_s > 0.005 else 0.0, abs=1e-3)
     assert load(tmp_path, H100.name, H100.driver).sensor == sensor
@@ -451,6 +451,6 @@ def test_too_slow_nvml_calls_leave_the_tick_unknown(calibrated):
 
     # The tick of most GPUs, with an error so large that no time is derived from it.
     assert (sensor.tick_s, sensor.tick_error_s) == (0.1, 0.1)
-    assert sensor.source == "assumed: the reads did not tell the tick"
+    assert sensor.source == "assumed: no tick was found by the reads"
     assert sensor.call_s == pytest.approx(0.02, abs=0.015)
     assert took_s < 2.5

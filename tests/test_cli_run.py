@@ -133,7 +133,7 @@ def test_off_means_off(cli):
         ([], "give a script, or -m and a module"),
         (["-m"], "give a script, or -m and a module"),
         (["nowhere.py"], "there is no file nowhere.py"),
-        (["--lr", "1"], "--lr is not an option of it"),
+        (["--lr", "1"], "there is no option --lr"),
     ],
 )
 def test_usage_error_is_one_line_and_status_2(cli, arguments, expected):

@@ -69,7 +69,7 @@ class Listener:
                 else:
                     self.refused.append(address)
                     self.rejections.reject(address, OTHER_JOB)
-            self.connections.look(time.monotonic())
+            self.connections.poll(time.monotonic())
             self.event_texts += self.rejections.take()
             while self.server.receive():
                 self.heard += 1
@@ -171,7 +171,7 @@ def test_other_protocols_are_rejected_without_harm(listener, word):
             raw.sendall(word)
         if secured.serve(lambda: secured.event_texts, within_s=1.0):
             break
-    where = ("at 127.0.0.1", "whose address was not seen")  # depends on how soon the connection ends
+    where = ("at 127.0.0.1", "of unknown address")  # depends on how soon the connection ends
     assert secured.event_texts in [[f"a peer {one} was rejected: {NO_PROTOCOL}"] for one in where]
     assert secured.rejections.count == 1
 
@@ -262,5 +262,5 @@ def test_agent_killed_in_its_handshake_is_no_rejection():
     rejections.reject("", NO_PROTOCOL)
     assert rejections.take() == [
         "a peer at 10.0.0.2 was rejected: no key",
-        f"a peer whose address was not seen was rejected: {NO_PROTOCOL}",
+        f"a peer of unknown address was rejected: {NO_PROTOCOL}",
     ]

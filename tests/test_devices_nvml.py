@@ -86,7 +86,7 @@ def test_torchs_bus_id_goes_before_any_position(trace):
 
 
 def test_unknown_gpu_of_torch_raises(trace):
-    with pytest.raises(DeviceUnavailable, match="does not know the GPU"), trace.reader(Site(cuda_uuid="GPU-gone")):
+    with pytest.raises(DeviceUnavailable, match="does not list the GPU"), trace.reader(Site(cuda_uuid="GPU-gone")):
         pass
 
 

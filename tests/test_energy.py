@@ -264,8 +264,8 @@ def test_reset_counter_is_used_from_its_new_value():
     assert (whole.joules, whole.covered_s, method(one, 0, 20)) == (pytest.approx(10_000.0), 20.0, INSTANT)
     assert whole.estimated_j == pytest.approx(500.0), "the second of the reset"
     assert event_texts(one) == [
-        "the energy counter is not believed: it went back by 2150 J; power fills the gap",
-        "the energy counter is believed again",
+        "the energy counter is not used: it decreased by 2150 J; power fills the gap",
+        "the energy counter is used again",
     ]
 
 
@@ -277,8 +277,7 @@ def test_impossible_jump_of_a_counter_is_replaced_by_power(by_j):
     assert joules(one, 0, 20) == pytest.approx(10_000.0)
     assert energy(one, 0, 20).estimated_j == pytest.approx(500.0)
     assert (
-        event_texts(one)[0]
-        == f"the energy counter is not believed: it jumped ahead by {500 + by_j:.0f} J; power fills the gap"
+        event_texts(one)[0] == f"the energy counter is not used: it jumped by {500 + by_j:.0f} J; power fills the gap"
     )
 
 
@@ -369,7 +368,7 @@ def test_frozen_counter_is_filled_from_power(pause_s, catches_up):
     assert whole.covered_s == pytest.approx(18.0)
     assert (
         event_texts(one)[0]
-        == "the energy counter is not believed: it stands still while power flows; power fills the gap"
+        == "the energy counter is not used: it does not change while power flows; power fills the gap"
     )
     assert event_texts(one) == []
 
@@ -956,11 +955,11 @@ def test_full_duty_sensor_raises_no_event():
     [
         (
             0.8,
-            "over 60 s the energy counter says 14400 J and power integrates to 18000 J (-20.0 %): the counter is used",
+            "over 60 s the energy counter shows 14400 J and power integrates to 18000 J (-20.0 %): the counter is used",
         ),
         (
             1.1,
-            "over 60 s the energy counter says 19800 J and power integrates to 18000 J (+10.0 %): the counter is used",
+            "over 60 s the energy counter shows 19800 J and power integrates to 18000 J (+10.0 %): the counter is used",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from effllm.hooks._wrap import Guard, around
 
 @pytest.fixture(autouse=True)
 def reset_warnings(monkeypatch):
-    monkeypatch.setattr(_wrap, "_said", set())
+    monkeypatch.setattr(_wrap, "_printed", set())
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

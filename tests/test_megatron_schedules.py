@@ -89,6 +89,6 @@ def test_unknown_schedules_are_reported_and_unchanged(launch, tmp_path):
 
     line, end = job.our_errors
     assert "this job ran without metrics" in end
-    assert "megatron.core.pipeline_parallel.schedules is not understood" in line
+    assert "this version of megatron.core.pipeline_parallel.schedules is unknown" in line
     assert "no forward_backward_ function" in line
     assert job.runs() == []

@@ -204,7 +204,7 @@ def test_missing_train_step_is_reported_and_training_goes_on(train):
 
     (line,) = job.our_errors
     assert line == (
-        "[EfficientLLM] this megatron.training.training is not understood, "
+        "[EfficientLLM] this version of megatron.training.training is unknown, "
         "training goes on without its metrics: it has no train_step"
     )
     assert len(losses(job)) == 12

@@ -96,4 +96,4 @@ def test_bytes_that_are_no_text_are_rejected(write):
     file = write("")
     file.write_bytes(b"user = \xff\xfe")
 
-    assert refusal(file).endswith("is no text")
+    assert refusal(file).endswith("is not text")

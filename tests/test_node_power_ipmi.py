@@ -120,9 +120,9 @@ def test_second_tool_is_used_if_the_first_has_no_reading(tools):
     ("text", "reason"),
     [
         (IPMI_DCMI.replace("Active", "Not Available"), "the measurement is off"),
-        (IPMI_DCMI.replace("332 Watts", "0 Watts"), "shows 0 W, which a node that runs cannot draw"),
+        (IPMI_DCMI.replace("332 Watts", "0 Watts"), "shows 0 W, which a running node cannot draw"),
         ("could not find inband device\n", "shows no power: could not find inband device"),
-        ("", "shows no power: it said nothing"),
+        ("", "shows no power: it printed nothing"),
         ("Current Power : many Watts\n", "shows no power: Current Power : many Watts"),
         ("\0\xff" * 100, "shows no power"),
     ],
@@ -178,7 +178,7 @@ def test_tool_that_closes_its_output_and_hangs_is_ended(tools):
 def test_tool_with_endless_output_is_ended(tools):
     tools.put("ipmi-dcmi", "exec yes")
 
-    assert tools.why_not() == "node power: ipmi-dcmi says more than a power reading"
+    assert tools.why_not() == "node power: ipmi-dcmi prints more than a power reading"
     assert MAX_BYTES < 10**6
 
 

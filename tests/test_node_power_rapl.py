@@ -56,9 +56,11 @@ def rapl(powercap, clock):
 
 
 def test_packages_and_dram_count_but_neither_psys_nor_cores(powercap):
-    names = [zone.path.name for zone in powercap_zones(powercap.root)]
+    names = ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
+    zones = powercap_zones(powercap.root)
 
-    assert names == ["intel-rapl:0", "intel-rapl:0:1", "intel-rapl:1", "intel-rapl:1:0"]
+    assert [zone.is_package for zone in zones] == [True, False, True, False]
+    assert [zone.read() for zone in zones] == [int((powercap.root / name / "energy_uj").read_text()) for name in names]
 
 
 def test_the_energy_of_both_packages_and_their_dram_adds_up(powercap, rapl, clock):
@@ -143,7 +145,7 @@ def test_counter_unread_until_it_may_have_wrapped_twice_fails(tmp_path, clock):
 
 def test_unknown_stretch_stays_a_gap_in_the_ledger(powercap, rapl, clock):
     reader = open_reader("node1", rapl)
-    ledger = EnergyLedger(reader.device, longest_gap_s=5.0)
+    ledger = EnergyLedger(reader.device, max_gap_s=5.0)
 
     def read(second):
         clock.now_s += 1.0

@@ -180,7 +180,7 @@ def test_supplies_of_several_systems_have_a_note(serve, opened):
     systems = [link("/redfish/v1/Systems/1"), link("/redfish/v1/Systems/2")]
     reader = opened(serve(tree(chassis("1", Links={"ComputerSystems": systems}), supply("1", "PSU0", 900.0))))
 
-    assert "; they feed 2 computer systems by the service's word" in reader.device.energy_note
+    assert "; they feed 2 computer systems, as the service states" in reader.device.energy_note
 
 
 def test_service_without_power_readings_is_reported(serve, credentials):
@@ -207,7 +207,7 @@ def test_present_supply_without_reading_fails_by_name_and_recovers(serve, opened
     service.resources[f"{SECOND}/Metrics"] = {"InputPowerWatts": {"Reading": 1000.0}}
 
     assert failed.power_w is None
-    assert failures == {"power_w": "redfish: power supply PSU1 is there and gives no input power"}
+    assert failures == {"power_w": "redfish: power supply PSU1 is present and gives no input power"}
     assert watts(reader) == pytest.approx(1937.4)
 
 
@@ -242,7 +242,7 @@ def test_supply_without_reading_at_start_uses_chassis_power(serve, opened):
     reader = opened(serve(resources))
 
     assert watts(reader) == 344
-    assert "; power supply PSU1 is there and gives no input power" in reader.device.energy_note
+    assert "; power supply PSU1 is present and gives no input power" in reader.device.energy_note
 
 
 def test_one_supply_in_two_chassis_is_not_added_twice(serve, credentials):
@@ -310,14 +310,14 @@ def test_period_and_error_are_the_worst_of_the_sensors(serve, opened):
     sensor = opened(serve(with_sensors(*sensors))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (3.0, 0.025)
-    assert sensor.source == "period and error by the service's word"
+    assert sensor.source == "period and error as the service states"
 
 
 def test_unstated_properties_are_assumed_and_marked_so(serve, opened):
     sensor = opened(serve(with_sensors({"Reading": 500.0, "Accuracy": 1.0}, {"Reading": 500.0}))).device.sensor
 
     assert (sensor.tick_s, sensor.gain_error) == (5.0, 0.05)
-    assert sensor.source.startswith("5 % is what makers of server supplies demand")
+    assert sensor.source.startswith("5 % is required of the meters of server supplies")
     assert sensor.source.endswith("a period of 5 s assumed")
 
 
@@ -370,7 +370,7 @@ def test_wrong_password_is_reported_in_one_line_without_it(serve, credentials):
     service = serve(TWO_SUPPLIES, password="another")
 
     assert why_not(service.url, credentials()).endswith(
-        "refuses the user or the password of the credentials file (401)"
+        "rejects the user or the password of the credentials file (401)"
     )
     assert len(service.asked) == 1
 
@@ -383,8 +383,8 @@ def test_user_rejected_later_is_retried_after_ten_minutes(serve, opened):
     num_asked = len(service.asked)
     _, second = reader.read()
 
-    assert "refuses the user" in first["power_w"]
-    assert "not tried again for ten minutes" in second["power_w"]
+    assert "rejects the user" in first["power_w"]
+    assert "no other attempt for ten minutes" in second["power_w"]
     assert len(service.asked) == num_asked
 
 
@@ -395,7 +395,7 @@ def test_missing_privilege_is_named(serve, credentials):
 
 
 def test_missing_credentials_are_reported(serve):
-    assert why_not(serve(TWO_SUPPLIES).url, None).endswith("asks for a user (401): name a credentials file")
+    assert why_not(serve(TWO_SUPPLIES).url, None).endswith("requires a user (401): name a credentials file")
 
 
 def test_service_without_authentication_gets_no_user(serve):
@@ -455,7 +455,7 @@ def fingerprint(certificate):
 def test_untrusted_certificate_gets_no_password(serve, credentials, certificate):
     service = serve(TWO_SUPPLIES, certificate=certificate)
 
-    assert "certificate is not believed" in why_not(service.url, credentials())
+    assert "certificate is not trusted" in why_not(service.url, credentials())
     assert service.asked == []
 
 
@@ -477,7 +477,7 @@ def test_a_certificate_for_another_name_is_not_trusted(serve, credentials, certi
     service = serve(TWO_SUPPLIES, certificate=certificate)
     url = service.url.replace("127.0.0.1", "localhost")  # the certificate is for 127.0.0.1
 
-    assert "certificate is not believed" in why_not(url, credentials(ca_file=certificate.parent / "certificate.pem"))
+    assert "certificate is not trusted" in why_not(url, credentials(ca_file=certificate.parent / "certificate.pem"))
     assert service.asked == []
 
 
@@ -485,7 +485,7 @@ def test_certificate_with_another_fingerprint_gets_no_password(serve, credential
     service = serve(TWO_SUPPLIES, certificate=certificate)
     text = why_not(service.url, credentials(fingerprint="00" * 32))
 
-    assert text.endswith("certificate is not the one whose fingerprint the credentials file holds")
+    assert text.endswith("certificate does not have the fingerprint of the credentials file")
     assert service.asked == []
 
 
@@ -630,7 +630,7 @@ def test_truncated_body_is_reported(serve, credentials):
 
     service = serve({**TWO_SUPPLIES, "/redfish/v1/": cut})
 
-    assert "the answer to /redfish/v1/ breaks off" in why_not(service.url, credentials())
+    assert "the answer to /redfish/v1/ is incomplete" in why_not(service.url, credentials())
 
 
 def test_endless_body_is_read_up_to_a_mebibyte(serve, credentials):

@@ -81,8 +81,8 @@ def test_other_local_user_does_not_take_the_place_of_a_rank(launch, intruder, re
 
     assert answers == []
     summary = assert_whole(first.ledger, iterations)
-    assert summary.events["strangers"] >= 1
-    assert "impostor" not in summary.events
+    assert summary.events["unauthenticated"] >= 1
+    assert "wrong_rank" not in summary.events
     assert (first.our_errors, second.our_errors) == ([], [])
 
 

@@ -17,13 +17,13 @@ from effllm.network.peers import (
     BURST_BYTES,
     BURST_FRAMES,
     FRAMES_PER_S,
-    IMPOSTOR,
-    MAX_UNSEEN_PEERS,
+    MAX_PEERS_WITHOUT_HELLO,
+    NO_HELLO,
+    NO_HELLO_FRAMES,
+    REJECTED_HELLO,
     ROW_BYTES,
-    STRANGER,
-    STRANGER_FRAMES,
     THROTTLED,
-    TURNED_AWAY,
+    WRONG_RANK,
     Peers,
 )
 from effllm.network.transport import (
@@ -69,27 +69,27 @@ def of_rank(rank, agent=None):
 def test_connection_may_send_for_the_rank_of_its_hello(peers, message):
     assert peers.objection(b"a", message) == ""
     assert peers.take_events() == []
-    assert peers.refused == {}
+    assert peers.rejected == {}
 
 
 @pytest.mark.parametrize("message", [*of_rank(1), *of_rank(0, "agent-1")], ids=lambda message: type(message).__name__)
 def test_message_for_another_rank_or_agent_is_rejected_and_named(peers, message):
-    assert peers.objection(b"a", message).startswith("rank 0 on node-0 spoke for ")
+    assert peers.objection(b"a", message).startswith("rank 0 on node-0 sent a message of ")
     assert peers.objection(b"a", message)
 
     (event,) = peers.take_events()
     assert (event.kind, event.rank) == ("refused", 0)
     assert "node-0" in event.text
-    assert peers.refused == {IMPOSTOR: 2}
+    assert peers.rejected == {WRONG_RANK: 2}
 
 
 def test_one_row_of_another_rank_rejects_the_frame(peers):
-    assert "spoke for rank 1" in peers.objection(b"a", reports(row(0), row(1)))
+    assert "sent a message of rank 1" in peers.objection(b"a", reports(row(0), row(1)))
 
 
 def test_connection_cannot_be_of_two_ranks_or_agents(peers):
     assert peers.objection(b"a", hello(0)) == ""
-    assert "introduced itself as rank 1" in peers.objection(b"a", hello(1))
+    assert "sent a HELLO of rank 1" in peers.objection(b"a", hello(1))
     assert peers.objection(b"a", hello(0, agent="other"))
 
 
@@ -100,10 +100,10 @@ def test_message_before_hello_is_rejected(peers, message):
     refused = [peers.objection(b"unknown", message) for _ in range(5)]
 
     assert all(refused)
-    assert peers.refused == {STRANGER: 5}
+    assert peers.rejected == {NO_HELLO: 5}
     (event,) = peers.take_events()
     assert (event.kind, event.rank) == ("refused", None)
-    assert event.text == "a connection without a HELLO sent something else first"
+    assert event.text == "a connection without a HELLO sent another message first"
 
 
 def test_aggregator_of_the_next_attempt_needs_no_hello(peers):
@@ -127,7 +127,7 @@ def test_connections_without_hello_are_bounded(peers):
     for number in range(30_000):
         assert peers.admits(b"x%d" % number, 10, 1.0)
 
-    assert len(peers) <= MAX_UNSEEN_PEERS + 2
+    assert len(peers) <= MAX_PEERS_WITHOUT_HELLO + 2
     assert peers.objection(b"a", of_rank(0)[0]) == "", "connections of ranks are kept"
 
 
@@ -150,9 +150,9 @@ def test_excess_frames_are_dropped_counted_and_reported_once(peers):
     passed = sum(peers.admits(b"a", 10, 0.0) for _ in range(BURST + 500))
 
     assert passed == BURST
-    assert peers.refused == {THROTTLED: 500}
+    assert peers.rejected == {THROTTLED: 500}
     (event,) = peers.take_events()
-    assert (event.rank, event.text) == (0, "rank 0 on node-0 sends too much, and is not heard for a while")
+    assert (event.rank, event.text) == (0, "rank 0 on node-0 sends too much; its frames are dropped for a while")
 
 
 def test_excess_bytes_are_dropped(peers):
@@ -163,7 +163,7 @@ def test_excess_bytes_are_dropped(peers):
 
 
 def test_peer_without_hello_has_a_small_allowance(peers):
-    assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == STRANGER_FRAMES
+    assert sum(peers.admits(b"unknown", 10, 0.0) for _ in range(1000)) == NO_HELLO_FRAMES
     assert not peers.admits(b"loud", MAX_BYTES * 8, 0.0)
 
 
@@ -179,7 +179,7 @@ def test_after_a_drop_frames_are_rejected_until_all_is_resent(peers):
         pass
     late = of_rank(0)[0]
     assert not peers.admits(b"a", 10, 1.0), "50 more may pass, but nothing is decoded"
-    assert "sent again" in peers.objection(b"a", late)
+    assert "dropped frames again" in peers.objection(b"a", late)
     assert peers.admits(b"a", 300, 1.0, is_hello=True)
     assert not peers.is_to_send_again(b"a", 1.0), "resending would exceed the rate again"
     assert peers.is_to_send_again(b"a", 3.0)
@@ -317,11 +317,11 @@ def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, hand_a
 
     summary = aggregator.ledger.summary
     assert (summary.status, summary.tokens) == ("completed", 2000)
-    assert summary.events[IMPOSTOR] == 2
-    assert summary.events[TURNED_AWAY] == 2
+    assert summary.events[WRONG_RANK] == 2
+    assert summary.events[REJECTED_HELLO] == 2
     assert any("lies outside a world of 2" in text for text in aggregator.ledger.event_texts("refused"))
     assert any("belongs to another job" in text for text in aggregator.ledger.event_texts("refused"))
-    assert any("spoke for rank 1" in text for text in aggregator.ledger.event_texts("refused"))
+    assert any("sent a message of rank 1" in text for text in aggregator.ledger.event_texts("refused"))
 
 
 @pytest.mark.faults

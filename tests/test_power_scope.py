@@ -99,9 +99,7 @@ def test_two_ways_to_the_supplies_of_one_node_are_one():
 
 def test_without_energy_sensors_there_is_no_scope():
     assert choose([(BLIND,), ()], "auto").label is None
-    assert choose([(BLIND,)], "node-psu").complaint == (
-        "power scope: node-psu was asked for, and nothing measures energy"
-    )
+    assert choose([(BLIND,)], "node-psu").complaint == ("power scope: node-psu is set, and nothing measures energy")
     assert scopes([]) == []
 
 
@@ -144,7 +142,7 @@ def test_scope_of_a_run_is_kept_over_a_later_request():
     scope = keep([BOTH], "node-psu", "gpu")
 
     assert scope.label == "node-psu"
-    assert scope.complaint == "power scope: gpu was asked for, but the run began with node-psu, which stays"
+    assert scope.complaint == "power scope: gpu is set, but the run began with node-psu, which stays"
 
 
 def test_scope_of_a_run_is_kept_without_sensors():

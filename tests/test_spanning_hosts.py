@@ -104,7 +104,7 @@ def test_two_hosts_are_one_job_with_keys(hosts, launch, family):
     nodes = [torchrun(launch, host, node, master) for node, host in enumerate((one, two))]
 
     is_one_job([node.done(120) for node in nodes], 4)
-    assert "strangers" not in nodes[0].ledger.summary.events
+    assert "unauthenticated" not in nodes[0].ledger.summary.events
     assert stat.S_IMODE(secret_path(Config()).stat().st_mode) == 0o600
 
 
@@ -287,10 +287,10 @@ def test_unauthenticated_peers_are_rejected_counted_and_named(hosts, launch):
     assert (summary.status, summary.tokens) == ("completed", TOKENS * iterations)
     by_address = {text.split()[3]: text.partition("rejected: ")[2] for text in rejections()}
     assert by_address.keys() == {host.address for host in others}
-    assert by_address[others[0].address] in ("no key", "it does not speak as agents do")
+    assert by_address[others[0].address] in ("no key", "not the protocol of agents")
     assert by_address[others[1].address] == "another secret"
     assert by_address[others[2].address] == by_address[others[3].address] == "another job's key"
-    assert summary.events["strangers"] >= 4
+    assert summary.events["unauthenticated"] >= 4
 
 
 def test_secrets_are_in_no_argument_environment_file_or_log(hosts, launch, tmp_path):

@@ -44,7 +44,7 @@ class Counter:
         for time_ns in map(round, times_ns):
             number = self.number(time_ns)
             if self._last is not None:
-                record = self.clock.moved if number > self._last[1] else self.clock.stood
+                record = self.clock.moved if number > self._last[1] else self.clock.did_not_move
                 record(self._last[0], time_ns)
             self._last = (time_ns, number)
 
@@ -99,14 +99,14 @@ def test_move_within_most_of_a_tick_does_not_lock_the_clock():
     clock.moved(START_NS, START_NS + 60_000_000)
 
     assert clock.before(START_NS + NS) is None
-    assert clock.tells(START_NS + NS) is None
+    assert clock.certain_before(START_NS + NS) is None
 
 
 def test_unmoved_counter_at_a_due_tick_narrows_the_clock():
     clock = TickClock(0.1, 0.0)
     clock.moved(START_NS, START_NS + 10_000_000)
 
-    clock.stood(START_NS + 90_000_000, START_NS + 106_000_000)  # due in 100 to 110 ms, so in 106 to 110
+    clock.did_not_move(START_NS + 90_000_000, START_NS + 106_000_000)  # due in 100 to 110 ms, so in 106 to 110
 
     assert clock.before(START_NS + 120_000_000) == pytest.approx((START_NS + 108_000_000, 2_000_000))
 
@@ -116,7 +116,7 @@ def test_unmoved_counter_after_a_possible_tick_is_ignored():
     clock.moved(START_NS, START_NS + 10_000_000)
     clock.moved(START_NS + 10_000_000, START_NS + NS + 104_000_000)  # too far apart: by the way it moved
 
-    clock.stood(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was in 100 to 110 ms
+    clock.did_not_move(START_NS + NS + 104_000_000, START_NS + NS + 106_000_000)  # the tick was in 100 to 110 ms
 
     assert clock.before(START_NS + NS + 120_000_000) == pytest.approx((START_NS + NS + 105_000_000, 5_000_000))
 
@@ -182,7 +182,7 @@ def test_stated_tick_of_a_moment_is_true(reads, phase, off, moments):
 
     for moment in moments:
         moment_ns = last_ns + moment * TICK_NS
-        stated = clock.tells(moment_ns)
+        stated = clock.certain_before(moment_ns)
         if stated is not None:  # then the last true tick is the one that it means
             assert abs(counter.tick_ns(counter.number(moment_ns)) - stated[0]) <= stated[1] + 2
 
@@ -192,7 +192,7 @@ def test_moments_near_an_uncertain_tick_are_rejected():
     clock.moved(START_NS, START_NS + 10_000_000)
     tick_ns = START_NS + 305_000_000  # give or take 5 ms
 
-    stated = [ms for ms in range(-20, 100) if clock.tells(tick_ns + ms * 1_000_000) is not None]
+    stated = [ms for ms in range(-20, 100) if clock.certain_before(tick_ns + ms * 1_000_000) is not None]
 
     assert stated == [*range(-20, -5), *range(6, 95)]
 
@@ -219,7 +219,7 @@ def test_clock_unread_for_hours_unlocks_and_locks_again():
     later_ns = START_NS + 200 * 3600 * NS
 
     assert clock.before(later_ns) is None
-    assert clock.tells(later_ns) is None
+    assert clock.certain_before(later_ns) is None
     counter.read(*(later_ns + i * 12_000_000 for i in range(20)))
     assert clock.before(later_ns + 300_000_000) is not None
     assert counter.off_ns(later_ns + 300_000_000) < 6_000_000
@@ -236,7 +236,7 @@ def test_jittering_ticks_are_conflicts_and_widen_the_bounds(jitter_ns):
     after_ns = START_NS + 1900 * NS
     middle_ns, half_ns = clock.before(after_ns)
     assert counter.off_ns(after_ns) <= half_ns + 2 * jitter_ns
-    refused = sum(clock.tells(middle_ns + i * TICK_NS / 200) is None for i in range(200))
+    refused = sum(clock.certain_before(middle_ns + i * TICK_NS / 200) is None for i in range(200))
     assert 200 * jitter_ns / TICK_NS < refused < 100
 
 
@@ -245,10 +245,10 @@ def test_counter_that_froze_once_is_trusted_again_later():
     counter = Counter(clock, phase_ns=31_700_000)
     reads_of_an_agent(counter, [START_NS + (5 + 3 * i) * NS + i * 7_340_000 for i in range(30)])
     tick_ns = round(clock.before(START_NS + 100 * NS)[0])
-    clock.stood(tick_ns - 40_000_000, tick_ns + 40_000_000)  # though it was due
+    clock.did_not_move(tick_ns - 40_000_000, tick_ns + 40_000_000)  # though it was due
 
     def refused(at_ns):
-        return sum(clock.tells(at_ns + i * TICK_NS / 200) is None for i in range(200))
+        return sum(clock.certain_before(at_ns + i * TICK_NS / 200) is None for i in range(200))
 
     assert clock.conflicts == 1
     reads_of_an_agent(counter, [START_NS + (110 + 3 * i) * NS + i * 7_340_000 for i in range(30)])

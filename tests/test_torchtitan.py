@@ -150,5 +150,5 @@ def test_version_without_a_trainer_is_reported_and_trains_on(launch, tmp_path):
     job = launch.code(code, environ={"EFFICIENTLLM_ATTACH": "1", "PYTHONPATH": str(tmp_path)}).done()
     assert job.stdout == "goes on\n"
     line, end = job.our_errors  # one at once, one at the end of the output
-    assert "torchtitan.train is not understood" in line
+    assert "this version of torchtitan.train is unknown" in line
     assert "this job ran without metrics" in end

@@ -328,7 +328,7 @@ def test_events_of_a_device_have_its_name(tracked, wake):
         ("xid", "GPU-0: a critical error: Xid 79"),
         (
             "energy_counter",
-            "GPU-0: the energy counter is not believed: it went back by 999995 J; power fills the gap",
+            "GPU-0: the energy counter is not used: it decreased by 999995 J; power fills the gap",
         ),
     ]
     assert events_of(track) == []

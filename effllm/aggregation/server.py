@@ -28,7 +28,7 @@ from effllm.network import secret
 from effllm.network.curve import ServerKeys
 from effllm.network.descriptors import raise_limit
 from effllm.network.discovery import openness
-from effllm.network.door import Door
+from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.network.transport import ServerSocket, make_context
 from effllm.records.clock import Now
@@ -86,7 +86,7 @@ class Server:
         raise_limit()
         context, orders = make_context(), self._orders
         keys = ServerKeys.of(self._secret, orders.salt) if self._secret else None
-        self._door = Door(context, keys)
+        self._peer_admission = PeerAdmission(context, keys)
         self._socket = ServerSocket(context, keys)
         # A socket that listens already has its address; connections wait in its queue until the run folder is open:
         # they may take all descriptors that there are.
@@ -98,7 +98,7 @@ class Server:
             self._start(folder)
             if orders.listen_descriptor >= 0:
                 self.address = self._socket.listen(orders.endpoint, orders.listen_descriptor)
-            self._door.watch(self._socket.socket)
+            self._peer_admission.watch(self._socket.socket)
             try:
                 self._loop()
             finally:
@@ -107,7 +107,7 @@ class Server:
             status = self._finish()
         if status == UNUSED and folder is not None and not was_there:
             shutil.rmtree(folder, ignore_errors=True)
-        self._door.close()
+        self._peer_admission.close()
         self._socket.close()
         context.destroy(linger=500)
         return status
@@ -140,7 +140,7 @@ class Server:
             self._save_state if self._outputs.has_store else None,
             self._messages.acknowledge,
         )
-        self._admission = Admission(aggregator, self._peers, self._door, self._warn)
+        self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
         self._end = JobEnd(aggregator, orders, self._messages.reaches)
         self._outputs.start()
         threading.Thread(target=lambda: self._inbox.put(self._facts.ask_git()), name="git", daemon=True).start()
@@ -158,7 +158,7 @@ class Server:
         # Messages hold no cycles, and among those of ten thousand ranks the search for some costs more than all else.
         gc.disable()
         while not (self._is_stopping or self._admission.has_refused_all):
-            self._door.wait_with(poller)
+            self._peer_admission.wait_with(poller)
             poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
             self._receive()
             now_s = time.monotonic()
@@ -179,7 +179,7 @@ class Server:
                 return
 
     def _receive(self) -> None:
-        for line in self._door.look(time.monotonic()):
+        for line in self._peer_admission.poll(time.monotonic()):
             self._aggregator.events.record(Event(time.time(), "refused", line))
         if self._messages.receive():
             self._heard_until_s = time.monotonic()

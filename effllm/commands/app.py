@@ -1,6 +1,6 @@
-"""The face of the command line: every command with its options and examples, in the order of the help.
+"""The command line: every command with its options and examples, in the order of the help.
 
-What a command imports, it imports when it is called.
+Each command imports its own module when it is called.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def demo(
 ) -> None:
     """Watch a small simulated job: no GPU, no torch, a few seconds.
 
-    Real processes, agents and messages, with simulated GPUs: every output says so. The last rank is 12 % slower than
-    the others, an evaluation is in the middle, and the loss falls.
+    Real processes, agents and messages, with simulated GPUs: every output is marked as simulated. The last rank is 12 %
+    slower than the others, an evaluation is in the middle, and the loss falls.
 
     \b
     Examples:
@@ -107,17 +107,17 @@ def profile(
     device: Annotated[
         str, typer.Option(metavar="GPU", help="Its index in bus order, or UUID. [default: the first visible]")
     ] = "",
-    seconds: Annotated[float, typer.Option(min=10.0, max=600.0, metavar="S", help="For the measuring.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=10.0, max=600.0, metavar="S", help="For all measurements.")] = 60.0,
     save: Annotated[str, typer.Option(metavar="FILE", help="Write the report there, as JSON.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Find out how the sensors of one GPU behave, standing alone.
+    """Measure the behaviour of the sensors of one GPU that has no other work.
 
-    First at rest, then under matrix products by torch that are switched on and off: how often counter and power
-    change, how far they lag, what share of the time they see, what calls take. Runs on this model and driver use the
-    result from then on. The report names no host, user or serial number: it can be sent in as it is.
+    First idle, then under matrix products by torch that are switched on and off: the period of counter and power, their
+    lag, the measured share of the time, the time of calls. Later runs on this model and driver use the result. The
+    report has no host, user or serial number: it can be sent in as it is.
 
-    Nothing else should run on the GPU. Without torch and CUDA, the part at rest is measured.
+    Nothing else should run on the GPU. Without torch and CUDA, only the idle GPU is measured.
 
     \b
     Examples:
@@ -160,13 +160,13 @@ def env(
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, or -m and a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Handed on to it.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
 ) -> None:
     """Run a training script and measure it.
 
-    The script runs as python would run it, and its run folder is completed however it ends. Nothing in the script
-    changes: training loops of the known frameworks, and any other loop with an optimizer of torch, are hooked as
-    they are imported. docs/systems.md lists them. A loop without torch calls effllm.monitor, or
+    The script runs as with python, and its run folder is completed at any end. The script does not change: training
+    loops of the known frameworks, and any other loop with an optimizer of torch, are hooked when they are imported.
+    docs/systems.md lists them. A loop without torch calls effllm.monitor, or
     initialize_efficientllm_metrics(parameters) and record_iteration_start and record_iteration_end around each step.
 
     The exit status and the traceback are the script's own. An exception, or an exit status that is not 0, makes the
@@ -201,8 +201,8 @@ def serve(
 ) -> None:
     """Run an aggregator on its own, apart from rank 0.
 
-    It prints the variables that the training processes need, ends when all ranks have left, and writes the summary;
-    so it does after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same here and there.
+    It prints the variables that the training processes need, ends when all ranks have left, and writes the summary,
+    also after Ctrl-C or SIGTERM. LOG_INTERVAL must be the same in the training processes.
 
     \b
     Examples:
@@ -210,7 +210,7 @@ def serve(
       effllm serve --bind 127.0.0.1:5555 --run-name llama-7b
       EFFICIENTLLM_ENDPOINT=tcp://127.0.0.1:5555 torchrun ... train.py
 
-    Exit status: 0 the summary is written, 1 the port cannot be had, 2 wrong use.
+    Exit status: 0 the summary is written, 1 the port is not available, 2 wrong use.
     """
     from effllm.commands import serve as command
 
@@ -228,22 +228,20 @@ def simulate(
         str, typer.Option(metavar="HOST:PORT", help="An aggregator that runs. [default: one of its own]")
     ] = "",
     processes: Annotated[
-        int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="To play them. [default: by ranks]")
+        int, typer.Option(min=0, max=256, metavar="K", show_default=False, help="Sender processes. [default: by ranks]")
     ] = 0,
     arrival: Annotated[
         str, typer.Option(metavar="HOW", help="burst: all ranks end a window at once; even: spread over it.")
     ] = "burst",
     security: Annotated[str, typer.Option(metavar="HOW", help="curve: with keys; none: without.")] = "curve",
-    run_dir: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Keep the run folder there. [default: thrown away]")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was seen as JSON.")] = False,
+    run_dir: Annotated[str, typer.Option(metavar="FOLDER", help="Keep the run folder there. [default: deleted]")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """See what an aggregator takes for a job of so many ranks.
+    """Measure the cost of an aggregator for a number of ranks.
 
-    Real connections and messages, with what simulated GPUs would report, to a real aggregator: how much of a core, how
-    much memory, how long after the last report of a window its values are there. What was reported is known, and is
-    looked for in the summary. Ranks and aggregator share this machine; with --endpoint they need not.
+    Real connections and messages, with the reports of simulated GPUs, to a real aggregator: its share of a core, its
+    memory, the delay of a window's values after its last report. The summary is compared with the reported numbers.
+    Ranks and aggregator share this machine, unless --endpoint is given.
 
     \b
     Examples:
@@ -291,7 +289,7 @@ def watch(
 
     Tokens are those of the server's own metrics page, of all its models and engines. Power is that of the GPUs of
     this machine that CUDA_VISIBLE_DEVICES shows, so run it where the server runs, with the same variable. The server
-    need know nothing of it. A server that is away is tried again; one that starts anew loses an interval.
+    needs no change. A server that does not answer is tried again; one that restarts loses an interval.
 
     \b
     Examples:
@@ -311,7 +309,7 @@ def watch(
 def events(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/events.md.")] = False,
 ) -> None:
-    """Print every kind of event: where it is shown, and what it means.
+    """Print every kind of event: where it is shown, and its meaning.
 
     Events of a run are lines of events.jsonl in its run folder; each is counted.
 

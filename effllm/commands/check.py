@@ -15,7 +15,7 @@ from effllm.devices import device_names
 from effllm.measurable import Measurable
 from effllm.metrics import METRICS
 from effllm.profiling.known import Known
-from effllm.profiling.known import told as sensor_lines
+from effllm.profiling.known import as_text as sensor_lines
 from effllm.survey import BROKEN, MISSING, Cost, Finding, Survey, survey
 from effllm.switches import this_process
 

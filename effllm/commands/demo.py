@@ -1,4 +1,4 @@
-"""``effllm demo``: a job of a few simulated ranks, measured as a real one is."""
+"""``effllm demo``: a job of a few simulated ranks, measured like a real one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(ranks: int, iterations: int, step_seconds: float, log_interval: int | N
     )
     try:
         config = discovery.find_secret(config)
-    except SecretError:  # what is simulated needs no keys
+    except SecretError:  # a simulation needs no keys
         config = replace(config, security="none")
     print(f"effllm demo: {ranks} simulated ranks, {iterations} iterations of {step_seconds:g} s")
     print("No hardware is measured: these GPUs, their watts and their bytes are simulated.\n", flush=True)
@@ -88,10 +88,10 @@ class _Job:
         )
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        """End the ranks; their agents report that, and with their farewells the aggregator ends by itself."""
+        """End the ranks; their agents report that, and after all of them have left the aggregator ends."""
         self._signal = number
         for rank in self._ranks:
-            # Not SIGINT, which shows a traceback in a rank that has only begun to start.
+            # Not SIGINT, which shows a traceback in a rank that is still starting.
             rank.send_signal(signal.SIGUSR1 if number == signal.SIGINT else number)
 
     def _end_ranks(self) -> None:
@@ -105,7 +105,7 @@ class _Job:
 
 
 def _environment(config: Config, endpoint: str, rank: int, num_ranks: int) -> dict[str, str]:
-    """Return the environment of a rank: this one's, without what it says about another job."""
+    """Return the environment of a rank: this one's, without the variables of another job."""
     foreign = (PREFIX, "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
     environ = {name: value for name, value in this_process().items() if not name.startswith(foreign)}
     environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

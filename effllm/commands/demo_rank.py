@@ -1,4 +1,4 @@
-"""One rank of ``effllm demo``: a training loop that only sleeps, with the calls that a real one would make."""
+"""One rank of ``effllm demo``: a training loop that only sleeps, with the calls of a real one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = SAMPLES * 1024
 SLOWDOWN = 1.12  # of the last rank
 DATA_SHARE = 0.04  # of an iteration is spent waiting for data
 EVALUATION_STEPS = 6
-#: Signals that end a rank, and how it has ended then; SIGUSR1 is the demo's word for Ctrl-C.
+#: Signals that end a rank, and its status then; the demo sends SIGUSR1 for Ctrl-C.
 _ENDS = {
     signal.SIGINT: "interrupted",
     signal.SIGUSR1: "interrupted",
@@ -62,16 +62,15 @@ def _train(collector: effllm.MetricsCollector, iterations: int, step_s: float) -
         time.sleep(DATA_SHARE * step_s)
         collector.record_iteration_start()
         time.sleep((1 - DATA_SHARE) * step_s * (SLOWDOWN if is_slow else 1.0))
-        effllm.sync_point()  # where a real rank would first wait for the others
+        effllm.sync_point()  # before the first wait of a real rank for the others
         collector.record_iteration_end(tokens_processed=TOKENS, samples_processed=SAMPLES)
         collector.log_metrics(iteration, loss=loss(iteration))
         if iteration == iterations // 2:
             with effllm.phase("evaluation"):
                 time.sleep(EVALUATION_STEPS * step_s)
-        if os.getppid() != launcher:  # nobody would stop us any more
+        if os.getppid() != launcher:  # the demo has ended and would not stop us
             raise _Stopped(signal.SIGHUP)
 
 
 def loss(iteration: int) -> float:
-    """Return a loss that falls, and is never quite smooth."""
     return 2.8 + 8.0 * math.exp(-iteration / 25) + 0.05 * math.sin(iteration * 1.7)

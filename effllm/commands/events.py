@@ -1,4 +1,4 @@
-"""``effllm events``: every kind of event, where it is shown, and what it means."""
+"""``effllm events``: every kind of event, where it is shown, and its meaning."""
 
 from __future__ import annotations
 

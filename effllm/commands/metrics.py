@@ -1,4 +1,4 @@
-"""``effllm metrics``: the table that every sink walks."""
+"""``effllm metrics``: the table of metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from effllm.metrics import METRICS
 
 
 def main() -> None:
-    """Print every metric: its tag in TensorBoard, its unit, what it is over, and its docstring."""
+    """Print every metric: its tag in TensorBoard, its unit, its bases, and its docstring."""
     console = Console(highlight=False)
     for entry in METRICS.values():
         tag = Text(f"efficientllm/{entry.tag(entry.bases[0])}", style="cyan")

@@ -1,4 +1,4 @@
-"""``effllm profile``: one GPU standing alone, and the calibration that is found, as a report that can be sent in."""
+"""``effllm profile``: the calibration of one GPU without other work, as a report that can be sent in."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from effllm.switches import this_process
 
 _STAGES = {
     "idle": "the idle GPU",
-    "calls": "what calls take",
+    "calls": "the time of calls",
     "load": "the GPU under load",
-    "estimates": "working it out",
+    "estimates": "the estimates",
 }
 _ADVICE = "install torch with CUDA in this environment and profile again"
 
 
 def main(device: str, seconds: float, *, as_json: bool, save: str) -> int:
-    """Profile one GPU and print what was found; return 2 where there is none, 130 after Ctrl-C."""
+    """Profile one GPU and print the report; return 2 where there is none, 130 after Ctrl-C."""
     if save and (not Path(save).absolute().parent.is_dir() or Path(save).is_dir()):
         print(f"effllm profile: --save {save}: there is no such folder, or it is one", file=sys.stderr)
         return 2
@@ -72,7 +72,7 @@ def _open(config: Config, device: str) -> Reader:
     """Open the GPU.
 
     Raises:
-        DeviceUnavailable: there is none, or what there is, is none.
+        DeviceUnavailable: there is none, or the configured device is no GPU.
     """
     visible = device or this_process().get("CUDA_VISIBLE_DEVICES")
     site = Site(visible_devices=visible, power_scope=config.power_scope)
@@ -81,7 +81,7 @@ def _open(config: Config, device: str) -> Reader:
         return reader
     kind = reader.device.kind
     reader.close()
-    raise DeviceUnavailable(f"device {kind!r} is none; unset EFFICIENTLLM_DEVICE, or set it to nvml or amd")
+    raise DeviceUnavailable(f"device {kind!r} is no GPU; unset EFFICIENTLLM_DEVICE, or set it to nvml or amd")
 
 
 def _profile(reader: Reader, seconds: float) -> SensorProfile:
@@ -93,10 +93,10 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
         with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
             tasks = {stage: progress.add_task(words, total=1.0) for stage, words in _STAGES.items()}
 
-            def tell(stage: str, share: float) -> None:
+            def show(stage: str, share: float) -> None:
                 progress.update(tasks[stage], completed=share)
 
-            return profiling.profile(reader, load.opened, seconds, facts=facts, progress=tell)
+            return profiling.profile(reader, load.opened, seconds, facts=facts, progress=show)
     finally:
         load.close()
         if facts is not None:
@@ -107,7 +107,7 @@ def _profile(reader: Reader, seconds: float) -> SensorProfile:
 
 
 def _json(found: SensorProfile) -> str:
-    """Return the report for machines; what travels as an array elsewhere has its names here."""
+    """Return the report as JSON, with the names of fields that are sent as arrays elsewhere."""
     plain = msgspec.to_builtins(found) | {"sensor": asdict(found.sensor)}
     return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
 
@@ -160,7 +160,7 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
         power.append("held: the power of the counter's last tick" if found.power_is_held else "not the counter's ticks")
     average = [_moves(found.average, "changes"), _mean(found.average_response)]
     usage = [_moves(found.usage, "changes"), _mean(found.usage_response)] if found.usage else []
-    gain = f"± {100 * sensor.gain_error:.1f} % of all it says: only a meter beside it would tell"
+    gain = f"± {100 * sensor.gain_error:.1f} % of all readings: only a second meter could show it"
     return [
         ("energy counter", [line for line in counter if line]),
         ("power", [line for line in power if line]),
@@ -173,7 +173,7 @@ def _sensors(found: SensorProfile) -> list[tuple[str, list[str]]]:
 
 def _moves(rhythm: Rhythm | None, verb: str) -> str:
     if rhythm is None:
-        return "no rhythm was seen"
+        return "no rhythm was found"
     if not rhythm.period_s:
         return f"{verb} all the time"
     jitter = f", jitter {1e3 * rhythm.jitter_s:.1f} ms" if rhythm.jitter_s > 5e-4 else ""
@@ -192,7 +192,7 @@ def _measures(found: SensorProfile) -> str:
     if rhythm is None or not rhythm.period_s:
         return ""
     if response is None:
-        return "how much of each tick is measured is unknown" + (f": {100 * duty:.0f} % is assumed" if duty < 1 else "")
+        return "the measured share of each tick is unknown" + (f": {100 * duty:.0f} % is assumed" if duty < 1 else "")
     if duty == 1.0:
         return "measures all of each tick"
     return (
@@ -208,7 +208,7 @@ def _mean(response: Response | None) -> str:
 
 
 def _ends(response: Response) -> str:
-    """Return when the window ends, where that can be told from the moment at which the value is shown."""
+    """Return the end of the window, where it differs from the time at which the value is shown."""
     if abs(response.ends_s) <= response.middle_error_s + response.window_error_s / 2:
         return "it is shown"
     return f"{1e3 * response.ends_s:.1f} ms before"
@@ -261,7 +261,7 @@ def _calls(calls: list[DriverCall]) -> Table:
 
 
 def _fields(found: SensorProfile) -> list[tuple[str, list[str]]]:
-    """Return by name the scopes that there are, and what was said of the others."""
+    """Return by name the existing scopes, and the errors of the others."""
     names = dict.fromkeys(field.name for field in found.fields)
     rows = []
     for name in names:

@@ -1,4 +1,4 @@
-"""``effllm run``: a training script as ``python`` would run it, and its ledger closed however it ends.
+"""``effllm run``: runs a training script like ``python``, and completes its run folder at any end.
 
 The process is the training's own, so this imports the standard library alone.
 """
@@ -20,18 +20,18 @@ from effllm.config import ConfigError
 from effllm.place import read_place
 from effllm.switches import is_enabled, this_process
 
-_USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (effllm run --help says more)"
+_USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (see effllm run --help)"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what the arguments name; return 2 where they name nothing, and let whatever it raises pass."""
+    """Run the script or module of the arguments; return 2 where there is none; its exceptions are raised."""
     if not arguments or arguments == ["-m"]:
         print(_USAGE, file=sys.stderr)
         return 2
     if arguments[0] == "-m":
         return _run(arguments[1], arguments[2:], is_module=True)
     if arguments[0].startswith("-"):
-        print(f"effllm run: {arguments[0]} is not an option of it; {_USAGE.partition(': ')[2]}", file=sys.stderr)
+        print(f"effllm run: there is no option {arguments[0]}; {_USAGE.partition(': ')[2]}", file=sys.stderr)
         return 2
     if not Path(arguments[0]).exists():
         print(f"effllm run: there is no file {arguments[0]}; a module needs -m before it", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
     pid = os.getpid()
     sys.argv[:] = [name, *arguments]
-    # As python does, and as little where it was told to be careful (-P, -I, PYTHONSAFEPATH).
+    # As python does, and not with safe paths (-P, -I, PYTHONSAFEPATH).
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):
         sys.path[0] = str(Path.cwd()) if is_module else str(Path(name).resolve().parent)
     show = sys.excepthook
@@ -64,34 +64,34 @@ def _run(name: str, arguments: Sequence[str], *, is_module: bool) -> int:
         status = "interrupted"
         raise
     finally:
-        if os.getpid() == pid:  # a child that the script forked has no ledger to close
+        if os.getpid() == pid:  # a child that the script forked has no run folder to complete
             _close(name, status)
     return 0
 
 
 def _run_script(path: Path) -> None:
-    """Execute a file as ``__main__``, which it stays: runpy would take it away from threads and exit handlers."""
+    """Execute a file as ``__main__``, which stays for threads and exit handlers, unlike with runpy."""
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __builtins__=builtins, __loader__=SourceFileLoader("__main__", str(path)))
     with io.open_code(str(path)) as file:
         code = compile(file.read(), str(path), "exec", dont_inherit=True)
     sys.modules["__main__"] = main
-    exec(code, vars(main))  # noqa: S102 - this is what we were asked to do
+    exec(code, vars(main))  # noqa: S102 - the purpose of the command
 
 
 def _close(name: str, status: str) -> None:
     collector = sys.modules.get("effllm.collector")
     if collector is not None:
         collector.get_metrics_collector().stop_collection(status)
-    elif status == "completed" and is_enabled(this_process()) and _speaks():
+    elif status == "completed" and is_enabled(this_process()) and _is_first_rank():
         print(
-            f"[EfficientLLM] {name} made no call to effllm and ran no training loop that it knows, so nothing was "
-            "measured; see effllm run --help",
+            f"[EfficientLLM] {name} made no call to effllm and ran no known training loop, so nothing was measured; "
+            "see effllm run --help",
             file=sys.stderr,
         )
 
 
-def _speaks() -> bool:
+def _is_first_rank() -> bool:
     try:
         return read_place(this_process()).rank == 0
     except ConfigError:
@@ -99,7 +99,7 @@ def _speaks() -> bool:
 
 
 def _cut(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Take the frames above the script from the traceback: those of the command line and of runpy."""
+    """Remove the frames above the script from the traceback: those of the command line and of runpy."""
     cut = trace
     while cut is not None and cut.tb_frame.f_code is not _run.__code__:
         cut = cut.tb_next

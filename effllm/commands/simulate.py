@@ -1,4 +1,4 @@
-"""``effllm simulate``: as many agents' worth of messages as a job would send, to see what its head node takes."""
+"""``effllm simulate``: the messages of a job's agents, to measure the cost of its aggregator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(asked: Simulation, as_json: bool) -> int:
     except ConfigError as error:
         return _complain(str(error), 2)
     if asked.endpoint and (asked.run_dir or (asked.security == "curve" and not secret_path(config).exists())):
-        wrong = "--run-dir is the aggregator's, which is another's" if asked.run_dir else (
+        wrong = "--run-dir belongs to the aggregator, which is another one here" if asked.run_dir else (
             f"--security curve: there is no secret {secret_path(config)}; copy it here, or set EFFICIENTLLM_SECRET_FILE"
         )  # fmt: skip
         return _complain(wrong, 2)
@@ -46,8 +46,7 @@ def main(asked: Simulation, as_json: bool) -> int:
 
 
 def _stopped(found: Findings, asked: Simulation, as_json: bool) -> int:
-    """Print what was seen until Ctrl-C."""
-    found.status = ""  # whether all was counted is not known
+    found.status = ""  # whether all was counted is unknown
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if found.reports:
@@ -56,12 +55,11 @@ def _stopped(found: Findings, asked: Simulation, as_json: bool) -> int:
 
 
 def json_text(found: Findings) -> str:
-    """Return what was seen as JSON."""
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
 def table(found: Findings) -> str:
-    """Return what was seen as lines for a person; what was not seen is left out."""
+    """Return the results as lines of text; missing ones are left out."""
     lines = [
         ("ranks", f"{found.ranks:,}, a report each every {found.interval_s:g} s, {found.arrival}, {_keys(found)}"),
         ("joined in", f"{found.joined_s:.1f} s"),

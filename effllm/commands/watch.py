@@ -40,9 +40,9 @@ def main(url: str, interval_s: float, count: int, *, as_json: bool) -> int:
         watch.run(count)
     except KeyboardInterrupt:
         if not watch.measured:
-            watch.say("stopped before anything was measured")
+            watch.warn("stopped before anything was measured")
     except NotVllm as error:
-        watch.say(str(error))
+        watch.warn(str(error))
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
         return 0
@@ -57,59 +57,58 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 
 class _Watch:
-    """One watch: what was seen last, and the sums of what was measured."""
+    """One watch: the last page, and the sums of all intervals."""
 
     def __init__(self, url: str, interval_s: float, energy: GpuEnergy, as_json: bool) -> None:
         self._url, self._interval_s, self._energy, self._as_json = url, interval_s, energy, as_json
         self._last: Page | None = None
         self._wait_s = interval_s
-        self._said = ""
+        self._last_warning = ""
         self.measured = 0  # intervals
         self._tokens = self._joules = self._time_s = 0.0
         self._energy_tokens = self._energy_s = 0.0  # of the intervals whose energy is known
 
     def begin(self) -> None:
-        """Say what is watched, and what is not measured."""
         if self._as_json:
             return
         gpus = f"{self._energy.count} GPU{'s' if self._energy.count != 1 else ''} of this machine"
         power = f"power of {gpus}" if self._energy.count else f"power is not measured: {self._energy.why_not}"
         print(textwrap.fill(f"Watching {self._url} every {self._interval_s:g} s; {power}", 80))
         if self._energy.is_simulated:
-            print("SIMULATED: no GPU is measured; the power means nothing beyond a test.")
+            print("SIMULATED: no GPU is measured; the power is useful only for tests.")
         sys.stdout.flush()
 
     def run(self, count: int) -> None:
-        """Look again and again; ``count`` times, where that is not 0."""
+        """Read pages until stopped; ``count`` times, where that is not 0."""
         next_s = time.monotonic()
-        looks = 0
+        num_reads = 0
         while True:
-            is_there = self._look()
-            looks += 1
-            if count and looks > count:
+            is_there = self._read_page()
+            num_reads += 1
+            if count and num_reads > count:
                 return
-            # A server that is away is asked ever more seldom, for it may be gone for hours.
+            # The period doubles while a server does not answer, for it may be away for hours.
             self._wait_s = self._interval_s if is_there else min(2 * self._wait_s, max(_MAX_WAIT_S, self._interval_s))
             next_s = max(next_s + self._wait_s, time.monotonic())
             time.sleep(next_s - time.monotonic() if next_s > time.monotonic() else 0.0)
 
-    def _look(self) -> bool:
+    def _read_page(self) -> bool:
         try:
             page = fetch(self._url)
         except Unreachable as error:
-            self.say(f"{error}; trying again")
-            self._last = None  # what it did in between is not known for any one interval
+            self.warn(f"{error}; trying again")
+            self._last = None  # its work in between belongs to no interval
             return False
         except NotVllm as error:
             if self._last is None and not self.measured:
                 raise
-            self.say(str(error))
+            self.warn(str(error))
             self._last = None
             return False
         if page.generated is None:
-            self.say("there is no vllm:generation_tokens_total on this page (yet)")
-        elif self._said:
-            self._said = ""
+            self.warn("there is no vllm:generation_tokens_total on this page (yet)")
+        elif self._last_warning:
+            self._last_warning = ""
         if self._last is not None:
             self._show(between(self._last, page), self._energy.joules(self._last.time_s, page.time_s))
         self._last = page
@@ -146,7 +145,7 @@ class _Watch:
             print(json.dumps(row), flush=True)
             return
         if seen.restarted:
-            self.say("the server has started anew; its tokens of this interval are not known")
+            self.warn("the server has restarted; its tokens of this interval are unknown")
         if (self.measured - 1) % _HEADER_EVERY == 0 and tokens is not None:
             print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
         names = ("tokens_per_second", "prompt_tokens_per_second", "watts", "joules_per_token", "joules_per_10k_tokens")
@@ -154,14 +153,13 @@ class _Watch:
         cells += [_shown(seen.requests_running, whole=True), _shown(seen.time_to_first_token_s)]
         print(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True)), flush=True)
 
-    def say(self, line: str) -> None:
-        """Say a line once, until it is another's turn; on stderr, for stdout may be read by a program."""
-        if line != self._said:
-            self._said = line
+    def warn(self, line: str) -> None:
+        """Print a line unless it repeats the last one; on stderr, since stdout may be read by a program."""
+        if line != self._last_warning:
+            self._last_warning = line
             print(f"effllm watch: {self._url}: {line}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Say what all intervals together were."""
         if self._as_json or not self.measured:
             return
         parts = [

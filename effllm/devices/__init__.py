@@ -1,4 +1,4 @@
-"""What a rank can sample.  A name in ``EFFICIENTLLM_DEVICE`` is a file in this folder.
+"""The devices that a rank can sample.  A name in ``EFFICIENTLLM_DEVICE`` is a file in this folder.
 
 Each file has one function, ``open_device(site: Site) -> Reader``, which raises `DeviceUnavailable`
 with one sentence where the device cannot be read here.  An optional library is imported only by the
@@ -10,25 +10,29 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from effllm.records.rank import Device, Sample
 
-#: What ``auto`` tries, in this order, and what exists where the driver of such a GPU is loaded.
+#: The GPUs that ``auto`` tries, in this order, and the file that exists where the driver of such a GPU is loaded.
 _GPUS = {"nvml": Path("/dev/nvidiactl"), "amd": Path("/dev/kfd")}
 
 
+_T = TypeVar("_T")
+
+
 class DeviceUnavailable(Exception):
-    """The device cannot be read here; the message is one sentence that says why and what to do."""
+    """The device cannot be read here; the message is one sentence with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a device file may know about the rank that it samples for."""
+    """The rank that a device file samples for."""
 
     local_rank: int = 0
     trainer_pid: int = 0
@@ -38,7 +42,7 @@ class Site:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
     rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES, within which the next one counts
     hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES, which outranks CUDA_VISIBLE_DEVICES on ROCm
-    power_scope: str = "auto"  # which scope is wanted, where a device has more than one
+    power_scope: str = "auto"  # the scope to use where a device has more than one
     excluded_pids: frozenset[int] = field(default_factory=frozenset)  # our own processes
 
 
@@ -56,7 +60,7 @@ class Reader(Protocol):
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
         """Return energy and power alone, as cheaply as can be, in a sample marked ``energy_only``.
 
-        A device to which all costs the same may leave this method out.
+        Optional: without it `read` is used.
         """
 
     def close(self) -> None:
@@ -91,6 +95,21 @@ def open_device(name: str, site: Site) -> Reader:
         raise DeviceUnavailable(f"device {name!r} needs a package that is not installed: {error}") from error
     reader: Reader = module.open_device(site)
     return reader
+
+
+def shown_to_rank(shown: Sequence[_T], num_entries: int, site: Site, source: str, num_here: int) -> _T:
+    """Return the device of a rank among those that its environment shows.
+
+    A launcher may show each rank its own GPU alone (``num_entries`` is 1): the local rank then counts ranks, not GPUs.
+
+    Raises:
+        DeviceUnavailable: there is none for this rank.
+    """
+    position = 0 if num_entries == 1 else site.local_rank
+    if position < len(shown):
+        return shown[position]
+    number = f"only {len(shown)} usable" if shown else "no usable"
+    raise DeviceUnavailable(f"local rank {site.local_rank} has no GPU: {source} shows {number} of the {num_here} here")
 
 
 def open_gpu(name: str, site: Site) -> Reader:

@@ -1,4 +1,4 @@
-"""Whether the energy counter of an AMD GPU can be believed."""
+"""Compares the energy counter of an AMD GPU with its power."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-#: An energy counter is read against power for so long when a device is opened ...
+#: Duration and period of the comparison when a device is opened.
 CHECK_S = 0.5
 CHECK_EVERY_S = 0.02
-#: ... and not used where they differ by more.  Power read as a mean of 100 ms lags by up to 13 % of half a
-#: second in which it rises fivefold; counters were found slow by a factor of 100, still, and going back.
+#: The counter is not used where they differ by more.  Power read as a mean of 100 ms lags by up to 13 % of half a
+#: second in which it rises fivefold; counters were found slow by a factor of 100, constant, and decreasing.
 COUNTER_TOLERANCE = 0.25
 
 
@@ -24,17 +24,17 @@ class Reading(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a counter can be believed, and why not."""
+    """Whether a counter is used, and why not."""
 
     is_good: bool
     reason: str = ""
-    is_stale: bool = False  # it is not the counter: nothing that is read changes
+    is_stale: bool = False  # no value that is read changes, not the counter alone
 
 
 def judge_counter(readings: Sequence[Reading]) -> Verdict:
     """Return whether an energy counter agrees with power, from readings of both over half a second.
 
-    Counters had a wrong rate (ROCm/amdsmi#38), stood still (#22) and went back (#115).
+    Counters had a wrong rate (ROCm/amdsmi#38), did not change (#22) and decreased (#115).
     """
     counted = [reading for reading in readings if reading.energy_j is not None]
     joules = [reading.energy_j for reading in counted if reading.energy_j is not None]
@@ -45,11 +45,11 @@ def judge_counter(readings: Sequence[Reading]) -> Verdict:
     if not any(steps) and counted[0].stamp and len({reading.stamp for reading in counted}) == 1:
         return Verdict(False, f"AMD SMI repeats one reading for {span_s:.1f} s", is_stale=True)
     if min(steps) < 0:
-        return Verdict(False, f"it went back by {-min(steps):.3g} J")
+        return Verdict(False, f"it decreased by {-min(steps):.3g} J")
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
     if len(moves) < 2:
-        return Verdict(False, f"it {'moved once' if moves else 'stood still'} in {span_s:.1f} s")
-    # From move to move, so that it does not matter where between two readings the counter ticks.
+        return Verdict(False, f"it {'changed once' if moves else 'did not change'} in {span_s:.1f} s")
+    # From change to change, so that it does not matter where between two readings the counter ticks.
     first, last = moves[0], moves[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])

@@ -1,4 +1,4 @@
-"""Which AMD GPU a rank computes on, and which of a card's two dies reports for both."""
+"""Finds the AMD GPU of a rank, and the die of a card that reports for both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from effllm.devices import DeviceUnavailable, Site
+from effllm.devices import DeviceUnavailable, Site, shown_to_rank
 from effllm.devices._amd_library import advice, ask, errors_of
 from effllm.devices._amd_readings import ask_group, joules_of, number, power
 
@@ -18,12 +18,12 @@ _FOUR_LINKS_MB_PER_S = 200_000
 
 @dataclass(frozen=True)
 class Processor:
-    """A GPU, one die of a two-die card, or a partition of a GPU: what AMD SMI has a handle for."""
+    """A GPU, one die of a two-die card, or a partition of a GPU: anything with a handle in AMD SMI."""
 
     handle: Any
     bus: tuple[int, int, int, int]  # domain, bus, device, function
-    serial: str  # 16 hexadecimal digits: the id that ROCm's UUIDs are made of; empty where the GPU tells none
-    names: frozenset[str]  # by which the environment and torch may name it
+    serial: str  # 16 hexadecimal digits: the id that ROCm's UUIDs are made of; empty where the GPU has none
+    names: frozenset[str]  # its UUIDs in the environment and in torch
     model: str
     is_half: bool  # one die of an MI250 or MI250X
     has_cpu: bool  # an MI300A, whose socket, and so its power and energy, has CPU and GPU in it
@@ -35,7 +35,7 @@ class Processor:
 
 
 def _serial(answer: Any) -> str:
-    """Return the unique id in 16 digits; some GPUs have none, and say so with zero, all bits or "N/A"."""
+    """Return the unique id in 16 digits; GPUs without one give zero, all bits or "N/A"."""
     try:
         number = int(str(answer), 16)
     except ValueError:
@@ -44,7 +44,6 @@ def _serial(answer: Any) -> str:
 
 
 def _plain(uuid: str) -> str:
-    """Return a UUID in small letters without prefix and hyphens."""
     return uuid.strip().lower().removeprefix("gpu-").replace("-", "")
 
 
@@ -84,8 +83,8 @@ def _identify(smi: Any, handle: Any) -> Processor:
 def list_processors(smi: Any) -> list[Processor]:
     """Return all processors in the order in which HIP counts them.
 
-    That is the order of the driver's KFD nodes, not that of AMD SMI (pytorch#178398).  6.4 tells HIP's own
-    number, 6.3 the node's; before that the PCI bus has to do, which is the same order on most machines.
+    That is the order of the driver's KFD nodes, not that of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's own
+    number, 6.3 the node's; before that the PCI bus is used, which is the same order on most machines.
     """
     found = []
     for handle in smi.amdsmi_get_processor_handles():
@@ -117,7 +116,7 @@ def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Pr
 
 
 def find(site: Site, processors: Sequence[Processor]) -> Processor:
-    """Return the processor of the rank: by what torch says, else by what is shown to the rank.
+    """Return the processor of the rank: the one that torch uses, else by the processors shown to the rank.
 
     Raises:
         DeviceUnavailable: there is none for this rank.
@@ -125,26 +124,18 @@ def find(site: Site, processors: Sequence[Processor]) -> Processor:
     if not processors:
         raise DeviceUnavailable(advice(None))
     if site.cuda_pci_bus_id or site.cuda_uuid:
-        return _find_as_torch_says(site, processors)
-    # ROCm's runtime hides first, HIP counts within what is left, and knows CUDA's variable as its own.
+        return _find_by_torch(site, processors)
+    # ROCm's runtime hides first, HIP counts among the rest, and reads CUDA's variable like its own.
     shown, entries = _shown(site.rocr_visible_devices, processors)
     hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
     if hip is not None:
         shown, entries = _shown(hip, shown)
-    # A launcher may show each rank its own GPU only; the local rank then counts ranks, not entries.
-    position = 0 if entries == 1 else site.local_rank
-    if position < len(shown):
-        return shown[position]
     lists = {"ROCR": site.rocr_visible_devices, "HIP": site.hip_visible_devices, "CUDA": site.visible_devices}
     set_to = [f"{name}_VISIBLE_DEVICES={text!r}" for name, text in lists.items() if text is not None]
-    source = " and ".join(set_to) or "this machine"
-    number = f"only {len(shown)} usable" if shown else "no usable"
-    raise DeviceUnavailable(
-        f"local rank {site.local_rank} has no GPU: {source} shows {number} of the {len(processors)} here"
-    )
+    return shown_to_rank(shown, entries, site, " and ".join(set_to) or "this machine", len(processors))
 
 
-def _find_as_torch_says(site: Site, processors: Sequence[Processor]) -> Processor:
+def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
     bus = _bus_of(site.cuda_pci_bus_id)
     names = {_plain(site.cuda_uuid), _without_ascii(_plain(site.cuda_uuid))}
     for matching in (
@@ -154,7 +145,7 @@ def _find_as_torch_says(site: Site, processors: Sequence[Processor]) -> Processo
         if matching:
             return matching[0]
     which = site.cuda_pci_bus_id or site.cuda_uuid
-    raise DeviceUnavailable(f"AMD SMI does not know the GPU {which} that torch uses: is it hidden from this container?")
+    raise DeviceUnavailable(f"AMD SMI does not list the GPU {which} that torch uses: is it hidden from this container?")
 
 
 def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
@@ -166,9 +157,9 @@ def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
 
 
 def is_second_die(smi: Any, processor: Processor) -> bool:
-    """Whether this is the die of a card that reports neither power nor energy, for the other reports both dies'.
+    """Whether this is the die of a card that reports neither power nor energy: the other reports both dies'.
 
-    The driver sets them to 0 there (aldebaran_get_gpu_metrics); rocm-smi, too, goes by the zero of the counter.
+    The driver sets them to 0 there (aldebaran_get_gpu_metrics); rocm-smi, too, uses the zero of the counter.
     """
     if not processor.is_half:
         return False
@@ -177,11 +168,11 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
 
 
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:
-    """Return the die that reports for a second one, where it can be seen.
+    """Return the die that reports for a second one, where it is visible.
 
     AMD SMI has no name for the card, but the dies of a card are joined by four links, and no others by more
-    than two; the driver tells 50 GB/s a link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Where it does not, it is
-    taken to be the die before on the PCI bus, as on machines that were described (ml-energy/zeus#203).
+    than two; the driver reports 50 GB/s a link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Where it does not, the
+    die before on the PCI bus is assumed, as on machines that were described (ml-energy/zeus#203).
     """
     others = [one for one in processors if one.is_half and one.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"

@@ -1,4 +1,4 @@
-"""AMD SMI itself: whether it can be used, what its calls raise, and the questions that not every release answers."""
+"""AMD SMI itself: the import, the errors of its calls, and the calls that not every release has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def import_library() -> Any:
             "from /opt/rocm/share/amd_smi, or effllm[amd]"
         ) from error
     except (AttributeError, KeyError, OSError) as error:
-        # The first two are how it fails where libamd_smi.so is not found, or another release's is.
+        # The first two: libamd_smi.so is not found, or is another release's.
         raise DeviceUnavailable(
             f"the Python package amdsmi cannot use libamd_smi.so ({type(error).__name__}: {error}): "
             "install ROCm's amd-smi-lib, of the package's release"
@@ -51,7 +51,7 @@ def advice(error: Exception | None) -> str:
 
 
 def errors_of(smi: Any) -> tuple[type[Exception], ...]:
-    """Return what a call may raise.
+    """Return the exceptions that a call may raise.
 
     Beside the library's own: a function that this release lacks, and the errors that its wrapper makes of
     answers that it did not expect (5.7 cannot even raise its AmdSmiRetryException).
@@ -64,7 +64,7 @@ def sentence(error: Exception) -> str:
 
 
 def ask(smi: Any, call: str, *arguments: Any) -> Any:
-    """Return the answer to a question that some release or GPU has none to: then an empty one."""
+    """Return the answer of a call that not every release or GPU has: empty where it fails."""
     with contextlib.suppress(*errors_of(smi)):
         return getattr(smi, call)(*arguments)
     return {}

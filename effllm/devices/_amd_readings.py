@@ -1,4 +1,4 @@
-"""What is read of an AMD GPU: a function for each call of AMD SMI, and the fields that it may fill."""
+"""The readings of an AMD GPU: a function for each call of AMD SMI, and the fields that it may fill."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def energy(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def power(smi: Any, handle: Any) -> dict[str, float]:
-    # MI300 and later give "current", all before them "average"; 7.0 adds "socket_power", whichever there is.
+    # MI300 and later give "current", all before them "average"; 7.0 adds "socket_power", either of them.
     info = smi.amdsmi_get_power_info(handle)
     named = _scaled(1.0, power_w=info.get("current_socket_power"), power_average_w=info.get("average_socket_power"))
     return named or _scaled(1.0, power_w=info.get("socket_power"))
@@ -91,8 +91,7 @@ def power_limit(smi: Any, handle: Any) -> dict[str, float]:
 
 Group = Callable[[Any, Any], dict[str, float]]
 
-#: What is read, a call each, and the fields that a call may fill.  Energy and power come first: their
-#: time is the sample's.
+#: The calls, and the fields that each may fill.  Energy and power come first: their time is the sample's.
 GROUPS: dict[Group, tuple[str, ...]] = {
     energy: ("energy_j",),
     power: ("power_w", "power_average_w"),
@@ -103,7 +102,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     _memory_clock: ("memory_clock_hz",),
     power_limit: ("power_limit_w",),
 }
-#: What the library takes from one table of the driver, and repeats where it repeats that.
+#: The calls that read one table of the driver, and repeat their answers while the table does not change.
 FROM_TABLE = (energy, power, activity, _gfx_clock, _memory_clock)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-#: What says that a GPU or its driver does not have something; what it has never heard of it calls invalid.
+#: Codes for something that a GPU or its driver does not have; a driver calls what is newer than itself invalid.
 LACKING_CODES = frozenset({
     pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION,
     pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
@@ -27,7 +27,7 @@ MAX_VALUE_32, MAX_VALUE_64 = 2**32 - 2, 2**64 - 2
 
 
 def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
-    """Return a call that has all that it needs; it gives NVML's return code.
+    """Return a call without arguments that returns NVML's return code.
 
     Raises:
         pynvml.NVMLError: this driver does not have the function.
@@ -39,12 +39,12 @@ def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
 
 
 def repoint(handle: Any, found: Any) -> None:
-    """Let a handle be another one, in every call that was prepared with it."""
+    """Overwrite a handle by another one, in every call that was prepared with it."""
     ctypes.memmove(ctypes.byref(handle), ctypes.byref(found), ctypes.sizeof(handle))
 
 
 def why(code: int, number: int) -> str:
-    """Return what is to be said of an answer that is no value: of its code, else of its number."""
+    """Return the reason why an answer is no value: from its code, else from its number."""
     if code:
         return str(pynvml.NVMLError(code))
     if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):
@@ -53,21 +53,21 @@ def why(code: int, number: int) -> str:
 
 
 class Quantity:
-    """One number of a GPU: the call that gives it, and what makes base units of it.
+    """One number of a GPU: the call that returns it, and its conversion to base units.
 
     Args:
-        name: under which its failures are told.
+        name: under which its failures are reported.
         function: of NVML.
         handle: the GPU's, or the slice's.
-        arguments: what NVML takes before the room.
-        room: where NVML puts its answer.
-        part: the member of a structure that is meant.
-        beside: the name of another number of the same structure, and its member; nobody is told where it is missing.
-        most: the largest that it can be, as NVML counts it.
+        arguments: of the call, before the buffer.
+        buffer: where NVML puts its answer.
+        part: the member of the structure.
+        beside: the name of another number of the same structure, and its member; not reported where it is missing.
+        maximum: the largest possible value, in NVML's unit.
         divisor: how many of NVML's units make one of ours.
     """
 
-    __slots__ = ("_arguments", "_function", "_handle", "beside", "call", "divisor", "most", "name", "part", "room")
+    __slots__ = ("_arguments", "_function", "_handle", "beside", "buffer", "call", "divisor", "maximum", "name", "part")
 
     def __init__(
         self,
@@ -75,21 +75,20 @@ class Quantity:
         function: str,
         handle: Any,
         *arguments: Any,
-        room: Any,
+        buffer: Any,
         part: str = "",
         beside: tuple[str, str] | None = None,
-        most: int = MAX_VALUE_32,
+        maximum: int = MAX_VALUE_32,
         divisor: float = 1.0,
     ) -> None:
         self.name, self.part, self.beside = name, part, beside
-        self.most, self.divisor = most, divisor
+        self.maximum, self.divisor = maximum, divisor
         self._function, self._handle, self._arguments = function, handle, arguments
-        self.move(room)
+        self.move(buffer)
 
-    def move(self, room: Any) -> None:
-        """Have NVML put its answers into another room."""
-        self.room = room
-        self.call = prepare(self._function, self._handle, *self._arguments, ctypes.byref(room))
+    def move(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self.call = prepare(self._function, self._handle, *self._arguments, ctypes.byref(buffer))
 
 
 class _Number(NamedTuple):
@@ -98,9 +97,9 @@ class _Number(NamedTuple):
     offset: int
     size: int
     name: str
-    call: int  # whose answer it is in
-    is_told: bool
-    most: int
+    call: int  # index of the call that returns it
+    is_reported: bool
+    maximum: int
     divisor: float
 
 
@@ -108,62 +107,62 @@ class Readout:
     """Numbers of a GPU that are read together: their calls one after the other, then all answers in one step.
 
     Args:
-        quantities: what is read; their answers go into one memory from now on.
+        quantities: the numbers; their answers go into one memory from now on.
     """
 
     def __init__(self, quantities: Iterable[Quantity]) -> None:
         quantities = list(quantities)
-        memory = bytearray(sum(map(_room_bytes, quantities)))
+        memory = bytearray(sum(map(_buffer_bytes, quantities)))
         numbers, offset = [], 0
         for place, quantity in enumerate(quantities):
             parts = [(quantity.name, quantity.part, True), *([(*quantity.beside, False)] if quantity.beside else [])]
-            for name, part, is_told in parts:
-                at, size = _place(quantity.room, part)
-                numbers.append(_Number(offset + at, size, name, place, is_told, quantity.most, quantity.divisor))
-            memory[offset : offset + ctypes.sizeof(quantity.room)] = bytes(quantity.room)  # NVML reads its version
-            quantity.move(type(quantity.room).from_buffer(memory, offset))
-            offset += _room_bytes(quantity)
+            for name, part, is_reported in parts:
+                at, size = _place(quantity.buffer, part)
+                numbers.append(_Number(offset + at, size, name, place, is_reported, quantity.maximum, quantity.divisor))
+            memory[offset : offset + ctypes.sizeof(quantity.buffer)] = bytes(quantity.buffer)  # NVML reads its version
+            quantity.move(type(quantity.buffer).from_buffer(memory, offset))
+            offset += _buffer_bytes(quantity)
         self._calls = [quantity.call for quantity in quantities]
-        self._numbers = sorted(numbers)  # as they stand in the memory
+        self._numbers = sorted(numbers)  # by offset
         self._take = partial(Struct(_format(self._numbers)).unpack_from, memory)
-        self._each = [(number.name, number.most, number.divisor) for number in self._numbers]
+        self._each = [(number.name, number.maximum, number.divisor) for number in self._numbers]
         self.names = frozenset(number.name for number in numbers)
 
     def read(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return the numbers in base units by name; of one that is missing it is told why."""
+        """Return the numbers in base units by name; the reason of a missing one goes into ``failures``."""
         codes = [call() for call in self._calls]
         raws = self._take()
         values = {
-            name: raw / divisor for (name, most, divisor), raw in zip(self._each, raws, strict=True) if raw <= most
+            name: raw / divisor
+            for (name, maximum, divisor), raw in zip(self._each, raws, strict=True)
+            if raw <= maximum
         }
         if any(codes) or len(values) < len(self._each):
-            self._take_out(values, failures, codes, raws)
+            self._remove_invalid(values, failures, codes, raws)
         return values
 
-    def _take_out(
+    def _remove_invalid(
         self, values: dict[str, float], failures: dict[str, str], codes: Sequence[int], raws: Sequence[int]
     ) -> None:
-        """Take out of the values what is none."""
         for number, raw in zip(self._numbers, raws, strict=True):
             code = codes[number.call]
-            if code or raw > number.most:
+            if code or raw > number.maximum:
                 values.pop(number.name, None)
-                if number.is_told:
+                if number.is_reported:
                     failures[number.name] = why(code, raw)
 
 
-def _room_bytes(quantity: Quantity) -> int:
-    return -(-ctypes.sizeof(quantity.room) // 8) * 8  # so that each begins where its numbers may stand
+def _buffer_bytes(quantity: Quantity) -> int:
+    return -(-ctypes.sizeof(quantity.buffer) // 8) * 8  # so that each begins aligned
 
 
-def _place(room: Any, part: str) -> tuple[int, int]:
-    """Return where in a room an unsigned number stands, and how many bytes it has."""
-    member = getattr(type(room), part) if part else None
-    return (member.offset, member.size) if member else (0, ctypes.sizeof(room))
+def _place(buffer: Any, part: str) -> tuple[int, int]:
+    """Return the offset and the bytes of an unsigned number in a buffer."""
+    member = getattr(type(buffer), part) if part else None
+    return (member.offset, member.size) if member else (0, ctypes.sizeof(buffer))
 
 
 def _format(numbers: Iterable[_Number]) -> str:
-    """Return the format of unsigned numbers that stand in a memory in this order."""
     parts, end = ["="], 0
     for number in numbers:
         parts.append(f"{number.offset - end}x{'I' if number.size == 4 else 'Q'}")
@@ -172,7 +171,7 @@ def _format(numbers: Iterable[_Number]) -> str:
 
 
 def offered(*ways: Callable[[], Quantity]) -> Quantity | None:
-    """Return the first of these ways to a number that this GPU and its driver have, even if it fails just now."""
+    """Return the first of these quantities that this GPU and its driver have, even if it fails just now."""
     for way in ways:
         with suppress(pynvml.NVMLError_FunctionNotFound):
             quantity = way()

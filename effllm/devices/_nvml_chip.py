@@ -1,4 +1,4 @@
-"""What a GPU is doing: memory, utilization, clocks, temperature, and what slows its clocks down."""
+"""Memory, utilization, clocks, temperature and throttling of a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pynvml
 
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 
-#: Clocks event reasons that slow a GPU down; being idle, or told to run at a clock, does not.
+#: Clocks event reasons that slow a GPU down; being idle, or set to a clock, does not.
 _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
     pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
@@ -23,7 +23,7 @@ _THROTTLES = {
 
 
 class Chip:
-    """What a GPU is doing; of a slice its own memory, and all else of its GPU.
+    """The readings of a GPU; of a slice its own memory, and all else of its GPU.
 
     Args:
         own: handle of the GPU or the slice.
@@ -43,11 +43,11 @@ class Chip:
         self._gauges = Readout(gauge for gauge in gauges if gauge is not None)
         self.has_memory = memory is not None
         self.has_utilization = utilization is not None
-        total_bytes = memory.room.total if memory is not None else 0
+        total_bytes = memory.buffer.total if memory is not None else 0
         self.memory_total_bytes = total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
 
     def read(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return memory and utilization by their names in `Sample`; what fails is told.
+        """Return memory and utilization by their names in `Sample`; reasons of failures go into ``failures``.
 
         ``utilization`` is the share of time in which anything ran, the mean over the driver's last 1/6 s to 1 s,
         by model: at one sample per second close to the mean since the sample before.
@@ -55,48 +55,46 @@ class Chip:
         return self._own.read(failures)
 
     def read_gauges(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return clocks and temperature by their names in `GAUGES`, and ``throttled_by``, a number for `throttles`."""
         return self._gauges.read(failures)
 
 
 @functools.lru_cache(maxsize=64)
 def throttles(reasons: float) -> tuple[str, ...]:
-    """Return the names of what slows the clocks down."""
     return tuple(name for bit, name in _THROTTLES.items() if int(reasons) & bit)
 
 
 def _memory(handle: Any) -> Quantity | None:
-    """Return the memory in use, and beside it what the driver keeps of it for itself."""
-    memory = partial(Quantity, "memory_bytes", part="used", most=MAX_VALUE_64)
+    """Return the memory in use, with the driver's own share of it beside."""
+    memory = partial(Quantity, "memory_bytes", part="used", maximum=MAX_VALUE_64)
     apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
     beside = ("memory_reserved_bytes", "reserved")
     return offered(
-        partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, room=apart, beside=beside),
-        # A driver before 510, which counts what it keeps for itself as used.
-        partial(memory, "nvmlDeviceGetMemoryInfo", handle, room=pynvml.c_nvmlMemory_t()),
+        partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, buffer=apart, beside=beside),
+        # A driver before 510, which counts its own share as used.
+        partial(memory, "nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
     )
 
 
 def _utilization(handle: Any) -> Quantity | None:
-    room = pynvml.c_nvmlUtilization_t()
-    percent = partial(Quantity, room=room, part="gpu", most=100, divisor=100)
+    buffer = pynvml.c_nvmlUtilization_t()
+    percent = partial(Quantity, buffer=buffer, part="gpu", maximum=100, divisor=100)
     return offered(partial(percent, "utilization", "nvmlDeviceGetUtilizationRates", handle))
 
 
 def _clock(name: str, handle: Any, clock: int) -> Quantity | None:
-    megahertz = partial(Quantity, room=c_uint(), most=100_000, divisor=1e-6)
+    megahertz = partial(Quantity, buffer=c_uint(), maximum=100_000, divisor=1e-6)
     return offered(partial(megahertz, name, "nvmlDeviceGetClockInfo", handle, c_uint(clock)))
 
 
 def _temperature(handle: Any) -> Quantity | None:
-    celsius = partial(Quantity, room=c_uint(), most=1000)
+    celsius = partial(Quantity, buffer=c_uint(), maximum=1000)
     return offered(
         partial(celsius, "temperature_c", "nvmlDeviceGetTemperature", handle, c_uint(pynvml.NVML_TEMPERATURE_GPU))
     )
 
 
 def _throttles(handle: Any) -> Quantity | None:
-    reasons = partial(Quantity, "throttled_by", room=c_ulonglong())
+    reasons = partial(Quantity, "throttled_by", buffer=c_ulonglong())
     return offered(
         partial(reasons, "nvmlDeviceGetCurrentClocksEventReasons", handle),
         partial(reasons, "nvmlDeviceGetCurrentClocksThrottleReasons", handle),  # its name before driver 535

@@ -1,4 +1,4 @@
-"""GPM: how busy SMs, tensor cores and memory of a Hopper or later GPU are, from pairs of NVML's samples.
+"""GPM: the activity of SMs, tensor cores and memory of a Hopper or later GPU, from pairs of NVML's samples.
 
 It is a unit of its own in the GPU and takes no lock that a profiler needs.
 """
@@ -12,7 +12,7 @@ import pynvml
 
 NS = 1e-9
 
-#: Samples nearer than this tell nothing (NVML documentation of nvmlGpmMetricsGet).
+#: Samples nearer than this give no metrics (NVML documentation of nvmlGpmMetricsGet).
 MIN_APART_S = 0.1
 
 _METRICS = {
@@ -42,7 +42,6 @@ class Gpm:
         self._answers = [(self._asked.metrics[place], name) for place, name in enumerate(_METRICS.values())]
 
     def open(self) -> None:
-        """Make room for two samples, if there is any."""
         self._last_s = None
         with suppress(pynvml.NVMLError):
             self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
@@ -68,7 +67,6 @@ class Gpm:
             failures["gpm"] = str(error)
 
     def close(self) -> None:
-        """Let the samples go."""
         for sample in self._samples:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlGpmSampleFree(sample)
@@ -82,7 +80,6 @@ class Gpm:
 
 
 def open_gpm(handle: Any, instance: int | None) -> Gpm | None:
-    """Return the activity counters of a GPU, or ``None`` where it has none."""
     try:
         if not pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
             return None

@@ -1,4 +1,4 @@
-"""Energy and power of a GPU, in one batched call; which scope they are of is found out, not assumed."""
+"""Energy and power of a GPU, in one batched call; their scope is measured, not assumed."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class NvmlField(NamedTuple):
 _ENERGY = NvmlField("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
 _POWERS = (NvmlField("power_w", _INSTANT_ID), NvmlField("power_average_w", _AVERAGE_ID))
 _MODULE_POWERS = (NvmlField("power_w", _INSTANT_ID, _OF_MODULE), NvmlField("power_average_w", _AVERAGE_ID, _OF_MODULE))
-_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no board was seen to know that of the moment
+_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no board was seen with the instant one
 
-#: How long the counter is compared with the powers of GPU and module, to tell which of them it counts: a few of
-#: its ticks, timed to a few percent.
+#: Duration and period of the comparison of the counter with the powers of GPU and module, which finds its scope:
+#: a few of its ticks, timed to a few percent.
 PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
 
 
 class FieldBatch:
-    """Fields of a GPU that are asked in one call, and taken at once out of the memory that NVML writes.
+    """Fields of a GPU that are read in one call, and unpacked at once from the memory that NVML writes.
 
     Args:
         handle: the GPU's.
-        fields: what is asked.
+        fields: to read.
         required: names whose failure is reported.
-        share: the part of all of it that is a slice's.
+        share: the slice's part of the GPU's energy.
     """
 
     def __init__(self, handle: Any, fields: Sequence[NvmlField], required: frozenset[str], share: float = 1.0) -> None:
@@ -64,7 +64,7 @@ class FieldBatch:
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
 
     def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
-        """Return what is known, in base units, and when it was so; what fails is reported."""
+        """Return the values in base units and their time; reasons of failures go into ``failures``."""
         before_ns = time.monotonic_ns()
         code = self._call()
         time_ns = (before_ns + time.monotonic_ns()) // 2
@@ -78,23 +78,23 @@ class FieldBatch:
             if code == 0 and raw != lacking
         }
         if len(values) < len(self._fields):
-            self._tell(values, failures, numbers)
+            self._report_failures(values, failures, numbers)
         return values, time_ns
 
-    def _tell(self, values: dict[str, float], failures: dict[str, str], numbers: Sequence[int]) -> None:
+    def _report_failures(self, values: dict[str, float], failures: dict[str, str], numbers: Sequence[int]) -> None:
         for (name, _), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True):
             if name in self._required and name not in values:
                 failures[name] = why(code, raw)
 
 
 class NvmlPower:
-    """What a GPU says about its energy and power.
+    """The energy and power of a GPU.
 
     Args:
         handle: the GPU's.
-        name: its product name, which says what nvmlDeviceGetPowerUsage means on it.
-        wanted: the scope that is asked for, where it has more than one.
-        share: the part of all of it that is a slice's.
+        name: its product name, by which the meaning of nvmlDeviceGetPowerUsage is looked up.
+        wanted: the scope to use where it has more than one.
+        share: the slice's part of the GPU's energy.
     """
 
     def __init__(self, handle: Any, name: str, wanted: str, share: float = 1.0) -> None:
@@ -113,7 +113,7 @@ class NvmlPower:
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
     def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
-        """Return what is known now in base units, and when it was so; what fails is reported."""
+        """Return the values in base units and their time; reasons of failures go into ``failures``."""
         batch = self._essential if energy_only else self._everything
         values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
         for single in self._singles:
@@ -128,7 +128,7 @@ _METHODS = ((COUNTER, "energy_j"), (INSTANT, "power_w"), (AVERAGE, "power_averag
 
 
 class _Offer(NamedTuple):
-    """Which fields make the energy and the power of the scope that is used."""
+    """The fields of the energy and the power of the scope that is used."""
 
     scope: str
     counter: tuple[NvmlField, ...]
@@ -140,7 +140,7 @@ class _Offer(NamedTuple):
 def _choose(
     handle: Any, wanted: str, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, has_counter: bool
 ) -> _Offer:
-    """Choose the scope: the one that is wanted where it is there, else the counter's."""
+    """Choose the scope: ``wanted`` where the GPU has it, else the counter's."""
     powers, module_powers = tuple(own), tuple(of_module)
     counted = GPU
     if has_counter and powers and module_powers:
@@ -165,12 +165,12 @@ def _has(handle: Any, field: NvmlField) -> bool:
         return field in (_ENERGY, _POWERS[0])
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
         return answer.nvmlReturn not in LACKING_CODES
-    # Boards without such a sensor were seen to say 0, and a driver older than the scope may say the GPU's power.
+    # Boards without such a sensor were seen to return 0, and a driver older than the scope may return the GPU's power.
     return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 
 
 def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
-    """Find out whether the counter is the GPU's or its whole module's (Grace-Hopper), by comparing rates."""
+    """Return the scope of the counter, the GPU or its whole module (Grace-Hopper), by comparing rates."""
     fields = (_ENERGY, own._replace(name="own"), of_module._replace(name="module"))
     batch = FieldBatch(handle, fields, frozenset())
     readings = []
@@ -190,20 +190,18 @@ def _counted_scope(handle: Any, own: NvmlField, of_module: NvmlField) -> str:
 
 
 def _total_energy(handle: Any, share: float) -> Quantity | None:
-    """Return the counter as drivers without field values have it."""
-    millijoules = partial(Quantity, room=c_ulonglong(), most=MAX_VALUE_64, divisor=1e3 / share)
+    millijoules = partial(Quantity, buffer=c_ulonglong(), maximum=MAX_VALUE_64, divisor=1e3 / share)
     return offered(partial(millijoules, "energy_j", "nvmlDeviceGetTotalEnergyConsumption", handle))
 
 
 def _power_usage(handle: Any, name: str, share: float) -> Quantity | None:
-    """Return the power as drivers without field values have it."""
-    milliwatts = partial(Quantity, room=c_uint(), divisor=1e3 / share)
+    milliwatts = partial(Quantity, buffer=c_uint(), divisor=1e3 / share)
     meaning = "power_average_w" if _is_mean(handle, name) else "power_w"
     return offered(partial(milliwatts, meaning, "nvmlDeviceGetPowerUsage", handle))
 
 
 def _is_mean(handle: Any, name: str) -> bool:
-    """Whether nvmlDeviceGetPowerUsage is a mean over 1 s; up to Turing, and on GA100, it is the moment's power."""
+    """Whether nvmlDeviceGetPowerUsage is a mean over 1 s; up to Turing, and on GA100, it is the instant power."""
     row = hardware.find(name)
     if row is not None and row.sensor.power_usage is not None:
         return row.sensor.power_usage == "1-s mean"

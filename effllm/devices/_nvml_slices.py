@@ -1,4 +1,4 @@
-"""MIG: what part of its GPU's energy a slice is answerable for."""
+"""MIG: a slice's share of its GPU's energy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pynvml
 from effllm.devices._nvml_call import LACKING
 from effllm.devices._nvml_identity import text_of
 
-#: A GPU with less memory than this left over has no room for another slice: the smallest takes an eighth.
+#: A GPU with less free memory than this share has no space for another slice: the smallest takes an eighth.
 _SMALLEST = 1 / 8
-#: Compute slices of a GPU that NVML does not tell: all have as many but the A30, which has 4.
+#: Compute slices of a GPU where NVML does not report them: all have as many but the A30, which has 4.
 _USUAL = 7
 
 
@@ -22,7 +22,7 @@ class Slice:
     """A slice in its GPU.
 
     NVML counts no energy per slice.  That of the GPU is divided among its slices by their compute slices (or
-    evenly, where NVML does not tell them), so that no joule belongs to two.  A container is shown its own slices
+    evenly, where NVML does not report them), so that no joule belongs to two.  A container is shown its own slices
     only: where there may be others, the GPU has as many compute slices as it can have.
     """
 
@@ -47,7 +47,6 @@ def slice_of(handle: Any) -> Slice | None:
 
 
 def gpu_of(handle: Any) -> Any:
-    """Return the handle of a slice's GPU."""
     return pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
 
 
@@ -59,7 +58,7 @@ def _instance_of(handle: Any) -> int | None:
 
 
 def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
-    """Return the weight of a slice, that of its whole GPU, and what they are counted in."""
+    """Return the weight of a slice, that of its whole GPU, and their unit."""
     most, total_bytes = _capacity(gpu)
     own = text_of(pynvml.nvmlDeviceGetUUID(handle))
     slices = _slices(gpu, most) | {own: handle}
@@ -75,7 +74,7 @@ def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
 
 
 def _capacity(gpu: Any) -> tuple[int, int]:
-    """Return how many slices a GPU can have, which is how many compute slices it has, and its bytes of memory."""
+    """Return the number of slices that a GPU can have, also that of its compute slices, and its bytes of memory."""
     most, total_bytes = _USUAL, 2**64
     with suppress(pynvml.NVMLError):
         most = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
@@ -84,7 +83,6 @@ def _capacity(gpu: Any) -> tuple[int, int]:
 
 
 def _slices(gpu: Any, most: int) -> dict[str, Any]:
-    """Return the slices of a GPU that are shown, by UUID."""
     found = {}
     for index in range(most):
         with suppress(pynvml.NVMLError):  # as many places as there could be slices, not all of them taken
@@ -94,7 +92,7 @@ def _slices(gpu: Any, most: int) -> dict[str, Any]:
 
 
 def _shape(handle: Any) -> tuple[int, int | None, int]:
-    """Return the compute slices of a slice, its GPU instance, and the bytes of that; zeros where NVML says not."""
+    """Return the compute slices of a slice, its GPU instance, and the bytes of that; zeros where NVML has none."""
     try:
         attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
     except pynvml.NVMLError:

@@ -1,4 +1,4 @@
-"""What happens to a GPU, reported once: critical errors (Xid), memory errors (ECC), another power limit."""
+"""Events of a GPU, reported once: critical errors (Xid), memory errors (ECC), another power limit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pynvml
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 from effllm.records.rank import Event
 
-#: A critical error often ends the training, so it is asked for often; what changes seldom, seldom.
-XID_EVERY_S, SELDOM_S = 1.0, 10.0
+#: A critical error often ends the training, so Xids are read often; the power limit and memory errors rarely change.
+XID_EVERY_S, ERRORS_EVERY_S = 1.0, 10.0
 _MAX_AT_ONCE = 16
 
 
 class Watch:
-    """Looks at what may have happened to a GPU.
+    """Polls the events of a GPU.
 
     Args:
         handle: the GPU's.
@@ -31,40 +31,39 @@ class Watch:
     def __init__(self, handle: Any, now_s: float) -> None:
         self._handle = handle
         self._events: Any = None
-        limit = partial(Quantity, "power_limit_w", room=c_uint(), divisor=1e3)
+        limit = partial(Quantity, "power_limit_w", buffer=c_uint(), divisor=1e3)
         self._limit = _readout(partial(limit, "nvmlDeviceGetEnforcedPowerLimit", handle))
-        errors = partial(Quantity, "ecc", room=c_ulonglong(), most=MAX_VALUE_64)
+        errors = partial(Quantity, "ecc", buffer=c_ulonglong(), maximum=MAX_VALUE_64)
         kind, since = c_uint(pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), c_uint(pynvml.NVML_VOLATILE_ECC)
         self._errors = _readout(partial(errors, "nvmlDeviceGetTotalEccErrors", handle, kind, since))
         self.limit_w = _read(self._limit)
         self._num_errors = _read(self._errors)
-        self._xid_at_s, self._seldom_at_s = now_s, now_s + SELDOM_S
+        self._xid_at_s, self._errors_at_s = now_s, now_s + ERRORS_EVERY_S
         self.open()
 
     def open(self) -> None:
-        """Listen to critical errors from now on, where NVML reports them."""
+        """Register for critical errors, where NVML reports them."""
         with suppress(pynvml.NVMLError):
             self._events = pynvml.nvmlEventSetCreate()
             pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
 
-    def look(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
-        """Return what has happened.
+    def poll(self, now_s: float, is_there: bool) -> tuple[Event, ...]:
+        """Return the events since the last poll.
 
         Args:
             now_s: the time.
-            is_there: whether the GPU answers; of one that does not the last words are wanted at once.
+            is_there: whether the GPU answers; the last events of one that does not are read at once.
         """
         if now_s < self._xid_at_s and is_there:
             return ()
         self._xid_at_s = now_s + XID_EVERY_S
         events = self._critical()
-        if now_s >= self._seldom_at_s and is_there:
-            self._seldom_at_s = now_s + SELDOM_S
+        if now_s >= self._errors_at_s and is_there:
+            self._errors_at_s = now_s + ERRORS_EVERY_S
             events += self._limit_changed() + self._memory_errors()
         return tuple(events)
 
     def close(self) -> None:
-        """Listen no longer."""
         if self._events is not None:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(self._events)
@@ -103,7 +102,6 @@ def _critical_text(number: int, times: int) -> str:
 
 
 def _readout(way: Callable[[], Quantity]) -> Readout:
-    """Return the readout of a number, or of none where it is not offered."""
     quantity = offered(way)
     return Readout([quantity] if quantity else [])
 

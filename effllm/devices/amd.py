@@ -1,7 +1,7 @@
-"""An AMD GPU, read through AMD SMI and known by its unique id, never by an index.
+"""An AMD GPU, read through AMD SMI and identified by its unique id, never by an index.
 
 Not run on an AMD GPU.  Names, units and shapes are those of the sources of the Python package amdsmi, ROCm 5.7
-to 7.0, of its C library, and of the amdgpu driver; what they leave open is said where it matters.
+to 7.0, of its C library, and of the amdgpu driver; comments name what they leave open.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from effllm.devices._amd_readings import (
 )
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE, Device, Sample, Sensor
 
-# The driver reads the sensors at most once a millisecond (ROCm/legacy-rocm-build#1649).  Over how long
-# the power that it calls average is a mean, AMD does not say; "around 100 ms" (ROCm/ROC-smi#89).
+# The driver reads the sensors at most once a millisecond (ROCm/legacy-rocm-build#1649).  AMD does not document
+# the interval of its average power; "around 100 ms" (ROCm/ROC-smi#89).
 _SENSOR = Sensor(lag_error_s=0.1, average_s=0.1)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 
 class _Source(NamedTuple):
-    """How the energy of a device is come by: fields of the same names, or nearly, of a `Device`."""
+    """The source of a device's energy: fields of nearly the same names as in `Device`."""
 
     method: str | None
     note: str = ""
@@ -47,7 +47,7 @@ class _Source(NamedTuple):
 
 
 class AmdReader:
-    """An open GPU; while it is lost every quantity fails, and AMD SMI is initialised anew now and then."""
+    """An open GPU; while it is lost every quantity fails, and AMD SMI is initialised again from time to time."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AmdReader:
         self._clock, self._sleep = clock, sleep
         self._offered = self._try_all(processor)
         residencies, status = throttle(self._smi, self._handle)
-        self._tells_throttling = bool(residencies) or status is not None
+        self._has_throttling = bool(residencies) or status is not None
         self._residencies: dict[str, float] | None = None
         self.device = self._describe(processor, self._choose_source(processor, processors))
         self._retry_at_s = clock()
@@ -71,7 +71,6 @@ class AmdReader:
         self._open = True
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return the values of this moment; a quantity that fails is ``None``, with the reason beside it."""
         time_ns, values, failures = self._read_offered(GROUPS)
         if failures and not values and self._reopen():
             time_ns, values, failures = self._read_offered(GROUPS)
@@ -85,7 +84,7 @@ class AmdReader:
             energy_j=values.get("energy_j"),
             power_average_w=values.get("power_average_w"),
             gauges={field: value for field, value in values.items() if field in GAUGES},
-            throttled_by=self._throttled_by(failures) if self._tells_throttling else None,
+            throttled_by=self._throttled_by(failures) if self._has_throttling else None,
         )
         return sample, failures
 
@@ -97,7 +96,6 @@ class AmdReader:
         return sample, failures
 
     def close(self) -> None:
-        """Let AMD SMI go; may be called twice."""
         if self._open:
             self._open = False
             with contextlib.suppress(*self._errors):
@@ -106,7 +104,7 @@ class AmdReader:
     # --- at the opening ---
 
     def _try_all(self, processor: Processor) -> dict[Group, tuple[str, ...]]:
-        """Return what the GPU has, by group; what only fails just now, it has."""
+        """Return the fields that the GPU has, by group; a field that only fails just now is among them."""
         offered = {}
         for group, fields in GROUPS.items():
             try:
@@ -117,7 +115,7 @@ class AmdReader:
             else:
                 offered[group] = tuple(field for field in fields if field in answer)
         if "MI3" not in processor.model:
-            # Of the bandwidth on MI300 (DramBandwidthUtilization), before it of the clock's domain.
+            # On MI300 of the bandwidth (DramBandwidthUtilization), before it of the clock's domain.
             offered[activity] = tuple(field for field in offered[activity] if field != "dram_activity_ratio")
         return offered
 
@@ -128,9 +126,7 @@ class AmdReader:
         if is_second_die(self._smi, processor):
             self._offered[energy] = self._offered[power] = ()
             first = first_die(self._smi, processor, processors)
-            where = (
-                f"the other one, {first.key(self._host)}, has" if first else "the other one, not to be seen here, has"
-            )
+            where = f"the other one, {first.key(self._host)}, has" if first else "the other one, not visible here, has"
             missing = f"energy: this is the second die of its card; {where} that of both"
             return _Source(None, missing=missing, key=first.key(self._host) if first else "")
         source = self._counter_or_power()
@@ -140,10 +136,10 @@ class AmdReader:
         return source
 
     def _counter_or_power(self) -> _Source:
-        verdict = judge_counter(self._look_at_counter()) if self._offered[energy] else Verdict(False, "it has none")
+        verdict = judge_counter(self._read_counter()) if self._offered[energy] else Verdict(False, "it has none")
         if verdict.is_stale:
             self._offered.update(dict.fromkeys(FROM_TABLE, ()))
-            return _Source(None, missing=f"energy: {verdict.reason}, as ROCm 6.0 did (ROCm/amdsmi#22)")
+            return _Source(None, missing=f"energy: {verdict.reason}, as under ROCm 6.0 (ROCm/amdsmi#22)")
         if verdict.is_good:
             note = f"the energy counter is not checked: {verdict.reason}" if verdict.reason else ""
             return _Source(COUNTER, note)
@@ -156,7 +152,7 @@ class AmdReader:
             return _Source(None, missing=missing)
         return _Source(method, f"power is integrated, for the energy counter is not used: {verdict.reason}")
 
-    def _look_at_counter(self) -> list[Reading]:
+    def _read_counter(self) -> list[Reading]:
         readings: list[Reading] = []
         while not readings or readings[-1].time_s + CHECK_EVERY_S < readings[0].time_s + CHECK_S:
             if readings:
@@ -196,7 +192,7 @@ class AmdReader:
     # --- at every reading ---
 
     def _read_offered(self, groups: Iterable[Group]) -> tuple[int, dict[str, float], dict[str, str]]:
-        """Return when energy, or else power, was read, the values, and why there are none of others."""
+        """Return the time of the energy, or else of the power, the values, and the reasons of missing ones."""
         values: dict[str, float] = {}
         failures: dict[str, str] = {}
         began_s = self._clock()
@@ -230,7 +226,7 @@ class AmdReader:
         return ("unspecified",) if status else ()
 
     def _reopen(self) -> bool:
-        """Initialise AMD SMI anew where it is time to, for a handle does not outlive its GPU's loss."""
+        """Initialise AMD SMI again when the retry is due: a handle does not outlive its GPU's loss."""
         now_s = self._clock()
         if not self._open or now_s < self._retry_at_s:
             return False
@@ -242,7 +238,7 @@ class AmdReader:
             self._smi.amdsmi_init(self._smi.AmdSmiInitFlags.INIT_AMD_GPUS)
             processors = list_processors(self._smi)
         except self._errors:
-            return False  # the failures that led here are told already
+            return False  # the failures that led here are reported already
         same = [one for one in processors if one.key(self._host) == self.device.key]
         if same:
             self._handle = whole(same[0], processors).handle

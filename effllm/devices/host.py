@@ -24,9 +24,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Usage(NamedTuple):
-    """What one process has used; ``reaped_s`` is the CPU time of its children that it has waited for."""
+    """The usage of one process; ``reaped_s`` is the CPU time of its children that it has waited for."""
 
-    has_ended: bool  # and no one has waited for it yet, so its times can still be read
+    has_ended: bool  # and has not been waited for yet, so its times can still be read
     cpu_s: float
     reaped_s: float
     rss_bytes: int
@@ -34,7 +34,7 @@ class Usage(NamedTuple):
 
 
 class Process:
-    """A process by its open /proc files, which can never come to mean another one of the same number.
+    """A process by its open /proc files, which can never mean another one of the same number.
 
     Reading them takes 5 microseconds where psutil takes 25, and an agent may have a hundred to read.
     """
@@ -49,7 +49,7 @@ class Process:
             raise
 
     def usage(self) -> Usage | None:
-        """Return what it uses, ``None`` once it is gone."""
+        """Return its usage, ``None`` after its end."""
         try:
             stat = os.pread(self._stat, 2048, 0)
             statm = os.pread(self._statm, 256, 0).split()
@@ -66,14 +66,13 @@ class Process:
         )
 
     def own_bytes(self, usage: Usage) -> int:
-        """Return what a descendant alone has: its shared pages, files and shared memory, are the trainer's too."""
+        """Return the bytes of a descendant alone: its shared pages, files and shared memory, are the trainer's too."""
         unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # Never more than it has: a process that becomes another program by exec has inherited nothing.
+        # Never more than its own: a process that becomes another program by exec has inherited nothing.
         self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
         return unshared_bytes - self.inherited_bytes
 
     def close(self) -> None:
-        """Close its files."""
         os.close(self._stat)
         os.close(self._statm)
 
@@ -100,9 +99,9 @@ def _descendants(pid: int, excluded: frozenset[int]) -> Iterator[int]:
 def _inherited_bytes(pid: int, usage: Usage) -> int:
     """Return the pages that a forked process still shares, copy-on-write, with the one it came from.
 
-    They are its parent's, but neither rss nor the shared pages of statm tell: only smaps_rollup does,
-    which walks all page tables (0.16 ms for 14 MB), so it is asked once per process.  It does not say
-    with whom: pages that two descendants share without the trainer are counted for neither.
+    They are its parent's, but neither rss nor the shared pages of statm show it: only smaps_rollup does,
+    which walks all page tables (0.16 ms for 14 MB), so it is read once per process.  It does not show
+    the other process: pages that two descendants share without the trainer are counted for neither.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
@@ -116,7 +115,7 @@ def _inherited_bytes(pid: int, usage: Usage) -> int:
 class ProcessTree:
     """A trainer and its descendants, without those that belong to the measurement itself.
 
-    Who they are is looked up every ten seconds, what they use at every read.
+    Descendants are listed every ten seconds, their usage is read every time.
     """
 
     def __init__(self, pid: int, excluded: frozenset[int], clock: Callable[[], float]) -> None:
@@ -146,37 +145,36 @@ class ProcessTree:
         return memory_bytes, _cpu_s(last, now) if last else None
 
     def close(self) -> None:
-        """Close the files of all processes; may be called twice."""
         for pid in list(self._processes):
-            self._forget(pid)
+            self._remove(pid)
 
     def _usages(self) -> dict[int, Usage]:
-        """Return what each uses; all anew when one goes meanwhile, since its parent then has its CPU time."""
+        """Return the usages; all again when a process ends meanwhile, since its parent then has its CPU time."""
         while True:
             usages = {pid: process.usage() for pid, process in self._processes.items()}
             present = {pid: usage for pid, usage in usages.items() if usage is not None}
             if len(present) == len(usages):
                 return present
             for pid in usages.keys() - present.keys():
-                self._forget(pid)
+                self._remove(pid)
 
     def _refresh(self) -> None:
         self._refresh_at_s = self._clock() + _REFRESH_S
         pids = [self._pid, *_descendants(self._pid, self._excluded)]
         for pid in self._processes.keys() - set(pids):
-            self._forget(pid)
+            self._remove(pid)
         for pid in pids:
             if pid not in self._processes:
-                self._learn(pid)
+                self._add(pid)
 
-    def _learn(self, pid: int) -> None:
+    def _add(self, pid: int) -> None:
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             process = self._processes[pid] = Process(pid)
             usage = process.usage()
             if usage is not None:
                 process.inherited_bytes = _inherited_bytes(pid, usage)
 
-    def _forget(self, pid: int) -> None:
+    def _remove(self, pid: int) -> None:
         self._processes.pop(pid).close()
 
 
@@ -184,8 +182,8 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """Return the CPU seconds between two reads of a tree.
 
     A child that ends passes all its time on to the parent that waits for it, so the sum over the tree
-    goes on; where no one waits the time is lost and the sum may fall, but never does the tree use less
-    than its living processes do.
+    goes on; without a wait the time is lost and the sum may fall, but the tree never uses less
+    than its living processes.
     """
     total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
     total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())
@@ -196,7 +194,6 @@ def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
 def _open_rapl(
     local_rank: int, clock: Callable[[], float], powercap: Path, perf: Path, pause: Callable[[float], None]
 ) -> tuple[Rapl | None, str]:
-    """Return the counters, or none and the sentence that says why."""
     if local_rank != 0:
         return None, ""  # node power is read once per node
     try:
@@ -224,7 +221,6 @@ class HostReader:
         self._last_ns = 0
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return the values of this moment; a quantity that fails is ``None``, with the reason beside it."""
         failures: dict[str, str] = {}
         before_ns = time.monotonic_ns()
         memory_bytes, cpu_s = self._read_tree(failures)
@@ -238,7 +234,6 @@ class HostReader:
         return Sample(time_ns=time_ns, memory_bytes=memory_bytes, utilization=utilization, energy_j=energy_j), failures
 
     def close(self) -> None:
-        """Close all files; may be called twice."""
         self._tree.close()
         if self._rapl is not None:
             self._rapl.close()
@@ -269,7 +264,6 @@ def open_device(
     perf: Path = PERF,
     pause: Callable[[float], None] = time.sleep,
 ) -> HostReader:
-    """Open the host as the device of this rank."""
     rapl, why_not = _open_rapl(site.local_rank, clock, powercap, perf, pause)
     device = Device(
         key=f"host:{site.host}",

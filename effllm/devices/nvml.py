@@ -1,4 +1,4 @@
-"""An NVIDIA GPU, or a MIG slice of one, read through NVML and known by its UUID alone."""
+"""An NVIDIA GPU, or a MIG slice of one, read through NVML and identified by its UUID alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from effllm.devices import DeviceUnavailable, Site
 from effllm.devices._nvml_call import repoint
 from effllm.devices._nvml_chip import Chip, throttles
 from effllm.devices._nvml_gpm import Gpm, open_gpm
-from effllm.devices._nvml_identity import choose_uuid, find, module_of, text_of
+from effllm.devices._nvml_identity import find, module_of, text_of
 from effllm.devices._nvml_power import NvmlPower
 from effllm.devices._nvml_slices import gpu_of, slice_of
 from effllm.devices._nvml_watch import Watch
 from effllm.records.rank import GPU, MODULE, Device, Event, Sample
 
-__all__ = ["NvmlReader", "choose_uuid", "open_device"]
+__all__ = ["NvmlReader", "open_device"]
 
 _ADVICE = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 is not here: install the NVIDIA driver, "
@@ -30,12 +30,12 @@ _ADVICE = {
     pynvml.NVML_ERROR_NO_PERMISSION: "this user may not open the NVIDIA driver: grant access to /dev/nvidia*",
 }
 
-# Initialising NVML on a broken driver can take seconds, so a lost GPU is sought ever more rarely.
+# Initialising NVML on a broken driver can take seconds, so the delay between retries doubles.
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 
 class NvmlReader:
-    """An open GPU; while it is lost every quantity fails, and NVML is initialised anew now and then."""
+    """An open GPU; while it is lost every quantity fails, and NVML is initialised again from time to time."""
 
     def __init__(self, handle: Any, site: Site, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class NvmlReader:
         self._gpu = self._slice.gpu if self._slice else handle
         self._share = self._slice.share if self._slice else 1.0
         self._chip = Chip(handle, self._gpu)
-        # The rest of a module is nothing of a slice's.
+        # No other part of a module belongs to a slice.
         wanted = GPU if self._slice else site.power_scope
         self._power = NvmlPower(self._gpu, text_of(pynvml.nvmlDeviceGetName(self._gpu)), wanted, self._share)
         self._gpm = self._open_gpm()
@@ -55,7 +55,6 @@ class NvmlReader:
         self.device = self._describe(site)
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return the values of this moment; a quantity that fails is ``None``, with the reason beside it."""
         sample, failures, is_there = self._read_all()
         if not is_there and self._reopen():
             sample, failures, is_there = self._read_all(sample.events)
@@ -67,22 +66,14 @@ class NvmlReader:
         """Return energy and power alone, in one call, for the edges of windows."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures, energy_only=True)
-        return (
-            Sample(
-                time_ns,
-                power_w=values.get("power_w"),
-                energy_j=values.get("energy_j"),
-                power_average_w=values.get("power_average_w"),
-                energy_only=True,
-            ),
-            failures,
-        )
+        power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
+        sample = Sample(time_ns, power_w=power_w, energy_j=energy_j, power_average_w=average_w, energy_only=True)
+        return sample, failures
 
     def close(self) -> None:
-        """Let NVML go; may be called twice."""
         if self._open:
             self._open = False
-            self._let_go()
+            self._shut_down()
 
     # --- what it is ---
 
@@ -121,19 +112,18 @@ class NvmlReader:
 
     def _open_gpm(self) -> Gpm | None:
         if self._slice and self._slice.instance is None:
-            return None  # whose activity it would be, NVML does not tell
+            return None  # NVML does not report the GPU instance
         return open_gpm(self._gpu, self._slice.instance if self._slice else None)
 
     # --- reading ---
 
     def _read_all(self, events: tuple[Event, ...] = ()) -> tuple[Sample, dict[str, str], bool]:
-        """Return what is known now, what failed, and whether the GPU answered at all."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures)
         power_w = values.get("power_w")
         values |= self._chip.read(failures)
         is_there = bool(values) or not failures
-        if is_there:  # else there is nothing more to tell
+        if is_there:  # else there is nothing more to read
             values |= self._chip.read_gauges(failures)
             self._enter_gauges(values, power_w, failures, time_ns)
         reasons = values.pop("throttled_by", None)
@@ -146,7 +136,7 @@ class NvmlReader:
             power_average_w=values.pop("power_average_w", None),
             gauges=values,  # all that is left
             throttled_by=None if reasons is None else throttles(reasons),
-            events=events + self._watch.look(self._clock(), is_there),
+            events=events + self._watch.poll(self._clock(), is_there),
         )
         return sample, failures, is_there
 
@@ -163,21 +153,21 @@ class NvmlReader:
     # --- a lost GPU ---
 
     def _reopen(self) -> bool:
-        """Initialise NVML anew where it is time to, since a lost GPU's handle never works again."""
+        """Initialise NVML again when the retry is due, since a lost GPU's handle never works again."""
         now_s = self._clock()
         if not self._open or now_s < self._retry_at_s:
             return False
         self._retry_at_s = now_s + self._retry_delay_s
         self._retry_delay_s = min(2 * self._retry_delay_s, _LAST_RETRY_S)
-        self._let_go()
+        self._shut_down()
         try:
             pynvml.nvmlInit()
             found = pynvml.nvmlDeviceGetHandleByUUID(self.device.key)
             gpu = gpu_of(found) if self._slice else found
         except pynvml.NVMLError:
-            self._let_go()  # the handle is of a library that is gone: nothing may use it
-            return False  # the failures that led here are told already
-        # What it can is what it could: a driver that is just coming back denies much.
+            self._shut_down()  # the handle is of a library that is gone: nothing may use it
+            return False  # the failures that led here are reported already
+        # The quantities stay those of the first opening: a driver that is just coming back denies much.
         repoint(self._handle, found)
         repoint(self._gpu, gpu)
         self._watch.open()
@@ -185,7 +175,7 @@ class NvmlReader:
             self._gpm.open()
         return True
 
-    def _let_go(self) -> None:
+    def _shut_down(self) -> None:
         if self._gpm:
             self._gpm.close()
         self._watch.close()

@@ -1,4 +1,4 @@
-"""A GPU that does not exist, whose power, memory and utilization are known functions of the monotonic clock."""
+"""A simulated GPU, whose power, memory and utilization are known functions of the monotonic clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 2**30
 class Waveform:
     """Three sine waves of one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
 
-    Times are seconds of the host's monotonic clock, so that every process of the host knows the truth.
+    Times are seconds of the host's monotonic clock, so that every process of the host can compute the exact values.
     """
 
     period_s: float = 10.0
@@ -30,27 +30,21 @@ class Waveform:
     utilization_amplitude: float = 0.15
 
     def power_w(self, t: float) -> float:
-        """Return the power at ``t``."""
         return self.power_mean_w + self.power_amplitude_w * self._sine(t)
 
     def energy_j(self, t0: float, t1: float) -> float:
-        """Return the integral of the power."""
         return self.power_mean_w * (t1 - t0) + self.power_amplitude_w * self._sine_seconds(t0, t1)
 
     def memory_bytes(self, t: float) -> float:
-        """Return the memory in use at ``t``."""
         return self.memory_mean_bytes + self.memory_amplitude_bytes * self._sine(t)
 
     def memory_byte_seconds(self, t0: float, t1: float) -> float:
-        """Return the integral of the memory in use."""
         return self.memory_mean_bytes * (t1 - t0) + self.memory_amplitude_bytes * self._sine_seconds(t0, t1)
 
     def utilization(self, t: float) -> float:
-        """Return the utilization at ``t``."""
         return self.utilization_mean + self.utilization_amplitude * self._sine(t)
 
     def utilization_seconds(self, t0: float, t1: float) -> float:
-        """Return the integral of the utilization."""
         return self.utilization_mean * (t1 - t0) + self.utilization_amplitude * self._sine_seconds(t0, t1)
 
     def _sine(self, t: float) -> float:
@@ -77,7 +71,6 @@ class SimulatedReader:
         self._last_s: float | None = None
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return the values of this moment; nothing ever fails."""
         time_ns = self._clock_ns()
         now_s, last_s = time_ns / 1e9, self._last_s
         self._last_s = now_s
@@ -90,8 +83,7 @@ class SimulatedReader:
         )
         return sample, {}
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+    def close(self) -> None: ...
 
     def _mean_utilization(self, last_s: float, now_s: float) -> float:
         if now_s <= last_s:
@@ -100,7 +92,6 @@ class SimulatedReader:
 
 
 def open_device(site: Site, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> SimulatedReader:
-    """Open a GPU that is simulated, and says so."""
     waveform = waveform_of(site.local_rank)
     device = Device(
         key=f"SIM-{site.host}-{site.local_rank}",

@@ -1,1 +1,1 @@
-"""Joules of windows from sensors that tick, smooth and wrap, with what may be wrong with them."""
+"""Joules of windows and their errors, from sensors that tick, smooth and wrap."""

@@ -1,4 +1,4 @@
-"""The error of a sensor that measures only a part of each tick, and iterations that keep step with it; pure."""
+"""The error of a sensor that measures only a part of each tick, and of iterations in step with it; pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from effllm.energy.tick_energy import beat, beat_of
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER
 
-#: Iterations keep step with the sensor from this share of the largest possible aliasing on; reported above the error.
+#: Iterations are in step with the sensor from this share of the largest possible aliasing on; reported above the error.
 LOCKED, LOCKED_ERROR = 0.25, 0.02
-#: Beside independent ticks: the errors at both edges of a pulse that always lasts as long cancel, or add up to twice
-#: the variance; which of both, and whether iterations draw power alike, is not known.
+#: Beside independent ticks: the errors at both edges of a pulse of constant length cancel, or add up to twice the
+#: variance; which of both, and whether iterations draw power alike, is unknown.
 MIN_INFLATION = 1.5
 #: Fewer iterations than this show no rhythm.
 MIN_RHYTHM = 64
-#: Power rises and falls once in an iteration, each time anywhere in a tick of which the sensor sees a part: 2 / 12.
+#: Power rises and falls once in an iteration, each time anywhere in a tick of which the sensor measures a part: 2 / 12.
 STEPS_J2 = 1 / 6
 
 
@@ -28,7 +28,7 @@ class Aliasing:
 
     Args:
         timing: of its readings.
-        powers: how much its power varies.
+        powers: the variation of its power.
     """
 
     def __init__(self, timing: SensorTiming, powers: PowerSpread) -> None:
@@ -38,11 +38,10 @@ class Aliasing:
         self._run_j = 0.0  # of all windows
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
-        """Take how long an iteration takes and how much that varies, for ticks may beat with iterations."""
+        """Set the mean and the deviation of the iteration time, since ticks may beat with iterations."""
         self._rhythm = (step_s, deviation_s)
 
     def variance_j2(self, span_s: float) -> float:
-        """Return the variance of a stretch of so many seconds."""
         if not self._measures_part:
             return 0.0
         sensor = self._timing.sensor
@@ -57,11 +56,10 @@ class Aliasing:
         return sensor.duty < 1.0 and self._timing.method == COUNTER and sensor.tick_s > 0
 
     def run_error(self, iterations: int, joules: float, durations_s: Sequence[float]) -> float | None:
-        """Return the error of the run to date if iterations keep step with the sensor; ``None`` if they do not.
+        """Return the error of the run to date if iterations are in step with the sensor; ``None`` if they are not.
 
-        It is a half-width of 95 % as a share of the energy, at most 1. Call it once for each window, in order.
-        How much power changes within an iteration may be what the sensor does not see: it is taken to be as much as
-        was ever seen.
+        It is a half-width of 95 % as a share of the energy, at most 1.  Call it once for each window, in order.
+        The sensor may not see the change of power within an iteration: the largest change ever read is assumed.
 
         Args:
             iterations: of the window.
@@ -76,7 +74,7 @@ class Aliasing:
         clock = self._timing.clock
         tick_s = clock.tick_ns * NS if clock is not None else self._timing.sensor.tick_s
         inflation = beat_of(durations_s, tick_s, count)
-        swing_w = self._powers.most_w - self._powers.least_w
+        swing_w = self._powers.max_w - self._powers.min_w
         deviation_j = swing_w * tick_s * math.sqrt(count * inflation * STEPS_J2)
         error = min(NORMAL_95 * deviation_j / self._run_j, 1.0)
         return error if inflation >= LOCKED * count and error > LOCKED_ERROR else None

@@ -1,8 +1,8 @@
-"""How a device's energy sensor behaves: measured at start in two seconds at most, kept per model and driver.
+"""The calibration of a device's energy sensor: measured at start in two seconds at most, kept per model and driver.
 
-What standing still can show is measured here: how often the counter moves, whether the power reading
-moves with it, what a call takes.  How far readings lag behind shows only under a changing load, which
-``effllm profile`` applies; what it finds is kept in the same file.  See docs/calibration.md.
+Without a load the period of the counter, whether the power reading changes with it, and the time of a call are
+measured.  The lag of readings shows only under a changing load, which ``effllm profile`` applies; its results are
+kept in the same file.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -27,54 +27,53 @@ from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 from effllm.runs import own_files
 
 MAX_S = 2.0
-#: Between two moves of a counter that nobody has watched: 100 ms on all GPUs from Turing on (docs/hardware.md).
+#: Between two moves of a counter that was not measured: 100 ms on all GPUs from Turing on (docs/hardware.md).
 USUAL_TICK_S = 0.1
-#: A power reading that is held is at most so many ticks older than it looks: half of its own, and one that it is held.
+#: Maximal age of a held power reading, in ticks: half of its own, and one that it is held.
 OLDEST_TICKS = 1.5
-#: Reads of one calibration are at least so far apart; and each call may take so much of the time.
+#: Minimal distance of two reads of one calibration, and the maximal share of the time in calls.
 MIN_APART_S, MAX_BUSY = 0.002, 0.25
-#: Firmware changes, and the driver's version does not tell: what is older is measured anew.
+#: Firmware changes without the driver's version: an older calibration is measured again.
 KEPT_DAYS = 90
-#: A tick that is found anew may differ by so much from the one that is kept.
+#: Maximal difference, as a share, of a measured tick from the kept one ...
 SAME_TICK = 0.02
-#: ... where the readings of a run contradict the one that is kept: by so much a jitter may shift it.
+#: ... and where the readings of a run contradict the kept one: jitter may shift it by this share.
 SUSPECT_TICK = 0.002
-#: A tick that is known no better than this, for reads were held up, contradicts none.
+#: A tick with a larger relative error than this, since reads were delayed, contradicts none.
 LOOSE_TICK = 0.05
-#: A kept calibration is checked against so many of its ticks, and for so long at least.
+#: Ticks and seconds, at least, of the check of a kept calibration.
 CHECKED_TICKS, MIN_CHECK_S = 5.3, 0.53
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """A file of the cache: how the sensor of a model behaves under a driver."""
+    """A file of the cache: the sensor of a model under a driver."""
 
     name: str
     driver: str
     date: str
     sensor: Sensor
     measured_lag: bool = False  # under a load, not assumed
-    checked: str = ""  # the day on which it was last found to hold, where that is not its date
-    run_lag_s: float | None = None  # as the readings of a run showed it, where it was not measured under a load
+    checked: str = ""  # the day of its last successful check, where that is not its date
+    run_lag_s: float | None = None  # by the readings of a run, where it was not measured under a load
 
     def is_fresh(self) -> bool:
-        """Whether it may be used unseen."""
+        """Whether it may be used without a measurement at full length."""
         try:
             age = datetime.date.today() - datetime.date.fromisoformat(self.checked or self.date)
         except ValueError:
             return False
         return -1 <= age.days <= KEPT_DAYS
 
-    def told(self) -> Sensor:
-        """Return the sensor, which says from where it is known."""
+    def with_source(self) -> Sensor:
         verb = "profiled" if self.measured_lag else "measured"
         return replace(self.sensor, source=f"{verb} {self.date}, kept in the cache")
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What reading a device that stands still has shown."""
+    """The results of reading a device without a load."""
 
     call_s: float
-    tick: tuple[float, float] | None  # and the half-width of what is open about it
+    tick: tuple[float, float] | None  # and the half-width of its error
     is_held: bool | None
 
 
@@ -87,41 +86,41 @@ def calibrate(
     is_suspect: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Sensor:
-    """Return how the device's sensor behaves: from the cache if the device agrees, else measured now and kept there.
+    """Return the device's sensor: from the cache if the device agrees, else measured now and kept there.
 
     Args:
-        device: as it was opened; its sensor says what is known before.
-        read: takes one sample; each is also used as a measurement by the caller.
+        device: as it was opened, with the sensor before calibration.
+        read: takes one sample; the caller uses each as a measurement too.
         folder: the cache; ``None`` is none.
-        keep: whether what is measured now is put there, and what is contradicted is removed.
-        is_suspect: the readings of this run contradict what is known: measure at full length.
+        keep: whether new measurements are stored there, and contradicted ones removed.
+        is_suspect: the readings of this run contradict the sensor: measure at full length.
         report: takes one line if a kept calibration is dropped because the device contradicts it.
     """
     if device.simulated or not device.is_gpu:
         return device.sensor
     kept = load(folder, device.name, device.driver) if folder else None
     if device.energy_method != COUNTER and kept is not None and kept.measured_lag:
-        return kept.told()
+        return kept.with_source()
     if device.energy_method == INSTANT and not device.only_power:
         samples, call_s = _watch(read, MAX_S, MIN_APART_S)
         return replace(with_power_seen(assumed(device), samples), call_s=call_s)
     if device.energy_method != COUNTER:
         return device.sensor
     if kept is not None and kept.is_fresh() and not is_suspect:
-        checked = _look(read, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
+        checked = _measure(read, max(CHECKED_TICKS * kept.sensor.tick_s, MIN_CHECK_S))
         if checked.tick is not None and not _contradiction(kept.sensor, checked):
-            return kept.told()
-    seen = _look(read)
+            return kept.with_source()
+    seen = _measure(read)
     if kept is not None and (why := _contradiction(kept.sensor, seen, SUSPECT_TICK if is_suspect else SAME_TICK)):
         if folder and keep:
-            forget(folder, device.name, device.driver)
+            _remove(folder, device.name, device.driver)
         if report is not None:
-            report(f"the calibration of {kept.date} from the cache was dropped and measured anew: {why}")
+            report(f"the calibration of {kept.date} from the cache was dropped and measured again: {why}")
     elif kept is not None and (kept.measured_lag or (kept.is_fresh() and (seen.tick is None or is_suspect))):
         again = replace(kept, checked=_today())
         if folder and keep and seen.tick is not None:
             store(folder, again)
-        return again.told()
+        return again.with_source()
     sensor = with_seen(assumed(device), seen)
     if folder and keep and sensor.source.startswith("measured"):
         store_unless_profiled(folder, Calibration(device.name, device.driver, _today(), sensor))
@@ -129,14 +128,14 @@ def calibrate(
 
 
 def assumed(device: Device) -> Sensor:
-    """Return what the hardware table says of a device's sensor, over what the device file said.
+    """Return the sensor of the hardware table, with the device file's for values that it does not have.
 
-    A GPU that it does not know has the tick that most have; when it ticks is known of neither.
+    A GPU that is not in the table has the usual tick; the phase of its ticks is unknown in both cases.
     """
     if device.simulated or not device.is_gpu or device.only_power:
         return device.sensor
     if device.energy_method == INSTANT:
-        # A reading may be the power of the moment, or the mean of the tick before, held for a tick.
+        # A reading may be the instant power, or the mean of the tick before, held for a tick.
         return replace(device.sensor, lag_error_s=OLDEST_TICKS * USUAL_TICK_S)
     if device.energy_method != COUNTER:
         return device.sensor
@@ -164,23 +163,17 @@ def _of_table(row: KnownSensor, sensor: Sensor) -> Sensor:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def measure(sensor: Sensor, read: Callable[[], Sample]) -> Sensor:
-    """Watch the counter and the power reading move for two seconds, and return what they show."""
-    return with_seen(sensor, _look(read))
-
-
-def _look(read: Callable[[], Sample], span_s: float = MAX_S) -> Seen:
+def _measure(read: Callable[[], Sample], span_s: float = MAX_S) -> Seen:
     samples, call_s = _watch(read, span_s, MIN_APART_S)
     tick = tick_of([(sample.time_ns, sample.energy_j) for sample in samples if sample.energy_j is not None])
     return Seen(call_s, tick, is_held(samples))
 
 
 def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
-    """Return what is assumed of a sensor, corrected by what was seen."""
     if seen.tick is None:
-        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: the reads did not tell the tick")
+        return replace(sensor, call_s=seen.call_s, source=f"{sensor.source}: no tick was found by the reads")
     tick_s, tick_error_s = seen.tick
-    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # by a tick, whichever it is
+    lag_is_open = not sensor.lag_error_s or sensor.lag_error_s == sensor.tick_s  # by one tick
     return replace(
         sensor,
         tick_s=tick_s,
@@ -193,11 +186,11 @@ def with_seen(sensor: Sensor, seen: Seen) -> Sensor:
 
 
 def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
-    """Return a sensor of power alone, with how old its readings are, if they changed often enough to tell."""
+    """Return a sensor of power alone with the age of its readings, if they changed often enough to measure it."""
     readings = [(sample.time_ns, sample.power_w) for sample in samples if sample.power_w is not None]
     tick = tick_of(readings)
     if tick is not None and tick[1] <= SAME_TICK * tick[0] and tick[0] <= MAX_POWER_TICK_S:
-        # Of that moment or the mean of the tick before, and held for a tick.
+        # The instant power or the mean of the tick before, held for a tick.
         lag_s = error_s = OLDEST_TICKS / 2 * tick[0]
     elif (tick_s := tick_of_means(readings)) is not None:
         lag_s, error_s = tick_s, tick_s / 2
@@ -207,7 +200,7 @@ def with_power_seen(sensor: Sensor, samples: Sequence[Sample]) -> Sensor:
 
 
 def _contradiction(sensor: Sensor, seen: Seen, same_tick: float = SAME_TICK) -> str:
-    """Return what speaks against a kept sensor; empty where nothing does."""
+    """Return the contradiction between a kept sensor and measurements; empty where there is none."""
     if seen.tick is None or seen.tick[1] > LOOSE_TICK * seen.tick[0]:
         return ""
     tick_s, error_s = seen.tick
@@ -223,7 +216,7 @@ def _every(tick_s: float) -> str:
 
 
 def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[list[Sample], float]:
-    """Read densely; return the samples and what one read takes."""
+    """Read densely; return the samples and the median time of a read."""
     samples: list[Sample] = []
     calls_s: list[float] = []
     end_s = time.monotonic() + min(span_s, MAX_S)
@@ -241,7 +234,6 @@ def _watch(read: Callable[[], Sample], span_s: float, apart_s: float) -> tuple[l
 
 
 def load(folder: Path, name: str, driver: str) -> Calibration | None:
-    """Return what is kept about a model and driver; ``None`` where nothing usable is."""
     name = _model(name)
     try:
         kept = msgspec.json.decode(own_files.read_file(_path(folder, name, driver)), type=Calibration)
@@ -252,7 +244,7 @@ def load(folder: Path, name: str, driver: str) -> Calibration | None:
 
 
 def store(folder: Path, calibration: Calibration) -> None:
-    """Keep a calibration; a folder that cannot be written costs the next start two seconds."""
+    """Store a calibration; without a writable folder the next start takes two seconds more."""
     calibration = replace(calibration, name=_model(calibration.name))
     path = _path(folder, calibration.name, calibration.driver)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -265,13 +257,13 @@ def store(folder: Path, calibration: Calibration) -> None:
 
 
 def kept_lag_s(folder: Path, device: Device) -> float | None:
-    """Return the lag of the counter that an earlier run found on this model and driver; ``None`` where none did."""
+    """Return the counter's lag by an earlier run on this model and driver; ``None`` where there is none."""
     kept = load(folder, device.name, device.driver)
     return kept.run_lag_s if kept is not None else None
 
 
 def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
-    """Keep the lag that this run has found, beside what is kept already; return what was contradicted, if anything."""
+    """Store the lag of this run; return the contradiction to an earlier one, if any."""
     kept = load(folder, device.name, device.driver)
     if kept is None:
         return ""
@@ -284,26 +276,24 @@ def keep_lag(folder: Path, device: Device, lag_s: float) -> str:
     return f"the lag of {1e3 * before_s:.3g} ms from the cache was dropped: the counter is {1e3 * lag_s:.3g} ms late"
 
 
-def forget(folder: Path, name: str, driver: str) -> None:
-    """Remove what is kept about a model and driver."""
+def _remove(folder: Path, name: str, driver: str) -> None:
     with suppress(OSError):
         own_files.remove_file(_path(folder, _model(name), driver))
 
 
 def store_unless_profiled(folder: Path, calibration: Calibration) -> None:
-    """Keep a calibration, but not one without a lag over a fresh one that has it."""
+    """Store a calibration, but not one without a lag over a fresh one that has it."""
     now = load(folder, calibration.name, calibration.driver)
     if now is None or calibration.measured_lag or not (now.measured_lag and now.is_fresh()):
         store(folder, calibration)
 
 
 def _model(name: str) -> str:
-    """Return the name of the chip, whose sensor its slices share."""
     return re.sub(r"\s+MIG\b.*$", "", name)
 
 
 def _is_possible(sensor: Sensor) -> bool:
-    """Whether there can be such a sensor: a file may have been edited."""
+    """Whether the values are possible: a file may have been edited."""
     return (
         0 <= sensor.tick_s <= 10
         and 0 <= sensor.tick_error_s <= 10

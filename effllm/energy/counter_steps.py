@@ -1,8 +1,7 @@
-"""The step that each reading adds: by the counter where it can be believed, else by power, else a hole; pure.
+"""The step that each reading adds: by the counter where it is plausible, else by power, else a hole; pure.
 
-A counter's single step is never trusted: it must be physically possible.  What a counter does not show (it was reset,
-it was frozen, it could not be read) is filled from power and marked as estimated; what nothing shows is missing, never
-zero.
+Each step of a counter must be physically possible.  Where a counter fails (it was reset, it was frozen, it could not be
+read) power fills the gap, marked as estimated; a gap without power is missing, never zero.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from effllm.energy.readings import HOLE, NS, Point, Readings, Step
 from effllm.energy.sensor_timing import SensorTiming
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Sample
 
-#: A step of a counter may exceed what the power limit allows by so much (boosts, board losses).
+#: A step of a counter may exceed the power limit by this factor (boosts, board losses).
 OVERSHOOT = 1.2
-#: Where no limit is known: no accelerator, module or node sensor exceeds it for long.
+#: The limit where none is known: no accelerator, module or node sensor exceeds it for long.
 UNLIMITED_W = 20_000.0
-#: A counter that does not move while this much flowed by power is frozen.
+#: A counter that does not change while this much flowed by power is frozen.
 FROZEN_J, MIN_FROZEN_S = 20.0, 0.5
 
 
 class _Base(NamedTuple):
-    """A counter reading that was believed, and what was entered until then."""
+    """A plausible counter reading, with the totals until then."""
 
     time_ns: int
     counter_j: float
@@ -34,15 +33,15 @@ class _Base(NamedTuple):
 
 
 class CounterSteps:
-    """Believes or doubts the counter of one device.
+    """Checks the steps of the counter of one device.
 
     Args:
         readings: so far.
         timing: of them.
-        powers: how much power varies.
-        levels: at the edges that windows were cut at, before which no step is replaced.
-        power_limit_w: of the device; 0 is not known.
-        longest_gap_ns: readings of power further apart than this leave a hole between them.
+        powers: the variation of power.
+        levels: at the edges of windows, before which no step is replaced.
+        power_limit_w: of the device; 0 is unknown.
+        max_gap_ns: readings of power further apart than this leave a hole between them.
     """
 
     def __init__(
@@ -52,22 +51,21 @@ class CounterSteps:
         powers: PowerSpread,
         levels: EdgeLevels,
         power_limit_w: float,
-        longest_gap_ns: int,
+        max_gap_ns: int,
     ) -> None:
         self._readings, self._timing, self._powers, self._levels = readings, timing, powers, levels
-        self.longest_gap_ns = longest_gap_ns
+        self.max_gap_ns = max_gap_ns
         self._limit_w = power_limit_w * OVERSHOOT or UNLIMITED_W
         self._last_counter: tuple[int, float] | None = None
-        self._doubted: _Base | None = None  # while the counter is in doubt: where it was last believed
-        self._left: _Base | None = None  # where it was believed before it went on from elsewhere: it may return
-        self._moved: _Base | None = None  # when it last moved
+        self._doubted: _Base | None = None  # the last plausible reading, while the counter is not used
+        self._left: _Base | None = None  # the last one before it continued from another value: it may return
+        self._moved: _Base | None = None  # the last change
         self._flow_j = 0.0  # running total by power alone
         self._is_doubt_reported = False
         self._events: list[str] = []
 
     @property
     def was_read(self) -> bool:
-        """Whether the counter was ever read."""
         return self._last_counter is not None
 
     @property
@@ -76,16 +74,15 @@ class CounterSteps:
         return [base.time_ns for base in (self._doubted, self._left, self._moved) if base is not None]
 
     def take_events(self) -> list[str]:
-        """Return what happened to the counter since the last call."""
         events, self._events = self._events, []
         return events
 
     def raise_limit(self, power_limit_w: float) -> None:
-        """Take the power limit that was read, which can be raised during a run."""
+        """Take the current power limit, which can be raised during a run."""
         self._limit_w = max(self._limit_w, power_limit_w * OVERSHOOT)
 
     def step(self, sample: Sample, counter_j: float | None, power_w: float | None) -> Step:
-        """Return the step to a sample; that of a counter may replace steps before it."""
+        """Return the step to a sample; a counter's may replace steps before it."""
         if not self._readings:
             return HOLE
         last, method = self._readings[-1], self._timing.method
@@ -105,39 +102,37 @@ class CounterSteps:
         return Step(INSTANT if sample.power_w is not None else AVERAGE, *by_power, True)
 
     def entered(self, time_ns: int, counter_j: float) -> None:
-        """Keep a counter reading whose step is among the readings now."""
         if self._last_counter is None or counter_j != self._last_counter[1]:
             self._moved = self._base(time_ns, counter_j)
         self._last_counter = (time_ns, counter_j)
 
     def _by_power(self, last: Point, span_ns: int, power_w: float | None) -> tuple[float, float] | None:
-        """Return energy and variance of a step by the power at its ends."""
-        if last.power_w is None or power_w is None or span_ns > self.longest_gap_ns:
+        if last.power_w is None or power_w is None or span_ns > self.max_gap_ns:
             return None
         span_s = span_ns * NS
         return (last.power_w + power_w) / 2 * span_s, self._powers.sampling_j2(span_s)
 
     def _by_counter(self, last: Point, time_ns: int, counter_j: float, expected_j: float | None) -> Step | None:
-        """Return the step by the counter, or ``None`` where it cannot be believed."""
+        """Return the step by the counter, or ``None`` where it is not plausible."""
         assert self._last_counter is not None
         before_ns, before_j = self._last_counter
         step_j = counter_j - before_j
-        is_possible = 0.0 <= step_j <= self._most_j(time_ns - before_ns)
+        is_possible = 0.0 <= step_j <= self._max_j(time_ns - before_ns)
         if self._doubted is not None:
             return self._by_doubted(last, time_ns, counter_j, expected_j, is_possible)
-        if self._left is not None:  # as if it had never left; that is so if power agrees, now or as a rule
+        if self._left is not None:  # it may have returned: if power agrees, the current or the mean one
             as_if_j = counter_j - self._left.counter_j - (last.total_j - self._left.total_j)
-            returned = 0.0 <= as_if_j <= self._most_j(time_ns - before_ns)
+            returned = 0.0 <= as_if_j <= self._max_j(time_ns - before_ns)
             usual_j = self._powers.mean_w * (time_ns - before_ns) * NS or None
             if returned and (not is_possible or _nearer(as_if_j, step_j, expected_j or usual_j)):
                 return Step(COUNTER, as_if_j, 0.0, False)
         if not is_possible:
-            self._doubt(self._base(before_ns, before_j), _what_happened(step_j))
+            self._doubt(self._base(before_ns, before_j), _describe(step_j))
             return None
         if step_j == 0.0 and self._is_frozen(time_ns):
             assert self._moved is not None
             flow_j = self._flow_j - self._moved.flow_j
-            self._doubt(self._moved, "it stands still while power flows")
+            self._doubt(self._moved, "it does not change while power flows")
             variance_j2 = self._powers.sampling_j2((time_ns - self._moved.time_ns) * NS)
             return self._corrected(time_ns, self._moved, flow_j, variance_j2, INSTANT)
         self._timing.learn_tick(before_ns, time_ns, has_moved=step_j > 0.0)
@@ -146,19 +141,19 @@ class CounterSteps:
     def _by_doubted(
         self, last: Point, time_ns: int, counter_j: float, expected_j: float | None, is_possible: bool
     ) -> Step | None:
-        """Return the step by a counter in doubt, if it is back where it was or goes on from where it is."""
+        """Return the step by a counter that is not used, if it returned or continues from a new value."""
         assert self._doubted is not None and self._last_counter is not None
         base, (before_ns, before_j) = self._doubted, self._last_counter
         since_j, entered_j = counter_j - base.counter_j, last.total_j - base.total_j
-        is_back = counter_j != before_j and 0.0 <= since_j <= self._most_j(time_ns - base.time_ns)
+        is_back = counter_j != before_j and 0.0 <= since_j <= self._max_j(time_ns - base.time_ns)
         goes_on = is_possible and counter_j != before_j and base.time_ns < before_ns == last.time_ns
         if is_back and not (goes_on and _nearer(counter_j - before_j, since_j - entered_j, expected_j)):
-            self._believe()
-            # What windows got meanwhile by power is as open as that was.
+            self._use_again()
+            # The energy of windows by power meanwhile keeps the variance of power.
             return self._corrected(time_ns, base, since_j, last.variances_j2 - base.variances_j2, COUNTER)
         if goes_on:
             self._left = base
-            self._believe()
+            self._use_again()
             return Step(COUNTER, counter_j - before_j, 0.0, False)
         return None
 
@@ -166,41 +161,41 @@ class CounterSteps:
         """Replace the steps since `since` by one corrected step; steps already reported in a window are kept."""
         last = self._readings.remove_steps_after(max([since.time_ns, *self._levels.edges_ns]))
         left_j = since.total_j + joules - last.total_j
-        most_j = self._most_j(time_ns - last.time_ns)
+        max_j = self._max_j(time_ns - last.time_ns)
         is_reported = last.time_ns > since.time_ns or method != COUNTER
-        return Step(method, min(max(left_j, 0.0), most_j), variance_j2 if is_reported else 0.0, method != COUNTER)
+        return Step(method, min(max(left_j, 0.0), max_j), variance_j2 if is_reported else 0.0, method != COUNTER)
 
     def _base(self, time_ns: int, counter_j: float) -> _Base:
         last = self._readings[-1]
         return _Base(time_ns, counter_j, last.total_j, last.variances_j2, self._flow_j)
 
-    def _most_j(self, span_ns: int) -> float:
+    def _max_j(self, span_ns: int) -> float:
         sensor = self._timing.sensor
         return self._limit_w * (span_ns * NS + max(2 * sensor.tick_s, 0.1) + sensor.lag_s)
 
     def _is_frozen(self, time_ns: int) -> bool:
-        """Whether it has not moved for longer than its ticks explain, though power flowed."""
+        """Whether it has not changed for longer than its ticks explain, though power flowed."""
         if self._moved is None:
             return False
         sensor = self._timing.sensor
         still_s = (time_ns - self._moved.time_ns) * NS
-        longest_s = max(3 * sensor.tick_s, MIN_FROZEN_S) + sensor.lag_s
-        return still_s > longest_s and self._flow_j - self._moved.flow_j > FROZEN_J
+        max_s = max(3 * sensor.tick_s, MIN_FROZEN_S) + sensor.lag_s
+        return still_s > max_s and self._flow_j - self._moved.flow_j > FROZEN_J
 
     def _doubt(self, base: _Base, why: str) -> None:
         self._doubted = base
         self._is_doubt_reported = True
-        self._events.append(f"the energy counter is not believed: {why}; power fills the gap")
+        self._events.append(f"the energy counter is not used: {why}; power fills the gap")
 
-    def _believe(self) -> None:
+    def _use_again(self) -> None:
         self._doubted = None
-        if self._is_doubt_reported:  # that it could not be read, the sampler has reported
-            self._events.append("the energy counter is believed again")
+        if self._is_doubt_reported:  # failed reads were reported by the sampler
+            self._events.append("the energy counter is used again")
         self._is_doubt_reported = False
 
 
-def _what_happened(step_j: float) -> str:
-    return f"it went back by {-step_j:.0f} J" if step_j < 0 else f"it jumped ahead by {step_j:.0f} J"
+def _describe(step_j: float) -> str:
+    return f"it decreased by {-step_j:.0f} J" if step_j < 0 else f"it jumped by {step_j:.0f} J"
 
 
 def _nearer(one: float, other: float, target: float | None) -> bool:

@@ -1,19 +1,19 @@
-"""A counter against integrated power, once a minute; pure."""
+"""Compares a counter with integrated power, once a minute; pure."""
 
 from __future__ import annotations
 
 import math
 
 from effllm.energy.power_spread import PowerSpread
+from effllm.energy.readings import NS
 
-NS = 1e-9
 CROSS_CHECK_S = 60.0
-#: Counter and power may differ by so much, beyond what sampling explains, before the counter is suspect.
+#: Maximal relative difference of counter and power, unless sampling explains more.
 DISAGREEMENT = 0.03
 
 
 class CrossCheck:
-    """Compares the counter with integrated power, and says when they begin to disagree and when they agree again."""
+    """Compares the counter with integrated power, and reports when they disagree and when they agree again."""
 
     def __init__(self) -> None:
         self._start: tuple[int, float] | None = None
@@ -21,18 +21,18 @@ class CrossCheck:
         self._power_j = self._variance_j2 = 0.0
         self._is_suspect = False
 
-    def forget(self) -> None:
-        """Begin anew: the counter was not read, or not believed."""
+    def reset(self) -> None:
+        """Start again: the counter was not read, or not used."""
         self._start = self._last = None
 
     def add(self, time_ns: int, total_j: float, power_w: float, powers: PowerSpread) -> str | None:
-        """Take a reading of both; return what has changed, if a minute is full and something has.
+        """Take a reading of both; return a text if a minute is full and the agreement has changed.
 
         Args:
-            time_ns: when.
-            total_j: the counter's.
-            power_w: the power's.
-            powers: how much it varies, for what sampling explains.
+            time_ns: of the reading.
+            total_j: of the counter.
+            power_w: of the power.
+            powers: the variation of power, for the error of sampling.
         """
         if self._start is None or self._last is None:
             self._start, self._last = (time_ns, total_j), (time_ns, power_w)
@@ -45,9 +45,9 @@ class CrossCheck:
         whole_s = (time_ns - self._start[0]) * NS
         if whole_s < CROSS_CHECK_S:
             return None
-        told = self._compare(total_j - self._start[1], whole_s)
+        text = self._compare(total_j - self._start[1], whole_s)
         self._start, self._power_j, self._variance_j2 = (time_ns, total_j), 0.0, 0.0
-        return told
+        return text
 
     def _compare(self, counter_j: float, span_s: float) -> str | None:
         allowed_j = max(3 * math.sqrt(self._variance_j2), DISAGREEMENT * self._power_j)
@@ -58,6 +58,6 @@ class CrossCheck:
             return "the energy counter and integrated power agree again"
         percent = 100 * (counter_j / self._power_j - 1) if self._power_j else math.inf
         return (
-            f"over {span_s:.0f} s the energy counter says {counter_j:.0f} J and power integrates to "
+            f"over {span_s:.0f} s the energy counter shows {counter_j:.0f} J and power integrates to "
             f"{self._power_j:.0f} J ({percent:+.1f} %): the counter is used"
         )

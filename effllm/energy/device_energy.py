@@ -1,4 +1,4 @@
-"""The energy ledger of one device, pure: readings in, the energy between any two moments out, with its error.
+"""The energy of one device between any two times, with its error, from its readings; pure.
 
 The model of the errors is that of docs/energy.md.
 """
@@ -20,14 +20,14 @@ from effllm.records.rank import COUNTER, Device, Event, Sample, Sensor
 
 
 class EnergyLedger:
-    """Enters the readings of one device and answers how much energy flowed when.
+    """The energy ledger of one device.
 
     Args:
-        device: whose sensor's behaviour (tick, lag, duty), power limit and method count.
-        longest_gap_s: readings of power further apart than this leave a hole between them.
+        device: with its sensor (tick, lag, duty), power limit and method.
+        max_gap_s: readings of power further apart than this leave a hole between them.
     """
 
-    def __init__(self, device: Device, longest_gap_s: float) -> None:
+    def __init__(self, device: Device, max_gap_s: float) -> None:
         self._readings = Readings()
         self._powers = PowerSpread()
         self._timing = SensorTiming(device, self._readings)
@@ -38,50 +38,45 @@ class EnergyLedger:
             self._powers,
             self._levels,
             power_limit_w=device.power_limit_w or 0.0,
-            longest_gap_ns=round(longest_gap_s / NS),
+            max_gap_ns=round(max_gap_s / NS),
         )
         self._aliasing = Aliasing(self._timing, self._powers)
         self._check = CrossCheck()
         self._events: list[tuple[str, str]] = []
 
-    # --- what is known of the sensor ---
+    # --- the sensor ---
 
     def calibrate(self, sensor: Sensor) -> None:
-        """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
         self._timing.calibrate(sensor)
 
     def expect_lag(self, kept_s: float) -> None:
-        """Take the lag that an earlier run found, which narrows nothing before the readings have shown the same."""
         self._timing.expect_lag(kept_s)
 
     def found_lag_s(self) -> float | None:
-        """Return the lag that the readings of this run have shown, to a millisecond; ``None`` where they have not."""
         return self._timing.found_lag_s()
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether the readings contradict the calibrated tick, so that the sensor must be measured again."""
         return self._timing.is_contradicted
 
-    def allow_gap(self, longest_gap_s: float) -> None:
-        """Let readings of power lie further apart before there is a hole between them."""
-        self._steps.longest_gap_ns = max(self._steps.longest_gap_ns, round(longest_gap_s / NS))
+    def allow_gap(self, max_gap_s: float) -> None:
+        """Raise the distance of readings of power above which there is a hole between them."""
+        self._steps.max_gap_ns = max(self._steps.max_gap_ns, round(max_gap_s / NS))
 
     def set_rhythm(self, step_s: float, deviation_s: float) -> None:
-        """Take how long an iteration takes and how much that varies, for ticks may beat with iterations."""
         self._aliasing.set_rhythm(step_s, deviation_s)
 
     # --- readings in ---
 
     def add(self, sample: Sample) -> None:
-        """Enter a reading, which must be newer than the last."""
+        """Add a reading, which must be newer than the last."""
         self._steps.raise_limit(sample.gauges.get("power_limit_w", 0.0))
         power_w = _usable(sample.power_w if sample.power_w is not None else sample.power_average_w)
         if power_w is not None and power_w > UNLIMITED_W:
             power_w = None
         counter_j = _usable(sample.energy_j) if self._timing.method == COUNTER else None
         if power_w is None and counter_j is None and self._steps.was_read:
-            return  # a failed read: the counter will show what it misses, if it comes back
+            return  # a failed read: the next reading of the counter includes its energy
         if power_w is not None:
             is_repeated = self._timing.is_repeated(sample.time_ns)
             self._powers.add(sample.time_ns, power_w, self._timing.sensor.tick_s, is_repeated=is_repeated)
@@ -95,52 +90,51 @@ class EnergyLedger:
     def _cross_check(self) -> None:
         point = self._readings[-1]
         before = self._readings[-2] if len(self._readings) > 1 else point
-        is_near = point.time_ns - before.time_ns <= self._steps.longest_gap_ns
+        is_near = point.time_ns - before.time_ns <= self._steps.max_gap_ns
         is_counted = point is before or (point.method == COUNTER and not point.estimated)
         if self._timing.method != COUNTER or point.power_w is None or not (is_near and is_counted):
-            self._check.forget()
+            self._check.reset()
         elif text := self._check.add(point.time_ns, point.total_j, point.power_w, self._powers):
             self._events.append(("energy_disagreement", text))
 
     def take_events(self, time_s: float) -> list[Event]:
-        """Return what happened to the measurement since the last call; ``time_s`` is the newest sample's unix time."""
+        """Return the events since the last call; ``time_s`` is the newest sample's unix time."""
         events, self._events = self._events, []
         return [Event(time_s, kind, text) for kind, text in events]
 
     # --- when to read ---
 
     def reads_for(self, edge_ns: int) -> list[int]:
-        """Return when to read so that the energy at an edge is known: moments at and after it, soonest first."""
         return self._timing.reads_for(edge_ns)
 
     def is_settled(self, edge_ns: int) -> bool:
-        """Return whether nothing that is read later could show the energy at an edge better."""
-        return self._timing.is_settled(edge_ns, self._steps.longest_gap_ns)
+        """Return whether no later reading could improve the energy at an edge."""
+        return self._timing.is_settled(edge_ns, self._steps.max_gap_ns)
 
     # --- energy out ---
 
     def energy(self, start_ns: int, end_ns: int) -> EnergyAmount:
-        """Return what flowed in ``[start_ns, end_ns]``."""
+        """Return the energy in ``[start_ns, end_ns]``."""
         readings = self._readings
         if not readings or end_ns <= start_ns:
             return NOT_MEASURED
         if len(readings) == 1:
             return self._of_one_reading(start_ns, end_ns)
         # A reading holds until the sensor's next update.
-        last_ns = readings[-1].time_ns + self._timing.reach_ns(self._steps.longest_gap_ns)
+        last_ns = readings[-1].time_ns + self._timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, readings[0].time_ns), min(end_ns, max(last_ns, start_ns))
         if to_ns <= from_ns:
             return NOT_MEASURED
         covered_s = (to_ns - from_ns - (readings.holes_ns(to_ns) - readings.holes_ns(from_ns))) * NS
-        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # of holes, too: no joule is reported twice
+        start, end = self._levels.at(from_ns), self._levels.at(to_ns)  # of holes too: no joule is reported twice
         if covered_s <= 0:
             return NOT_MEASURED
         joules = max(end.joules - start.joules, 0.0)
-        # What is open about both edges moves them alike, so that only a difference of power between them counts;
-        # what is open about one of them alone, for more was known at the other, moves that one.
+        # An error of time at both edges moves them alike, so that only a difference of power between them counts;
+        # an additional error at one of them moves that one.
         both_s2 = min(start.shift_s2, end.shift_s2)
-        # However alike the edges of this stretch are, those of a run are not; and of a fast wave the power at an edge
-        # says little of that next to it.
+        # The edges of this span may be alike, those of a run are not; and the power of a fast wave at an edge differs
+        # from that next to it.
         spread_w2 = self._powers.variance_w2 * (1 + 3 * self._powers.fastness()) / 4
         rise_j2 = both_s2 * max((end.power_w - start.power_w) ** 2 / 2, spread_w2)
         before_j2, after_j2 = readings.variances_j2(from_ns), readings.variances_j2(to_ns)
@@ -155,13 +149,11 @@ class EnergyLedger:
         )
 
     def method_in(self, from_ns: int, to_ns: int) -> str | None:
-        """Return the worst method that was used in a stretch."""
         return self._readings.method(from_ns, to_ns)
 
     def _of_one_reading(self, start_ns: int, end_ns: int) -> EnergyAmount:
-        """Return the energy of a sensor that has been read once."""
         point = self._readings[0]
-        reach_ns = self._timing.reach_ns(self._steps.longest_gap_ns)
+        reach_ns = self._timing.reach_ns(self._steps.max_gap_ns)
         from_ns, to_ns = max(start_ns, point.time_ns), min(end_ns, point.time_ns + reach_ns)
         if to_ns <= from_ns or point.power_w is None:
             return NOT_MEASURED
@@ -170,23 +162,20 @@ class EnergyLedger:
         return EnergyAmount(joules, covered_s, gain_j=self._timing.sensor.gain_error * joules)
 
     def aliasing_error(self, iterations: int, energy: EnergyAmount, durations_s: Sequence[float]) -> float | None:
-        """Return the error of the run to date if iterations keep step with the sensor; see `Aliasing.run_error`."""
         return self._aliasing.run_error(iterations, energy.joules or 0.0, durations_s)
 
     # --- readings that are not needed any more ---
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop the readings that no stretch from ``time_ns`` on needs."""
+        """Drop the readings that no span from ``time_ns`` on needs."""
         self._readings.forget_before(time_ns - round(3 * self._timing.sensor.tick_s / NS))
         self._levels.forget_before(time_ns)
 
     @property
     def margin_ns(self) -> int:
-        """How far around a moment readings may show the energy at it."""
         return self._timing.margin_ns
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
-        """Make one step of all steps in which no stretch that is to come begins or ends; see `Readings.fold`."""
         edges_ns = [*edges_ns, *self._levels.edges_ns, *self._steps.bases_ns]
         self._readings.fold(edges_ns, until_ns, margin_ns)
 

@@ -1,7 +1,7 @@
 """The cumulative energy of one device at the edges of windows, interpolated between readings and ticks; pure.
 
-Windows end at iterations and counters move at ticks: between two ticks the energy is interpolated with the power on
-either side.
+Windows end at iterations and counters move at ticks: between two ticks the energy is interpolated with the power
+before and after.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from effllm.records.rank import COUNTER
 
 
 class Level(NamedTuple):
-    """The cumulative energy at one moment, interpolated."""
+    """The cumulative energy at one time, interpolated."""
 
     joules: float
     variance_j2: float
     power_w: float
     estimated_j: float = 0.0  # of it
-    shift_s2: float = 0.0  # variance of when the readings around it are from
+    shift_s2: float = 0.0  # variance of the times of the readings around it
 
 
 class EdgeLevels:
-    """The energy at each edge, computed once, so that windows that meet there share it.
+    """The energy at each edge, computed once and shared by adjacent windows.
 
     Args:
         readings: of the device.
         timing: of them.
-        powers: how much power varies.
+        powers: the variation of power.
     """
 
     def __init__(self, readings: Readings, timing: SensorTiming, powers: PowerSpread) -> None:
@@ -41,24 +41,22 @@ class EdgeLevels:
 
     @property
     def edges_ns(self) -> list[int]:
-        """The edges whose levels are kept."""
         return list(self._levels)
 
     def forget_before(self, time_ns: int) -> None:
-        """Drop the levels at edges before a moment."""
         for edge_ns in [edge for edge in self._levels if edge < time_ns]:
             del self._levels[edge_ns]
 
     def at(self, time_ns: int) -> Level:
-        """Return the level at a moment; the same again for the same moment, though more is known then."""
+        """Return the level at a time; later calls for the same time return the same."""
         if time_ns not in self._levels:
             self._timing.learn_lag(time_ns)
             anchors = self._anchors(time_ns)
             level = self._between_ticks(time_ns, anchors) if anchors else self._between_readings(time_ns)
-            # What has been learnt since may contradict what was reported, but no window is negative.
-            least_j = max((edge.joules for at_ns, edge in self._levels.items() if at_ns < time_ns), default=-math.inf)
-            most_j = min((edge.joules for at_ns, edge in self._levels.items() if at_ns > time_ns), default=math.inf)
-            joules = min(max(level.joules, least_j), most_j)
+            # New evidence may contradict a reported level, but no window is negative.
+            min_j = max((edge.joules for at_ns, edge in self._levels.items() if at_ns < time_ns), default=-math.inf)
+            max_j = min((edge.joules for at_ns, edge in self._levels.items() if at_ns > time_ns), default=math.inf)
+            joules = min(max(level.joules, min_j), max_j)
             self._levels[time_ns] = level._replace(
                 joules=joules,
                 estimated_j=self._readings.estimated_j(joules),
@@ -67,9 +65,9 @@ class EdgeLevels:
         return self._levels[time_ns]
 
     def _anchors(self, time_ns: int) -> dict[int, float] | None:
-        """Return the counter's level at the ticks around a moment, by their distance from the tick at or before it.
+        """Return the counter's level at the ticks around a time, by their distance from the tick at or before it.
 
-        ``None`` where there is no clock, or it or the counter does not show them.
+        ``None`` where there is no clock, or no level of the two nearest ticks.
         """
         clock, sensor = self._timing.clock, self._timing.sensor
         last = clock.before(time_ns + sensor.lag_s / NS) if clock is not None else None
@@ -81,12 +79,12 @@ class EdgeLevels:
         for index, point in enumerate(self._readings.from_index(low), low):
             if point.time_ns > last[0] + 4 * tick_ns:
                 break
-            at = clock.tells(point.time_ns)
+            at = clock.certain_before(point.time_ns)
             if at is None or (point.method != COUNTER and index > 0):
                 continue
             tick = round((at[0] - last[0]) / tick_ns)
             anchors[tick] = point.total_j
-            # It is that of the tick before, until the next, which a counter that lags shows later than power does.
+            # It is the mean of the tick before, until the next one, which a lagging counter shows later than power.
             is_of_tick = sensor.is_held and point.time_ns - at[0] < tick_ns - sensor.lag_s / NS
             if is_of_tick and point.power_w is not None:
                 implied.setdefault(tick - 1, point.total_j - point.power_w * tick_ns * NS)
@@ -108,7 +106,7 @@ class EdgeLevels:
             )
             return Level(anchors[0] + joules, variance_j2, power_w)
         local_w = self._readings.power_w(time_ns)
-        # One side of the tick was read: power leads there.
+        # One end of the tick was read: power interpolates from there.
         if 0 in anchors:
             power_w = local_w or before_w or 0.0
             return Level(anchors[0] + power_w * since_s, self._powers.jump_j2(since_s), power_w)
@@ -117,7 +115,7 @@ class EdgeLevels:
         return Level(anchors[1] - power_w * rest_s, self._powers.jump_j2(rest_s), power_w)
 
     def _between_readings(self, time_ns: int) -> Level:
-        """Return the level between two readings, for counters that move all the time, unknown ticks, and power."""
+        """Return the level between two readings, for continuous counters, unknown ticks, and power."""
         readings, tick_s = self._readings, self._timing.sensor.tick_s
         shown_ns = time_ns + self._timing.shift_ns()
         index = min(max(readings.index_after(shown_ns), 1), len(readings) - 1)
@@ -129,7 +127,7 @@ class EdgeLevels:
         first_w = first.power_w if first.power_w is not None else mean_w
         second_w = second.power_w if second.power_w is not None else mean_w
         tick_j2 = (mean_w * tick_s) ** 2 / 12 if self._timing.method == COUNTER else 0.0
-        if not 0.0 <= since_s <= span_s:  # before the first or after the last reading: the shift asks for more
+        if not 0.0 <= since_s <= span_s:  # before the first or after the last reading, by the shift
             return Level(
                 (first.total_j if since_s < 0 else second.total_j)
                 + (first_w * since_s if since_s < 0 else second_w * (since_s - span_s)),
@@ -142,7 +140,7 @@ class EdgeLevels:
         local_w = first_w + (second_w - first_w) * since_s / span_s
         share_j = (first_w + local_w) / 2 * since_s
         total_j = (first_w + second_w) / 2 * span_s
-        # The counter's step is exact; what power says differently is spread in proportion to time.
+        # The counter's step is exact; the difference to power is spread in proportion to time.
         share_j += (joules - total_j) * since_s / span_s
         variance_j2 = self._powers.bridge_j2(since_s, rest_s, second_w - first_w)
         return Level(first.total_j + min(max(share_j, 0.0), joules), tick_j2 + variance_j2, local_w)

@@ -1,6 +1,6 @@
-"""The energy of windows and of runs, with its errors, in columns: each joule counted once; pure.
+"""The energy of windows and of runs, with its errors, in columns; each joule is counted once; pure.
 
-Windows that follow each other share an edge, at which their random errors cancel.  So a sum of windows keeps the
+Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the
 variances at its open ends, and drops them where two windows meet.
 """
 
@@ -17,9 +17,9 @@ from effllm.records.energy import NORMAL_95, EnergyAmount, edge_j2
 
 #: Windows that a late report can still change; the edges of older ones are final.
 OPEN_WINDOWS = 10
-#: A window whose random error is a larger share of its energy than this is too short to tell its energy.
+#: Maximal random error of a window's energy; a window with a larger one is too short.
 MAX_RANDOM_ERROR = 0.05
-#: The columns of amounts of energy side by side; joules are nan where nothing was measured.
+#: The columns of amounts of energy; joules are nan where nothing was measured.
 AMOUNT = EnergyAmount.__struct_fields__
 JOULES, COVERED_S, _START_J2, _END_J2 = map(AMOUNT.index, ("joules", "covered_s", "start_j2", "end_j2"))
 
@@ -32,16 +32,16 @@ def total_of(amounts: Array) -> EnergyAmount:
 class WindowEnergy(Struct, frozen=True):
     """The energy of one window of the cluster."""
 
-    coverage: float | None  # measured device-seconds over expected ones; None where nothing can measure
+    coverage: float | None  # measured device-seconds over expected ones; None without any sensor
     wall: EnergyAmount
     iterations: EnergyAmount
     phases_j: dict[str, float]
     owners: Sequence[str]  # the devices that were measured ...
     amounts: Array  # ... and the energy of each over the wall time, in the columns of AMOUNT
-    gpus_coverage: float | None = None  # of the GPUs, whatever the scope
+    gpus_coverage: float | None = None  # of the GPUs, in any scope
     gpus_wall_j: float = 0.0
     gpus_iterations_j: float = 0.0
-    num_owners: int = 0  # devices whose energy the window should hold
+    num_owners: int = 0  # devices whose energy belongs to the window
     lowest_coverage: float = 1.0  # of any of these devices; 0 where a device or a rank is missing
     num_left: int = 0  # devices whose ranks have left while others train: they are in no coverage
 
@@ -53,14 +53,14 @@ class WindowEnergy(Struct, frozen=True):
 
     @property
     def iterations_j(self) -> float:
-        """Joules in iterations; a sum only where the coverage suffices."""
+        """Joules in iterations; complete only where the coverage suffices."""
         return self.iterations.joules or 0.0
 
 
 class EnergyTotals(Table):
-    """Energy over many windows of one device or many, side by side; windows are numbered alike for all of them.
+    """Energy over many windows of one or more devices, which share the numbers of windows.
 
-    ``inside_j2`` holds the variances of edges, too, that no window will share any more.
+    ``inside_j2`` includes the variances of edges that no later window can share.
     """
 
     NAMES = tuple(name for name in AMOUNT if name not in ("start_j2", "end_j2"))
@@ -71,11 +71,11 @@ class EnergyTotals(Table):
         self._newest = 0
 
     def add(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
-        """Add a window, by its number; with a sign of -1 take it back.
+        """Add a window, or with a sign of -1 subtract it.
 
         Args:
             window: its number.
-            keys: whose energy it is.
+            keys: the devices.
             amounts: the energy of each, in the columns of `AMOUNT`.
             sign: 1 or -1.
         """
@@ -88,17 +88,16 @@ class EnergyTotals(Table):
             self._end(self._edges.pop(boundary))
 
     def close(self) -> None:
-        """End an attempt of the job: the next one's windows are numbered anew and meet none of these."""
+        """End an attempt of the job: the numbers of the next one's windows start again and share no edges."""
         for edge in self._edges.values():
             self._end(edge)
         self._edges, self._newest = {}, 0
 
     def joules(self) -> dict[str, float]:
-        """Return the energy of each device."""
         return self._by_key(self.column("joules"))
 
     def errors_j(self) -> dict[str, float]:
-        """Return the half-width, 95 %, of the random error of each."""
+        """Return the half-width, 95 %, of the random error of each device."""
         return self._by_key(NORMAL_95 * np.sqrt(self._variances_j2()))
 
     def total(self) -> EnergyAmount:
@@ -107,16 +106,15 @@ class EnergyTotals(Table):
         return EnergyAmount(**{**sums, "inside_j2": float(self._variances_j2().sum())})
 
     def packed(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
         edges = {str(boundary): edge.astype("<f8").tobytes() for boundary, edge in self._edges.items()}
         return {**super().packed(), "edges": edges, "newest": self._newest}
 
     @classmethod
     def unpacked(cls, stored: Mapping[str, Any]) -> EnergyTotals:
-        """Undo `packed`, after JSON has made text of bytes.
+        """Undo `packed`, with text instead of bytes, after JSON.
 
         Raises:
-            ValueError: the stored values are not of this form.
+            ValueError: the stored values have another form.
         """
         table = cast("EnergyTotals", super().unpacked(stored))
         try:
@@ -142,7 +140,7 @@ class EnergyTotals(Table):
             edges = list(self._edges.values())  # an older one may be shorter
             rows, open_j2 = np.concatenate([np.arange(len(edge)) for edge in edges]), _open_j2(np.concatenate(edges))
             variances_j2 += np.bincount(rows, open_j2, len(variances_j2))
-        return np.maximum(variances_j2, 0.0)  # what is taken back leaves a rounding
+        return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
 
     def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
         if boundary < self._oldest:  # whether two windows meet there is not kept
@@ -160,7 +158,7 @@ class EnergyTotals(Table):
 
 
 def _open_j2(edge: Array) -> Array:
-    """Return what a boundary adds to the error of each device's sum: nothing where two windows meet."""
+    """Return the variance of a boundary for each device's sum: 0 where two windows meet."""
     before_j2, after_j2 = np.nan_to_num(edge).T
     opened: Array = edge_j2(before_j2, after_j2, ~np.isnan(edge).any(axis=1))
     return opened

@@ -1,9 +1,9 @@
-"""How late a counter is against the power reading, from reads of a run in which power changed; pure.
+"""The lag of a counter behind the power reading, from reads of a run in which power changed; pure.
 
-A held power reading is the mean of the tick before, and changes once in each tick. Two reads between which it changed
-bound the moment; all bounds together give the part of a tick by which the counter moves later. Whether whole ticks
-are to be added is found from the counter's step over a tick, which must be what the power reading was for that tick.
-A delay that counter and power have in common does not show.
+A held power reading is the mean of the tick before, and changes once in each tick.  Two reads between which it changed
+bound the time of the change; all bounds together give the part of a tick by which the counter moves later.  The number
+of whole ticks is found from the counter's step over a tick, which must equal the power reading of that tick.
+A delay that counter and power have in common is not found.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from effllm.records.rank import COUNTER, Device
 
 #: A change of power from tick to tick shows whole ticks of lag from this share of the power on.
 MIN_CHANGE = 0.1
-#: So many changes are needed; then they are used if they agree on a number of ticks to so large a share of one.
+#: Changes that are needed, and the maximal error of the number of ticks, as a share of one.
 MIN_CHANGES, MAX_PART = 12, 0.02
-#: So few are needed where the lag is that which an earlier run found, to this.
+#: Changes that are needed to confirm the lag of an earlier run, and the maximal difference to it.
 MIN_CONFIRMING, SAME_S = 3, 0.001
-#: Nothing is claimed to be known better than this.
+#: The smallest error that is reported.
 MIN_ERROR_S = 0.0002
-#: A read to find out is made so near to a tick.
+#: The distance of a probing read from a tick.
 NEAR_S = 0.0003
-#: One edge in so many is still checked where nothing is left to be found, or so many reads did not find it.
+#: Every Nth edge is still checked after the lag was found, or after this many reads without a result.
 CHECK_EVERY, MAX_PROBES = 16, 256
-#: Bounds that contradict each other lie apart by at least so much.
+#: Minimal distance of contradictory bounds.
 MIN_SPREAD_S = 0.0001
-#: A counter that moves more often than this has no tick of which a part could matter.
+#: With a shorter tick than this the measured share of a tick does not matter.
 MIN_SHARE_TICK_S = 0.005
 
 
 def measures_whole_tick(device: Device) -> bool:
-    """Return whether it is known of this model that its sensor measures all of each tick."""
+    """Return whether the sensor of this model measures the whole of each tick, by the hardware table."""
     row = hardware.find(device.name)
     return row is not None and row.sensor.duty == 1.0
 
 
 def is_share_open(device: Device) -> bool:
-    """Return whether it is unknown what share of a tick the counter measures, which `effllm profile` measures."""
+    """Return whether the share of a tick that the counter measures is unknown; `effllm profile` measures it."""
     sensor = device.sensor
     has_ticks = device.energy_method == COUNTER and sensor.tick_s >= MIN_SHARE_TICK_S
     is_board = device.kind == "nvml" and device.is_gpu and not device.simulated
@@ -52,33 +52,33 @@ def is_share_open(device: Device) -> bool:
 class TickRead(NamedTuple):
     """A reading of counter and power near an edge."""
 
-    since_s: float  # the tick that all reads near that edge are counted from
+    since_s: float  # after the tick that is common to all reads near that edge
     total_j: float
     power_w: float
 
 
 class LagEvidence:
-    """The lag of a counter, as far as a run has shown it.
+    """The lag of a counter, by the readings of a run.
 
     Args:
-        kept_s: the lag that an earlier run found; it narrows nothing before this run has shown the same.
+        kept_s: the lag by an earlier run; it is used after the readings of this run confirm it.
     """
 
     def __init__(self, kept_s: float | None = None) -> None:
         self._kept_s = kept_s
-        self._bounds_s: tuple[float, float] | None = None  # of the lag, but for whole ticks
-        self._spread_s = 0.0  # by which bounds have contradicted each other
+        self._bounds_s: tuple[float, float] | None = None  # of the lag, without whole ticks
+        self._spread_s = 0.0  # distance of contradictory bounds
         self._probes = 0
         self._count = 0
-        self._sum = self._squares = 0.0  # of the ticks by which the counter's steps are late
+        self._sum = self._squares = 0.0  # of the delays of the counter's steps, in ticks
 
     def learn(self, reads: Sequence[TickRead], tick_s: float, open_s: float) -> None:
-        """Take the reads around one edge, oldest first.
+        """Add the reads around one edge, oldest first.
 
         Args:
-            reads: counted from the tick before the edge.
+            reads: with times after the tick before the edge.
             tick_s: the counter's period.
-            open_s: half-width of what is open about when the counter moves.
+            open_s: half-width of the error of the times of ticks.
         """
         for first, second in pairwise(reads):
             if first.power_w != second.power_w:
@@ -87,7 +87,7 @@ class LagEvidence:
             return
         low_s, high_s = self._bounds_s
         levels: dict[int, float] = {}
-        powers: dict[int, float] = {}  # by the tick whose mean they are
+        powers: dict[int, float] = {}  # means, by their tick
         for since_s, total_j, power_w in reads:
             tick = math.floor(since_s / tick_s)
             in_tick_s = since_s - tick * tick_s
@@ -101,15 +101,15 @@ class LagEvidence:
                 self._add((levels[tick] - levels[tick - 1]) / tick_s, powers[tick], powers[tick - 1])
 
     def lag_s(self, tick_s: float) -> tuple[float, float] | None:
-        """Return the lag and the half-width of what is open about it; ``None`` where it is not found."""
+        """Return the lag and the half-width of its error; ``None`` where it is not found."""
         mean, half_width = self._late_ticks()
         ticks = round(mean)
         part = abs(mean - ticks) + half_width
         if self._bounds_s is None or ticks not in (0, 1) or part > MAX_PART:
-            return None  # also where changes are too few
+            return None  # also with too few changes
         low_s, high_s = (bound_s + ticks * tick_s for bound_s in self._bounds_s)
         if high_s < 0:
-            return None  # the power reading is the later one
+            return None  # the power reading is later than the counter
         lag_s = 0.0 if low_s <= 0 else (low_s + high_s) / 2
         error_s = max(high_s - lag_s, lag_s - low_s, part * tick_s, MIN_ERROR_S)
         is_kept = self._kept_s is not None and error_s <= SAME_S and abs(lag_s - self._kept_s) <= error_s + SAME_S
@@ -117,11 +117,10 @@ class LagEvidence:
 
     @property
     def is_shown(self) -> bool:
-        """Whether this run alone has shown enough changes."""
         return self._count >= MIN_CHANGES
 
     def probe_s(self, tick_s: float, open_s: float) -> float | None:
-        """Return when after a tick a read would tell most, in seconds; ``None`` if none is needed."""
+        """Return the most useful time of a read, in seconds after a tick; ``None`` if none is needed."""
         low_s, high_s = self._bounds_s or (-tick_s / 2, tick_s / 2)
         self._probes += 1
         is_found = max(high_s, -low_s) <= MIN_ERROR_S or high_s - low_s <= 2 * MIN_ERROR_S
@@ -133,12 +132,12 @@ class LagEvidence:
         return -(low_s + high_s) / 2 % tick_s
 
     def _changed(self, after_s: float, until_s: float, tick_s: float) -> None:
-        """Take two moments between which the power reading changed."""
+        """Add two times between which the power reading changed."""
         low_s, high_s = -until_s - self._spread_s, -after_s + self._spread_s
         if high_s - low_s >= tick_s:
             return  # it may have changed twice
         if self._bounds_s is None:
-            self._start_anew(low_s, high_s, tick_s)
+            self._restart(low_s, high_s, tick_s)
             return
         known_low_s, known_high_s = self._bounds_s
         nearest = round((known_low_s + known_high_s - low_s - high_s) / 2 / tick_s)
@@ -152,18 +151,18 @@ class LagEvidence:
         elif not met:
             gap_s = min(low - high for low, high in both)
             self._spread_s = min(self._spread_s + max(gap_s, MIN_SPREAD_S), tick_s)
-            self._start_anew(low_s - gap_s, high_s + gap_s, tick_s)
+            self._restart(low_s - gap_s, high_s + gap_s, tick_s)
         low_s, high_s = self._bounds_s
         if high_s - low_s < tick_s / 8 and low_s + high_s > 1.75 * tick_s:
-            self._start_anew(low_s, high_s, tick_s)  # it is rather a little early than so late
+            self._restart(low_s, high_s, tick_s)  # more likely a little early than this late
 
-    def _start_anew(self, low_s: float, high_s: float, tick_s: float) -> None:
+    def _restart(self, low_s: float, high_s: float, tick_s: float) -> None:
         turns = math.floor((low_s + high_s) / 2 / tick_s + 1 / 8)
         self._bounds_s = low_s - turns * tick_s, high_s - turns * tick_s
         self._count, self._sum, self._squares = 0, 0.0, 0.0
 
     def _add(self, step_w: float, power_w: float, before_w: float) -> None:
-        """Take a tick's mean power by the counter, by the power reading, and that of the tick before by the latter."""
+        """Add a tick's mean power by the counter, by the power reading, and that of the tick before by the latter."""
         change_w = before_w - power_w
         if abs(change_w) < MIN_CHANGE * max(power_w, before_w) or not change_w:
             return
@@ -173,7 +172,7 @@ class LagEvidence:
         self._squares += ticks * ticks
 
     def _late_ticks(self) -> tuple[float, float]:
-        """Return the mean number of ticks and its half-width; 0 and infinite where changes are too few."""
+        """Return the mean number of ticks and its half-width; 0 and infinity with too few changes."""
         if self._count < MIN_CONFIRMING:
             return 0.0, math.inf
         mean = self._sum / self._count

@@ -1,7 +1,7 @@
-"""Whose energy makes the job's: the widest scope that every node has, each joule in it once; pure.
+"""The scope of the job's energy: the widest one that every node has, each joule in it once; pure.
 
 From the narrowest to the widest: the GPUs alone; the modules that hold them (Grace-Hopper counts GPU,
-CPU and memory in one); GPUs and CPUs; what the power supplies draw, which alone is a node's power.
+CPU and memory in one); GPUs and CPUs; the power supplies, which alone measure a node's power.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from effllm.records.rank import CPU, GPU, MODULE, NODE_PSU, Device
 
 GPU_AND_CPU = "gpu+cpu"
 AUTO = "auto"
-#: What ``EFFICIENTLLM_POWER_SCOPE`` may be.
+#: The values of ``EFFICIENTLLM_POWER_SCOPE``.
 CHOICES = (AUTO, GPU, MODULE, GPU_AND_CPU, NODE_PSU)
-#: What a node may offer; the last is its modules' where it has those, and its CPUs' where it has no GPU.
+#: The choices of a node; the last is its modules' where it has those, and its CPUs' where it has no GPU.
 WIDEST_FIRST = (NODE_PSU, GPU_AND_CPU, GPU)
 
-#: The devices of a node, maybe none.
+#: The devices of a node.
 Node = Sequence[Device]
 
 
@@ -28,14 +28,14 @@ class Scope(Struct, frozen=True):
     """The devices whose energy is the job's."""
 
     label: str | None = None  # as it is shown; None: nothing measures energy
-    choice: str = AUTO  # of WIDEST_FIRST: what to ask for to get the same again
+    choice: str = AUTO  # of WIDEST_FIRST, which gives the same scope again
     keys: frozenset[str] = frozenset()
     lacking: int = 0  # nodes without such a sensor: expected, and never measured
-    complaint: str = ""  # one sentence, where what was asked for is not to be had
+    complaint: str = ""  # one sentence, where the wanted scope is not available
 
 
 def scopes(nodes: Sequence[Node]) -> list[Scope]:
-    """Return what every node has, from the widest; nothing where no node measures energy."""
+    """Return the scopes that every node has, widest first; none where no node measures energy."""
     if not any(device.energy_method for node in nodes for device in node):
         return []
     offers = [_offers(node) for node in nodes]
@@ -43,7 +43,7 @@ def scopes(nodes: Sequence[Node]) -> list[Scope]:
 
 
 def choose(nodes: Sequence[Node], wanted: str) -> Scope:
-    """Return the scope of a job: what is wanted, or else the widest that every node has, and then it says so.
+    """Return the scope of a job: the wanted one, or else the widest that every node has, with a complaint.
 
     Args:
         nodes: the devices of each node.
@@ -51,21 +51,21 @@ def choose(nodes: Sequence[Node], wanted: str) -> Scope:
     """
     offered = scopes(nodes)
     if not offered:
-        complaint = f"power scope: {wanted} was asked for, and nothing measures energy"
+        complaint = f"power scope: {wanted} is set, and nothing measures energy"
         return Scope(complaint="" if wanted == AUTO else complaint)
     chosen = next((scope for scope in offered if wanted in (scope.choice, scope.label)), offered[0])
-    if wanted == AUTO or _is_what_was_wanted(chosen, wanted):
+    if wanted == AUTO or _is_wanted(chosen, wanted):
         return chosen
     return replace(chosen, complaint=f"power scope: not every node has {wanted}; {chosen.label} is used")
 
 
 def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
-    """Return the scope that a run has summed up so far, whatever has come since.
+    """Return the scope of a run's sums so far, also after other devices have joined.
 
     Args:
         nodes: the devices of each node.
         choice: the `Scope.choice` of the run.
-        wanted: what is asked for now.
+        wanted: one of `CHOICES`.
     """
     now = choose(nodes, wanted)
     if now.label and now.choice == choice:
@@ -76,11 +76,11 @@ def keep(nodes: Sequence[Node], choice: str, wanted: str) -> Scope:
     elif wanted == AUTO:
         complaint = f"{now.label} was not measured from the start of the run, so {kept.label} stays"
     else:
-        complaint = f"{wanted} was asked for, but the run began with {kept.label}, which stays"
+        complaint = f"{wanted} is set, but the run began with {kept.label}, which stays"
     return replace(kept, complaint=f"power scope: {complaint}")
 
 
-def _is_what_was_wanted(scope: Scope, wanted: str) -> bool:
+def _is_wanted(scope: Scope, wanted: str) -> bool:
     if wanted == GPU_AND_CPU:  # a module is both
         return scope.choice == GPU_AND_CPU and scope.label != CPU
     return scope.label == wanted
@@ -89,15 +89,15 @@ def _is_what_was_wanted(scope: Scope, wanted: str) -> bool:
 def _scope(offers: Sequence[Mapping[str, Node]], choice: str) -> Scope:
     members = {device.key: device for offer in offers for device in offer.get(choice, ())}
     there = {device.power_scope for device in members.values() if device.energy_method}
-    # By what is really in it: a job on CPUs alone is not called ``gpu``.
+    # By the scopes in it: a job on CPUs alone is not called ``gpu``.
     label = "+".join(scope for scope in (GPU, MODULE, CPU, NODE_PSU) if scope in there) or choice
     return Scope(label, choice, frozenset(members), sum(choice not in offer for offer in offers))
 
 
 def _offers(node: Node) -> dict[str, Node]:
-    """Return the devices that a node's energy would be the sum of, by choice, those that measure nothing included.
+    """Return the devices of a node by choice, with those that measure nothing.
 
-    The narrowest is there always, for a GPU without a sensor is a hole in the sum and not a smaller sum.
+    The narrowest always exists: a GPU without a sensor is a hole in the sum, not a smaller sum.
     """
     measured = [device for device in node if device.energy_method]
     supplies = [device for device in measured if device.power_scope == NODE_PSU]
@@ -111,5 +111,5 @@ def _offers(node: Node) -> dict[str, Node]:
     elif cpus:
         offers[GPU_AND_CPU] = [*gpus, *cpus]
     if supplies:
-        offers[NODE_PSU] = supplies[:1]  # two ways to one node's supplies show the same watts
+        offers[NODE_PSU] = supplies[:1]  # two sensors of one node's supplies show the same watts
     return offers

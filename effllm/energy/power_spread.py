@@ -1,4 +1,4 @@
-"""How much the power of a device varies, and how much of that from tick to tick: what errors are made of; pure."""
+"""The variation of a device's power, in all and from tick to tick, of which errors are derived; pure."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import math
 from collections import deque
 from operator import mul
 
-NS = 1e-9
-#: Of what may be hidden in a tick usually: what may be where it and its neighbours agree.
+from effllm.energy.readings import NS
+
+#: The hidden variation of a tick that agrees with its neighbours, as a share of the usual one.
 CALM = 0.03
-#: From here on `_slowness` is that of a fast wave; a wave of seven ticks has it.
+#: `_slowness` of a wave of seven ticks; faster waves have more.
 MIN_FAST = 0.4
-#: What may be hidden in a tick of a fast wave, beside what its changes show, and more where power turns back each time.
+#: The hidden variation in a tick of a fast wave, and its addition where power turns back in each tick.
 FAST_HIDDEN, TURNING_HIDDEN = 0.5, 4.2
-#: Added to the changes of power that neighbouring readings have shown: where k were seen, a 95 % interval by Student's
-#: t with 2k degrees of freedom has about 1 + 1.5 / k times the variance.
+#: Added to the changes of power between neighbouring readings: with k of them, a 95 % interval by Student's t with 2k
+#: degrees of freedom has about 1 + 1.5 / k times the variance.
 MISSED_CHANGES = 1.5
 
 
 class PowerSpread:
-    """How much power varies, and how much of that from one reading to the next: running, forgetting slowly."""
+    """The variation of power, in all and from one reading to the next, with slowly decaying weights."""
 
     def __init__(self) -> None:
         self.mean_w = self._square_w2 = 0.0
@@ -31,29 +32,29 @@ class PowerSpread:
         self._last: tuple[int, float] | None = None
         self._seen_s = self._seen_w2 = self._seen_w4 = 0.0
         self._tick_s = 0.1
-        self.least_w, self.most_w = math.inf, 0.0
+        self.min_w, self.max_w = math.inf, 0.0
 
     def add(self, time_ns: int, power_w: float, tick_s: float, *, is_repeated: bool = False) -> None:
-        """Take a reading of power.
+        """Add a reading of power.
 
         Args:
-            time_ns: when it was read.
+            time_ns: of the reading.
             power_w: the reading.
-            tick_s: of the sensor; 0 is that of one that moves all the time.
-            is_repeated: it is held, and was read before in this tick.
+            tick_s: of the sensor; 0 for a continuous one.
+            is_repeated: a held reading that was read before in this tick.
         """
         self._count += 1
         weight = max(1 / self._count, 1 / 64)
         difference = power_w - self.mean_w
         self.mean_w += weight * difference
         self._square_w2 = (1 - weight) * (self._square_w2 + weight * difference * difference)
-        self.least_w, self.most_w = min(self.least_w, power_w), max(self.most_w, power_w)
+        self.min_w, self.max_w = min(self.min_w, power_w), max(self.max_w, power_w)
         tick_s = tick_s or 0.1
         if self._last is None:
             self._last = (time_ns, power_w)
             return
         apart_s = (time_ns - self._last[0]) * NS
-        # Whoever looks once a second sees at least this much of what changes from tick to tick.
+        # Reads once a second find at least this much of the changes from tick to tick.
         keep = math.exp(-apart_s / 60)
         self._seen_s = keep * self._seen_s + apart_s
         self._seen_w2 = keep * self._seen_w2 + (power_w - self._last[1]) ** 2
@@ -71,7 +72,7 @@ class PowerSpread:
 
     @property
     def variance_w2(self) -> float:
-        """Variance of power over the last minute or so."""
+        """Variance of power over about the last minute."""
         return self._square_w2
 
     def _change_w2(self) -> float:
@@ -79,17 +80,17 @@ class PowerSpread:
         return max(self._near_w2, seen_w2)
 
     def noise_w(self) -> float:
-        """Return what power usually changes by from one tick to the next, steps left out."""
+        """Return the usual change of power from one tick to the next, without steps."""
         return sorted(self._near)[len(self._near) // 4] + 0.05 if self._near else 0.05
 
     def unseen_w2(self, change_w: float) -> float:
-        """Return the variance of power that moved within a tick in a way that its neighbours do not show.
+        """Return the variance of power within a tick that its neighbours do not show.
 
-        The more ticks differ from the one before, the likelier it is that more than one step fell into
-        three of them; where changes are all alike, power swings smoothly and nothing is hidden.
+        The more ticks differ from the one before, the likelier is more than one step in three of them; where changes
+        are all alike, power swings smoothly and none is hidden.
 
         Args:
-            change_w: how much this tick differs from its neighbours.
+            change_w: the difference of this tick from its neighbours.
         """
         if not self._near:
             return self._square_w2 * 0.02
@@ -102,9 +103,9 @@ class PowerSpread:
         return hidden * min(max(change_w**2, CALM * change_w2), change_w2)
 
     def _turning(self) -> float:
-        """Return 0 where power goes on as it went, 1 where it turns back from each tick to the next.
+        """Return 0 where power keeps its direction, 1 where it turns back from each tick to the next.
 
-        Then it moves more than once in a tick, and a step or a parabola through three of them misses it.
+        Then it changes more than once in a tick, and a step or a parabola through three of them misses it.
         """
         if not self._turns or self._near_w2 <= 0:
             return 0.0
@@ -112,18 +113,18 @@ class PowerSpread:
         return min(max((against - 0.1) / 0.9, 0.0), 1.0)
 
     def _roughness(self) -> float:
-        """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few do it all."""
+        """Return 0 where changes from tick to tick are all alike, as of a slow wave, 1 where a few make it all."""
         typical_w = math.sqrt(self._change_w2())
         return 1 - min(self.noise_w() / (0.45 * typical_w), 1.0) if typical_w > 0 else 0.0
 
     def _slowness(self) -> float:
-        """Return 0 where neighbouring readings agree, 1 where they know nothing of each other."""
+        """Return 0 where neighbouring readings agree, 1 where they are independent."""
         return min(self._change_w2() / (2 * self._square_w2), 1.0) if self._square_w2 > 0 else 1.0
 
     def fastness(self) -> float:
-        """Return 0 for waves of seven ticks and longer, 1 where the power of a tick says nothing of that of the next.
+        """Return 0 for waves of seven ticks and longer, 1 where the powers of consecutive ticks are independent.
 
-        Levels that last for less than two ticks or so are in no tick's mean, so that no step between them is found.
+        A level of less than about two ticks is in no tick's mean, so that no step between such levels is found.
         """
         return max((self._slowness() - MIN_FAST) / (1 - MIN_FAST), 0.0)
 
@@ -136,7 +137,7 @@ class PowerSpread:
         return (1 - duty) ** 2 * change_w2 * (0.1 + 0.56 * fast * fast) * unseen
 
     def _missed_w2(self) -> float:
-        """Return what is added to the mean square of changes, for so few readings may have missed some."""
+        """Return the addition to the mean square of changes for those that few readings may have missed."""
         if not self._near or not self._seen_w2:
             return 0.0
         return MISSED_CHANGES * self._seen_w4 / self._seen_w2 / len(self._near)
@@ -147,9 +148,9 @@ class PowerSpread:
         return self._square_w2 * span_s**2 * (1 / 6 + 5 / 6 * fast) * min(1.0, fast + 0.1)
 
     def jump_j2(self, span_s: float) -> float:
-        """Return the variance of constant power over a stretch next to a reading."""
+        """Return the variance of constant power over a time span next to a reading."""
         return self._square_w2 * span_s**2 / 3
 
     def bridge_j2(self, since_s: float, rest_s: float, change_w: float) -> float:
-        """Return the variance of a straight line between two readings, at a moment between them."""
+        """Return the variance of a straight line between two readings, at a time between them."""
         return (self._square_w2 / 2 + change_w**2 / 12) * since_s * rest_s

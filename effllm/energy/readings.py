@@ -1,4 +1,4 @@
-"""The readings of one device as cumulative energy, with the method and the error of each step between two; pure."""
+"""The readings of one device as cumulative energy, with the method and the error of each step; pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NS = 1e-9
 
 
 class Step(NamedTuple):
-    """What a reading adds."""
+    """The energy between two readings."""
 
     method: str | None  # None: a hole
     joules: float
@@ -26,7 +26,7 @@ HOLE = Step(None, 0.0, 0.0, False)
 
 
 class Point(NamedTuple):
-    """A reading: the cumulative energy, and how the step before it was measured."""
+    """A reading: the cumulative energy, and the method of the step before it."""
 
     time_ns: int
     total_j: float
@@ -55,19 +55,15 @@ class Readings:
         return iter(self._points)
 
     def from_index(self, index: int) -> Iterator[Point]:
-        """Yield the readings from an index on."""
         return islice(self._points, index, None)
 
     def index_from(self, time_ns: int) -> int:
-        """Return the index of the first reading at or after a moment."""
         return bisect.bisect_left(self._points, time_ns, key=_time_ns)
 
     def index_after(self, time_ns: int) -> int:
-        """Return the index of the first reading after a moment."""
         return bisect.bisect_right(self._points, time_ns, key=_time_ns)
 
     def add(self, time_ns: int, power_w: float | None, step: Step) -> None:
-        """Append a reading and the step to it."""
         total_j = estimated_j = variances_j2 = 0.0
         holes_ns = 0
         if self._points:
@@ -89,23 +85,23 @@ class Readings:
         )
 
     def remove_steps_after(self, time_ns: int) -> Point:
-        """Remove the readings after a moment, so that one step can replace theirs; return the last that is left."""
+        """Remove the readings after a time, so that one step can replace theirs; return the last one left."""
         while len(self._points) > 1 and self._points[-2].time_ns >= time_ns:
             self._points.pop()
         return self._points[-1]
 
     def forget_before(self, time_ns: int) -> None:
-        """Remove the readings that no stretch from a moment on needs."""
+        """Remove the readings that no span from a time on needs."""
         while len(self._points) > 2 and self._points[1].time_ns <= time_ns:
             self._points.popleft()
 
     def fold(self, edges_ns: Collection[int], until_ns: int, margin_ns: int) -> None:
-        """Make one step of all steps in which no stretch that is to come begins or ends; running totals stay exact.
+        """Merge steps in which no later span begins or ends; running totals stay exact.
 
         Args:
-            edges_ns: moments at which a stretch may begin or end.
-            until_ns: ... as at every one from here on.
-            margin_ns: how far around them readings are kept.
+            edges_ns: times at which a span may begin or end.
+            until_ns: from here on a span may begin or end at any time.
+            margin_ns: readings within this distance are kept.
         """
         times = [point.time_ns for point in self._points]
         for run in runs_between(times, edges_ns, until_ns, margin_ns):
@@ -120,14 +116,14 @@ class Readings:
             self._points = deque([*points[: run.start + 1], step, *points[run.stop :]])
 
     def power_w(self, time_ns: int) -> float | None:
-        """Return the power that was read nearest to a moment, of the readings on both sides."""
+        """Return the power of the nearest reading, of those before and after a time."""
         index = self.index_from(time_ns)
         near = [self._points[i] for i in (index - 1, index) if 0 <= i < len(self._points)]
         known = [point for point in near if point.power_w is not None]
         return min(known, key=lambda point: abs(point.time_ns - time_ns)).power_w if known else None
 
     def mean_w(self, index: int, tick_s: float) -> float:
-        """Return the mean power around a step, over two ticks at least: within one a counter jumps or does not move."""
+        """Return the mean power around a step, over two ticks at least: within one a counter jumps or is constant."""
         first = second = index
         tick_ns = tick_s / NS
         while first > 0 and (first == second or self._points[index].time_ns - self._points[first].time_ns < tick_ns):
@@ -138,7 +134,6 @@ class Readings:
         return (self._points[second].total_j - self._points[first].total_j) / (span_ns * NS)
 
     def holes_ns(self, time_ns: int) -> int:
-        """Return the running total of time in holes at a moment."""
         index = self.index_from(time_ns)
         if index >= len(self._points):
             return self._points[-1].holes_ns
@@ -146,7 +141,6 @@ class Readings:
         return point.holes_ns if point.method else point.holes_ns - (point.time_ns - time_ns)
 
     def estimated_j(self, total_j: float) -> float:
-        """Return how much of a cumulative energy was estimated."""
         index = bisect.bisect_left(self._points, total_j, key=lambda point: point.total_j)
         if index >= len(self._points):
             return self._points[-1].estimated_j
@@ -154,7 +148,6 @@ class Readings:
         return point.estimated_j - (point.total_j - total_j if point.estimated else 0.0)
 
     def variances_j2(self, time_ns: int) -> float:
-        """Return the running total of variances at a moment."""
         index = self.index_from(time_ns)
         if index >= len(self._points):
             return self._points[-1].variances_j2
@@ -166,7 +159,6 @@ class Readings:
         return point.variances_j2 - rest * point.variance_j2
 
     def method(self, from_ns: int, to_ns: int) -> str | None:
-        """Return the worst method that was used in a stretch."""
         used = {
             point.method
             for before, point in pairwise(self._points)
@@ -176,15 +168,15 @@ class Readings:
 
 
 def runs_between(times_ns: Sequence[int], edges_ns: Collection[int], until_ns: int, margin_ns: int) -> Iterator[range]:
-    """Yield the runs of at least three moments that lie further than a margin from every edge, as their indices.
+    """Yield the runs of at least three times that are further than a margin from every edge, as their indices.
 
-    The last run comes first, so that what is taken out of one does not move those that follow.
+    The last run comes first, so that removals from it do not move the others.
 
     Args:
-        times_ns: moments, in order.
-        edges_ns: moments to stay away from.
-        until_ns: where the runs end, less the margin.
-        margin_ns: how far to stay away.
+        times_ns: in order.
+        edges_ns: times that no run contains.
+        until_ns: the end of the runs, before subtraction of the margin.
+        margin_ns: minimal distance from edges.
     """
     bounds = sorted({min(edge_ns, until_ns) for edge_ns in edges_ns} | {until_ns})
     for before_ns, after_ns in reversed(list(pairwise([-margin_ns, *bounds]))):

@@ -1,4 +1,4 @@
-"""When the readings of one device were measured, as far as ticks and lag are known, and when to read next; pure."""
+"""The times of one device's readings, by the ticks and the lag of its sensor, and the times of the next reads; pure."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from effllm.energy.readings import NS, Readings
 from effllm.energy.tick_clock import TickClock
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
-#: From this tick on a clock is worth keeping; RAPL's millisecond is not.
+#: The shortest tick that is tracked by a clock; RAPL's millisecond is not.
 MIN_TICK_S = 0.005
-#: A tick that is known worse than this is a guess, from which no moment can be derived.
+#: The largest relative error of a tick from which times can be derived.
 MAX_OPEN = 0.1
-#: Readings nearer than this to a moment that may be asked for are kept as they are.
+#: Readings nearer than this to an edge are kept unmerged.
 MIN_MARGIN_NS = 10_000_000_000
-#: A phase that is known worse than this is looked for with one more reading at each edge.
+#: A phase with a larger error than this is measured by one more reading at each edge.
 WIDE_NS = 100_000.0
-#: Readings that lie so large a share of a tick apart are of two ticks, whichever they are.
+#: Readings with at least this distance, as a share of a tick, are of two ticks.
 SURE_TICK = 0.98
 
 
 class SensorTiming:
-    """The ticks and the lag of a device's sensor, with what the readings of this run show of them.
+    """The ticks and the lag of a device's sensor, refined by the readings of this run.
 
     Args:
-        device: whose sensor and method count.
+        device: with its sensor and method.
         readings: of that device.
     """
 
@@ -33,16 +33,16 @@ class SensorTiming:
         self._device, self._readings = device, readings
         self.method = device.energy_method
         self._fresh_ns = 0  # the last reading of power that was not repeated ...
-        self._held_ns: float | None = None  # ... and its tick, where that is known
+        self._held_ns: float | None = None  # ... and its tick, where known
         self._take(device.sensor)
 
     def _take(self, sensor: Sensor) -> None:
-        self.sensor = self._known = sensor  # with, and without what this run shows of the lag
+        self.sensor = self._known = sensor  # with, and without the lag by this run
         self._lag = LagEvidence() if measures_whole_tick(self._device) else None
         self.clock = _clock_of(sensor)
 
     def calibrate(self, sensor: Sensor) -> None:
-        """Take what has been learnt of the sensor, and learn its ticks from the readings so far."""
+        """Set a calibrated sensor, and learn its ticks from the readings so far."""
         self._take(sensor)
         previous = None
         for point in self._readings:
@@ -51,9 +51,8 @@ class SensorTiming:
             previous = point
 
     def learn_tick(self, before_ns: int, time_ns: int, *, has_moved: bool) -> None:
-        """Learn whether the counter moved between two readings."""
         if self.clock is not None:
-            learn = self.clock.moved if has_moved else self.clock.stood
+            learn = self.clock.moved if has_moved else self.clock.did_not_move
             learn(before_ns, time_ns)
 
     @property
@@ -62,12 +61,12 @@ class SensorTiming:
         return self.clock is not None and self.clock.is_contradicted
 
     def is_repeated(self, time_ns: int) -> bool:
-        """Return whether a held power reading was read before, or may have been: it shows nothing of changes."""
+        """Return whether a held power reading was or may have been read before: it is no evidence of changes."""
         if not self.sensor.is_held or self.clock is None:
             return False
         shown_ns, tick_ns = time_ns + self.sensor.lag_s / NS, self.clock.tick_ns
         open_ns = self.sensor.lag_error_s / NS if self._is_lag_open else 0.0
-        last = self.clock.tells(shown_ns)
+        last = self.clock.certain_before(shown_ns)
         tick = last[0] if last is not None and open_ns < shown_ns - last[0] < tick_ns - open_ns else None
         if tick is None or self._held_ns is None:
             is_repeated = time_ns - self._fresh_ns < SURE_TICK * tick_ns
@@ -80,24 +79,24 @@ class SensorTiming:
     # --- the lag ---
 
     def expect_lag(self, kept_s: float) -> None:
-        """Take the lag that an earlier run found, which narrows nothing before the readings have shown the same."""
+        """Set the lag by an earlier run; it is used after the readings of this run confirm it."""
         if self._lag is not None:
             self._lag = LagEvidence(kept_s)
 
     def found_lag_s(self) -> float | None:
-        """Return the lag that the readings of this run have shown, to `SAME_S`; ``None`` where they have not."""
+        """Return the lag by the readings of this run, to `SAME_S`; ``None`` where they do not show it."""
         is_found = self._is_lag_open and self._lag is not None and self._lag.is_shown
         return self.sensor.lag_s if is_found and self.sensor.lag_error_s <= SAME_S else None
 
     @property
     def _is_lag_open(self) -> bool:
-        """Whether the lag is a guess that the readings of a run can better."""
+        """Whether the lag is a guess that the readings of a run can improve."""
         known = self._known
         is_alike = known.is_held and known.duty == 1.0 and not known.lag_s
         return self._lag is not None and is_alike and known.lag_error_s >= MIN_ERROR_S
 
     def learn_lag(self, time_ns: int) -> None:
-        """Learn from the readings around a moment how late the counter is, or that it is not known any more."""
+        """Update the counter's lag by the readings around a time; new readings may also contradict it."""
         if self._lag is None or not self._is_lag_open or self.clock is None:
             return
         if (last := self.clock.before(time_ns)) is None:
@@ -117,37 +116,37 @@ class SensorTiming:
         is_better = found is not None and found[1] < self._known.lag_error_s
         self.sensor = replace(self._known, lag_s=found[0], lag_error_s=found[1]) if found and is_better else self._known
 
-    # --- when readings are from ---
+    # --- the times of readings ---
 
     def shift_ns(self) -> int:
-        """Return by how much readings are older than they look, on average."""
+        """Return the mean age of readings."""
         if self.method == COUNTER:
             return round((self.sensor.lag_s + self.sensor.tick_s / 2) / NS)
         return round((self.sensor.average_s / 2 if self.method == AVERAGE else self.sensor.lag_s) / NS)
 
     def shift_s2(self, time_ns: int) -> float:
-        """Return the variance of when readings are from, as far as is known now."""
+        """Return the variance of the times of readings, by current knowledge."""
         last = self.clock.before(time_ns) if self.clock is not None else None
         phase_s = last[1] * NS if last is not None else 0.0
         return (self.sensor.lag_error_s**2 + phase_s**2) / 3
 
-    def reach_ns(self, longest_gap_ns: int) -> int:
-        """Return for how long after a reading its power holds: until the sensor's next update, or the next reading."""
+    def reach_ns(self, max_gap_ns: int) -> int:
+        """Return how long the power of a reading holds: until the sensor's next update, or the next reading."""
         if self.method == COUNTER:
             return 0
-        next_ns = longest_gap_ns // 5 if self._device.only_power else 0
+        next_ns = max_gap_ns // 5 if self._device.only_power else 0
         return max(round(self.sensor.tick_s / NS), next_ns)
 
     @property
     def margin_ns(self) -> int:
-        """How far around a moment readings may show the energy at it."""
+        """The distance within which readings may show the energy at a time."""
         sensor = self.sensor
         return max(round((6 * sensor.tick_s + sensor.lag_s + sensor.average_s) / NS), MIN_MARGIN_NS)
 
     # --- when to read ---
 
     def reads_for(self, edge_ns: int) -> list[int]:
-        """Return when to read so that the energy at an edge is known: moments at and after it, soonest first."""
+        """Return the times of reads for the energy at an edge: at and after it, in order."""
         if self.clock is None or self.method != COUNTER:
             return [edge_ns, edge_ns + late_ns] if (late_ns := self._late_ns()) else [edge_ns]
         shown_ns = edge_ns + max(round(self.sensor.lag_s / NS), 0)  # when the counter will show it
@@ -158,7 +157,7 @@ class SensorTiming:
         next_ns, half_ns = last[0] + tick_ns, last[1]
         reads = [shown_ns, round(next_ns + tick_ns / 4), round(next_ns + 1.25 * tick_ns)]
         if half_ns > WIDE_NS and next_ns - shown_ns > half_ns:
-            reads.insert(1, round(next_ns))  # which halves what is open about the phase
+            reads.insert(1, round(next_ns))  # which halves the error of the phase
         if self._lag is not None and self._is_lag_open:
             probe_s = self._lag.probe_s(tick_ns * NS, (half_ns + self.clock.spread_ns) * NS)
             if probe_s is not None:  # between the last two
@@ -168,18 +167,18 @@ class SensorTiming:
             reads.insert(0, max(edge_ns, shown_ns - round(tick_ns)))
         return reads
 
-    def is_settled(self, edge_ns: int, longest_gap_ns: int) -> bool:
-        """Return whether nothing that is read later could show the energy at an edge better."""
+    def is_settled(self, edge_ns: int, max_gap_ns: int) -> bool:
+        """Return whether no later reading could improve the energy at an edge."""
         newest_ns = self._readings[-1].time_ns if self._readings else 0
         if self.clock is None or self.method != COUNTER:
-            return newest_ns + self.reach_ns(longest_gap_ns) >= edge_ns + self._late_ns()
+            return newest_ns + self.reach_ns(max_gap_ns) >= edge_ns + self._late_ns()
         edge_ns += max(round(self.sensor.lag_s / NS), 0)
         last = self.clock.before(edge_ns)
         tick_ns = self.clock.tick_ns
         return newest_ns >= (edge_ns + 2 * tick_ns if last is None else last[0] + 2.05 * tick_ns + last[1])
 
     def _late_ns(self) -> int:
-        """Return how long after an edge a reading shows it, where no ticks are known and it is worth waiting."""
+        """Return the delay after an edge until a reading shows it, where no ticks are known and waiting is useful."""
         late_ns = self.shift_ns()
         return late_ns if late_ns >= MIN_TICK_S / NS else 0
 

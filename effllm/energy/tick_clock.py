@@ -1,44 +1,43 @@
-"""The moments at which an energy counter moves, learnt from reads on either side of them; pure.
+"""The times at which an energy counter moves, learnt from reads before and after them; pure.
 
-A GPU's counter moves about every 100 ms, at moments that nobody announces.  Each pair of reads between
-which it moved bounds one of them; all bounds together leave an interval for the phase and one for the
-period, which every further pair narrows: the estimate is the set of all clocks that explain the reads.
+A GPU's counter moves about every 100 ms, at unannounced times.  Each pair of reads between which it moved
+bounds one of them; all bounds together leave an interval for the phase and one for the period, which every
+further pair narrows: the estimate is the set of all clocks that explain the reads.
 """
 
 from __future__ import annotations
 
 import math
 
-#: By so much ticks are taken to jitter once reads have contradicted each other.
+#: The assumed jitter of ticks after reads have contradicted each other.
 MIN_JITTER_NS = 100_000.0
-#: The period is taken over at most so long: clocks drift with temperature.
+#: The longest time over which the period is measured: clocks drift with temperature.
 LEVER_NS = 300e9
-#: Reads that contradict each other by so large a share of the tick say that it is another tick.
+#: A contradiction of reads by this share of the tick means another tick.
 CONTRADICTED = 0.05
 
 
 class TickClock:
-    """When the counter moved and when it will, and within which bounds.
+    """The past and future times of a counter's moves, with their bounds.
 
     Args:
         tick_s: period, as calibrated.
-        tick_error_s: half-width of what is open about it.
+        tick_error_s: half-width of its error.
     """
 
     def __init__(self, tick_s: float, tick_error_s: float) -> None:
         self._nominal = ((tick_s - tick_error_s) * 1e9, (tick_s + tick_error_s) * 1e9)
-        self._shortest_ns, self._longest_ns = self._nominal
+        self._min_ns, self._max_ns = self._nominal
         self._low_ns = self._high_ns = math.nan  # bounds of the reference tick; nan before the first
         self._jitter_ns = MIN_JITTER_NS
-        self._old: list[tuple[float, float, int]] = []  # earlier references, and how many ticks ago: a long lever
+        self._old: list[tuple[float, float, int]] = []  # earlier references, and their age in ticks: a long lever
         self.conflicts = 0
-        self._contradicted_ns = 0  # when the last of them was
-        self._read_ns = self._still_ns = -1  # the last read, and the first that showed the same
+        self._contradicted_ns = 0  # time of the last of them
+        self._read_ns = self._still_ns = -1  # the last read, and the first with the same value
 
     @property
     def tick_ns(self) -> float:
-        """The period, as far as it is known."""
-        return (self._shortest_ns + self._longest_ns) / 2
+        return (self._min_ns + self._max_ns) / 2
 
     @property
     def is_contradicted(self) -> bool:
@@ -51,18 +50,16 @@ class TickClock:
         return (self._low_ns + self._high_ns) / 2
 
     def moved(self, after_ns: int, until_ns: int) -> None:
-        """Learn that the counter moved between two reads."""
         self._still_ns = self._read_ns = until_ns
-        if until_ns - after_ns < 0.9 * self._shortest_ns:  # else it may have moved twice
+        if until_ns - after_ns < 0.9 * self._min_ns:  # else it may have moved twice
             self._narrow(after_ns, until_ns)
 
-    def stood(self, after_ns: int, until_ns: int) -> None:
-        """Learn that the counter, which will move, had not moved between two reads."""
+    def did_not_move(self, after_ns: int, until_ns: int) -> None:
         if after_ns != self._read_ns:
             self._still_ns = after_ns
         self._read_ns = until_ns
         predicted = self.before(until_ns + round(self.tick_ns / 2))
-        if predicted is None or until_ns - self._still_ns >= 0.9 * self._shortest_ns:
+        if predicted is None or until_ns - self._still_ns >= 0.9 * self._min_ns:
             return
         low_ns, high_ns = predicted[0] - predicted[1], predicted[0] + predicted[1]
         early_ns, late_ns = low_ns - self._still_ns, until_ns - high_ns
@@ -70,7 +67,7 @@ class TickClock:
             return  # it may have come before the first of these reads
         if late_ns > self.spread_ns:  # it was due and did not come
             self._contradict(min(early_ns, late_ns), until_ns)
-            self._start_anew(math.nan, math.nan)
+            self._restart(math.nan, math.nan)
         elif until_ns >= low_ns:  # it is due later than now
             self._narrow(until_ns, round(high_ns + self._jitter_ns) + 1)
 
@@ -79,79 +76,77 @@ class TickClock:
         if math.isnan(self._low_ns):
             return None
         count = math.floor((time_ns - self.reference_ns) / self.tick_ns)
-        half_ns = (self._high_ns - self._low_ns) / 2 + abs(count) * (self._longest_ns - self._shortest_ns) / 2
+        half_ns = (self._high_ns - self._low_ns) / 2 + abs(count) * (self._max_ns - self._min_ns) / 2
         if half_ns > self.tick_ns / 4:
             return None
         return self.reference_ns + count * self.tick_ns, half_ns
 
-    def tells(self, time_ns: float) -> tuple[float, float] | None:
-        """Return the last tick before a time, as `before` does, if the time is outside of all ticks' bounds."""
+    def certain_before(self, time_ns: float) -> tuple[float, float] | None:
+        """Return the last tick before a time, as `before`, if the time is outside of all ticks' bounds."""
         last = self.before(time_ns)
         if last is None:
             return None
         middle_ns, half_ns = last
         since_ns, reach_ns = time_ns - middle_ns, half_ns + self.spread_ns
-        return last if reach_ns < since_ns < self._shortest_ns - reach_ns else None
+        return last if reach_ns < since_ns < self._min_ns - reach_ns else None
 
     @property
     def spread_ns(self) -> float:
-        """By how much ticks jitter, as far as reads have shown it."""
         return self._jitter_ns if self.conflicts else 0.0
 
     def _narrow(self, after_ns: int, until_ns: int) -> None:
-        if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that stood still for a while does not jitter
+        if until_ns - self._contradicted_ns > LEVER_NS:  # a counter that was frozen for a while does not jitter
             self._jitter_ns = max(self._jitter_ns / 2, MIN_JITTER_NS)
             self._contradicted_ns = until_ns
         low_ns, high_ns = after_ns - self.spread_ns, until_ns + self.spread_ns
         if math.isnan(self._low_ns):
-            self._start_anew(low_ns, high_ns)
+            self._restart(low_ns, high_ns)
             return
         nearest = math.floor(((after_ns + until_ns) / 2 - self.reference_ns) / self.tick_ns)
         first, second = self._due(max(nearest, 0)), self._due(max(nearest, 0) + 1)
-        if first[1] - first[0] > self.tick_ns / 2:  # so long ago that it tells nothing
-            self._start_anew(low_ns, high_ns)
+        if first[1] - first[0] > self.tick_ns / 2:  # too long ago
+            self._restart(low_ns, high_ns)
             return
         meets = [(max(low, low_ns), min(high, high_ns), count) for low, high, count in (first, second)]
         gaps_ns = [low - high for low, high, _ in meets]
         if max(gaps_ns) < 0:
-            return  # it may have been the one or the other
+            return  # it may be either of them
         if min(gaps_ns) >= 0:
             self._contradict(min(gaps_ns), until_ns)
-            self._start_anew(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
+            self._restart(after_ns - self._jitter_ns, until_ns + self._jitter_ns)
             return
         self._low_ns, self._high_ns, count = meets[gaps_ns.index(min(gaps_ns))]
         self._learn_period(count)
         self._remember()
 
     def _contradict(self, by_ns: float, time_ns: int) -> None:
-        """Note that a tick came at least so much earlier or later than it could have."""
+        """Record that a tick was at least this much earlier or later than its bounds."""
         self.conflicts += 1
         self._jitter_ns = min(self._jitter_ns + max(by_ns, self._jitter_ns), self.tick_ns)
         self._contradicted_ns = time_ns
 
     def _due(self, count: int) -> tuple[float, float, int]:
-        """Return the bounds of a tick so many after the reference, and that number."""
-        return self._low_ns + count * self._shortest_ns, self._high_ns + count * self._longest_ns, count
+        return self._low_ns + count * self._min_ns, self._high_ns + count * self._max_ns, count
 
     def _learn_period(self, count: int) -> None:
-        """Bound the period by the references that are kept, and by nothing older: clocks drift."""
+        """Bound the period by the kept references alone: clocks drift."""
         self._old = [(low, high, ago + count) for low, high, ago in self._old]
-        self._shortest_ns, self._longest_ns = self._nominal
+        self._min_ns, self._max_ns = self._nominal
         for low, high, ago in self._old:
             if ago > 0:
-                self._shortest_ns = max(self._shortest_ns, min((self._low_ns - high) / ago, self._longest_ns))
-                self._longest_ns = min(self._longest_ns, max((self._high_ns - low) / ago, self._shortest_ns))
+                self._min_ns = max(self._min_ns, min((self._low_ns - high) / ago, self._max_ns))
+                self._max_ns = min(self._max_ns, max((self._high_ns - low) / ago, self._min_ns))
 
     def _remember(self) -> None:
-        """Keep a reference of some minutes ago: the longer ago, the better it tells the period."""
+        """Keep a reference of some minutes ago: the older, the more exact is the period."""
         if not self._old or self._old[-1][2] * self.tick_ns > LEVER_NS / 2:
             self._old.append((self._low_ns, self._high_ns, 0))
         if self._old[0][2] * self.tick_ns > LEVER_NS and len(self._old) > 1:
             del self._old[0]
 
-    def _start_anew(self, low_ns: float, high_ns: float) -> None:
+    def _restart(self, low_ns: float, high_ns: float) -> None:
         self._low_ns, self._high_ns = low_ns, high_ns
-        self._shortest_ns, self._longest_ns = self._nominal
+        self._min_ns, self._max_ns = self._nominal
         self._old = []
         if not math.isnan(low_ns):
             self._remember()

@@ -1,4 +1,4 @@
-"""Within a tick of a counter: how its energy is split at a moment, and when ticks beat with iterations; pure."""
+"""The energy within a tick of a counter, and the beat of ticks with iterations; pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from effllm.energy.power_spread import PowerSpread
 
-#: A change of power is a step if it is so many times what power usually changes by from tick to tick.
+#: A change of power is a step if it is this many times the usual change from tick to tick.
 STEP = 8.0
-#: What a parabola misses of a wave, as a share of its bend (a sine of ten ticks: 0.016; others more).
+#: The error of a parabola for a wave, as a share of its bend (a sine of ten ticks: 0.016; others more).
 BEND = 0.04
 #: Harmonics of the tick at which the phases of iterations are added up.
 HARMONICS = (1, 2, 3)
@@ -19,11 +19,10 @@ HARMONICS = (1, 2, 3)
 def in_tick(
     since_s: float, tick_s: float, joules: float, before_w: float | None, after_w: float | None, powers: PowerSpread
 ) -> tuple[float, float, float]:
-    """Split the energy of one tick at a moment in it: return what flowed before it, the variance, and the power there.
+    """Split the energy of one tick at a time in it: return the energy before it, the variance, and the power there.
 
-    Power of training moves in steps.  With the power of the ticks before and after, one step explains the
-    tick's energy if it lies where the energy says; where no single step does, or power swings smoothly, the
-    energy is taken as spread over the tick.
+    Power of training changes in steps.  With the power of the ticks before and after, the tick's energy gives the time
+    of one step; where no single step fits, or power swings smoothly, the energy is taken as spread over the tick.
     """
     mean_w = joules / tick_s
     rest_s = tick_s - since_s
@@ -33,7 +32,7 @@ def in_tick(
     rise_w = after_w - before_w
     low_w, high_w = min(before_w, after_w), max(before_w, after_w)
     noise_w = powers.noise_w()
-    # Power that bends smoothly: the parabola whose means over the three ticks are those.
+    # Power that bends smoothly: the parabola with these means over the three ticks.
     x = since_s / tick_s
     slope_w, bend_w = mean_w - before_w, (before_w + after_w - 2 * mean_w) / 2
     start_w = mean_w - slope_w / 2 - bend_w / 3
@@ -45,14 +44,14 @@ def in_tick(
         step_j = before_w * min(since_s, step_s) + after_w * max(since_s - step_s, 0.0)
         return step_j, unseen_j2, before_w if since_s < step_s else after_w
     outside_w = max(mean_w - high_w, low_w - mean_w, 0.0)
-    if outside_w > 3 * noise_w:  # something short happened within the tick, nobody knows where in it
+    if outside_w > 3 * noise_w:  # a short peak at an unknown time within the tick
         excess_j = joules - (before_w + after_w) / 2 * tick_s
         return flat_j, excess_j**2 * x * (1 - x) * 0.35 + unseen_j2, mean_w
     return smooth_j, unseen_j2 + (BEND * bend_w * tick_s) ** 2, mean_w
 
 
 def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> float:
-    """Return how much more than independent ticks would the aliasing error of a stretch varies.
+    """Return the variance of the aliasing error of a span relative to that of independent ticks.
 
     Iterations that take a multiple of the tick meet the sensor at the same phase each time, and their
     errors add up instead of averaging out.  The phases of N iterations enter as the power of their
@@ -62,7 +61,7 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
         step_s: iteration time.
         deviation_s: its standard deviation.
         tick_s: the sensor's period.
-        span_s: length of the stretch.
+        span_s: length of the span.
     """
     count = span_s / step_s if step_s > 0 else 1.0
     turn = 2 * math.pi / tick_s
@@ -71,12 +70,12 @@ def beat(step_s: float, deviation_s: float, tick_s: float, span_s: float) -> flo
 
 
 def beat_of(durations_s: Sequence[float], tick_s: float, count: int) -> float:
-    """Return what `beat` does, over so many iterations like these, whatever the distribution of their lengths is.
+    """Return the same as `beat`, over ``count`` iterations like these, for any distribution of their lengths.
 
     Args:
-        durations_s: of some iterations that followed each other; at least one.
+        durations_s: of consecutive iterations; at least one.
         tick_s: the sensor's period.
-        count: number of iterations in the stretch.
+        count: number of iterations in the span.
     """
     turn = 2j * math.pi / tick_s
     return _inflation(

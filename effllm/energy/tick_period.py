@@ -8,21 +8,21 @@ from itertools import pairwise
 
 from effllm.records.rank import Sample
 
-#: So many changes are needed to find a period.
+#: Changes that are needed to find a period.
 MIN_MOVES = 4
-#: A counter that moved between almost all reads moves all the time, if the reads were at most so far apart.
+#: A counter that moved between almost all reads is continuous, if the reads were at most this far apart.
 DENSE_S = 0.006
-#: So many changes of the power reading show whether it is held, against what the table says.
+#: Changes of the power reading that are needed to find whether it is held, against the table.
 MIN_CHANGES = 8
-#: No power reading of a GPU is known that is held for longer; what changes more seldom is the load.
+#: No power reading of a GPU is held for longer; slower changes are those of the load.
 MAX_POWER_TICK_S = 0.12
 
 
 def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
-    """Return the period of a counter and the half-width of what is open about it, from dense readings.
+    """Return the period of a counter and the half-width of its error, from dense readings.
 
-    Every move lies between two reads; the period is what explains all of them.  A counter that moved
-    from almost every read to the next moves all the time: its tick is 0.  ``None``: the reads do not tell.
+    Every move is between two reads; the period explains all of them.  A counter that moved between almost all
+    reads is continuous: its tick is 0.  ``None``: the reads do not show it.
 
     Args:
         readings: monotonic time in ns and joules.
@@ -46,16 +46,16 @@ def tick_of(readings: Sequence[tuple[int, float]]) -> tuple[float, float] | None
             for ticks, (after, until) in enumerate(run[i + 1 :], 1):
                 shortest = max(shortest, (after - before) / ticks)
                 longest = min(longest, (until - since) / ticks)
-    if shortest > longest:  # it jitters by more than reads are apart
+    if shortest > longest:  # the jitter is larger than the distance of reads
         return period / 1e9, max((shortest - longest) / 2, 0.002 * period) / 1e9
     return (shortest + longest) / 2e9, max((longest - shortest) / 2e9, 1e-7)
 
 
-def _runs(reads: Sequence[tuple[int, int, bool]], most_ns: float) -> list[list[tuple[int, int]]]:
-    """Return the moves of each stretch in which no read was held up, so that each is a tick after the one before."""
+def _runs(reads: Sequence[tuple[int, int, bool]], max_ns: float) -> list[list[tuple[int, int]]]:
+    """Return the moves of each period without a delayed read, so that each is a tick after the one before."""
     runs: list[list[tuple[int, int]]] = [[]]
     for after, until, has_moved in reads:
-        if until - after > most_ns:  # it may have moved more than once
+        if until - after > max_ns:  # it may have moved more than once
             runs.append([])
         elif has_moved:
             runs[-1].append((after, until))
@@ -63,9 +63,9 @@ def _runs(reads: Sequence[tuple[int, int, bool]], most_ns: float) -> list[list[t
 
 
 def is_held(samples: Sequence[Sample]) -> bool | None:
-    """Whether the power reading changes only when the counter does, as a sensor's that measures once per tick.
+    """Whether the power reading changes only with the counter, as of a sensor that measures once per tick.
 
-    ``None``: it changed too seldom to tell.
+    ``None``: it changed too rarely.
     """
     pairs = [
         (first, second)
@@ -80,7 +80,7 @@ def is_held(samples: Sequence[Sample]) -> bool | None:
 
 
 def tick_of_means(readings: Sequence[tuple[int, float]]) -> float | None:
-    """Return for how long readings are held that change seldom, and are means: seconds, or ``None``.
+    """Return the seconds for which rarely changing means are held, or ``None``.
 
     A load that switches between two levels shows as three readings or more, each held for a tick, because the tick in
     which it switched is a mean of both.

@@ -1,8 +1,8 @@
-"""What effllm knows about each training system, one file per system; this one says which file hooks which module.
+"""The hooks of training systems, one file per system, and the table of hooked modules.
 
-A hook file has ``attach(module)``, or functions by other names for its further modules.  What of a module it does
-not understand it says by raising `Unknown`: that costs one line and the metrics of that system, and nothing else.
-Standard library alone: this lives in the training process.
+A hook file has ``attach(module)``, or functions by other names for its further modules.  It raises `Unknown` for a
+module of an unknown version: one line is printed, and that system is not measured.  Standard library alone: this runs
+in the training process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ TARGETS: dict[str, str] = {
     "torch.utils.data.dataloader": "optimizer:attach_loader",
 }
 
-#: Of these, what only lets a framework know our name, for people who ask for us by it.
+#: Of these, the modules in which only our name is registered, for users who name us in a setting.
 NAMES = ("transformers.integrations.integration_utils",)
 
 _is_attached = False
 
 
 class Unknown(Exception):
-    """A framework is not as any version that is known; the message says what is missing."""
+    """A framework is not as in any known version; the message names the missing part."""
 
 
 def attach_all() -> None:
@@ -66,7 +66,7 @@ def attach_all() -> None:
 
 
 def attach_names() -> None:
-    """Let the frameworks of `NAMES` know our name, now or when they are imported; nothing is measured by that."""
+    """Register our name with the frameworks of `NAMES`, now or when they are imported; this measures nothing."""
     for target in () if _is_attached else NAMES:
         when_imported(target, _Hook(*TARGETS[target].split(":")))
 
@@ -83,8 +83,8 @@ class _Hook:
         try:
             getattr(import_module(f"effllm.hooks.{self._file}"), self._function)(module)
         except Unknown as error:
-            say_once(f"this {module.__name__} is not understood, training goes on without its metrics: {error}")
-            no_metrics(f"this {module.__name__} is not understood: {error}")
+            say_once(f"this version of {module.__name__} is unknown, training goes on without its metrics: {error}")
+            no_metrics(f"this version of {module.__name__} is unknown: {error}")
         except Exception as error:  # noqa: BLE001 - an import of the user's must not fail because of us
             say_once(f"{module.__name__} could not be hooked, training goes on: {type(error).__name__}: {error}")
             no_metrics(f"{module.__name__} could not be hooked")

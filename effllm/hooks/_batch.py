@@ -1,7 +1,7 @@
-"""What a batch of a Hugging Face loop holds: its sequences, all positions, those without padding, those with a label.
+"""The counts of a Hugging Face batch: its sequences, all positions, those without padding, those with a label.
 
-Only shapes are read here.  What must be summed is handed on as tensors, for reading one on a GPU would be a
-synchronisation.  Standard library alone: this lives in the training process.
+Only shapes are read here.  Sums stay tensors, since to read one on a GPU would be a synchronisation.  Standard library
+alone: this runs in the training process.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Batch:
     samples: Any = 0
     tokens: Any = 0
     tokens_loss: Any = 0
-    source: str = ""  # where `tokens` is from; empty where the batch holds no text
+    source: str = ""  # of `tokens`; empty for a batch without text
     width: int | None = None  # positions of a sequence, where every row is one
 
 
 def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
-    """Return what a batch holds, ``None`` where it holds no tensors.
+    """Return the counts of a batch, ``None`` where it has no tensors.
 
     Args:
-        inputs: what the loop hands to its step: tensors by name.
-        is_encoder_decoder: whether the labels are what the model's second half reads.
+        inputs: of the step: tensors by name.
+        is_encoder_decoder: whether the labels are the input of the decoder.
     """
     if not isinstance(inputs, Mapping):
         return None
@@ -54,7 +54,7 @@ def read_batch(inputs: Any, is_encoder_decoder: bool = False) -> Batch | None:
     batch = Batch()
     is_pair = {"chosen_input_ids", "rejected_input_ids"} <= set(names)
     for name in names:
-        # A pair's prompt stands before both of its answers when the model reads it.
+        # The model reads a pair's prompt twice, before each of its answers.
         _add_positions(batch, tensors, inputs, name, times=2 if is_pair and name == "prompt_input_ids" else 1)
     labels = _labels(tensors, is_encoder_decoder)
     if is_encoder_decoder and "labels" in labels and "decoder_input_ids" not in tensors:

@@ -1,4 +1,4 @@
-"""The micro-batches of an iteration, as a loop hands them to its model; standard library alone."""
+"""The micro-batches of an iteration, as the model is called with them; standard library alone."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Batches:
         self._at_exit = functools.partial(Guard("what the last iterations counted"), self._count_rest)
 
     def of_model(self, model: Any, parameters: Parameters | None) -> None:
-        """Set whose FLOPs the first batch with text gives; call it when the metrics have begun."""
+        """Set the model whose FLOPs are computed at the first batch with text; call it when the metrics have begun."""
         self._model, self._parameters, self._source = weakref.ref(model), parameters, ""
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)  # after the session's own, so that it is called before
 
-    def see(self, inputs: Any, counts_samples: bool = True) -> None:
-        """Count a micro-batch, or what a hook has read from it: tokens where it shows them, else samples alone."""
+    def add(self, inputs: Any, counts_samples: bool = True) -> None:
+        """Count a micro-batch, or the `Batch` that a hook has read: tokens where it has them, else samples alone."""
         seen = inputs if isinstance(inputs, Batch) else batch_of(inputs)
         if seen.source and seen.source != self._source:
             self._learn(seen)
@@ -57,7 +57,7 @@ class Batches:
             self._late.add((samples if isinstance(samples, int) else 1, seen.tokens_processed, 0))
 
     def end(self, at_ns: int | None = None) -> None:
-        """End the iteration with what was seen; counts that the loop gave to `effllm.count` come first.
+        """End the iteration with these counts; those that the loop gave to `effllm.count` take precedence.
 
         ``at_ns`` is as of `Steps.end`.
         """
@@ -69,14 +69,14 @@ class Batches:
             self._steps.end_counted(samples)
 
     def finish(self) -> None:
-        """Add all that was not counted when training is over, and waiting for a GPU costs nothing."""
+        """Add the counts that are left at the end of training, when waiting for a GPU costs nothing."""
         atexit.unregister(self._at_exit)
         samples, tokens, tokens_loss = self._late.take_rest()
         if self._source:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
 
     def _count_rest(self) -> None:
-        """Add what a GPU had not computed at the end of the last iteration; nothing is waited for here either."""
+        """Add the counts that a GPU had not computed at the end of the last iteration, without waiting for others."""
         samples, tokens, tokens_loss = self._late.take()
         if self._source and self._processed == 0:
             self._steps.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
@@ -93,7 +93,7 @@ class Batches:
 
 
 def batch_of(inputs: Any) -> Batch:
-    """Return what a batch of any type holds: its text, else the samples of its first tensor alone."""
+    """Return the counts of a batch of any type: of its text, else the samples of its first tensor alone."""
     seen = read_batch(inputs)
     if seen is None or not seen.source:
         first = next(_tensors(inputs, _DEPTH), None)
@@ -102,7 +102,7 @@ def batch_of(inputs: Any) -> Batch:
 
 
 def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a model is called with, by the names of its parameters; token ids always as ``input_ids``."""
+    """Return the arguments of a model's call, by the names of its parameters; token ids always as ``input_ids``."""
     if len(args) == 1 and not kwargs and not hasattr(args[0], "dim"):
         return args[0]  # a batch in one piece
     kind: Any = type(module)
@@ -118,7 +118,6 @@ def inputs_of(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 @functools.lru_cache(maxsize=16)
 def _names(kind: Any) -> tuple[str, ...]:
-    """Return the names of what ``forward`` of a class takes by position."""
     try:
         found = list(inspect.signature(kind.forward).parameters.values())[1:]
     except (AttributeError, TypeError, ValueError):

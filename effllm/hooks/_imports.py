@@ -1,7 +1,7 @@
-"""Calls a hook when its module is imported, or at once where it is already; standard library alone.
+"""Calls a hook when its module is imported, or at once where it is imported already; standard library alone.
 
-A module may be half imported when this is asked: a script whose first line is ``from transformers import Trainer``
-loads torch, and with it effllm, inside transformers.  Such a module is waited for.
+A module may be half imported at that time: a script whose first line is ``from transformers import Trainer``
+loads torch, and with it effllm, inside transformers.  Its hook is called at the end of its import.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _loaded(name: str) -> None:
 
 
 class _Finder:
-    """Finds the modules that are waited for as the others would, and learns when their code has run."""
+    """Finds modules through the other finders, and calls the hooks after their code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,7 +59,7 @@ FINDER: Any = _Finder()
 
 
 def _run_after(spec: ModuleSpec) -> None:
-    """Let a module's loader tell when it has run the module, and be what it was from then on."""
+    """Wrap a module's loader for one call, after which the hooks are called."""
     loader: Any = spec.loader
     run = getattr(loader, "exec_module", None)
     if run is None:
@@ -76,7 +76,7 @@ def _run_after(spec: ModuleSpec) -> None:
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a half-imported module: the import system says in it when the import is over."""
+    """The spec of a half-imported module: the import system marks the end of the import in it."""
 
     @property
     def _initializing(self) -> bool:

@@ -1,9 +1,8 @@
-"""Sums of tensors on a GPU, read when the GPU has computed them anyway: nobody waits for them.
+"""Sums of tensors on a GPU, read without waiting when the GPU has computed them.
 
-Each sum is copied into pinned memory behind the work that makes it, with an event behind the copy.  An iteration
-later the event has usually happened and the number is read; one that comes later still is read later.  The logic is
-tested with stand-ins for event and memory; what it costs on a GPU was not measured.  Standard library alone, and
-the torch that is loaded.
+Each sum is copied into pinned memory after its computation, with an event after the copy.  An iteration later the event
+has usually happened and the number is read; a later one is read later.  The logic is tested with fakes of event and
+memory; its cost on a GPU was not measured.  Standard library alone, and the torch that is loaded.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 
 
 def pinned(num_values: int) -> Any:
-    """Return memory of the host into which a GPU writes without the host's waiting."""
+    """Return memory of the host into which a GPU can write asynchronously."""
     torch: Any = sys.modules["torch"]
     return torch.empty(num_values, dtype=torch.int64, pin_memory=True)
 
 
 def recorded_event() -> Any:
-    """Return an event behind everything that the current stream has been given."""
+    """Return an event after all work of the current stream."""
     torch: Any = sys.modules["torch"]
     event = torch.cuda.Event()
     event.record()
@@ -32,10 +31,10 @@ class LateSums:
     """Adds up numbers of which some are known late.
 
     Args:
-        num_sums: how many numbers come together.
-        make_buffer: memory to copy so many into.
-        make_event: has ``query()``, which says without waiting whether the copies before it are done.
-        devices: the types of device that the two are for.
+        num_sums: numbers in each call of `add`.
+        make_buffer: returns memory for this many.
+        make_event: returns an object with ``query()``: whether the copies before it are done, without waiting.
+        devices: the types of device for both.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class LateSums:
         self._spare: list[Any] = []
 
     def add(self, values: Sequence[Any]) -> bool:
-        """Add numbers, or tensors of one number each; those that a GPU has yet to compute are not waited for.
+        """Add numbers, or tensors of one number each, without waiting for a GPU.
 
         Returns:
-            Whether they are counted: on an accelerator that CUDA does not speak for, nothing can be read in this way.
+            Whether they are counted: of an accelerator without CUDA's interface they cannot be read in this way.
         """
         types = [value.device.type if hasattr(value, "device") else "cpu" for value in values]
         if not set(types) <= {"cpu", *self._devices}:
@@ -79,14 +78,14 @@ class LateSums:
         self._coming.append((self._make_event(), buffer))
 
     def take(self) -> list[int]:
-        """Return the sums of what is known by now and was not returned before."""
+        """Return the sums of the numbers that are computed and were not returned before."""
         while self._coming and self._coming[0][0].query():
             self._read()
         known, self._known = self._known, [0] * self._num_sums
         return known
 
     def take_rest(self) -> list[int]:
-        """Return everything that was not returned before, when training is over and waiting costs nothing."""
+        """Return the sums of all numbers that were not returned before; it waits, which is free after training."""
         while self._coming:
             self._coming[0][0].synchronize()
             self._read()

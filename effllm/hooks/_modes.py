@@ -1,9 +1,9 @@
-"""Evaluations of a loop that is seen by its optimizer alone: from the model's ``eval()`` to its ``train()``.
+"""Evaluations of a loop that is measured by its optimizer alone: from the model's ``eval()`` to its ``train()``.
 
-``torch.nn.Module.train`` is wrapped on the class when such a loop has begun (``eval`` calls it): nothing is on a
-module, and a compiled call of it is passed through.  A stretch is taken as evaluation when it is over, if no optimizer
-stepped inside of it, nothing in it was marked as a phase or counted as a generation, and the iteration before had
-none: a rollout belongs to each iteration and stays in it.  Standard library alone, and the torch that is loaded.
+``torch.nn.Module.train`` is wrapped on the class when such a loop has begun (``eval`` calls it): modules have no
+attributes of ours, and a compiled call of it is passed through.  A time span is counted as evaluation at its end, if no
+optimizer stepped in it, no phase or generation was marked in it, and the iteration before had none: a rollout belongs
+to each iteration and stays in it.  Standard library alone, and the torch that is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from effllm.collector import get_metrics_collector
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
 
-MAX_MODULES = 64  # whose parameters are known; a loop sets few to eval mode by themselves
+MAX_MODULES = 64  # with known parameters; a loop sets few to eval mode by themselves
 
 _GUARD = Guard("evaluations by the model's eval()")
 _listeners: list[EvalMode] = []
@@ -40,10 +40,10 @@ class EvalMode:
         self._waited_ns = 0  # for data, since then
         self._marks: tuple[int, ...] = ()
         self._is_in_this = False
-        self._was_in_last = True  # of the iteration in which this begins nothing is known
+        self._was_in_last = True  # unknown for the iteration in which this begins
 
     def follow(self, parameters: Iterable[Any]) -> None:
-        """Take these as the parameters that are trained: a model is a module that has all of them."""
+        """Set the trained parameters: a model is a module that has all of them."""
         self._trained = frozenset(id(one) for one in parameters if one.requires_grad)
         self._known.clear()
         self._since_ns = 0
@@ -52,7 +52,6 @@ class EvalMode:
         _wrap(sys.modules["torch"])
 
     def changed(self, module: Any, is_training: bool) -> None:
-        """Take note that a module is set to train or eval mode."""
         if is_training != bool(self._since_ns) or not self._steps.is_owner or not self._owns(module):
             return
         now_ns = time.monotonic_ns()
@@ -68,13 +67,13 @@ class EvalMode:
         self._drop()
 
     def stepped(self, is_end: bool) -> None:
-        """Take note of an optimizer's step: what is in eval mode then trains in it."""
+        """Process an optimizer's step: a model that is in eval mode then trains in it."""
         self._drop()
         if is_end:
             self._was_in_last, self._is_in_this = self._is_in_this, False
 
     def waited(self, spent_ns: int) -> bool:
-        """Return whether this wait for data is perhaps that of an evaluation, and is kept until that is known."""
+        """Return whether this wait for data may belong to an evaluation, and is kept until that is known."""
         if self._since_ns:
             self._waited_ns += spent_ns
         return bool(self._since_ns)
@@ -95,7 +94,7 @@ class EvalMode:
 
 
 def _marks() -> tuple[int, ...]:
-    """Return what changes where a phase or a generation begins or ends, or other metrics begin."""
+    """Return values that change when a phase or a generation begins or ends, or other metrics begin."""
     recorder = get_metrics_collector().recorder
     return (id(recorder), *recorder.marks) if recorder is not None else ()
 
@@ -107,7 +106,7 @@ def _changed(module: Any, is_training: bool) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _wrap(torch: Any) -> None:
-    """Wrap ``torch.nn.Module.train``; a call inside of another is of a part of the same model."""
+    """Wrap ``torch.nn.Module.train``; a nested call is of a part of the same model."""
     kind = torch.nn.Module
     train = kind.train
     is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
@@ -116,7 +115,7 @@ def _wrap(torch: Any) -> None:
     @functools.wraps(train)
     def seen(self: Any, mode: bool = True) -> Any:
         nonlocal is_inside
-        if is_inside or is_compiling():  # compiled code must not depend on what is ours
+        if is_inside or is_compiling():  # compiled code must not depend on ours
             return train(self, mode)
         _GUARD(_changed, self, mode)
         is_inside = True

@@ -1,7 +1,7 @@
-"""How many parameters a model has, however it is wrapped, sharded or quantised, and what a token costs in it.
+"""The parameters of a model, also a wrapped, sharded or quantised one, and the FLOPs of a token in it.
 
-Every rank could say it for the whole model without asking another: shards of FSDP and ZeRO know the shape of what
-they are a part of.  Standard library alone: this lives in the training process.
+Every rank can compute both for the whole model without communication: shards of FSDP and ZeRO have the shape of the
+whole tensor.  Standard library alone: this runs in the training process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Parameters:
 
     total: int
     trainable: int
-    active: int | None  # a token meets so many; ``None`` where all of them, or where nobody knows
+    active: int | None  # per token; ``None`` for all of them, or where unknown
     active_trainable: int
 
     def share(self, counts_them: bool) -> dict[str, int]:
-        """Return what a rank contributes: one gives all, its peers nothing."""
+        """Return a rank's contribution: all of one rank, 0 of its peers."""
         if not counts_them:
             return {"total": 0, "trainable": 0, "active": 0}
         found = {"total": self.total, "trainable": self.trainable}
@@ -47,7 +47,7 @@ def parameters_of(model: Any) -> Parameters:
 
 
 def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
-    """Yield each parameter of the whole model once: name, how many numbers, whether it is trained."""
+    """Yield each parameter of the whole model once: name, number of elements, whether it is trained."""
     flats = _flat_parameters(model)
     views = {id(one) for flat in flats.values() for one in getattr(flat, "_params", None) or ()}
     for name, parameter in model.named_parameters():  # tied ones come once
@@ -60,7 +60,7 @@ def each_parameter(model: Any) -> Iterator[tuple[str, int, bool]]:
 
 
 def size_of(parameter: Any) -> int:
-    """Return how many numbers a parameter stands for, wherever they are."""
+    """Return the number of elements of a whole parameter, also of a sharded one."""
     whole = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves an empty tensor here
     if whole is not None:
         return int(whole)
@@ -70,11 +70,11 @@ def size_of(parameter: Any) -> int:
             return int(shape.numel())
         if getattr(parameter, "bnb_quantized", not parameter.is_floating_point()):
             return int(parameter.numel()) * 2 * int(parameter.element_size())  # two in a byte
-    return int(parameter.numel())  # that of a DTensor is the whole one's
+    return int(parameter.numel())  # a DTensor's is that of the whole tensor
 
 
 def _flat_parameters(model: Any) -> dict[int, Any]:
-    """Return what FSDP1 made of the parameters: its flat ones, which know the shapes of all that they hold."""
+    """Return the flat parameters of FSDP1, which have the shapes of their originals."""
     found: dict[int, Any] = {}
     for module in model.modules():
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
@@ -84,14 +84,13 @@ def _flat_parameters(model: Any) -> dict[int, Any]:
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of what a model wraps, ``None`` where there is none."""
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
     return getattr(config, "text_config", None) or config
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what is inside of DDP, FSDP, DeepSpeed and torch.compile."""
+    """Return the model inside of DDP, FSDP, DeepSpeed and torch.compile."""
     for _ in range(8):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "_fsdp_wrapped_module", None)
         if inner is None and not hasattr(model, "config"):
@@ -103,7 +102,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _active_share(config: Any) -> float | None:
-    """Return the share of its experts that a token meets, ``None`` for a model without."""
+    """Return the share of its experts that a token uses, ``None`` for a model without."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), None)
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -111,14 +110,14 @@ def _active_share(config: Any) -> float | None:
 
 
 def flops_per_token(model: Any, counted: Parameters, sequence_length: int | None) -> tuple[float, float] | None:
-    """Return the FLOPs of a token, all of them and those of its forward pass; ``None`` where nobody knows.
+    """Return the FLOPs of a token, all of them and those of its forward pass; ``None`` where unknown.
 
-    What they count is `CONVENTION`; the attention is left out where the length is not known.
+    They are counted by `CONVENTION`; without a length the attention is left out.
 
     Args:
         model: of a kind that has layers of one width.
         counted: its parameters.
-        sequence_length: positions that a token may look at.
+        sequence_length: positions that a token attends to.
     """
     config = config_of(model)
     layers, width = getattr(config, "num_hidden_layers", None), _attention_width(config)
@@ -144,14 +143,13 @@ class FlopsByWidth:
         self, short: tuple[float, float] = (0.0, 0.0), known: tuple[float, float] = (0.0, 0.0), width: int = 0
     ) -> None:
         self._short = short
-        self._width: float = width  # that was reported last
+        self._width: float = width  # the last reported one
         self._slopes: tuple[float, ...] = (
             tuple((there - here) / width for here, there in zip(short, known, strict=True)) if width else ()
         )
         self._tokens = self._weighted = 0
 
     def add(self, tokens: int, weighted: int) -> None:
-        """Add a batch's tokens, and their product with its width."""
         self._tokens += tokens
         self._weighted += weighted
 
@@ -160,12 +158,12 @@ class FlopsByWidth:
         """The mean width of the batches, weighted by their tokens."""
         return self._weighted / self._tokens if self._tokens else 0.0
 
-    def has_news(self, tolerance: float) -> bool:
-        """Whether the mean differs by more than this share from the width that was reported last."""
+    def has_changed(self, tolerance: float) -> bool:
+        """Whether the mean differs by more than this share from the last reported width."""
         return bool(self._slopes and self._weighted) and abs(self.mean_width / self._width - 1) > tolerance
 
     def at(self, width: float) -> tuple[float, float]:
-        """Return the FLOPs of a token at this width, all and forward, and remember the width as reported."""
+        """Return the FLOPs of a token at this width, all and forward, and store it as the reported one."""
         self._width = width
         return self._short[0] + self._slopes[0] * width, self._short[1] + self._slopes[1] * width
 
@@ -179,7 +177,7 @@ def _attention_width(config: Any) -> int | None:
 
 
 def _looked_up(model: Any, config: Any) -> tuple[int, int]:
-    """Return the numbers in tables that are read and not multiplied: all, and the trained ones."""
+    """Return the elements of lookup tables, which are not multiplied: all, and the trained ones."""
     inner = unwrapped(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     is_tied = bool(getattr(config, "tie_word_embeddings", False)) and head is not None

@@ -1,15 +1,15 @@
-"""The iterations of a loop that is seen by the steps of its optimizers alone; standard library alone.
+"""The iterations of a loop that is measured by the steps of its optimizers alone; standard library alone.
 
-What an iteration is here: the time from the end of one step to the end of the next, less what torch's DataLoader
-took to give its batches (that is the data wait).  A batch that comes from elsewhere is inside it, which run.json
-says; so is an evaluation that neither `_modes` sees nor `effllm.phase` is around, which the summary says.  The first
-step begins the metrics and is not measured: nobody saw when its iteration started.
+An iteration here is the time from the end of one step to the end of the next, less the time of torch's DataLoader
+for its batches (the data wait).  A wait for a batch from another source is inside it, as run.json records; so is an
+evaluation that neither `_modes` nor `effllm.phase` marks, as the summary records.  The first step begins the metrics
+and is not measured: the start of its iteration is unknown.
 
 Two optimizers are one iteration.  The one that steps first in a process leads, and an iteration ends when it has
-stepped; what the others do after it falls into the next iteration, so counts and time are right in sum and shifted
-by less than an iteration.  A leader is followed at once by an optimizer that has its parameters (it was made anew),
-or by the next one where it is gone; one that only stopped stepping is given up after 16 steps of others, which are
-one long iteration then.  An alternation with more than 16 steps in a row of one optimizer counts that one's steps.
+stepped; later work of the others falls into the next iteration, so counts and time are right in sum and shifted
+by less than an iteration.  A leader is replaced at once by an optimizer with its parameters (it was made again),
+or by the next one after it was deleted; one that only stopped stepping is replaced after 16 steps of others, which
+are one long iteration then.  Of an alternation with more than 16 steps in a row of one optimizer, its steps count.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from effllm.hooks._wrap import no_metrics
 from effllm.training import ownership
 
 MIN_STEPS = 3  # fewer steps of plain tensors are no training
-PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is given up
+PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is replaced
 
 
 class Rounds:
-    """The iterations of a loop, told from the steps of its optimizers.
+    """The iterations of a loop, by the steps of its optimizers.
 
     Args:
         level: of `ownership`.
-        name: of whose steps these are, as run.json says it.
+        name: of the system, as in run.json.
     """
 
     def __init__(self, level: int, name: str) -> None:
@@ -47,14 +47,14 @@ class Rounds:
         self._steps_of_others = 0
         self._plain_steps = 0  # of optimizers of tensors that are no parameters; counted up to MIN_STEPS
         self._joined: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._seen: set[int] = set()  # parameters, by id: those of two optimizers may be the same
+        self._counted: set[int] = set()  # parameters, by id: those of two optimizers may be the same
         self._share = {"total": 0, "trainable": 0}
         self._watches_cells = False
-        self._between_cells: Any = None  # the recorder to which a cell's end was told
+        self._between_cells: Any = None  # the recorder at the end of a cell
         hear_waits(self)
 
     def claim(self, optimizer: Any) -> bool:
-        """Be the one who counts, if nobody nearer is; the first time this begins the metrics."""
+        """Return whether these steps are counted, without an owner nearer to the user; the first time begins them."""
         if self._steps.is_owner:
             return True
         if not self._steps.claim():
@@ -72,7 +72,7 @@ class Rounds:
     def _begin(self) -> None:
         collector = get_metrics_collector()
         declares_parameters = self._steps.may_declare_parameters
-        self._leader, self._seen, self._joined = None, set(), weakref.WeakSet()
+        self._leader, self._counted, self._joined = None, set(), weakref.WeakSet()
         self._share = {"total": 0, "trainable": 0}
         facts = {
             "iteration_start": "the end of the optimizer step before, less what torch's DataLoader took",
@@ -80,13 +80,13 @@ class Rounds:
             "evaluation_in_iterations": True,
             **({"parameters_from": "optimizer"} if declares_parameters else {}),
         }
-        # An earlier call of the loop's has said the first iteration, if any has; that it is 1 is our guess.
+        # An earlier call of the loop may have set the first iteration; 1 is our assumption.
         first = None if collector.is_collecting else 1
         if self._steps.begin(first_iteration=first, facts=facts, is_numbered=first is None):
             self._watch_cells()
 
     def _watch_cells(self) -> None:
-        """Keep the time between the cells of a notebook out of the iteration that the next cell goes on with."""
+        """Leave the time between the cells of a notebook out of the iteration that the next cell continues."""
         find = getattr(sys.modules.get("IPython"), "get_ipython", None)
         shell = find() if find is not None else None
         if shell is not None and not self._watches_cells:
@@ -104,7 +104,7 @@ class Rounds:
             self._steps.phase_end()
 
     def stepped(self, optimizer: Any) -> None:
-        """Take note that an optimizer has stepped: end the iteration where it leads."""
+        """Process an optimizer's step: end the iteration where it leads."""
         if not self.claim(optimizer):
             return
         recorder = get_metrics_collector().recorder
@@ -134,18 +134,16 @@ class Rounds:
         return any(id(parameter) in self._leaders_parameters for parameter in _parameters(optimizer))
 
     def _join(self, optimizer: Any) -> None:
-        """Add an optimizer's parameters to those of the model."""
         self._joined.add(optimizer)
         is_first = rank() == 0
         for parameter in _parameters(optimizer):
-            if id(parameter) not in self._seen:
-                self._seen.add(id(parameter))
+            if id(parameter) not in self._counted:
+                self._counted.add(id(parameter))
                 self._share["total"] += _size(parameter) if is_first or _is_shard(parameter) else 0
         self._share["trainable"] = self._share["total"]
         self._steps.declare_parameters(self._share)
 
     def waited(self, spent_ns: int) -> None:
-        """Take a stretch out of the running iteration, in which the loop waited for data."""
         if not self._modes.waited(spent_ns):
             self._steps.waited(spent_ns)
 
@@ -156,17 +154,17 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _trains_a_model(optimizer: Any) -> bool:
-    """Whether there is a gradient of a parameter: a step without is how schedulers are kept quiet."""
+    """Whether a parameter has a gradient: steps without one only silence warnings of schedulers."""
     parameter_type = sys.modules["torch"].nn.Parameter
     return any(isinstance(one, parameter_type) and one.grad is not None for one in _parameters(optimizer))
 
 
 def _size(parameter: Any) -> int:
-    """Return how many numbers a parameter stands for; a flat one of FSDP1 knows the shapes of what it is made of."""
+    """Return the number of elements of a whole parameter; a flat one of FSDP1 has the shapes of its originals."""
     shapes = getattr(parameter, "_shapes", None) if getattr(parameter, "_is_flat_param", False) else None
     return sum(shape.numel() for shape in shapes) if shapes else size_of(parameter)
 
 
 def _is_shard(parameter: Any) -> bool:
-    """Whether a rank holds a piece of its own: what FSDP1 left of an original; others know the whole or have it."""
+    """Whether it is the shard that FSDP1 left of an original; all others have the whole shape."""
     return bool(getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False))

@@ -1,6 +1,6 @@
-"""How hooks put themselves around a framework's functions: no failure of theirs reaches the training.
+"""Wraps functions of frameworks for hooks: no failure of a hook reaches the training.
 
-Standard library alone: this lives in the training process.
+Standard library alone: this runs in the training process.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MARK = "__effllm_wraps__"
-_said: set[str] = set()
+_printed: set[str] = set()
 
 
 def say_once(line: str) -> None:
-    """Say one line to the person, once in this process, on rank 0 alone."""
-    if line in _said:
+    """Print a line to stderr, once in this process, on rank 0 alone."""
+    if line in _printed:
         return
-    _said.add(line)
+    _printed.add(line)
     if _is_first_rank():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - once, and not in the loop
 
 
 def no_metrics(reason: str) -> None:
-    """Have a line at the end of rank 0 name this reason and the call to add, unless something measures the job."""
+    """Suggest the call to add, with this reason, at the end of rank 0, unless the job is measured by then."""
     with contextlib.suppress(Exception):
         from effllm.training.without_metrics import suggest_at_exit
 
@@ -42,12 +42,12 @@ def _is_first_rank() -> bool:
         from effllm.switches import this_process
 
         return read_place(this_process()).rank == 0
-    except Exception:  # noqa: BLE001 - what is broken may be just that, and somebody must hear of it
+    except Exception:  # noqa: BLE001 - the environment itself may be broken, and the line must be printed
         return True
 
 
 class Guard:
-    """Calls what a hook does; the first time that fails, it says so and never calls anything again.
+    """Calls the functions of a hook; after a first failure it prints a line and calls no function again.
 
     Args:
         name: of the hooked system, for the line.
@@ -58,12 +58,12 @@ class Guard:
         self.is_broken = False
 
     def __call__(self, function: Callable[..., Any] | None, *arguments: Any, **named: Any) -> Any:
-        """Return what the function returns, ``None`` where it fails."""
+        """Return the function's result, ``None`` where it fails."""
         if function is None or self.is_broken:
             return None
         try:
             return function(*arguments, **named)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end a training step
+        except Exception as error:  # noqa: BLE001 - no exception may end a training step
             self.is_broken = True
             say_once(f"{self.name} is not measured any more, training goes on: {type(error).__name__}: {error}")
             return None
@@ -78,15 +78,15 @@ def around(
     after: Callable[..., None] | None = None,
     failed: Callable[[Any], None] | None = None,
 ) -> bool:
-    """Wrap a function of a module, or a method of a class; ``False`` where there is none by this name.
+    """Wrap a function of a module, or a method of a class; ``False`` where there is none of this name.
 
     Args:
-        holder: the module or class; the same function is wrapped once, however often this is called.
+        holder: the module or class; repeated calls wrap the same function once.
         name: of the function.
         guard: through which the three below are called.
-        before: takes the call's `Call`; what it returns goes to the others.
-        after: takes what ``before`` returned, the `Call`, and the result.
-        failed: takes what ``before`` returned where the function raises; the exception passes on.
+        before: takes the `Call`; its result goes to the others.
+        after: takes the result of ``before``, the `Call`, and the function's result.
+        failed: takes the result of ``before`` where the function raises; the exception is raised again.
     """
     static = inspect.getattr_static(holder, name, None)
     original = getattr(holder, name, None)
@@ -114,7 +114,7 @@ def around(
 
 
 class Call:
-    """The arguments of one call, by name wherever they stand: their places differ from version to version."""
+    """The arguments of one call by name: their positions differ from version to version."""
 
     __slots__ = ("_bound", "_function", "args", "kwargs")
 

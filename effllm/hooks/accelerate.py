@@ -1,7 +1,7 @@
-"""accelerate: a step of its optimizer is one where it does not hold gradients back to accumulate them.
+"""accelerate: a step of its optimizer is one unless gradients are being accumulated.
 
-What is an iteration then is told in `_rounds`.  A step that its gradient scaler skips for an overflow is one, for it
-was worked for.  DeepSpeed under accelerate steps in its engine, which has a hook of its own.
+Iterations are those of `_rounds`.  A step that its gradient scaler skips for an overflow counts, since its work was
+done.  DeepSpeed under accelerate steps in its engine, which has a hook of its own.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def attach_accelerator(module: ModuleType) -> None:
     """
     accelerator = getattr(module, "Accelerator", None)
     if accelerator is None or not around(accelerator, "backward", _SYNC_GUARD, before=_backward):
-        raise Unknown("accelerate.accelerator has no Accelerator.backward: ranks do not tell what time is their own")
+        raise Unknown("accelerate.accelerator has no Accelerator.backward: the own time of ranks is not measured")
 
 
 def _backward(call: Call) -> None:
-    if call.args[0].sync_gradients:  # else they are accumulated, and nobody is waited for
+    if call.args[0].sync_gradients:  # else they are accumulated without communication
         get_metrics_collector().sync_point()
 
 

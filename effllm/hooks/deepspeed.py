@@ -1,12 +1,12 @@
 """DeepSpeed's engine: a loop of ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``, and the pipeline's.
 
 An iteration begins with the first forward pass after a step of the optimizer and ends with the ``step`` that takes
-one (``global_steps`` grows): several micro-batches where gradients are accumulated.  What lies between ``step`` and
+one (``global_steps`` grows): several micro-batches where gradients are accumulated.  The time between ``step`` and
 the next forward pass is the data wait.  A forward pass without gradients, or of a model in ``eval`` mode, begins an
 evaluation, which lasts to the next training pass.
 
-Of several engines the first that trains leads.  Parameters are those of the whole model, whatever ZeRO made of them;
-with tensor parallelism or experts they are not known.  Under a Trainer or Lightning it is their steps that count.
+Of several engines the first that trains leads.  Parameters are those of the whole model, in any stage of ZeRO;
+with tensor parallelism or experts they are unknown.  Under a Trainer or Lightning its steps count.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class _Loop:
     # --- the engine ---
 
     def forward_begins(self, call: Call) -> None:
-        """Begin an iteration or go on with it; or begin an evaluation."""
         engine = call.args[0]
         if getattr(engine, "pipeline_parallelism", False):
             return
@@ -85,22 +84,22 @@ class _Loop:
             self._train()
             if self._counts_data:
                 inputs = inputs_of(engine.module, call.args[1:], call.kwargs)
-                self._batches.see(inputs, self._counts_samples)
+                self._batches.add(inputs, self._counts_samples)
 
     def backward_begins(self, call: Call) -> None:
-        """Stamp the last moment before gradients are summed; in ZeRO-3 ranks have waited for each other before."""
+        """Record the time before gradients are summed; in ZeRO-3 ranks have waited for each other before."""
         engine = call.args[0]
         is_ours = self._is_leader(engine) and self._steps.is_owner
         if is_ours and engine.zero_optimization_stage() < 3 and engine.is_gradient_accumulation_boundary():
             get_metrics_collector().sync_point()
 
     def step_begins(self, call: Call) -> Any:
-        """Return the engine's count of steps, by which it is seen whether it takes one."""
+        """Return the engine's count of steps, which grows when it takes one."""
         engine = call.args[0]
         return engine.global_steps if self._is_leader(engine) else None
 
     def step_ended(self, steps: int | None, call: Call, _result: Any) -> None:
-        """End the iteration where the optimizer stepped; a step that an overflow skips is one too."""
+        """End the iteration where the optimizer stepped; a step that an overflow skips counts too."""
         if steps is None:
             return
         if call.args[0].global_steps == steps:
@@ -110,7 +109,6 @@ class _Loop:
         self._batches.end()
 
     def mark_checkpoint(self, engine: Any) -> None:
-        """Hook the checkpoints of a class of engines."""
         self._steps.mark_phase(engine, "save_checkpoint", "checkpoint", _GUARD, self._saves)
 
     def _saves(self, call: Call) -> bool:
@@ -122,14 +120,14 @@ class _Loop:
     # --- the pipeline's engine ---
 
     def pipeline_begins(self, call: Call) -> bool:
-        """Begin an iteration of a pipeline, which fetches its batches inside."""
+        """Begin an iteration of a pipeline, which fetches its own batches."""
         if not self._leads(call.args[0]):
             return False
         self._train()
         return True
 
     def pipeline_ended(self, is_ours: bool | None, call: Call, _result: Any) -> None:
-        """End it; its first stage counts the samples."""
+        """End the iteration; the first stage counts the samples."""
         if is_ours:
             self._is_running = False
             engine = call.args[0]
@@ -137,7 +135,6 @@ class _Loop:
             self._steps.end_counted(samples if self._counts_data and engine.is_first_stage() else 0)
 
     def pipeline_evaluates(self, call: Call) -> None:
-        """Begin an evaluation."""
         self._evaluate(call.args[0])
 
     # --- both ---
@@ -207,7 +204,7 @@ class _Loop:
 
 
 def _size(engine: Any, *names: str) -> int:
-    """Return how many ranks share a layer, by the first of these that the engine's groups know."""
+    """Return the number of ranks that share a layer, by the first of these methods that the engine's groups have."""
     groups = getattr(engine, "mpu", None)
     found = next((getattr(groups, name) for name in names if hasattr(groups, name)), None)
     return int(found()) if found is not None else 1

@@ -1,15 +1,15 @@
-"""Lightning Fabric, by either of its package names, and what is built on it, as litgpt: loops of a model and an
+"""Lightning Fabric, by either of its package names, and systems built on it, as litgpt: loops of a model and an
 optimizer that ``Fabric.setup`` has wrapped.
 
 An iteration begins with the first forward pass with gradients after a step, and ends with the wrapped optimizer's
-``step``: several micro-batches where gradients are accumulated.  What torch's DataLoader takes between them, and what
-lies between the step and the next forward pass, is the data wait.  Of several optimizers the one that stepped last
+``step``: several micro-batches where gradients are accumulated.  The time of torch's DataLoader between them, and the
+time between the step and the next forward pass, is the data wait.  Of several optimizers the one that stepped last
 before an iteration began ends it.  A forward pass without gradients, in ``eval`` mode, of a model that was trained in
 ``train`` mode begins an evaluation, which lasts to the next forward pass that trains.
 
-Parameters are those of all models that train; tokens and samples are read from what the first of them is called with.
-A loop whose forward pass is not seen (a method of a LightningModule on one device, a wrapper that was compiled
-again) is left to the hook of torch's optimizers.
+Parameters are those of all models that train; tokens and samples are read from the arguments of the first of them.
+A loop whose forward pass is not wrapped (a method of a LightningModule on one device, a wrapper that was compiled
+again) is measured by the hook of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from effllm.training import ownership
 _GUARD = Guard("Lightning Fabric")
 _SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")
 _COUNTING = Guard("the parameter count of Lightning Fabric's model")
-_PATIENCE_STEPS = 16  # of other optimizers, until one that does not step is given up
+_PATIENCE_STEPS = 16  # of other optimizers, until one that does not step is replaced
 
 
 def attach(module: ModuleType) -> None:
-    """Hook what wraps models and optimizers: of ``lightning.fabric.wrappers``.
+    """Hook the wrappers of models and optimizers: of ``lightning.fabric.wrappers``.
 
     Raises:
         Unknown: it has no ``_FabricModule.forward`` or ``_FabricOptimizer.step``.
@@ -92,11 +92,10 @@ class _Loop:
         self._steps_of_others = 0
 
     def optimizer_made(self, *_: Any) -> None:
-        """Take note that there is a wrapped optimizer; a loop with another is not measured here."""
+        """Record that there is a wrapped optimizer; a loop with another is not measured here."""
         self._has_optimizer = True
 
     def forward_begins(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Begin an iteration or go on with it; or begin an evaluation."""
         is_training_mode = model.module.training
         may_evaluate = not is_training_mode and model in self._in_train_mode
         if may_evaluate or not sys.modules["torch"].is_grad_enabled():
@@ -118,17 +117,17 @@ class _Loop:
         self._called_last = weakref.ref(model)
         if _alive(self._counted) is model:
             is_one_piece = bool(args) and isinstance(args[0], Mapping)  # as in training_step(batch, index)
-            self._batches.see(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
+            self._batches.add(args[0] if is_one_piece else inputs_of(model.module, args, kwargs))
 
     def backward_begins(self, _call: Call) -> None:
-        """Stamp the last moment before DDP sums gradients, unless ranks wait for each other in the forward pass."""
+        """Record the time before DDP sums gradients, unless ranks wait for each other in the forward pass."""
         inner: Any = getattr(_alive(self._called_last), "_forward_module", None)
         is_last = self._is_running and getattr(inner, "require_backward_grad_sync", False)
         if is_last and self._steps.is_owner and not inner.will_sync_module_buffers():
             get_metrics_collector().sync_point()
 
     def stepped(self, _token: Any, call: Call, _result: Any) -> None:
-        """End the iteration where the optimizer that stepped leads; a step that a scaler skips is one too."""
+        """End the iteration where the optimizer that stepped leads; a step that a scaler skips counts too."""
         if not self._steps.is_owner:
             return
         optimizer, leader = call.args[0], _alive(self._leader)
@@ -141,7 +140,6 @@ class _Loop:
                 self._batches.end()
 
     def mark_checkpoint(self, fabric: Any) -> bool:
-        """Hook the checkpoints of the class of Fabrics; ``False`` where it has no ``save``."""
         return self._steps.mark_phase(fabric, "save", "checkpoint", _GUARD, self._saves)
 
     def _saves(self, _call: Call) -> bool:
@@ -160,7 +158,7 @@ class _Loop:
         return True
 
     def _join(self, model: Any) -> None:
-        """Take the parameters of a model that is seen first; the first that trains begins the metrics."""
+        """Add the parameters of a new model; the first one that trains begins the metrics."""
         found = self._found[model] = _COUNTING(parameters_of, model._forward_module)
         if found is not None and not found.trainable:
             return
@@ -183,7 +181,7 @@ class _Loop:
         self._batches.of_model(model.module, found)
 
     def _share(self) -> dict[str, int] | None:
-        """Return what this rank contributes to the number of parameters, ``None`` where a model's are not known."""
+        """Return this rank's contribution to the number of parameters, ``None`` where a model's are unknown."""
         training = [one for one in self._found.values() if one is None or one.trainable]
         known = [one for one in training if one is not None]
         if not known or len(known) < len(training):

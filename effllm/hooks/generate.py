@@ -1,7 +1,7 @@
-"""``GenerationMixin.generate`` of transformers: what was generated, by the shapes of what went in and came out.
+"""``GenerationMixin.generate`` of transformers: the generated tokens, by the shapes of its arguments and results.
 
-A shape is known without asking the GPU.  Where the result lies on the CPU, positions after the end of a sequence are
-not counted; on a GPU, looking for them would be a synchronisation, so a batch counts until its longest sequence ends.
+A shape is known without the GPU.  Of a result on the CPU, positions after the end of a sequence are not counted; on a
+GPU, finding them would be a synchronisation, so a batch counts until its longest sequence ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "decoder_input_ids")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the class that every model of transformers generates by."""
+    """Hook the class by which every model of transformers generates."""
     mixin = getattr(module, "GenerationMixin", None)
     if mixin is None or not around(mixin, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
         raise Unknown("GenerationMixin.generate")
@@ -36,8 +36,8 @@ def _describe(model: Any) -> Process:
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
-        gpus = set()  # CUDA itself says which that is
-    count = getattr(model, "num_parameters", None)  # which knows of quantised storage
+        gpus = set()  # CUDA's current device
+    count = getattr(model, "num_parameters", None)  # which considers quantised storage
     return Process(
         {"framework": "transformers", "model": type(model).__name__},
         count() if count is not None else sum(one.numel() for one in parameters) or None,
@@ -56,7 +56,7 @@ def _generated(begun: Any, call: Call, result: Any) -> None:
 
 
 def _count(call: Call, sequences: Any) -> tuple[int, int, int]:
-    """Return the tokens generated, those of the prompts, and the prompts."""
+    """Return the numbers of generated tokens, of tokens in prompts, and of prompts."""
     rows, length = _shape(sequences)
     prompts, prompt_length = _shape(_prompt(call))
     first = _prefix(call, prompt_length)
@@ -79,11 +79,11 @@ def _prompt(call: Call) -> Any:
 
 
 def _prefix(call: Call, prompt_length: int) -> int:
-    """Return how many tokens of a result were not generated: a decoder's prompt, or what it was made to start with."""
+    """Return the number of tokens of a result that were not generated: a decoder's prompt, or its forced start."""
     if getattr(getattr(call.args[0], "config", None), "is_encoder_decoder", False):
         return max(_shape(call.kwargs.get("decoder_input_ids"))[1], 1)
     if call.kwargs.get("inputs_embeds") is not None:
-        return _shape(call.kwargs.get("input_ids"))[1]  # of embeddings nothing is in the result
+        return _shape(call.kwargs.get("input_ids"))[1]  # embeddings are not in the result
     return prompt_length or 1
 
 
@@ -93,7 +93,7 @@ def _shape(tensor: Any) -> tuple[int, int]:
 
 
 def _ended_early(call: Call, sequences: Any, first: int) -> int:
-    """Return how many positions from ``first`` on are padding after the end of their sequence; 0 on a GPU."""
+    """Return the number of positions from ``first`` on that are padding after the end of a sequence; 0 on a GPU."""
     device = getattr(sequences, "device", None)
     if device is None or device.type != "cpu" or not hasattr(sequences, "tolist"):
         return 0
@@ -105,7 +105,7 @@ def _ended_early(call: Call, sequences: Any, first: int) -> int:
 
 
 def _padding(row: list[int], ends: set[int], pad: int | None) -> int:
-    """Return how many tokens stand behind the end of a sequence.
+    """Return the number of tokens after the end of a sequence.
 
     >>> _padding([5, 6, 2, 0, 0], {2}, 0), _padding([5, 6, 2, 2, 2], {2}, 2), _padding([5, 6, 0], set(), 0)
     (2, 2, 1)
@@ -113,7 +113,7 @@ def _padding(row: list[int], ends: set[int], pad: int | None) -> int:
     for place, token in enumerate(row):
         if token in ends:
             return len(row) - place - 1
-    padding = 0  # what stops a sequence need not be a token
+    padding = 0  # a sequence may also be stopped without a token
     while padding < len(row) and row[-1 - padding] == pad:
         padding += 1
     return padding

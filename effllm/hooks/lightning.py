@@ -1,13 +1,13 @@
-"""Lightning, by either of its package names: its Trainer asks its entry points for callbacks, and gets ours.
+"""Lightning, by either of its package names: its Trainer loads our callback from its entry points.
 
-One iteration is one or more micro-batches up to the one after which ``trainer.global_step`` has grown: with
-``accumulate_grad_batches`` several, with manual optimization whatever the module does, and two optimizers that step
-in one batch are one.  A batch that grows nothing belongs to the iteration after it.  The fetch of a batch, its way to
-the device and Lightning's own work between batches are the data wait.
+One iteration is one or more micro-batches up to the one after which ``trainer.global_step`` has grown: several with
+``accumulate_grad_batches``, with manual optimization as the module decides, and two optimizers that step in one batch
+are one.  A batch without a step belongs to the iteration after it.  The fetch of a batch, its transfer to the device
+and Lightning's own work between batches are the data wait.
 
-Tokens are read from batches that name ``input_ids``; of another batch the first tensor's first dimension gives the
+Tokens are read from batches with ``input_ids``; of another batch the first tensor's first dimension gives the
 samples, and tokens are not measured unless the module calls `effllm.count`.  FSDP, DeepSpeed and tensor parallelism
-are written for and were not run.
+are implemented and were not run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 
 
 def _callbacks(package: str) -> list[Any]:
-    # A Trainer asks, so its package is loaded, and what is raised here would end the training.
+    # A Trainer calls this, so its package is loaded, and an exception here would end the training.
     hooks: Any = sys.modules.get("effllm.hooks")
     if not (is_attached(this_process()) or getattr(hooks, "_is_attached", False)):
         return []
@@ -50,7 +50,7 @@ def _callbacks(package: str) -> list[Any]:
 
 
 def callback_of(package: str) -> Any:
-    """Return a new callback of the class that this package's Trainer wants."""
+    """Return a new callback, a subclass of this package's."""
     if package not in _classes:
         base = import_module(package).Callback
         _classes[package] = type("EfficientLLM", (_Callback, base), {"package": package, "__module__": __name__})
@@ -62,7 +62,7 @@ _classes: dict[str, type] = {}
 
 
 class _Callback:
-    """Hears a Trainer, and passes on what it hears; nothing of it is saved in checkpoints."""
+    """The callback of a Trainer; nothing of it is saved in checkpoints."""
 
     package = ""
 
@@ -87,12 +87,10 @@ class _Callback:
                 self._training = training
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin an iteration, or go on with it."""
         if self._training is not None:
             _GUARD(self._training.batch_start)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count a micro-batch, and end the iteration where an optimizer has stepped."""
         if self._training is not None:
             _GUARD(self._training.batch_end, outputs, batch)
             _LOGGING(self._training.log)
@@ -103,17 +101,14 @@ class _Callback:
             _GUARD(_STEPS.phase_start, "evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """End it."""
         if self._training is not None:
             _GUARD(_STEPS.phase_end)
             self._training.evaluated()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the metrics of a training that failed."""
         self._finish("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the metrics, after the last checkpoint."""
         self._finish("completed")
 
     def _finish(self, status: str) -> None:
@@ -132,18 +127,17 @@ class Training:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
-        self._idle_since_ns = 0  # the end of a micro-batch that no optimizer followed; 0 between iterations
+        self._idle_since_ns = 0  # the end of a micro-batch without an optimizer's step; 0 between iterations
         self._step = 0
         self._ended = False  # the batch before ended an iteration
         self._loss: float | None = None
         self._batches = Batches(_STEPS)
-        self._speaks = True
+        self._counts_data = True
 
     def begin(self) -> bool:
-        """Start the metrics of this rank."""
         trainer = self._trainer
         self._step = trainer.global_step
-        self._speaks = _speaks_for_its_batch(trainer)
+        self._counts_data = _is_counted_here(trainer)
         parameters = _COUNTING(parameters_of, getattr(trainer, "model", None) or self._module)
         has_begun = _STEPS.begin(
             parameter_share=parameters.share(trainer.global_rank == 0) if parameters else None,
@@ -160,7 +154,7 @@ class Training:
         return has_begun
 
     def batch_start(self) -> None:
-        """Begin an iteration, or take the wait before its next micro-batch out of it."""
+        """Begin an iteration, or subtract the wait before its next micro-batch."""
         if self._idle_since_ns:
             _STEPS.waited(time.monotonic_ns() - self._idle_since_ns)
             self._idle_since_ns = 0
@@ -168,7 +162,7 @@ class Training:
             _STEPS.start()
 
     def evaluated(self) -> None:
-        """Let a wait for a micro-batch begin anew after an evaluation between two of them."""
+        """Restart the wait for a micro-batch after an evaluation between two of them."""
         if self._idle_since_ns:
             self._idle_since_ns = time.monotonic_ns()
 
@@ -177,8 +171,8 @@ class Training:
         step = self._trainer.global_step
         self._ended = step != self._step
         end_ns = time.monotonic_ns()
-        if self._speaks:
-            self._batches.see(batch)
+        if self._counts_data:
+            self._batches.add(batch)
         if not self._ended:
             self._idle_since_ns = end_ns
             return
@@ -187,7 +181,7 @@ class Training:
         self._loss = _number(outputs)
 
     def log(self) -> None:
-        """Record the loss, and let the Trainer's loggers log what is measured, at their own interval."""
+        """Record the loss, and pass the measured values to the Trainer's loggers, at their own interval."""
         if not self._ended:
             return
         values = _STEPS.loss(self._step, self._loss)
@@ -195,20 +189,19 @@ class Training:
         loop = getattr(getattr(trainer, "fit_loop", None), "epoch_loop", None)
         step = getattr(loop, "_batches_that_stepped", self._step)
         every = trainer.log_every_n_steps
-        known = {name: value for name, value in values.items() if value == value}  # nan is what is not measured
+        known = {name: value for name, value in values.items() if value == value}  # nan is not measured
         if known and every and (step + 1) % every == 0 and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(known, step=step)
 
     def finish(self, status: str) -> None:
-        """End the metrics."""
         if status == "completed":
             self._batches.finish()
         _STEPS.finish(status)
 
 
 def _number(outputs: Any) -> float | None:
-    """Return the loss of a micro-batch; one on an accelerator is not read, for that would be a synchronisation."""
+    """Return the loss of a micro-batch; one on an accelerator is not read, since that would be a synchronisation."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if isinstance(loss, int | float):
         return float(loss)
@@ -218,7 +211,6 @@ def _number(outputs: Any) -> float | None:
 
 
 def _total(trainer: Any, module: Any) -> int | None:
-    """Return how many iterations there will be, where the Trainer's settings say so."""
     if not getattr(module, "automatic_optimization", True):
         return None
     if trainer.max_steps and trainer.max_steps > 0:
@@ -229,8 +221,8 @@ def _total(trainer: Any, module: Any) -> int | None:
     return int(-(-batches // trainer.accumulate_grad_batches) * epochs)
 
 
-def _speaks_for_its_batch(trainer: Any) -> bool:
-    """Whether this rank counts its batch: tensor-parallel peers are handed the same one, and the first counts."""
+def _is_counted_here(trainer: Any) -> bool:
+    """Whether this rank counts its batch: tensor-parallel peers have the same one, and the first counts it."""
     mesh: Any = getattr(trainer.strategy, "device_mesh", None)
     if "tensor_parallel" not in (getattr(mesh, "mesh_dim_names", None) or ()):
         return True

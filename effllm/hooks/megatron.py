@@ -1,7 +1,7 @@
-"""Megatron: what a rank holds of the model, and whether it speaks for its data.
+"""Megatron: a rank's share of the parameters, and whether it counts its data.
 
-Both are local questions: each rank answers for itself, without a collective, and the sum over all
-ranks is the job's.  megatron-core is imported by the functions, never by importing this file.
+Both are computed locally, without a collective, and the sum over all ranks is the job's.  megatron-core is imported
+by the functions, never by importing this file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
-    """Return the parameters that this rank counts, so that over all ranks each one is counted once.
+    """Return the parameters that this rank counts: over all ranks each one is counted once.
 
-    Of the ranks that hold the same tensor one counts it: replicas of data and context parallelism,
+    Of the ranks with the same tensor one counts it: replicas of data and context parallelism,
     tensors that tensor parallelism does not split, and the last stage's copy of a tied embedding are
-    left to their first holder.  ``active`` is what one token passes through: of experts, the share that
-    the router chooses.  It is missing where there are experts and no chunk says how many.
+    counted by the first of them.  ``active`` are the parameters of one token: of experts, the share that
+    the router chooses.  It is missing where there are experts and no chunk has their number.
     """
     total = trainable = experts = 0
     chosen: tuple[int, int] | None = None
@@ -36,7 +36,7 @@ def parameter_share(model_chunks: Iterable[Any]) -> dict[str, int]:
 
 
 def reports_data() -> bool:
-    """Whether this rank gives the tokens and samples of its model-parallel group; its peers give zero.
+    """Whether this rank reports the tokens and samples of its model-parallel group; its peers report 0.
 
     It is the rank that also has the loss: on the last pipeline stage, first in tensor and context
     parallelism.
@@ -51,7 +51,7 @@ def reports_data() -> bool:
 
 
 def peers() -> tuple[str, str]:
-    """Return the name of the ranks that do the same work as this one, and that of those that wait for each other.
+    """Return the name of the ranks that do the same work as this one, and of those that wait for each other.
 
     The first is the pipeline stage.  The second are the ranks of one replica: in tensor, pipeline, context and expert
     parallelism they exchange activations inside of an iteration; it is empty where each rank computes alone.
@@ -67,11 +67,11 @@ def peers() -> tuple[str, str]:
 
 
 class LazyNumber:
-    """A number in a tensor that may be on a GPU, read when it has come and never waited for.
+    """A number in a tensor that may be on a GPU, read without waiting.
 
     Args:
-        iteration: what it belongs to.
-        tensor: with one element; a plain number will do.
+        iteration: of the number.
+        tensor: with one element, or a plain number.
     """
 
     def __init__(self, iteration: int, tensor: Any) -> None:
@@ -90,14 +90,14 @@ class LazyNumber:
             self._value = float(getattr(tensor, "detach", lambda: tensor)())
 
     def read(self) -> float | None:
-        """Return the number; ``None`` while it is not here."""
+        """Return the number; ``None`` before it has arrived."""
         if self._event is not None and self._event.query():
             self._value, self._event = float(self._copy), None
         return self._value
 
 
 def configuration(chunk: Any) -> Any:
-    """Return the ``TransformerConfig`` of a model chunk, whatever is wrapped around it; ``None`` without one."""
+    """Return the ``TransformerConfig`` of a model chunk inside of its wrappers; ``None`` without one."""
     for _ in range(8):
         config = getattr(chunk, "config", None)
         if hasattr(config, "hidden_size"):
@@ -107,7 +107,6 @@ def configuration(chunk: Any) -> Any:
 
 
 def _chosen_experts(chunk: Any) -> tuple[int, int] | None:
-    """Return how many experts a token passes through, and of how many."""
     config = configuration(chunk)
     chosen, experts = getattr(config, "moe_router_topk", None), getattr(config, "num_moe_experts", None)
     return (chosen, experts) if chosen and experts else None
@@ -128,18 +127,18 @@ def _is_counted_here(name: str, parameter: Any) -> bool:
 
 def _is_expert(name: str, parameter: Any) -> bool:
     # Without expert parallelism Megatron does not mark experts, yet they may be split over fewer ranks
-    # than the dense layers (expert_tensor_parallel_size), so their name is asked too.
+    # than the dense layers (expert_tensor_parallel_size), so their name counts too.
     return not getattr(parameter, "allreduce", True) or ".experts." in name
 
 
 def _context_parallel_rank(groups: Any) -> int:
-    # Megatron before 0.5, on which the old examples of Pai-Megatron-Patch stand, knows no context parallelism.
+    # Megatron before 0.5, used by the old examples of Pai-Megatron-Patch, has no context parallelism.
     rank: Callable[[], int] = getattr(groups, "get_context_parallel_rank", None) or int
     return rank()
 
 
 def _expert_replica(groups: Any) -> int:
-    # The second name is the one of megatron-core 0.8, which knows no expert data parallelism.
+    # The second name is the one of megatron-core 0.8, which has no expert data parallelism.
     rank: Callable[[], int] = getattr(groups, "get_expert_data_parallel_rank", None) or (
         groups.get_data_modulo_expert_parallel_rank
     )

@@ -1,9 +1,9 @@
-"""megatron.core without Megatron's training loop: an iteration is what lies between two optimizer steps.
+"""megatron.core without Megatron's training loop: an iteration is the time between two optimizer steps.
 
 It begins with the first pass through a schedule after an optimizer step and ends with the next optimizer step;
-a pass without backward is no training. This is how own loops, NeMo, Megatron-Bridge and verl are measured.
+a pass without backward is no training.  Own loops, NeMo, Megatron-Bridge and verl are measured like this.
 
-The counts are what the caller tells the schedule: micro-batches, their size and the sequence length. Where the
+The counts are the arguments of the schedule: micro-batches, their size and the sequence length.  Where the
 lengths vary (``variable_seq_lengths``) the schedule ignores the latter two, so tokens are not counted there.
 """
 
@@ -60,13 +60,13 @@ def attach_optimizer(module: ModuleType) -> None:
 
 
 def attach_gradients(module: ModuleType) -> None:
-    """Hook where a rank, its last backward pass behind it, first waits for the others: of ``finalize_model_grads``.
+    """Hook the first wait of a rank for the others after its last backward pass: ``finalize_model_grads``.
 
     Raises:
         Unknown: there is no such function.
     """
     if not around(module, "finalize_model_grads", _sync_guard, before=lambda _: get_metrics_collector().sync_point()):
-        raise Unknown("it has no finalize_model_grads: ranks do not tell what time is their own")
+        raise Unknown("it has no finalize_model_grads: the own time of ranks is not measured")
 
 
 def _is_one(schedule: Any) -> bool:
@@ -96,7 +96,6 @@ class _Iterations:
         return "training"
 
     def pass_ended(self, kind: str, call: Call, _result: Any) -> None:
-        """Add what was in the pass."""
         if kind == "evaluation":
             self._steps.phase_end()
         elif self._reports and self._runs:
@@ -105,12 +104,10 @@ class _Iterations:
             self._tokens += samples * call.get("seq_length")
 
     def fails(self, kind: str) -> None:
-        """Leave what an exception ended."""
         if kind == "evaluation":
             self._steps.phase_end()
 
     def optimizer_starts(self) -> None:
-        """Go into an optimizer, perhaps of several."""
         self._depth += 1
 
     def optimizer_ended(self) -> None:
@@ -122,7 +119,6 @@ class _Iterations:
             self._samples = self._tokens = 0
 
     def optimizer_fails(self) -> None:
-        """Leave an optimizer by its exception."""
         self._depth -= 1
 
     def _is_counting(self, call: Call) -> bool:

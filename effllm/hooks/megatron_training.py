@@ -1,11 +1,11 @@
-"""Megatron-LM and what is built on its loop: a step is a call of ``train_step``, inside ``megatron.training.training``.
+"""Megatron-LM and systems with its loop: a step is a call of ``train_step``, inside ``megatron.training.training``.
 
-Its functions are looked up in the module whenever they are called, so they are wrapped there; their arguments
-stand elsewhere from version to version and are taken by name (0.8 to 0.19 are known).
+Its functions are looked up in the module at each call, so they are wrapped there; the positions of their arguments
+differ from version to version, so these are taken by name (0.8 to 0.19 are known).
 
-``train_step`` fetches its micro-batches itself.  The wait for them is taken out of AL where they come through
-Megatron's own class of iterators (from 0.10 on), by its ``__next__``: an iterator of ours would be of another type
-than Megatron looks for.  In older versions, and on ranks that get their data from a peer, AL contains the wait.
+``train_step`` fetches its micro-batches itself.  The wait for them is subtracted from AL where they come through
+Megatron's own class of iterators (from 0.10 on), by its ``__next__``: an iterator of ours would have another type
+than Megatron requires.  In older versions, and on ranks that get their data from a peer, AL contains the wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from effllm.training import ownership
 
 NAME = "megatron"
 
-#: What is no training, and the class its time belongs to; each lies inside another in some versions.
+#: Functions other than training, and the class of their time; each is nested in another in some versions.
 PHASES = {
     "evaluate": "evaluation",
     "evaluate_and_print_results": "evaluation",
@@ -34,7 +34,7 @@ PHASES = {
     "save_checkpoint_and_time": "checkpoint",
 }
 
-#: Fact of run.json -> what Megatron's arguments call it.
+#: Fact of run.json -> its name in Megatron's arguments.
 FACTS = {
     "tensor_parallel": "tensor_model_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
@@ -65,7 +65,7 @@ def attach(module: ModuleType) -> None:
     """Hook a module that has Megatron's training loop.
 
     Raises:
-        Unknown: it has no ``train_step``, or nothing to ask for the arguments of the run.
+        Unknown: it has no ``train_step``, or no ``get_args``.
     """
     missing = [name for name in ("train_step", "get_args") if not callable(getattr(module, name, None))]
     if missing:
@@ -84,11 +84,11 @@ def attach(module: ModuleType) -> None:
         around(module, name, guard, before=training.enters, after=training.leaves, failed=training.fails)
     absent = [name for name, is_there in found.items() if not is_there]
     if absent:
-        say_once(f"{module.__name__} has no {', '.join(absent)}: what they would tell is not measured")
+        say_once(f"{module.__name__} has no {', '.join(absent)}: their part is not measured")
 
 
 def attach_data(module: ModuleType) -> None:
-    """Hook the class of iterators that Megatron puts around a data loader; versions before 0.10 have none."""
+    """Hook Megatron's class of iterators around a data loader; versions before 0.10 have none."""
     iterator = getattr(module, "RerunDataIterator", None)
     if iterator is not None:
         steps = Steps(ownership.FRAMEWORK, NAME)
@@ -110,21 +110,21 @@ class _Training:
         self._flops = Guard("Megatron's number of floating-point operations")
         self._parameters = Guard("the parameter count of Megatron's model")
         self._peers = Guard("which ranks of Megatron do the same work")
-        self._depth = 0  # of `pretrain` and `train` around what happens
-        self._forget()
+        self._depth = 0  # of `pretrain` and `train`
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._has_begun = False  # whether it was tried
         self._reports = self._reports_loss = False
         self._replicas, self._replica = 1, 0
-        self._ended: tuple[int, int, int] | None = None  # when, and what was in it, of a step whose end is not told yet
+        self._ended: tuple[int, int, int] | None = None  # time and counts of a step whose end is not reported yet
         self._loss: LazyNumber | None = None
         self._skipped = self._first_iteration = 0
 
     # --- from the first step to the last ---
 
     def model_is_built(self, _before: Any, _call: Call, result: Any) -> None:
-        """Begin: the model is there, a checkpoint is loaded, and the arguments are final."""
+        """Begin: the model exists, a checkpoint is loaded, and the arguments are final."""
         if not getattr(self._module.get_args(), "skip_train", False):
             self._begin(result[0])
 
@@ -158,7 +158,7 @@ class _Training:
         return count(args, args.global_batch_size) / (args.global_batch_size * args.seq_length) if count else None
 
     def enters(self, _call: Call) -> None:
-        """Come into ``pretrain``, or into the ``train`` of it."""
+        """Enter ``pretrain``, or the ``train`` of it."""
         self._depth += 1
 
     def leaves(self, *_: Any) -> None:
@@ -168,7 +168,7 @@ class _Training:
             self._finish("completed")
 
     def fails(self, _before: Any) -> None:
-        """End at once: an exception that somebody catches is the end of this run all the same."""
+        """End at once: an exception ends this run even if it is caught."""
         self._depth -= 1
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # Megatron's way to stop at an iteration, at a time, or after a signal
@@ -178,25 +178,25 @@ class _Training:
 
     def _finish(self, status: str) -> None:
         if self._steps.is_owner:
-            self._tell_end()
+            self._report_end()
             if self._skipped:
                 get_metrics_collector().record_facts(skipped_iterations=self._skipped)
         self._steps.finish(status)
-        self._forget()
+        self._reset()
 
     # --- steps ---
 
     def step_starts(self, call: Call) -> None:
-        """Stamp the start of a step; where nobody set a model up, this is where it is seen first."""
+        """Record the start of a step, in which a model without ``setup_model_and_optimizer`` is found."""
         if not self._has_begun:
             self._begin(call.get("model"))
         if self._steps.is_owner:
-            self._tell_end()
-            self._tell_loss()
+            self._report_end()
+            self._report_loss()
             self._steps.start()
 
     def step_ended(self, _before: Any, _call: Call, result: Any) -> None:
-        """Stamp its end. Its counts are those of the micro-batches, as a ramp-up of the batch makes them."""
+        """Record its end, with the counts of its micro-batches, which a ramp-up of the batch changes."""
         if not self._steps.is_owner:
             return
         ended_ns = time.monotonic_ns()
@@ -208,47 +208,46 @@ class _Training:
         self._skipped += bool(result[1])
         self._ended = (ended_ns, tokens, samples)
         if not hasattr(self._module, "consume_seqlen_stats_in_iteration"):
-            self._tell_end()
+            self._report_end()
 
     def _num_microbatches(self) -> int:
-        if hasattr(self._module, "get_num_microbatches"):  # of whatever version this loop is
+        if hasattr(self._module, "get_num_microbatches"):  # in any version
             return int(self._module.get_num_microbatches())
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         return int(get_num_microbatches())
 
-    def _tell_end(self, tokens: int | None = None) -> None:
-        """Tell of the step that ended; from 0.18 on how much of it was no padding is known a little later."""
+    def _report_end(self, tokens: int | None = None) -> None:
+        """Report the step that ended; from 0.18 on its tokens without padding are known a little later."""
         if self._ended is not None:
             (ended_ns, processed, samples), self._ended = self._ended, None
             self._steps.end(processed, samples, tokens, at_ns=ended_ns)
 
     def is_about_to_log(self, call: Call) -> None:
-        """Take what Megatron logs of the step: the tokens of packed sequences, and the loss where a window ends."""
+        """Read Megatron's log of the step: the tokens of packed sequences, and the loss where a window ends."""
         if not self._steps.is_owner:
             return
-        self._tell_end(self._real_tokens(call.get("total_real_tokens_in_batch")))
+        self._report_end(self._real_tokens(call.get("total_real_tokens_in_batch")))
         collector = get_metrics_collector()
         recorder, iteration = collector.recorder, call.get("iteration")
         if not self._reports_loss or call.get("skipped_iter") or recorder is None or iteration is None:
             return
-        # Where Megatron leaves iterations out, its number runs ahead of the count that windows go by.
+        # Where Megatron leaves iterations out, its number is larger than the count of windows.
         if collector.should_log(self._first_iteration + recorder.ordinal):
             loss = _loss(call.get("loss_dict"))
             self._loss = LazyNumber(int(iteration), loss) if loss is not None else None
 
     def has_logged(self, *_: Any) -> None:
-        """Tell the loss, if it is there by now."""
         if self._steps.is_owner:
-            self._tell_loss()
+            self._report_loss()
 
-    def _tell_loss(self) -> None:
+    def _report_loss(self) -> None:
         if self._loss is not None and (value := self._loss.read()) is not None:
             self._steps.loss(self._loss.iteration, value)
             self._loss = None
 
     def _real_tokens(self, of_all: Any) -> int | None:
-        """Return this rank's share of a count of the whole job's; of a rank that reports none it is none."""
+        """Return this rank's share of a count of the whole job; 0 for a rank that reports no data."""
         if isinstance(of_all, bool) or not isinstance(of_all, int | float):
             return None
         if not self._reports:
@@ -256,15 +255,15 @@ class _Training:
         share, rest = divmod(round(of_all), self._replicas)
         return share + (1 if self._replica < rest else 0)
 
-    # --- what is no step ---
+    # --- evaluations and checkpoints ---
 
     def mark_phase(self, name: str, phase: str, guard: Guard) -> bool:
-        """Hook an evaluation or a checkpoint; ``False`` where the module has no function by this name."""
+        """Hook an evaluation or a checkpoint; ``False`` where the module has no function of this name."""
         return self._steps.mark_phase(self._module, name, phase, guard, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:
         if self._steps.is_owner:
-            self._tell_end()
+            self._report_end()
         return True
 
 
@@ -282,7 +281,7 @@ def _facts(args: Any) -> dict[str, Any]:
         facts["megatron_version"] = version
     folder = getattr(args, "tensorboard_dir", None)
     if folder and "://" not in str(folder):
-        facts["tensorboard_dir"] = os.path.abspath(folder)  # noqa: PTH100 - nothing is asked of the file system
+        facts["tensorboard_dir"] = os.path.abspath(folder)  # noqa: PTH100 - without access to the file system
     return facts
 
 
@@ -301,7 +300,7 @@ def _total_iterations(args: Any) -> int | None:
 
 
 def _loss(losses: Any) -> Any:
-    """Return the loss, of several the language model's; Megatron averaged it over replicas and micro-batches."""
+    """Return the loss, of several the language model's, which Megatron averages over replicas and micro-batches."""
     if not isinstance(losses, Mapping) or not losses:
         return None
     named = [name for name in losses if "loss" in str(name)]

@@ -1,10 +1,10 @@
-"""Any loop of torch: an optimizer's step is seen by torch's own global hook, so the loop needs no word of us.
+"""Any loop of torch: steps of optimizers are measured by torch's own global hook, without a change of the loop.
 
-What is an iteration then is told in `_rounds`.  Not seen: a step that a gradient scaler skips (the iteration goes
-on until one is taken), and optimizers of plain tensors: an image that is optimised is no training of a model, and
-DeepSpeed's partitions look the same.  A step in a ``torch.compile`` is seen, for one more break of its graph.
+Iterations are those of `_rounds`.  Not measured: a step that a gradient scaler skips (the iteration continues
+until one is taken), and optimizers of plain tensors: optimising an image is no training of a model, and DeepSpeed's
+partitions look the same.  A step in a ``torch.compile`` is measured, for one more break of its graph.
 
-Every ``import torch`` comes here, so what counts is imported with the first step alone: 15 ms that most never pay.
+Every ``import torch`` runs this module, so the counting part is imported with the first step alone: 15 ms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attach(module: ModuleType) -> None:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         _guard(_stepped, optimizer)
 
-    # What torch.compiler.disable sets, without its import of the compiler: a compiled step calls this as it is.
+    # The attribute of torch.compiler.disable, without its import of the compiler: a compiled step calls this directly.
     stepped._torchdynamo_disable = True  # type: ignore[attr-defined]
     register(stepped)
 
@@ -50,7 +50,7 @@ def _rounds() -> Any:
 
 
 def attach_loader(module: ModuleType) -> None:
-    """Time what a loop waits for batches: of ``torch.utils.data.dataloader``."""
+    """Measure the waits for batches: of ``torch.utils.data.dataloader``."""
     iterator = getattr(module, "_BaseDataLoaderIter", None)
     loader = getattr(module, "DataLoader", None)
     fetch = _Fetch()

@@ -1,9 +1,9 @@
 """torchtitan: its Trainer's steps, and the tokens that its own metrics count.
 
-An iteration is a ``train_step`` less the times that torchtitan notes for loading its batches, which are the data
-wait.  The labels' positions are the tokens; padding is not known to it.  Peers in tensor, context and pipeline
-parallelism are handed the same batch, so the first of them counts it; a parameter, which a DTensor knows as a whole,
-is counted by the first rank of its pipeline stage.
+An iteration is a ``train_step`` less torchtitan's times of loading its batches, which are the data wait.  The labels'
+positions are the tokens; padding is unknown.  Peers in tensor, context and pipeline parallelism have the same batch, so
+the first of them counts it; a parameter, of which a DTensor has the whole shape, is counted by the first rank of its
+pipeline stage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COUNTING = Guard("the parameter count of torchtitan's model")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook what torchtitan logs: of ``torchtitan.components.metrics``."""
+    """Hook torchtitan's log: of ``torchtitan.components.metrics``."""
     processor = getattr(module, "MetricsProcessor", None)
     if processor is None or not around(processor, "log", _GUARD, before=_before_log, after=_after_log):
         raise Unknown("torchtitan.components.metrics has no MetricsProcessor.log")
-    # As `-m torchtitan.train` the Trainer of older versions is in __main__, of whose import nobody hears; it is
-    # there when it makes its metrics.
+    # As `-m torchtitan.train` the Trainer of older versions is in __main__, whose import has no hook; it exists
+    # when it makes its metrics.
     around(processor, "__init__", _GUARD, after=_look_in_main)
 
 
@@ -72,7 +72,7 @@ def _after_step(training: Any, call: Call, result: Any) -> None:
 
 
 def _failed_step(training: Any) -> None:
-    # Out of data, which ends a training as it should; any other exception reaches `train`, or the interpreter's end.
+    # The end of the data ends a training normally; any other exception reaches `train`, or the interpreter's end.
     if training is not None:
         training.cancel()
 
@@ -86,7 +86,7 @@ def _before_log(call: Call) -> Any:
 
 def _after_log(training: Any, call: Call, result: Any) -> None:
     if training is not None:
-        training.forget()
+        training.reset()
         values = _STEPS.loss(int(call.get("step")), _number(call.get("global_avg_loss")))
         _LOGGING(training.log, int(call.get("step")), values)
 
@@ -114,12 +114,12 @@ class Training:
         config = getattr(trainer, "config", None) or getattr(trainer, "job_config", None)
         self._settings = getattr(config, "training", None)
         self._length = getattr(self._settings, "seq_len", None)
-        self._speaks = _speaks_for_its_batch(trainer.parallel_dims)
+        self._counts_data = _is_counted_here(trainer.parallel_dims)
         self._tokens = self._tokens_seen = self._waits_seen = 0
         self._wait_s = 0.0
 
     def begin(self) -> None:
-        """Start the metrics of this rank, and hook what torchtitan does between its steps."""
+        """Start the metrics of this rank, and hook torchtitan's checkpoints and evaluations."""
         trainer = self.trainer
         flops = getattr(self.processor, "num_flops_per_token", -1)
         _STEPS.begin(
@@ -139,36 +139,33 @@ class Training:
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def start(self) -> None:
-        """Stamp the start of a step."""
         _STEPS.start()
 
     def take(self) -> None:
-        """Take what torchtitan has counted since it was looked at; its log begins to count anew."""
+        """Add torchtitan's counts since the last call; its log resets them."""
         tokens, waits = self.processor.ntokens_since_last_log, self._waits()
         self._tokens += tokens - self._tokens_seen
         self._wait_s += sum(waits[self._waits_seen :])
         self._tokens_seen, self._waits_seen = tokens, len(waits)
 
-    def forget(self) -> None:
-        """Follow torchtitan, whose counts are 0 after its log."""
+    def reset(self) -> None:
+        """Read torchtitan's counts after its log, which sets them to 0."""
         self._tokens_seen, self._waits_seen = self.processor.ntokens_since_last_log, len(self._waits())
 
     def end(self) -> None:
-        """Stamp the end of a step."""
         self.take()
         _STEPS.waited(int(self._wait_s * 1e9))
-        tokens = self._tokens if self._speaks else 0
+        tokens = self._tokens if self._counts_data else 0
         self._tokens, self._wait_s = 0, 0.0
         _STEPS.end(tokens, tokens // self._length if self._length else 0)
 
     def cancel(self) -> None:
-        """Leave out what was loaded for a step that did not come to its end."""
+        """Leave out the batches of a step that did not end."""
         self.take()
         self._tokens, self._wait_s = 0, 0.0
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Let torchtitan's loggers log what is measured."""
-        known = {name: value for name, value in values.items() if value == value}  # nan is what is not measured
+        known = {name: value for name, value in values.items() if value == value}  # nan is not measured
         if known:
             self.processor.logger.log(known, step)
 
@@ -186,7 +183,7 @@ class Training:
         return share
 
 
-def _speaks_for_its_batch(dims: Any) -> bool:
+def _is_counted_here(dims: Any) -> bool:
     for name in ("pp", "cp", "tp"):
         if getattr(dims, f"{name}_enabled", False):
             mesh = dims.get_mesh(name) if hasattr(dims, "get_mesh") else dims.world_mesh[name]

@@ -1,13 +1,13 @@
 """torchtune's fine-tuning recipes, full, LoRA, QAT and knowledge distillation: scripts that `tune run` starts.
 
-A recipe is no module that could be hooked by its name, but its class says that it is one: `FTRecipeInterface` hears of
-it.  An iteration begins with its first batch, when that goes to the device, and ends when the recipe steps its
-profiler and ``global_step`` has grown; it reads its loss before that, so a GPU has done its work.  What torch's
-DataLoader takes for later micro-batches is a data wait.
+A recipe is no module that could be hooked by its name, but its class is a subclass of `FTRecipeInterface`, which is
+hooked.  An iteration begins with the transfer of its first batch to the device, and ends when the recipe steps its
+profiler and ``global_step`` has grown; it reads its loss before that, so a GPU has done its work.  The time of torch's
+DataLoader for later micro-batches is a data wait.
 
-Tokens are the positions that are not the tokenizer's padding, those with a label are the ones by which the recipe
-weighs its loss.  They are summed up where the DataLoader put them, so nothing waits for a GPU.  Recipes of other
-batches (DPO, PPO) are left to the hook of torch's optimizers.
+Tokens are the positions that are not the tokenizer's padding; the recipe weighs its loss by those with a label.
+They are summed on the CPU, where the DataLoader put them, so nothing waits for a GPU.  Recipes of other batches (DPO,
+PPO) are measured by the hook of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def attach(module: ModuleType) -> None:
     if interface is None:
         raise Unknown("torchtune.recipe_interfaces has no FTRecipeInterface")
 
-    def hears_of(cls: Any, /, **named: Any) -> None:
+    def attach_subclass(cls: Any, /, **named: Any) -> None:
         super(interface, cls).__init_subclass__(**named)
         _GUARD(_attach_recipe, cls)
 
-    interface.__init_subclass__ = classmethod(hears_of)
+    interface.__init_subclass__ = classmethod(attach_subclass)
 
 
 def attach_batches(module: ModuleType) -> None:
-    """Hook the way of a batch to the device: of ``torchtune.utils``.
+    """Hook the transfer of a batch to the device: of ``torchtune.utils``.
 
     Raises:
         Unknown: it has no ``batch_to_device``.
@@ -79,7 +79,7 @@ class _Loop:
         self._counts_data = True
 
     def begins(self, call: Call) -> None:
-        """Take note of a recipe that begins to train; its first batch begins the metrics."""
+        """Store a recipe that begins to train; its first batch begins the metrics."""
         recipe = self._recipe = call.args[0]
         self._is_running = False
         profiler = getattr(recipe, "_profiler", None)  # without one an iteration ends with the next batch
@@ -89,7 +89,7 @@ class _Loop:
             self.mark_phase(type(client), "save_checkpoint", "checkpoint")
 
     def batch_begins(self, call: Call) -> None:
-        """Begin an iteration or go on with it, and count the batch while it is on the CPU."""
+        """Begin or continue an iteration, and count the batch while it is on the CPU."""
         batch, recipe = call.get("batch"), self._recipe
         if recipe is None or self._steps.open_phases or not isinstance(batch, Mapping):
             return
@@ -101,15 +101,14 @@ class _Loop:
             self._is_running = True
             self._steps.start()
         if self._counts_data:
-            self._batches.see(_read(batch, recipe))
+            self._batches.add(_read(batch, recipe))
 
     def profiler_stepped(self, _token: Any, call: Call, _result: Any) -> None:
-        """End the iteration where the recipe has taken a step."""
         if self._recipe is not None and call.args[0] is getattr(self._recipe, "_profiler", None):
             self._end_if_stepped()
 
     def mark_phase(self, holder: Any, name: str, phase: str) -> None:
-        """Hook what is an evaluation or a checkpoint while a recipe trains."""
+        """Hook an evaluation or a checkpoint while a recipe trains."""
         self._steps.mark_phase(holder, name, phase, _GUARD, self._phase_begins)
 
     def _phase_begins(self, _call: Call) -> bool:
@@ -118,11 +117,9 @@ class _Loop:
         return self._recipe is not None
 
     def ended(self, *_: Any) -> None:
-        """End the metrics of a recipe."""
         self._finish("completed")
 
     def failed(self, _token: Any) -> None:
-        """End the metrics of a recipe that failed."""
         self._finish("interrupted" if isinstance(sys.exc_info()[1], KeyboardInterrupt) else "failed")
 
     def _finish(self, status: str) -> None:

@@ -216,7 +216,7 @@ class TrainerRun:
         processed, self._processed = self._processed, 0
         _STEPS.end(processed, samples, None if self._has_unknown else tokens, tokens_loss)
         self._flops.add(tokens, weighted)
-        if self._flops.has_news(WIDTH_TOLERANCE):
+        if self._flops.has_changed(WIDTH_TOLERANCE):
             self._report_flops()
 
     def finish(self, status: str) -> None:
@@ -225,7 +225,7 @@ class TrainerRun:
             samples, tokens, tokens_loss, weighted = self._late.take_rest()
             _STEPS.add(samples=samples, tokens=tokens, tokens_loss=tokens_loss)
             self._flops.add(tokens, weighted)
-            if self._flops.has_news(0.0):
+            if self._flops.has_changed(0.0):
                 self._report_flops()
         _STEPS.finish(status)
 

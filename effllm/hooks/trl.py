@@ -1,6 +1,6 @@
 """TRL's trainers that generate while they train: GRPO, RLOO, distillation.
 
-They are Trainers, so `effllm.hooks.transformers` stamps their steps.  What is theirs: a step is handed prompts and
+They are Trainers, so `effllm.hooks.transformers` measures their steps.  In addition a step gets prompts and
 makes its batch itself, and it generates inside, which is inference and no part of AL.
 """
 
@@ -18,7 +18,7 @@ from effllm.hooks.transformers import running
 
 _GUARD = Guard("the generation of TRL")
 
-#: What their batches call what others call input_ids and attention_mask.
+#: Names in their batches, and the corresponding usual names.
 _NAMES = {
     "prompt_ids": "prompt_input_ids",
     "prompt_mask": "prompt_attention_mask",
@@ -28,7 +28,6 @@ _NAMES = {
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the trainers that a module of TRL defines."""
     trainers = [
         one for one in vars(module).values() if inspect.isclass(one) and "_generate_single_turn" in one.__dict__
     ]
@@ -65,7 +64,7 @@ def _generation_failed(recorder: Any) -> None:
 
 
 def _rolls_out(call: Call) -> Any:
-    # Somebody's own rollout stands in the place of _generate_single_turn, and may use tools, which is its time too.
+    # A user's own rollout replaces _generate_single_turn, and may use tools, whose time belongs to it.
     return _generates(call) if getattr(call.args[0], "rollout_func", None) is not None else None
 
 

@@ -1,4 +1,4 @@
-"""vLLM in this process: ``LLM.generate`` and ``LLM.chat``, whose outputs hold the tokens themselves."""
+"""vLLM in this process: ``LLM.generate`` and ``LLM.chat``, whose outputs have the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _REQUESTS = Requests(ownership.GENERATION, "generation")
 
 
 def attach(module: ModuleType) -> None:
-    """Hook the offline engine."""
     engine = getattr(module, "LLM", None)
     if engine is None or not around(engine, "generate", _GUARD, before=_begins, after=_generated, failed=_failed):
         raise Unknown("LLM.generate")

@@ -1,1 +1,1 @@
-"""How the processes of a job find, know and hear each other."""
+"""Discovery, authentication and transport between the processes of a job."""

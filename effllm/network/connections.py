@@ -1,4 +1,4 @@
-"""The connections of a listening socket: whether they can be accepted, and which fail at the handshake, from where."""
+"""The connections of a listening socket: exhausted descriptors, and failed handshakes with their addresses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from effllm.network.rejections import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Rejecti
 
 _MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, which pyzmq does not name
 _MAX_EVENTS = 200  # of one call: a few ms
-_AGAIN_S = 1.0
-_FOUND_WITHIN_S = 0.1
+_RETRY_EVERY_S = 1.0
+_FIND_TIMEOUT_S = 0.1
 _HANDSHAKES = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -29,8 +29,8 @@ class Connections:
     """Watches a socket that listens, by ZeroMQ's monitor.
 
     Args:
-        watched: the socket, which listens already, so that its port is known.
-        rejections: where handshakes that fail are counted; without it they are not watched.
+        watched: the socket, which listens already and so has a port.
+        rejections: counts failed handshakes; without it they are not watched.
     """
 
     def __init__(self, watched: zmq.Socket[bytes], rejections: Rejections | None = None) -> None:
@@ -39,16 +39,16 @@ class Connections:
         self._events = _HANDSHAKES if rejections is not None else 0
         self._addresses: dict[int, str] = {}  # by descriptor
         self._unread: list[tuple[int, int]] = []
-        self._why = ""  # of the failure whose end comes next
+        self._why = ""  # reason of the failure whose disconnection comes next
         self.decided = 0  # connections that the gate admitted or rejected, and that may end
         self.accept_error = 0  # errno of the first connection that could not be accepted
-        self._again_s = 0.0
+        self._retry_at_s = 0.0
         self.socket: zmq.Socket[bytes] | None = None
         self._attach(self._events | zmq.EVENT_ACCEPT_FAILED)
         self._reserve = Reserve()
         self._reserve.take()
         self._intake = Intake(_port(watched))
-        until_s = time.monotonic() + _FOUND_WITHIN_S
+        until_s = time.monotonic() + _FIND_TIMEOUT_S
         while not self._intake.find() and time.monotonic() < until_s:
             time.sleep(0.001)
 
@@ -57,25 +57,25 @@ class Connections:
         self._watched.monitor(address, events)
         monitor: zmq.Socket[bytes] = self._watched.context.socket(zmq.PAIR)
         monitor.set(zmq.LINGER, 0)
-        monitor.set(zmq.RCVHWM, 0)  # a full one would hold ZeroMQ's own thread
+        monitor.set(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's own thread
         monitor.connect(address)
         self.socket = monitor
 
-    def look(self, now_s: float) -> None:
-        """Take what has happened since the last call; the socket to wait on may be another after it, or none."""
-        if self._intake.is_held and now_s >= self._again_s:
-            self._again_s = now_s + _AGAIN_S
+    def poll(self, now_s: float) -> None:
+        """Process the events since the last call; afterwards the socket to wait on may be another one, or none."""
+        if self._intake.is_held and now_s >= self._retry_at_s:
+            self._retry_at_s = now_s + _RETRY_EVERY_S
             if self._reserve.take():
                 self._intake.resume()
-        if self.socket is None and self._events and now_s >= self._again_s:
-            self._again_s = now_s + _AGAIN_S
+        if self.socket is None and self._events and now_s >= self._retry_at_s:
+            self._retry_at_s = now_s + _RETRY_EVERY_S
             with contextlib.suppress(zmq.ZMQError):  # still no descriptors
                 self._attach(self._events)
         taken = 0
         while taken < _MAX_EVENTS and (events := self._unread or self._receive()):
             taken += len(events)
             found = {value: _peer_address(value) for event, value in events if event == zmq.EVENT_ACCEPTED}
-            # ZeroMQ reports an end before it closes the descriptor: without that, the address is this connection's.
+            # ZeroMQ reports an end before it closes the descriptor: without one, the address is this connection's.
             self._unread = self._receive()
             for event, value in events:
                 self._take(event, value, now_s)
@@ -99,8 +99,8 @@ class Connections:
             self._why = NO_PROTOCOL
         elif event == zmq.EVENT_DISCONNECTED and self._rejections is not None:
             address = self._addresses.pop(value, "")
-            # ZeroMQ's thread reports first why a handshake fails, and at once the end.
-            if self._why or not self.decided:  # more have ended than were decided on: one never got that far
+            # ZeroMQ's thread reports the reason of a failed handshake first, and its end directly afterwards.
+            if self._why or not self.decided:  # more have ended than the gate decided on: this one ended before it
                 self._rejections.reject(address, self._why or NO_PROTOCOL)
                 self._why = ""
             else:
@@ -114,7 +114,7 @@ class Connections:
         self._reserve.release()  # for files
         if not is_held and not (self._intake.find() and self._intake.hold()):
             self._detach()
-        self._again_s = now_s + _AGAIN_S
+        self._retry_at_s = now_s + _RETRY_EVERY_S
 
     def _detach(self) -> None:
         self._watched.disable_monitor()
@@ -123,13 +123,12 @@ class Connections:
             self.socket = None
 
     def close(self) -> None:
-        """Stop watching."""
         self._reserve.release()
         self._detach()
 
 
 def _peer_address(descriptor: int) -> str:
-    """Return the address of a connection's other end; empty where it is over."""
+    """Return the address of a connection's other end; empty where it has ended."""
     try:
         with socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM) as copy:
             name = copy.getpeername()

@@ -1,4 +1,4 @@
-"""How many files a process may hold open: a connection is one.  Standard library alone."""
+"""The limit of open files of a process: a connection is one.  Standard library alone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 import resource
 
 _UNLIMITED = resource.RLIM_INFINITY
-_OWN = 256  # that are no rank's: of sinks, ZeroMQ, connections on their way in
+_OWN = 256  # that are no rank's: of sinks, ZeroMQ, connections before their handshake
 _OWN_AT_LEAST = 96  # an aggregator of two ranks has 21 open
 HELD_BACK = 16  # a window and its summary take six at once
 
 
 def needed(peers: int) -> int:
-    """Return the limit that an aggregator of so many peers needs: a fifth more, for who comes anew, and its own."""
+    """Return the limit that an aggregator of so many peers needs: a fifth more, for reconnections, and its own."""
     return peers + -(-peers // 5) + min(_OWN, _OWN_AT_LEAST + peers)
 
 
 def shortage(peers: int) -> str:
-    """Return what is wrong with our limits for an aggregator of so many peers, or an empty string.
+    """Return why our limits do not suffice for an aggregator of so many peers, or an empty string.
 
-    They stay as they are: a trainer asks, whose limits are not ours to change.  The aggregator raises its own.
+    They are not changed: the caller is a trainer.  The aggregator raises its own.
     """
     least = needed(peers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -35,14 +35,14 @@ def shortage(peers: int) -> str:
 
 
 def raise_limit(least: int = 0) -> str:
-    """Raise the soft limit to the hard one, and that too where we may; return what is wrong, or an empty string.
+    """Raise the soft limit to the hard one, and that too where permitted; return why it does not suffice, or empty.
 
     Args:
-        least: how many are needed.
+        least: the number of files that are needed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != _UNLIMITED and hard < least:
-        with contextlib.suppress(ValueError, OSError):  # not ours to raise, or beyond the kernel's own limit
+        with contextlib.suppress(ValueError, OSError):  # not permitted, or beyond the kernel's own limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (least, least))
             return ""
     if soft != hard:
@@ -62,13 +62,13 @@ def _line(least: int, allowed: int) -> str:
 
 
 class Reserve:
-    """Descriptors that are held back from connections, so that files can still be opened when those have taken all."""
+    """Descriptors that are held back from connections, so that files can still be opened when those use all others."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
 
     def take(self) -> bool:
-        """Hold them back; where there are not as many and one more, hold none and say so."""
+        """Hold them back; where fewer than these and one more are free, hold none and return ``False``."""
         if self._held:
             return True
         try:
@@ -82,6 +82,5 @@ class Reserve:
         return True
 
     def release(self) -> None:
-        """Let them be used."""
         while self._held:
             os.close(self._held.pop())

@@ -1,10 +1,10 @@
-"""Whether ZeroMQ takes in who comes to a socket that listens: it can be held where nobody can be taken in.
+"""Stops and resumes that ZeroMQ accepts connections of a listening socket, while accept fails.
 
-libzmq has no such switch.  Where accept fails, for want of descriptors, it asks its epoll at once who waits, which says
-again that somebody does: 0.77 of a core for as long as they lack.  To unbind would end every connection that has come
-through the socket: they are its children.  So the socket's entry in that epoll, which is this process's as much as
-libzmq's, is set to wait for nothing, and back again.  What libzmq has noted in it is read from /proc/self/fdinfo, and
-left as it is.  Who comes meanwhile waits in the kernel's queue.
+libzmq has no such switch.  Where accept fails, without descriptors, it polls its epoll at once, which reports the same
+connection again: 0.77 of a core until descriptors are free.  To unbind would end every connection that was accepted
+by the socket: they are its children.  So the socket's entry in that epoll, which is this process's as much as
+libzmq's, is set to wait for no events, and back again.  Its data, which is libzmq's, is read from /proc/self/fdinfo
+and not changed.  Peers that connect meanwhile wait in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
 
 
 class Intake:
-    """Holds and resumes the intake of a socket that listens on a port, for as long as ZeroMQ has it open."""
+    """Holds and resumes the intake of a socket that listens on a port, while ZeroMQ has it open."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -41,19 +41,19 @@ class Intake:
         self.is_held = False
 
     def find(self) -> bool:
-        """Whether the socket's entry is known; ZeroMQ's own thread makes it a moment after the socket was bound."""
+        """Whether the socket's entry is found; ZeroMQ's own thread makes it shortly after the socket was bound."""
         if self._entry is None:
             found = [one for one in _entries() if one.events & select.EPOLLIN and _listens(one.descriptor, self._port)]
             self._entry = found[0] if len(found) == 1 else None
         return self._entry is not None
 
     def hold(self) -> bool:
-        """Take nobody in; ``False`` where that is not possible."""
+        """Accept no connection; ``False`` where that is not possible."""
         self.is_held = self.is_held or self._set(0)
         return self.is_held
 
     def resume(self) -> None:
-        """Take in again who comes, and who waits."""
+        """Accept connections again, those that wait too."""
         if self.is_held and self._entry and self._set(self._entry.events):
             self.is_held = False
 
@@ -65,7 +65,7 @@ class Intake:
 
 
 def _entries() -> Iterator[_Entry]:
-    """Yield what the epolls of this process wait for; nothing where /proc does not tell."""
+    """Yield the entries of this process's epolls; none where /proc does not list them."""
     try:
         numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - Path makes an object of each
     except OSError:

@@ -1,4 +1,4 @@
-"""Which address of this host the other hosts of a job can reach; never all of them at once.  Standard library alone."""
+"""The address of this host that the other hosts of a job can reach, never a wildcard.  Standard library alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-_ANY_PORT = 9  # of what sends nothing
-_SOMEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of documentation, which only a default route leads to
+_ANY_PORT = 9  # nothing is sent to it
+_REMOTE = ("192.0.2.1", "2001:db8::1")  # addresses of documentation, which only a default route leads to
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
 
@@ -28,7 +28,7 @@ def loopback() -> str:
     """Return the loopback address of this host: IPv6's where IPv4 has none; empty where the interface is down."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.suppress(OSError):
-            return _source(family, (address, _ANY_PORT))  # a socket can be bound there where nothing can connect to it
+            return _source(family, (address, _ANY_PORT))  # a socket can be bound there even where none can connect
     return ""
 
 
@@ -41,7 +41,6 @@ def is_wildcard(address: str) -> bool:
 
 
 def endpoint(address: str, port: int) -> str:
-    """Return an address and port as ZeroMQ reads them."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
@@ -49,7 +48,7 @@ def towards(host: str) -> str:
     """Return this host's address on the way to another host, or to itself; empty where only loopback leads there.
 
     Raises:
-        OSError: the name is not known, or there is no way.
+        OSError: the name is unknown, or there is no route.
     """
     found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     error: OSError | None = None
@@ -69,7 +68,7 @@ def towards(host: str) -> str:
 
 def by_default_route() -> str:
     """Return this host's address on the default route, or an empty string where there is none."""
-    for family, address in zip((socket.AF_INET, socket.AF_INET6), _SOMEWHERE, strict=True):
+    for family, address in zip((socket.AF_INET, socket.AF_INET6), _REMOTE, strict=True):
         try:
             own = _source(family, (address, _ANY_PORT))
         except OSError:
@@ -88,12 +87,11 @@ def of(name: str) -> str:
 
 
 def names() -> list[str]:
-    """Return the names of this host's interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def is_here(name: str) -> bool:
-    """Whether this host has an interface of this name, or an address that is given instead."""
+    """Whether this host has an interface of this name, or this address."""
     address = of(name)
     if not address:
         return False
@@ -117,7 +115,7 @@ def _is_usable(address: str) -> bool:
 
 
 def _addresses(name: str) -> Iterator[str]:
-    """Yield the addresses of an interface, IPv4 first; those of a link alone are none that others could be told."""
+    """Yield the addresses of an interface, IPv4 first; without link-local ones, which other hosts cannot use."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

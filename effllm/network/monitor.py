@@ -1,4 +1,4 @@
-"""The events of a monitored socket. pyzmq's own reader imports asyncio: a third of an agent's imports."""
+"""The events of a monitored socket.  pyzmq's own reader imports asyncio, which takes a third of an agent's imports."""
 
 from __future__ import annotations
 

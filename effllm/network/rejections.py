@@ -5,10 +5,10 @@ from __future__ import annotations
 OTHER_JOB = "another job's key"
 OTHER_SECRET = "another secret"  # noqa: S105 - a reason
 NO_KEY = "no key"
-NO_PROTOCOL = "it does not speak as agents do"
+NO_PROTOCOL = "not the protocol of agents"
 
 MAX_ADDRESSES = 1000
-MAX_UNSEEN = 10  # connections from unseen addresses that end in their handshake and may be those of killed agents
+MAX_UNSEEN = 10  # connections from unknown addresses that end in their handshake and may be those of killed agents
 MAX_ADMITTED = 2**20
 
 
@@ -24,7 +24,6 @@ class Rejections:
         self._lines: list[str] = []
 
     def admit(self, address: str) -> None:
-        """Record that a peer at an address was admitted."""
         if len(self._admitted) < MAX_ADMITTED:
             self._admitted.add(address)
 
@@ -32,9 +31,9 @@ class Rejections:
         """Count a peer that was rejected.
 
         Args:
-            address: where it is; empty where that was not seen.
+            address: of the peer; empty where it is unknown.
             why: one of this module's reasons.  From the host of an admitted agent a connection that ends in its
-                handshake is no rejection: an agent was killed.  Neither are the first few from unseen addresses.
+                handshake is no rejection: an agent was killed.  Neither are the first few from unknown addresses.
         """
         if why == NO_PROTOCOL and address in self._admitted:
             return
@@ -50,15 +49,14 @@ class Rejections:
         if len(self._reported) > MAX_ADDRESSES:
             self._lines.append(f"peers at {MAX_ADDRESSES} addresses were rejected; further ones are only counted")
             return
-        where = f"at {address}" if address else "whose address was not seen"
+        where = f"at {address}" if address else "of unknown address"
         self._lines.append(f"a peer {where} was rejected: {why}")
 
     def take(self) -> list[str]:
-        """Return the lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
     def take_repeated(self) -> int:
-        """Return how many were rejected since the last call without a line of their own."""
+        """Return the number of rejections without a line of their own since the last call."""
         repeated, self._repeated = self._repeated, 0
         return repeated

@@ -1,7 +1,7 @@
-"""The secret of a user: a file that its owner alone can read, and what is made from it.
+"""The secret of a user: a file that its owner alone can read, and the keys derived from it.
 
-Nothing but this file is secret.  Keys and signatures are derived from it (HKDF, RFC 5869) by each process that needs
-them, so that none ever lies in a store, an argument, an environment or a log.  Standard library alone, because the
+Only this file is secret.  Keys and signatures are derived from it (HKDF, RFC 5869) by each process that needs
+them, so that none is ever in a store, an argument, an environment or a log.  Standard library alone, because the
 training process imports it.
 """
 
@@ -24,14 +24,14 @@ _SIGNATURE = "signature"
 
 
 class SecretError(OSError):
-    """The secret is not there or not usable; the message is one line that never holds what is in it."""
+    """The secret is missing or not usable; the message is one line without any of its content."""
 
 
 def read(path: Path) -> bytes:
     """Return the secret in a file.
 
     Raises:
-        SecretError: there is none, others can read it, or it is none.
+        SecretError: it is missing, others can read it, or it is too short.
     """
     try:
         secret = own_files.read_private(path, _MAX_BYTES, os.O_NOFOLLOW).strip()
@@ -55,10 +55,10 @@ def read(path: Path) -> bytes:
 
 
 def create(path: Path) -> bytes:
-    """Return the secret in a file, which is made where there is none; of two at once, both get the same.
+    """Return the secret in a file, which is made where there is none; two concurrent calls return the same.
 
     Raises:
-        SecretError: it cannot be made, or what is there is not usable.
+        SecretError: it cannot be made, or the existing file is not usable.
     """
     if not os.path.lexists(path):
         try:
@@ -72,7 +72,7 @@ def create(path: Path) -> bytes:
 
 
 def _place(path: Path, content: bytes) -> None:
-    """Put a whole file where none is; a link is made or not, never half."""
+    """Create a file with its whole content or not at all; an existing one is kept."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -80,7 +80,7 @@ def _place(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # somebody was quicker: theirs is ours too
+        with contextlib.suppress(FileExistsError):  # another process was quicker: its secret is used
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -98,12 +98,11 @@ def hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 def sign(secret: bytes, record: Mapping[str, str], place: str) -> dict[str, str]:
-    """Return the record with a signature that holds in one place alone: one run's key of the store."""
+    """Return the record with a signature that is valid in one place alone: one run's key of the store."""
     return {**record, _SIGNATURE: _signature(secret, record, place)}
 
 
 def is_signed(secret: bytes, record: Mapping[str, str], place: str) -> bool:
-    """Whether a record was signed for this place with this secret."""
     rest = {name: value for name, value in record.items() if name != _SIGNATURE}
     given = str(record.get(_SIGNATURE, ""))
     return hmac.compare_digest(given.encode(), _signature(secret, rest, place).encode())

@@ -1,4 +1,4 @@
-"""Messages over ZeroMQ: frames, the options that the defaults get wrong, and the agent's outbox.
+"""Messages over ZeroMQ: frames, the socket options, and the agent's outbox.
 
 Frames are typed, versioned and bounded; nothing is ever unpickled.  ``Outbox`` is pure.
 """
@@ -38,11 +38,10 @@ Message = TypeVar("Message")
 
 
 class FrameError(ValueError):
-    """A frame that is not ours, not of this version, or says what cannot be."""
+    """A frame that is not ours, not of this version, or has impossible values."""
 
 
 def encode(message: FromAgent | FromAggregator) -> bytes:
-    """Return the frame of a message."""
     return MAGIC + _encoder.encode(message)
 
 
@@ -50,9 +49,9 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
-        FrameError: it is no such frame, or something in it cannot be: a negative count, infinite seconds, ...
+        FrameError: it is no such frame, or has impossible values: a negative count, infinite seconds, ...
     """
-    message = _decode(_from_agent, frame)  # which knows the bounds of every field, by effllm/records/
+    message = _decode(_from_agent, frame)  # the bounds of every field are in the schema
     if isinstance(message, Reports):
         for row in message.rows:
             if row.iterations < -1:
@@ -65,7 +64,7 @@ def decode_from_agent(frame: bytes) -> FromAgent:
 
 
 def is_hello(frame: bytes) -> bool:
-    """Whether a frame is an introduction, by its first bytes alone: a msgpack array of more than 15, and its tag."""
+    """Whether a frame is a HELLO, by its first bytes alone: a msgpack array of more than 15, and its tag."""
     return frame[4:5] == b"\xdc" and frame[7:8] == b"\x01"
 
 
@@ -88,7 +87,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
 
 
 def _is_plain(message: Hello) -> bool:
-    """Whether names that are shown, and that others are found by, are what they look like."""
     devices = [text for device in message.devices for text in (device.key, device.name, device.driver)]
     return "".join((message.job, message.agent, message.host, message.role, message.version, *devices)).isprintable()
 
@@ -96,10 +94,10 @@ def _is_plain(message: Hello) -> bool:
 class Outbox:
     """The reports of one agent that are not acknowledged yet, oldest first, bounded, each encoded once."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_reports: int) -> None:
         self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # sequence, and the encoded report
-        self._most = most
-        self._sent = 0  # how many of them, from the oldest, are under way
+        self._max_reports = max_reports
+        self._sent = 0  # the number of them, from the oldest, that are in flight
         self._newest_sent = 0  # sequence
         self.lost = 0
 
@@ -107,11 +105,11 @@ class Outbox:
         return len(self._rows)
 
     def add(self, row: RankReport) -> None:
-        """Append a report; where there is no room the oldest goes, and is counted as lost if it was never sent.
+        """Append a report; a full outbox drops the oldest, which is counted as lost if it was never sent.
 
-        One that was sent may have arrived: if it has not, the aggregator finds the gap.
+        A report that was sent may have arrived: if it has not, the aggregator detects the gap.
         """
-        if len(self._rows) >= self._most:
+        if len(self._rows) >= self._max_reports:
             oldest, _ = self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
             self.lost += oldest > self._newest_sent
@@ -119,34 +117,33 @@ class Outbox:
 
     @property
     def num_unsent(self) -> int:
-        """How many reports are not under way."""
         return len(self._rows) - self._sent
 
     def unsent(self) -> Sequence[RankReport]:
-        """Return the next reports that are not under way, encoded, as many as one frame takes."""
-        rows: list[Any] = []  # which msgspec puts into a frame as they are
-        room = MAX_ROWS_BYTES
+        """Return the next reports that are not in flight, encoded, as many as one frame takes."""
+        rows: list[Any] = []  # which msgspec puts into a frame unchanged
+        left_bytes = MAX_ROWS_BYTES
         for _, encoded in islice(self._rows, self._sent, self._sent + MAX_ROWS):
-            room -= len(memoryview(encoded))
-            if rows and room < 0:
+            left_bytes -= len(memoryview(encoded))
+            if rows and left_bytes < 0:
                 break
             rows.append(encoded)
         return rows
 
     def sent(self, count: int) -> None:
-        """Take that many more as under way."""
+        """Mark that many more as in flight."""
         self._sent = min(self._sent + count, len(self._rows))
         if self._sent:
             self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1][0])
 
     def acknowledged(self, sequence: int) -> None:
-        """Forget the reports up to ``sequence``: they are safe."""
+        """Drop the reports up to ``sequence``: they are stored."""
         while self._rows and self._rows[0][0] <= sequence:
             self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
 
     def send_again(self) -> None:
-        """Take nothing as under way any more: the connection is new."""
+        """Mark no report as in flight: the connection is new."""
         self._sent = 0
 
 
@@ -165,9 +162,9 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 10,
         zmq.TCP_KEEPALIVE_CNT: 3,
-        zmq.TCP_MAXRT: 60_000,  # where something is under way, there are no probes
+        zmq.TCP_MAXRT: 60_000,  # while data is in flight, there are no probes
         zmq.HANDSHAKE_IVL: 30_000,  # ten thousand with keys at once take seconds of processor time
-        zmq.SNDBUF: 64 * 1024,  # bounds what a peer parks in the kernel to about 200 messages
+        zmq.SNDBUF: 64 * 1024,  # bounds the messages of a peer in the kernel to about 200
         zmq.RCVBUF: 64 * 1024,
     }
     for option, value in options.items():
@@ -175,7 +172,7 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether something waits; that nothing does is as usual, and by an exception it costs three times as much."""
+    """Whether a message waits; mostly none does, and an exception for that costs three times as much."""
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
@@ -204,11 +201,10 @@ class Link:
         self.sent_bytes = 0
 
     def connect(self) -> None:
-        """Begin to connect, for as long as it takes."""
         self.socket.connect(self._endpoint)
 
     def send(self, message: FromAgent) -> bool:
-        """Hand over a message; ``False`` where it cannot go at once."""
+        """Send a message; ``False`` where it cannot go at once."""
         frame = encode(message)
         try:
             self.socket.send(frame, _NOBLOCK)
@@ -218,7 +214,7 @@ class Link:
         return True
 
     def receive(self) -> list[FromAggregator]:
-        """Return what has arrived; frames that are not ours are dropped."""
+        """Return the messages that have arrived; frames that are not ours are dropped."""
         messages = []
         while _has_message(self.socket):
             try:
@@ -230,12 +226,12 @@ class Link:
         return messages
 
     def close(self) -> None:
-        """Close the socket; what is unsent gets half a second."""
+        """Close the socket; unsent messages get half a second."""
         self.socket.close()
 
 
 class AgentLink(Link):
-    """A link that tells when its connection is new."""
+    """A link that reports a new connection."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
         super().__init__(context, endpoint, keys)
@@ -245,7 +241,6 @@ class AgentLink(Link):
         self.connected = False
 
     def is_new(self) -> bool:
-        """Whether a connection has come into being since the last call."""
         new = False
         while _has_message(self.monitor):
             event, _ = receive_event(self.monitor)
@@ -254,7 +249,6 @@ class AgentLink(Link):
         return new
 
     def close(self) -> None:
-        """Close the sockets; what is unsent gets half a second."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         super().close()
@@ -272,7 +266,7 @@ class ServerSocket:
         self.socket.set(zmq.BACKLOG, 4096)
         self.socket.set(zmq.RCVHWM, 32)  # per peer: 1000 peers at the default took 2.5 GB
         self.socket.set(zmq.SNDHWM, 32)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # tells who is gone, instead of dropping what is for them in silence
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # reports disconnected peers, instead of dropping their messages
         self.received_bytes = 0
 
     def listen(self, endpoint: str, descriptor: int | None = None) -> str:
@@ -288,13 +282,13 @@ class ServerSocket:
         return address.decode().rstrip("\0") if isinstance(address, bytes) else endpoint
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """Return (peer, frame), or ``None`` where nothing waits; malformed parts become an empty frame."""
-        # A part that comes as an object knows whether another follows.  To ask the socket for that takes pyzmq 2 us,
-        # four times as long as to receive, and recv_multipart asks twice.
+        """Return (peer, frame), or ``None`` where none waits; malformed parts become an empty frame."""
+        # A part as an object has a flag whether another follows.  The socket's option for that takes pyzmq 2 us,
+        # four times as long as to receive, and recv_multipart reads it twice.
         recv = self.socket.recv
         try:
             peer = recv(_NOBLOCK)
-            part = recv(_NOBLOCK, False)  # a router's message comes whole, and has a part behind its peer
+            part = recv(_NOBLOCK, False)  # a router's message is complete, and has a part after its peer
         except zmq.Again:
             return None
         frame = part.bytes
@@ -306,11 +300,11 @@ class ServerSocket:
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:
-        """Answer a peer; one that is gone, or does not read, gets nothing; ``False`` where it is gone."""
+        """Answer a peer; the message is dropped where it is disconnected (``False``) or does not read."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> bool:
-        """Answer a peer with a message that is encoded already: what goes to ten thousand is made once."""
+        """Answer a peer with an encoded message: one that goes to ten thousand peers is encoded once."""
         try:
             self.socket.send(peer, _NOBLOCK_MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -323,5 +317,5 @@ class ServerSocket:
         return True
 
     def close(self) -> None:
-        """Close the socket; answers under way get half a second."""
+        """Close the socket; unsent answers get half a second."""
         self.socket.close()

@@ -1,8 +1,8 @@
-"""What a node draws beyond its GPUs, read once per node.
+"""The power of a node beyond its GPUs, read once per node.
 
-A sensor is an `effllm.devices.Reader` with an ``interval_s``: how often it is worth reading.  Its device
-has the scope CPU or NODE_PSU, computes nothing, and says in its note and its sensor what it is and how far
-it may be off.  Reading may take seconds, and so may opening: both belong into a thread of their own.
+A sensor is an `effllm.devices.Reader` with an ``interval_s`` between readings.  Its device has the scope CPU or
+NODE_PSU, computes nothing, and describes its source and its error in its note and its sensor.  Reading may take
+seconds, and so may opening: both belong into a thread of their own.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chass
 
 
 class Opener(NamedTuple):
-    """A sensor that has not been touched yet."""
+    """A sensor that is not open yet."""
 
     name: str  # "cpu" or "psu"
     interval_s: float
-    open: Callable[[], NodeReader]  # raises DeviceUnavailable, whose text says why and what to do
+    open: Callable[[], NodeReader]  # raises DeviceUnavailable, whose text has the reason and the remedy
 
 
 def openers(choice: str, host: str, credentials: Path | None = None) -> list[Opener]:
-    """Return what there may be to read on this node, none of it touched yet.
+    """Return the sensors that this node may have, none of them open.
 
     Args:
         choice: ``auto`` is the CPUs, and the management controller in-band; it never uses the network.
-            ``none`` is nothing.  ``ipmi``, or the URL of a Redfish service, says where the power of the
-            node as a whole comes from; the CPUs are read beside it.
+            ``none`` is nothing.  ``ipmi``, or the URL of a Redfish service, is the source of the power of the
+            node as a whole; the CPUs are read beside it.
         host: the node's name, part of the devices' keys.
         credentials: file of the Redfish service's user and password.
 
     Raises:
-        ValueError: the choice is none of these; what is wrong with a URL is told when it is opened.
+        ValueError: the choice is none of these; a wrong URL is reported when it is opened.
     """
     if choice == NONE:
         return []
@@ -60,7 +60,7 @@ def openers(choice: str, host: str, credentials: Path | None = None) -> list[Ope
 
 
 def missing(choice: str) -> str:
-    """Return what a choice needs and is not installed, and how to install it; empty where nothing is missing."""
+    """Return the package that a choice needs and that is not installed, with its installation; else an empty string."""
     if choice.startswith(("https://", "http://")):
         try:
             importlib.import_module("urllib3")

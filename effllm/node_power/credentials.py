@@ -1,4 +1,4 @@
-"""Who asks a Redfish service, and how it is known to be the right one: a file that its owner alone can read."""
+"""User, password and certificate of a Redfish service: a file that its owner alone can read."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _MAX_BYTES = 16 * 1024
 
 
 class CredentialsError(ValueError):
-    """The file is not usable; the message is one line that never holds what is in it."""
+    """The file is not usable; the message is one line without any of its content."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a credentials file says."""
+    """The content of a credentials file."""
 
     user: str
     password: str = field(repr=False)
     authentication: str = BASIC
-    ca_file: Path | None = None  # whom to believe instead of the system's authorities
-    fingerprint: bytes | None = None  # SHA-256 of the one certificate to believe, whatever it says of itself
+    ca_file: Path | None = None  # authorities instead of the system's
+    fingerprint: bytes | None = None  # SHA-256 of the only accepted certificate, whatever its name and issuer
 
     @classmethod
     def read(cls, path: Path) -> Credentials:
         """Read lines of the form ``key = value``; blank lines and those that begin with ``#`` are left out.
 
         Raises:
-            CredentialsError: others may read the file, or it does not say what it should.
+            CredentialsError: others may read the file, or a key is wrong or missing.
         """
         values: dict[str, str] = {}
         for number, line in enumerate(_private_text(path).splitlines(), 1):
@@ -62,7 +62,7 @@ def _private_text(path: Path) -> str:
     except own_files.NotPrivateError as error:
         raise CredentialsError(str(error)) from None
     except UnicodeDecodeError:
-        raise CredentialsError(f"{path} is no text") from None
+        raise CredentialsError(f"{path} is not text") from None
     except OSError as error:
         raise CredentialsError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -29,7 +29,7 @@ from effllm.node_power.credentials import SESSION, Credentials
 LIMIT_S = 5.0
 MAX_BYTES = 1024 * 1024
 MAX_REDIRECTS = 3
-#: A user who was rejected is not tried again for so long: services lock accounts.
+#: Time without another attempt after a user was rejected: services lock accounts.
 LOCKED_OUT_S = 600.0
 _GOODBYE_S = 1.0
 _SESSIONS = "/redfish/v1/SessionService/Sessions"
@@ -41,7 +41,7 @@ class NotFound(OSError):
 
 
 class Address(NamedTuple):
-    """Where a service is."""
+    """The address of a service."""
 
     scheme: str
     host: str
@@ -53,7 +53,7 @@ class Address(NamedTuple):
         """Return the parts of a URL.
 
         Raises:
-            ValueError: it is none, or would carry a password, or in the clear over a network.
+            ValueError: it is no URL, has a password in it, or would send one in the clear over a network.
         """
         try:
             parts = urlsplit(url)
@@ -61,7 +61,7 @@ class Address(NamedTuple):
         except ValueError:
             raise ValueError("the URL of the Redfish service cannot be understood") from None
         if "@" in parts.netloc:
-            raise ValueError("the URL of the Redfish service holds a user: that belongs into the credentials file")
+            raise ValueError("the URL of the Redfish service has a user in it: that belongs into the credentials file")
         if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment:
             raise ValueError(f"{url!r} is no URL of a Redfish service, such as https://bmc.example/redfish/v1")
         if parts.scheme == "http" and not is_own(host, link_local=False):
@@ -72,7 +72,7 @@ class Address(NamedTuple):
 
 
 def is_own(host: str, link_local: bool = True) -> bool:
-    """Whether a name or address means another machine on every node: a loopback or, where asked for, link-local one."""
+    """Whether a name or address means another machine on every node: a loopback one, or link-local unless excluded."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -87,13 +87,13 @@ class _Answer(NamedTuple):
 
 
 class Service:
-    """One service, asked by one user; nothing is sent before the first request.
+    """One service, requested by one user; nothing is sent before the first request.
 
     Args:
-        address: where it is.
-        credentials: who asks; ``None`` asks without a user.
-        limit_s: how long one request may take, connection and redirects included; only the resolution of
-            the host's name has the system's own limit.
+        address: of the service.
+        credentials: of the user; ``None`` for requests without a user.
+        limit_s: timeout of one request, connection and redirects included; only the resolution of
+            the host's name has the system's own timeout.
     """
 
     def __init__(self, address: Address, credentials: Credentials | None, limit_s: float = LIMIT_S) -> None:
@@ -108,18 +108,18 @@ class Service:
         """Return a resource.
 
         Raises:
-            NotFound: there is none.
-            PermissionError: this user may not.
-            OSError, ValueError: no answer in time, or none that can be used.
+            NotFound: it does not exist.
+            PermissionError: the user may not read it.
+            OSError, ValueError: no answer in time, or no usable one.
         """
         if not path.startswith("/") or path.startswith("//"):
             raise ValueError(f"the service points to {path[:100]!r}, which is no path on it")
         if time.monotonic() < self._locked_out_until_s:
-            raise PermissionError("the service refused the user (401), who is not tried again for ten minutes")
+            raise PermissionError("the service rejected the user (401): no other attempt for ten minutes")
         until_s = time.monotonic() + self._limit_s
         try:
             for _ in range(MAX_REDIRECTS + 1):
-                answer = self._ask_as_user(path, until_s)
+                answer = self._get_as_user(path, until_s)
                 if answer.status not in _REDIRECTS:
                     return self._body(path, answer)
                 path = self._redirected(path, answer.headers.get("Location", ""))
@@ -129,15 +129,13 @@ class Service:
             raise TimeoutError(f"no answer within {self._limit_s:g} s") from None
         except ssl.SSLCertVerificationError as error:
             raise OSError(
-                f"the service's certificate is not believed ({error.verify_message}): name ca_file or fingerprint in "
+                f"the service's certificate is not trusted ({error.verify_message}): name ca_file or fingerprint in "
                 "the credentials file"
             ) from None
         except SSLError:
-            raise OSError(
-                "the service's certificate is not the one whose fingerprint the credentials file holds"
-            ) from None
+            raise OSError("the service's certificate does not have the fingerprint of the credentials file") from None
         except HTTPError:
-            raise OSError(f"the answer to {path} breaks off") from None
+            raise OSError(f"the answer to {path} is incomplete") from None
         except HTTPException as error:
             raise OSError(f"no HTTP answer: {type(error).__name__}") from None
         raise OSError(f"more than {MAX_REDIRECTS} redirects")
@@ -152,7 +150,7 @@ class Service:
 
     # --- requests ---
 
-    def _ask_as_user(self, path: str, until_s: float) -> _Answer:
+    def _get_as_user(self, path: str, until_s: float) -> _Answer:
         had_token = bool(self._token)
         answer = self._exchange("GET", path, self._authorization_or_login(until_s), b"", until_s)
         if answer.status == 401 and had_token:  # sessions expire
@@ -183,16 +181,15 @@ class Service:
         return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
 
     def _body(self, path: str, answer: _Answer) -> bytes:
-        """Return the body of an answer of status 200."""
         if answer.status == 200:
             return answer.body
         if answer.status == 404:
             raise NotFound(f"{path} is not there (404)")
         if answer.status == 401 and self._credentials is None:
-            raise PermissionError("the service asks for a user (401): name a credentials file")
+            raise PermissionError("the service requires a user (401): name a credentials file")
         if answer.status == 401:
             self._locked_out_until_s = time.monotonic() + LOCKED_OUT_S
-            raise PermissionError("the service refuses the user or the password of the credentials file (401)")
+            raise PermissionError("the service rejects the user or the password of the credentials file (401)")
         if answer.status == 403:
             raise PermissionError(
                 f"the user may not read {path} (403): give it the privilege Login (the role ReadOnly)"
@@ -200,10 +197,10 @@ class Service:
         raise OSError(f"{path} answers {answer.status}")
 
     def _redirected(self, path: str, location: str) -> str:
-        """Return the path that a service points to, on itself.
+        """Return the path of a redirect within the service.
 
         Raises:
-            ValueError: it points elsewhere.
+            ValueError: it points to another service.
         """
         own = self._address
         origin = f"{own.scheme}://{f'[{own.host}]' if ':' in own.host else own.host}:{own.port}"
@@ -250,10 +247,10 @@ def _content(path: str, response: HTTPResponse) -> bytes:
 
 @contextlib.contextmanager
 def _ended_at(until_s: float, sock: socket.socket) -> Iterator[None]:
-    """Shut a connection down at a deadline, whatever is being read from it.
+    """Shut a connection down at a deadline, also while it is read.
 
     Raises:
-        TimeoutError: it was.
+        TimeoutError: it was shut down.
     """
     is_over = threading.Event()
 

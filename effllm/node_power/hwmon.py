@@ -1,6 +1,6 @@
 """Power of the CPUs through hwmon: NVIDIA's Grace, and AMD's EPYC where RAPL is closed.
 
-Grace has power and no energy counter.  Its firmware describes ACPI power meters, one per rail, told apart by
+Grace has power and no energy counter.  Its firmware describes ACPI power meters, one per rail, identified by
 ``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
 
 ==========================  ==============================================================================
@@ -11,10 +11,10 @@ Grace has power and no energy counter.  Its firmware describes ACPI power meters
 ==========================  ==============================================================================
 
 CPU and SysIO are *not* added to Grace: they are parts of it, 53 to 58 W of 93 to 104 W in NVIDIA's own traces
-(srt-slurm, ``cpu_rails.py``).  They are summed where there is no Grace meter, and the note says what then lacks.
+(srt-slurm, ``cpu_rails.py``).  They are summed where there is no Grace meter, and the note names the missing parts.
 
-Where a Module meter stands beside them, the GPU shares the module, and NVML's counter may be the module's,
-which contains this CPU.  Its device then has the energy key ``module-cpu:<host>``: whoever adds devices up
+Where there is a Module meter too, the GPU shares the module, and NVML's counter may be the module's,
+which contains this CPU.  Its device then has the energy key ``module-cpu:<host>``: a sum over devices
 leaves it out on hosts whose GPUs have the scope MODULE.
 
 Not run on real hardware so far.
@@ -28,15 +28,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader
-from effllm.records.rank import AVERAGE, CPU, INSTANT, Device, Sensor
+from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.records.rank import AVERAGE, CPU, INSTANT, Sensor
 
 HWMON = Path("/sys/class/hwmon")
 
-
 NO_HWMON = "energy: no hwmon sensor shows the power of the CPUs (Grace's, or amd_hsmp on EPYC)"
 
-# The kernel hands an unknown ACPI reading (0xFFFFFFFF mW) through as 4.3 MW.
+# The kernel returns an unknown ACPI reading (0xFFFFFFFF mW) as 4.3 MW.
 _MAX_W = 10_000.0
 
 # Grace's successor calls its rails "Total Power Socket 0" and so on.
@@ -46,11 +45,11 @@ _RAIL = re.compile(
 )
 _PARTS = ("cores", "soc", "dram")
 
-_ERROR = "gain assumed as of a board that nobody has calibrated: no accuracy is published"
+_ERROR = "gain assumed as of a board that is not calibrated: no accuracy is published"
 
 
 class Meter(NamedTuple):
-    """One power sensor and what it says of itself."""
+    """One power sensor, with its label and its averaging interval."""
 
     path: Path
     label: str
@@ -60,7 +59,7 @@ class Meter(NamedTuple):
         """Return the power.
 
         Raises:
-            OSError, ValueError: it cannot be read, or cannot be the power of a CPU that runs this.
+            OSError, ValueError: it cannot be read, or cannot be the power of a running CPU.
         """
         watts = int(self.path.read_text()) / 1e6
         if not 0.0 < watts < _MAX_W:
@@ -69,7 +68,6 @@ class Meter(NamedTuple):
 
 
 def grace_meters(root: Path) -> dict[tuple[str, int], Meter]:
-    """Return the meters of Grace's rails by what they measure and socket."""
     meters: dict[tuple[str, int], Meter] = {}
     for path in sorted([*root.glob("hwmon*/device/power*_average"), *root.glob("hwmon*/power*_average")]):
         label = _text(path, "oem_info") or _text(path, "label")
@@ -94,7 +92,6 @@ def hsmp_meters(root: Path) -> list[Meter]:
 
 
 def _text(path: Path, suffix: str) -> str:
-    """Return a file's neighbour that describes it, "" where there is none."""
     try:
         return path.with_name(path.name.removesuffix("average") + suffix).read_text().strip()
     except OSError:
@@ -131,47 +128,33 @@ def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | No
     in_module = any(kind == "module" for kind, _ in rails)
     intervals_s = {meter.average_s for meter in meters}
     average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
-    average = "averaging interval assumed" if None in intervals_s else f"averages over {average_s:g} s by its own word"
-    device = Device(
-        key=f"cpu:{host}",
+    average = "averaging interval assumed" if None in intervals_s else f"averages over {average_s:g} s, as it reports"
+    device = node_device(
+        host,
+        CPU,
         kind="hwmon",
         name="NVIDIA Grace",
-        is_gpu=False,
-        energy_method=AVERAGE,
-        power_scope=CPU,
-        energy_key=f"module-cpu:{host}" if in_module else "",
-        energy_note=f"{', '.join(meter.label for meter in meters)}: {note}",
+        method=AVERAGE,
+        note=f"{', '.join(meter.label for meter in meters)}: {note}",
         sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{average}; {_ERROR}"),
         driver="acpi_power_meter",
-        only_power=True,
+        energy_key=f"module-cpu:{host}" if in_module else "",
     )
-    return NodeReader(
-        device,
-        max(CPU_INTERVAL_S, average_s),
-        lambda: Measured(power_average_w=sum(meter.watts() for meter in meters)),
-        _nothing,
-    )
+    interval_s = max(CPU_INTERVAL_S, average_s)
+    return NodeReader(device, interval_s, lambda: Measured(power_average_w=sum(meter.watts() for meter in meters)))
 
 
 def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
     if not meters:
         return None
-    device = Device(
-        key=f"cpu:{host}",
+    device = node_device(
+        host,
+        CPU,
         kind="hwmon",
         name="AMD EPYC",
-        is_gpu=False,
-        energy_method=INSTANT,
-        power_scope=CPU,
-        energy_note=f"{', '.join(meter.label for meter in meters)}: integrated power, for RAPL cannot be read; no DRAM",
+        method=INSTANT,
+        note=f"{', '.join(meter.label for meter in meters)}: integrated power, for RAPL cannot be read; no DRAM",
         sensor=Sensor(tick_s=0.001, source=f"tick assumed as RAPL's; {_ERROR}"),
         driver="amd_hsmp",
-        only_power=True,
     )
-    return NodeReader(
-        device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)), _nothing
-    )
-
-
-def _nothing() -> None:
-    """Nothing is held."""
+    return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)))

@@ -1,8 +1,7 @@
-"""What a node draws by its own management controller, in-band: DCMI's power reading through ipmi-dcmi or ipmitool.
+"""The power of a node by its own management controller, in-band: DCMI's reading through ipmi-dcmi or ipmitool.
 
-Sensors named by vendors are left alone: DCMI's reading is the one that means the same everywhere, as far as
-it means anything exact.  Not run on real hardware so far: the arguments and the text are those of freeipmi
-1.6.10 and ipmitool 1.8.19.
+Sensors named by vendors are not read: DCMI's reading alone has one meaning everywhere, though not an exact one.
+Not run on real hardware so far: the arguments and the text are those of freeipmi 1.6.10 and ipmitool 1.8.19.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader
-from effllm.records.rank import INSTANT, NODE_PSU, Device, Sensor
+from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.records.rank import INSTANT, NODE_PSU, Sensor
 
 DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 
@@ -47,13 +46,13 @@ NO_DEVICE = (
 NO_PERMISSION = (
     "node power: {device} is closed to this user; run as root, or let root give it a group (a udev rule such as "
     'KERNEL=="ipmi*", GROUP="ipmi", MODE="0660"), or hand it to the job alone (the scheduler\'s prolog: '
-    "setfacl -m u:USER:rw {device}); mind that who may write to it may also switch the node off"
+    "setfacl -m u:USER:rw {device}); mind that write access also permits to switch the node off"
 )
 NO_TOOL = "node power: neither ipmi-dcmi (freeipmi) nor ipmitool is installed"
 
 
 class Tool(NamedTuple):
-    """An executable that shows DCMI's power reading, and how its text is read."""
+    """An executable that prints DCMI's power reading, and the patterns of its text."""
 
     name: str
     arguments: tuple[str, ...]
@@ -78,23 +77,23 @@ TOOLS = (
 
 
 def watts(tool: Tool, text: str) -> float:
-    """Return the power in what a tool said.
+    """Return the power in the output of a tool.
 
     Raises:
-        ValueError: it has no power to show.
+        ValueError: it has no power in it.
     """
     reading, state = tool.watts.search(text), tool.state.search(text)
     if reading is None:
         raise ValueError(f"{tool.name} shows no power: {_last_line(text)}")
     if state is not None and state[1] is None:
         raise ValueError(f"{tool.name} shows no power: the measurement is off ({state[0].strip()})")
-    if int(reading[1]) == 0:  # a controller that knows the command and has no meter behind it
-        raise ValueError(f"{tool.name} shows 0 W, which a node that runs cannot draw")
+    if int(reading[1]) == 0:  # a controller that has the command and no meter behind it
+        raise ValueError(f"{tool.name} shows 0 W, which a running node cannot draw")
     return float(reading[1])
 
 
 class Command:
-    """An executable that is run again and again, never for longer than its limit, one at a time."""
+    """An executable that is run repeatedly, never for longer than its timeout, one at a time."""
 
     def __init__(self, arguments: Sequence[str], limit_s: float = LIMIT_S) -> None:
         self._arguments = arguments
@@ -103,10 +102,10 @@ class Command:
         self._stuck: subprocess.Popen[bytes] | None = None
 
     def run(self) -> str:
-        """Return what it says, errors included.
+        """Return its output, errors included.
 
         Raises:
-            OSError: it cannot be started, failed, did not end in time, or said too much.
+            OSError: it cannot be started, failed, did not end in time, or printed too much.
         """
         if self._stuck is not None and self._stuck.poll() is None:
             raise OSError(f"{self._name} hangs in the kernel and is not started again")
@@ -118,28 +117,28 @@ class Command:
             start_new_session=True,
         )
         try:
-            said = self._listen(process)
+            output = self._read_all(process)
         finally:
             self._end(process)
-        text = said.decode(errors="replace")
+        text = output.decode(errors="replace")
         if process.returncode:
             raise OSError(f"{self._name} failed ({process.returncode}): {_last_line(text)}")
         return text
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> bytes:
-        """Return all that it says until it has ended."""
+    def _read_all(self, process: subprocess.Popen[bytes]) -> bytes:
+        """Return its output until it has ended."""
         assert process.stdout is not None
-        said, until_s = bytearray(), time.monotonic() + self._limit_s
+        output, until_s = bytearray(), time.monotonic() + self._limit_s
         while piece := self._wait(process.stdout.fileno(), until_s) and os.read(process.stdout.fileno(), 8192):
-            said += piece
-            if len(said) > MAX_BYTES:
-                raise OSError(f"{self._name} says more than a power reading")
+            output += piece
+            if len(output) > MAX_BYTES:
+                raise OSError(f"{self._name} prints more than a power reading")
         ended = os.pidfd_open(process.pid)
         try:
             self._wait(ended, until_s)
         finally:
             os.close(ended)
-        return bytes(said)
+        return bytes(output)
 
     def _wait(self, descriptor: int, until_s: float) -> bool:
         poll = select.poll()
@@ -149,7 +148,7 @@ class Command:
         return True
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Leave neither it nor its children behind; it is reaped last, for until then its group's number is its own."""
+        """End it and its children; it is reaped last, since until then the number of its group cannot be reused."""
         assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
@@ -162,7 +161,7 @@ class Command:
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return lines[-1][:200] if lines else "it printed nothing"
 
 
 def open_reader(
@@ -171,10 +170,10 @@ def open_reader(
     which: Callable[[str], str | None] = lambda name: shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS),
     limit_s: float = LIMIT_S,
 ) -> NodeReader:
-    """Open the node's power by the first tool that shows it.
+    """Open the node's power by the first tool that prints it.
 
     Raises:
-        DeviceUnavailable: no device, no permission, no tool, or no tool that shows power.
+        DeviceUnavailable: no device, no permission, no tool, or no tool that prints power.
     """
     present = [device for device in devices if device.exists()]
     if not present:
@@ -197,17 +196,15 @@ def open_reader(
 
 
 def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReader:
-    device = Device(
-        key=f"psu:{host}",
+    device = node_device(
+        host,
+        NODE_PSU,
         kind="ipmi",
         name="node",
-        is_gpu=False,
-        energy_method=INSTANT,
-        power_scope=NODE_PSU,
-        energy_note="DCMI's power reading, whole watts: what it is taken from is the vendor's choice, and on some "
-        "boards it leaves out GPUs, fans or the losses of the power supplies",
+        method=INSTANT,
+        note="DCMI's power reading, whole watts: its source is the vendor's choice, and on some boards it leaves out "
+        "GPUs, fans or the losses of the power supplies",
         sensor=msgspec.structs.replace(SENSOR, call_s=call_s),
         driver=tool.name,
-        only_power=True,
     )
-    return NodeReader(device, PSU_INTERVAL_S, lambda: Measured(power_w=watts(tool, command.run())), lambda: None)
+    return NodeReader(device, PSU_INTERVAL_S, lambda: Measured(power_w=watts(tool, command.run())))

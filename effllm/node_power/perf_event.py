@@ -8,7 +8,7 @@ import platform
 import struct
 
 _SYSCALLS = {"x86_64": 298, "aarch64": 241}
-_ATTRIBUTES_BYTES = 64  # PERF_ATTR_SIZE_VER0: type, size, config, and nothing else asked for
+_ATTRIBUTES_BYTES = 64  # PERF_ATTR_SIZE_VER0: type, size, config
 _EVERY_PROCESS, _NO_GROUP, _CLOSE_ON_EXEC = -1, -1, 8
 
 
@@ -28,7 +28,6 @@ class PerfEvent:
         return count
 
     def close(self) -> None:
-        """Close it; may be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

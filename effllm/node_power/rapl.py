@@ -1,7 +1,6 @@
 """RAPL, the energy counters of Intel's and AMD's CPUs, through powercap or, where that is closed, through perf.
 
-Never an estimate from a TDP: what cannot be read is not measured.  Not run on real hardware so far; the
-tests have recorded trees.
+Never an estimate from a TDP.  Not run on real hardware so far; the tests have recorded trees.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import NamedTuple
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.perf_event import PerfEvent
 from effllm.node_power.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, perf_events, powercap_zones
-from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader
-from effllm.records.rank import COUNTER, CPU, Device, Sensor
+from effllm.node_power.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.records.rank import COUNTER, CPU, Sensor
 
-# No CPU package draws more, so a counter that moved faster was reset, and one that was not read for
+# No CPU package draws more: a counter that rose faster was reset, and a counter that was not read for
 # longer than its range lasts at this power may have wrapped twice.
 _PACKAGE_MAX_W = 1000.0
 
-# Where the total starts, and how far it goes back after a stretch of which nothing is known: further than can
-# flow until the next reading, so that nobody takes the difference across that stretch for energy.
+# The start of the total, and its decrease after an unknown period: more than can flow until the next reading,
+# so that the difference across that period is not taken for energy.
 _START_J, _BACK_J = 1e9, 1e6
 
-# Dies that mirror one counter agree in every one of so many pauses; counters of two sockets differ in the first.
-_LOOKS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
+# Dies that mirror one counter agree in each of these comparisons; counters of two sockets differ in the first.
+_COMPARISONS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
 
 SENSOR = Sensor(
     tick_s=0.001,
@@ -60,16 +59,16 @@ class Rapl:
         self._shortest_j = min(counter.range / counter.per_joule for counter in counters)
 
     def energy_j(self) -> float:
-        """Return a total of which only the differences mean something.
+        """Return a total; only its differences have a meaning.
 
-        A read that fails leaves everything as it was, so the next one has what flowed meanwhile.  After a
-        stretch of which nothing can be known the total is lower than before.
+        A read that fails changes nothing, so the next one includes the energy meanwhile.  After an unknown
+        period the total is lower than before.
 
         Raises:
-            OSError, ValueError: a counter cannot be read, or what it counted since cannot be known.
+            OSError, ValueError: a counter cannot be read, or its count since the last read is unknown.
         """
         counts, now_s = [counter.read() for counter in self._counters], self._clock()
-        # A fall is a wrap-around: modulo the range the difference is right.
+        # A decrease is a wrap-around: modulo the range the difference is right.
         spent_j = [
             (now - last) % counter.range / counter.per_joule
             for counter, now, last in zip(self._counters, counts, self._last, strict=True)
@@ -89,20 +88,19 @@ class Rapl:
         self._start_j = self._total_j = max(self._start_j - _BACK_J, 0.0)
 
     def close(self) -> None:
-        """Close all counters; may be called twice."""
         for counter in self._counters:
             counter.close()
 
 
-class _Look(NamedTuple):
-    """All packages read one after the other, and so once more: what lies between agrees if it is the same."""
+class _TwoReads(NamedTuple):
+    """All packages read one after the other, twice: equal counters have a common value between the two."""
 
     first: list[int]
     second: list[int]
 
 
 def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
-    """Return the packages that show the counter of an earlier one, by their place in the sequence.
+    """Return the indices of the packages that show the counter of an earlier one.
 
     Linux shows one package per die, and on some AMD processors every die shows the whole socket: a sum
     over them is twice the energy, or twelve times (CodeCarbon issues 1274 and 1379; kernel commits
@@ -115,15 +113,15 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
         for other in packages[place + 1 :]
         if (counters[one].range, counters[one].per_joule) == (counters[other].range, counters[other].per_joule)
     }
-    last = _look(counters) if pairs else None
-    for _ in range(_LOOKS):
+    last = _read_twice(counters) if pairs else None
+    for _ in range(_COMPARISONS):
         if not pairs or last is None:
             break
         pause(_PAUSE_S)
-        now = _look(counters)
+        now = _read_twice(counters)
         for (one, other), moves in list(pairs.items()):
             size = counters[one].range
-            least = now.first[one] - last.second[one]  # what the one has counted at least ...
+            least = now.first[one] - last.second[one]  # the least that the one has counted, and how much more at most
             width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
             counted = (now.first[other] - last.first[other]) % size
             if (counted - least) % size <= width:
@@ -134,8 +132,8 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
     return {other for (_, other), moves in pairs.items() if moves >= _MIN_MOVES}
 
 
-def _look(counters: Sequence[Counter]) -> _Look:
-    return _Look([counter.read() for counter in counters], [counter.read() for counter in counters])
+def _read_twice(counters: Sequence[Counter]) -> _TwoReads:
+    return _TwoReads([counter.read() for counter in counters], [counter.read() for counter in counters])
 
 
 def open_rapl(
@@ -159,7 +157,7 @@ def open_rapl(
         try:
             counters = find()
             if counters:
-                return _counting(counters, clock, way, pause)
+                return _without_copies(counters, clock, way, pause)
         except PermissionError:  # since Linux 5.10, for CVE-2020-8694
             why_not = RAPL_UNREADABLE
         except (OSError, ValueError) as error:
@@ -167,7 +165,7 @@ def open_rapl(
     raise DeviceUnavailable(why_not or NO_RAPL)
 
 
-def _counting(
+def _without_copies(
     counters: Sequence[Counter], clock: Callable[[], float], way: str, pause: Callable[[float], None]
 ) -> Rapl:
     try:
@@ -201,15 +199,5 @@ def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
     """
     if rapl is None:
         rapl = open_rapl()
-    device = Device(
-        key=f"cpu:{host}",
-        kind="rapl",
-        name="CPU",
-        is_gpu=False,
-        energy_method=COUNTER,
-        power_scope=CPU,
-        energy_note=rapl.note,
-        sensor=SENSOR,
-        only_power=True,
-    )
+    device = node_device(host, CPU, kind="rapl", name="CPU", method=COUNTER, note=rapl.note, sensor=SENSOR)
     return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(energy_j=rapl.energy_j()), rapl.close)

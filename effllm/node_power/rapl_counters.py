@@ -5,92 +5,57 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from effllm.node_power.perf_event import PerfEvent
 
 POWERCAP = Path("/sys/class/powercap")
 PERF = Path("/sys/bus/event_source/devices/power")
 
-#: Opens a counter by the PMU's number, what to count, and the CPU.
+#: Opens a counter by the PMU's number, the event's configuration, and the CPU.
 OpenEvent = Callable[[int, int, int], PerfEvent]
 
 
-class Counter(Protocol):
+class Counter(NamedTuple):
     """One energy counter that wraps."""
 
     is_package: bool  # else DRAM
-    range: int  # after so many counts it starts again
+    range: int  # counts until it wraps
     per_joule: float
-
-    def read(self) -> int:
-        """Return the count; raises OSError or ValueError where it cannot be read."""
-
-    def close(self) -> None:
-        """Give back what is held; may be called twice."""
+    read: Callable[[], int]  # raises OSError or ValueError
+    close: Callable[[], None] = lambda: None  # may be called twice
 
 
-class Zone:
-    """A counter in powercap's tree."""
-
-    per_joule = 1e6
-
-    def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self.is_package = name.startswith("package")
-        self.range = int((path / "max_energy_range_uj").read_text())
-
-    def read(self) -> int:
-        """Return the microjoules."""
-        return int((self.path / "energy_uj").read_text())
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class RaplEvent:
-    """A counter of perf's power PMU, which the kernel keeps from wrapping."""
-
-    range = 2**64
-
-    def __init__(self, event: PerfEvent, is_package: bool, per_joule: float) -> None:
-        self._event = event
-        self.is_package = is_package
-        self.per_joule = per_joule
-
-    def read(self) -> int:
-        """Return the count since it was opened."""
-        return self._event.read()
-
-    def close(self) -> None:
-        """Close it."""
-        self._event.close()
-
-
-def powercap_zones(root: Path) -> list[Zone]:
+def powercap_zones(root: Path) -> list[Counter]:
     """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
     zones = []
     for path in sorted(root.glob("intel-rapl:*")):  # the same names on AMD; intel-rapl-mmio shows a package twice
         try:
             name = (path / "name").read_text().strip()
-        except FileNotFoundError:  # a container that masks the zones shows where they would be
+        except FileNotFoundError:  # a container that masks the zones shows their folders
             continue
         if name.startswith("package") or name == "dram":
-            zones.append(Zone(path, name))
+            size = int((path / "max_energy_range_uj").read_text())
+            zones.append(Counter(name != "dram", size, 1e6, partial(_read_count, path / "energy_uj")))
     return zones
 
 
-def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[RaplEvent]:
+def _read_count(path: Path) -> int:
+    return int(path.read_text())
+
+
+def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Counter]:
     """Return the packages and their DRAM as counters of the power PMU, none where there is no such PMU.
 
     Raises:
-        OSError, ValueError: it may not be used, or is not as its documentation says.
+        OSError, ValueError: it may not be used, or is not as documented.
     """
     if not (root / "type").exists():
         return []
     kind, cpus = int((root / "type").read_text()), _cpus((root / "cpumask").read_text())
-    events: list[RaplEvent] = []
+    events = []
     with ExitStack() as opened:
         for name in ("energy-pkg", "energy-ram"):  # neither -psys nor -cores nor -gpu
             if (root / "events" / name).exists():
@@ -98,13 +63,14 @@ def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[RaplEvent
                 for cpu in cpus:
                     event = open_event(kind, config, cpu)
                     opened.callback(event.close)
-                    events.append(RaplEvent(event, name == "energy-pkg", per_joule))
+                    # The kernel keeps these from wrapping.
+                    events.append(Counter(name == "energy-pkg", 2**64, per_joule, event.read, event.close))
         opened.pop_all()
     return events
 
 
 def _event(folder: Path, name: str) -> tuple[int, float]:
-    """Return what to ask the kernel for, and how many counts are a joule."""
+    """Return an event's configuration, and its counts per joule."""
     asked = re.fullmatch(r"event=(0x[0-9a-f]+)", (folder / name).read_text().strip())
     unit = (folder / f"{name}.unit").read_text().strip()
     scale = float((folder / f"{name}.scale").read_text())

@@ -1,4 +1,4 @@
-"""What the sensors of a node have in common: a device, and a reading that may fail."""
+"""The common part of a node's sensors: a device, and a reading that may fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
+from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample, Sensor
 
 #: Seconds between readings of the CPUs, and of the power supplies, whose controller is a slow computer with other work.
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
@@ -17,33 +17,61 @@ _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
 
 
 class Measured(NamedTuple):
-    """What one reading of a node's sensor tells."""
+    """The values of one reading of a node's sensor."""
 
     power_w: float | None = None
     power_average_w: float | None = None
     energy_j: float | None = None
 
 
+def node_device(
+    host: str,
+    scope: str,
+    *,
+    kind: str,
+    name: str,
+    method: str,
+    note: str,
+    sensor: Sensor,
+    driver: str = "",
+    energy_key: str = "",
+) -> Device:
+    return Device(
+        key=f"{'cpu' if scope == CPU else 'psu'}:{host}",
+        kind=kind,
+        name=name,
+        is_gpu=False,
+        energy_method=method,
+        power_scope=scope,
+        energy_key=energy_key,
+        energy_note=note,
+        sensor=sensor,
+        driver=driver,
+        only_power=True,
+    )
+
+
 class NodeReader:
-    """An open sensor of the node, which follows `effllm.devices.Reader`.
+    """An open sensor of the node, an `effllm.devices.Reader`.
 
     Args:
-        device: what is read; its energy method names the field that a failure is told of.
-        interval_s: how often it is worth reading, at least the sensor's own period.
+        device: of the sensor; its energy method gives the field that a failure is reported for.
+        interval_s: between readings, at least the sensor's own period.
         measure: takes one reading; raises OSError or ValueError, whose text is the reason, where it cannot.
-        close: gives back what is held; may be called twice.
+        close: releases the sensor; may be called twice.
     """
 
     def __init__(
-        self, device: Device, interval_s: float, measure: Callable[[], Measured], close: Callable[[], None]
+        self,
+        device: Device,
+        interval_s: float,
+        measure: Callable[[], Measured],
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.device = device
-        self.interval_s = interval_s
-        self._measure = measure
-        self._close = close
+        self.device, self.interval_s = device, interval_s
+        self._measure, self.close = measure, close
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return the values of this moment; where they cannot be read they are ``None``, with the reason beside."""
         failures: dict[str, str] = {}
         measured = Measured()
         before_ns = time.monotonic_ns()
@@ -60,10 +88,6 @@ class NodeReader:
         return sample, failures
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
-        """Return the same, for there is nothing else to leave out."""
+        """Return all values, since energy and power are all of them."""
         sample, failures = self.read()
         return replace(sample, energy_only=True), failures
-
-    def close(self) -> None:
-        """Give back what is held; may be called twice."""
-        self._close()

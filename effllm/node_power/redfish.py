@@ -1,8 +1,8 @@
-"""What a node draws by its management controller's Redfish service, over HTTPS.
+"""The power of a node by its management controller's Redfish service, over HTTPS.
 
-The inputs of the power supplies are what a node draws, so their sum is taken where the service has it; else
-the chassis' own figure, whatever the vendor counts into it.  A sum with a hole in it is no sum: a supply
-that is there and gives no reading fails the whole reading.  Not run on real hardware so far.
+The inputs of the power supplies are the power of a node, so their sum is taken where the service has it; else
+the chassis' own figure, whatever the vendor counts into it.  A supply that is present and gives no reading fails
+the whole reading: a sum without it would be wrong.  Not run on real hardware so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from effllm.devices import DeviceUnavailable
 from effllm.node_power.credentials import Credentials
 from effllm.node_power.https import LIMIT_S, Address, Service, is_own
-from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader
+from effllm.node_power.reader import PSU_INTERVAL_S, Measured, NodeReader, node_device
 from effllm.node_power.redfish_records import (
     Chassis,
     Collection,
@@ -39,24 +39,24 @@ from effllm.node_power.redfish_sources import (
     is_off,
     optional,
 )
-from effllm.records.rank import COUNTER, INSTANT, NODE_PSU, Device, Sensor
+from effllm.records.rank import COUNTER, INSTANT, NODE_PSU, Sensor
 
-#: All questions of one reading together.
+#: Timeout of all requests of one reading.
 READ_LIMIT_S = 10.0
-#: Looking through all chassis, once.
+#: Timeout of the search through all chassis, once.
 SEARCH_LIMIT_S = 120.0
 MAX_CHASSIS = 128
 MAX_SUPPLIES = 64
 
 ROOT = "/redfish/v1/"
-_TICK_S = 5.0  # where the service does not say how often it looks
+_TICK_S = 5.0  # where the service does not state its period
 
 
 # --- the search ---
 
 
 class Found(NamedTuple):
-    """A chassis and where it is."""
+    """A chassis and its path."""
 
     path: str
     chassis: Chassis
@@ -66,7 +66,7 @@ def find_source(get: Get, path: str) -> tuple[Source, str]:
     """Return the best source of the node's power, and the name of the machine.
 
     Raises:
-        OSError, ValueError: there is none, or more than one and no telling which.
+        OSError, ValueError: there is none, or more than one.
     """
     found = [Found(one, get(one, Chassis)) for one in _chassis_paths(get, path)]
     top = [one for one in found if one.chassis.links is None or one.chassis.links.contained_by is None] or found
@@ -93,7 +93,7 @@ def find_source(get: Get, path: str) -> tuple[Source, str]:
 
 
 def _chassis_paths(get: Get, path: str) -> list[str]:
-    """Return the chassis that a URL means: all of the service's, or the one that it names."""
+    """Return the chassis of a URL: all of the service's, or the one that it names."""
     if re.fullmatch(r"/redfish/v1/Chassis/[^/]+", path):
         return [path]
     if path not in ("", "/redfish", "/redfish/v1", "/redfish/v1/Chassis"):
@@ -124,7 +124,7 @@ def _supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _supply_paths(get: Get, chassis: Chassis) -> list[str]:
-    """Return the supplies of a chassis, empty slots among them: what is put in later counts."""
+    """Return the supplies of a chassis, with empty slots: a supply that is inserted later counts."""
     subsystem = optional(get, chassis.subsystem.path, Subsystem) if chassis.subsystem is not None else None
     if subsystem is None or subsystem.supplies is None:
         return []
@@ -146,7 +146,7 @@ def _old_supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _of_chassis(get: Get, one: Found) -> list[Source]:
-    """Return what shows the power of a chassis as a whole: the newer form, else the older, else nothing."""
+    """Return the source of the power of a chassis as a whole: the newer form, else the older, else none."""
     if one.chassis.environment is not None:
         environment = optional(get, one.chassis.environment.path, Environment)
         if environment is not None and environment.watts is not None and environment.watts.value is not None:
@@ -160,14 +160,14 @@ def _of_chassis(get: Get, one: Found) -> list[Source]:
 
 def _shared_by(found: Iterable[Found]) -> str:
     num_systems = max((len(one.chassis.links.systems) for one in found if one.chassis.links is not None), default=1)
-    return f"; they feed {num_systems} computer systems by the service's word" if num_systems > 1 else ""
+    return f"; they feed {num_systems} computer systems, as the service states" if num_systems > 1 else ""
 
 
 # --- the sensor ---
 
 
 def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[float, float, str]:
-    """Return how often the sensors of a source look and how far they may be off, and where that is from."""
+    """Return the period and the relative error of a source's sensors, and where these are from."""
     intervals_s: list[float | None] = []
     errors: list[float | None] = []
     for path in sensors:
@@ -177,12 +177,12 @@ def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[f
         intervals_s.append(_seconds(sensor.interval))
         errors.append(_relative_error(sensor))
     tick_s, error = _worst(intervals_s), _worst(errors)
-    said = [word for word, value in (("period", tick_s), ("error", error)) if value is not None]
-    told = f"{' and '.join(said)} by the service's word" if said else ""
+    stated = [word for word, value in (("period", tick_s), ("error", error)) if value is not None]
+    by_service = f"{' and '.join(stated)} as the service states" if stated else ""
     assumed = [source.error_source] if error is None else []
     assumed += [f"a period of {_TICK_S:g} s assumed"] if tick_s is None else []
     gain_error = error if error is not None else source.gain_error
-    return tick_s or _TICK_S, gain_error, "; ".join(part for part in (told, *assumed) if part)
+    return tick_s or _TICK_S, gain_error, "; ".join(part for part in (by_service, *assumed) if part)
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
@@ -198,7 +198,7 @@ def _relative_error(sensor: SensorResource) -> float | None:
 
 
 def _seconds(duration: str | None) -> float | None:
-    """Return the seconds of a duration as ISO 8601 writes them, such as PT0.5S or PT1M."""
+    """Return the seconds of a duration of ISO 8601, such as PT0.5S or PT1M."""
     parts = re.fullmatch(r"PT(?:(\d+)M)?(?:(\d+(?:\.\d+)?)S)?", duration or "")
     seconds = 60 * float(parts[1] or 0) + float(parts[2] or 0) if parts else 0.0
     return seconds or None
@@ -208,7 +208,7 @@ def _seconds(duration: str | None) -> float | None:
 
 
 def open_reader(host: str, url: str, credentials_file: Path | None = None, limit_s: float = LIMIT_S) -> NodeReader:
-    """Open the power of a node; ``{host}`` in the URL stands for the node's name up to its first dot.
+    """Open the power of a node; ``{host}`` in the URL is replaced by the node's name up to its first dot.
 
     Raises:
         DeviceUnavailable: the URL or the credentials file is not usable, or the service shows no power.
@@ -233,19 +233,15 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
     power = source.read(Get(service, READ_LIMIT_S))
     call_s = time.monotonic() - began_s
     tick_s, gain_error, where_from = describe(search, source, power.sensors)
-    # A counter whose step takes longer than the time between two readings tells less than power does.
+    # A counter whose step takes longer than the time between two readings is less exact than power.
     is_counted = power.joules is not None and 0 < power.step_j / power.watts <= PSU_INTERVAL_S
-    method = COUNTER if is_counted else INSTANT
-    note = f"{source.note}; {'its energy counter' if is_counted else 'integrated power'}"
-    device = Device(
-        key=f"psu:{host}",
+    device = node_device(
+        host,
+        NODE_PSU,
         kind="redfish",
         name=name or "node",
-        is_gpu=False,
-        energy_method=method,
-        power_scope=NODE_PSU,
-        energy_key="" if is_own(address.host) else f"psu:{address.host}:{address.port}{address.path}",
-        energy_note=note,
+        method=COUNTER if is_counted else INSTANT,
+        note=f"{source.note}; {'its energy counter' if is_counted else 'integrated power'}",
         sensor=Sensor(
             tick_s=max(tick_s, power.step_j / power.watts) if is_counted else tick_s,
             tick_error_s=tick_s,
@@ -255,7 +251,7 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
             source=where_from,
         ),
         driver="Redfish",
-        only_power=True,
+        energy_key="" if is_own(address.host) else f"psu:{address.host}:{address.port}{address.path}",
     )
 
     def measure() -> Measured:

@@ -1,4 +1,4 @@
-"""The Redfish resources that have to do with power, as far as they are read here: every property may lack."""
+"""The Redfish resources of power, with the properties that are read: each of them may be missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Root(Struct):
     """The service itself."""
 
     chassis: Link | None = field(name="Chassis", default=None)
-    version: str | None = field(name="RedfishVersion", default=None)
 
 
 class Collection(Struct):
@@ -27,7 +26,7 @@ class Collection(Struct):
 
 
 class Status(Struct):
-    """Whether a part is there and works."""
+    """Whether a part is present and works."""
 
     state: str | None = field(name="State", default=None)
 
@@ -40,14 +39,14 @@ class Reading(Struct):
 
 
 class ChassisLinks(Struct):
-    """What a chassis belongs to."""
+    """The parents of a chassis."""
 
     contained_by: Link | None = field(name="ContainedBy", default=None)
     systems: list[Link] = field(name="ComputerSystems", default_factory=list)
 
 
 class Chassis(Struct):
-    """A box, with what shows its power."""
+    """A chassis, with the resources of its power."""
 
     id: str = field(name="Id")
     manufacturer: str | None = field(name="Manufacturer", default=None)
@@ -75,14 +74,14 @@ class Supply(Struct):
 
 
 class SupplyMetrics(Struct):
-    """What a power supply measures."""
+    """The measurements of a power supply."""
 
     watts: Reading | None = field(name="InputPowerWatts", default=None)
     kwh: Reading | None = field(name="EnergykWh", default=None)
 
 
 class Environment(Struct):
-    """What a chassis measures of itself."""
+    """The measurements of a chassis."""
 
     watts: Reading | None = field(name="PowerWatts", default=None)
     joules: Reading | None = field(name="EnergyJoules", default=None)
@@ -117,7 +116,7 @@ class OldPower(Struct):
 
 
 class SensorResource(Struct):
-    """What a sensor says of itself."""
+    """The description of a sensor."""
 
     value: float | None = field(name="Reading", default=None)
     interval: str | None = field(name="SensingInterval", default=None)

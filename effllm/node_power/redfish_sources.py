@@ -1,4 +1,4 @@
-"""Where the power of a node is taken from in a Redfish service: its supplies, or what a chassis says of itself."""
+"""Sources of the power of a node in a Redfish service: its supplies, or the chassis."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from effllm.node_power.redfish_records import Control, Environment, OldPower, St
 
 #: Of a supply's own meter, above a fifth of its load; below that 15 % are allowed.
 SUPPLY_ERROR = 0.05
-_SUPPLY_SOURCE = "5 % is what makers of server supplies demand of their meters (Intel E72797-009, table 17)"
+_SUPPLY_SOURCE = "5 % is required of the meters of server supplies (Intel E72797-009, table 17)"
 CHASSIS_ERROR = 0.10
-_CHASSIS_SOURCE = "10 % assumed: the service does not say what its figure is taken from"
+_CHASSIS_SOURCE = "10 % assumed: the service does not state the source of its figure"
+
+_VENDORS = "what the vendor counts into it"
 
 _MAX_W = 1e6
 _MAX_COUNT = 1e15
@@ -28,7 +30,7 @@ Resource = TypeVar("Resource", bound=Struct)
 
 
 class Get:
-    """Asks for resources, all of them before one deadline."""
+    """Gets resources, all of them before one deadline."""
 
     def __init__(self, service: Service, limit_s: float) -> None:
         self._service = service
@@ -39,7 +41,7 @@ class Get:
         """Return a resource.
 
         Raises:
-            OSError, ValueError: there is none, or it is not of its kind.
+            OSError, ValueError: it does not exist, or is not of its kind.
         """
         if time.monotonic() > self._until_s:
             raise TimeoutError(f"the service took more than {self._limit_s:g} s for all its answers")
@@ -51,7 +53,6 @@ class Get:
 
 
 def optional(get: Get, path: str, kind: type[Resource]) -> Resource | None:
-    """Return a resource, ``None`` where there is none."""
     try:
         return get(path, kind)
     except NotFound:
@@ -59,16 +60,16 @@ def optional(get: Get, path: str, kind: type[Resource]) -> Resource | None:
 
 
 class Power(NamedTuple):
-    """What a source shows."""
+    """One reading of a source."""
 
     watts: float
     joules: float | None = None  # so far, where there is a counter
     step_j: float = 0.0  # of that counter
-    sensors: tuple[str | None, ...] = (None,)  # where the sensor of each addend is, as far as the service says
+    sensors: tuple[str | None, ...] = (None,)  # path of the sensor of each addend, where the service has one
 
 
 class Source(Protocol):
-    """Where the power of a node is taken from."""
+    """A source of the power of a node."""
 
     note: str
     gain_error: float
@@ -79,7 +80,7 @@ class Source(Protocol):
 
 
 class SupplyPath(NamedTuple):
-    """Where a supply and its metrics are."""
+    """The paths of a supply and its metrics."""
 
     name: str
     supply: str
@@ -87,24 +88,24 @@ class SupplyPath(NamedTuple):
 
 
 class SupplyInputs:
-    """The sum over power supplies of what each draws from its line."""
+    """The sum of the line inputs of the power supplies."""
 
     gain_error = SUPPLY_ERROR
     error_source = _SUPPLY_SOURCE
 
     def __init__(self, supplies: Sequence[SupplyPath]) -> None:
         self._supplies = supplies
-        self._joules: dict[str, float] = {}  # of one that is out, the last that it showed
+        self._joules: dict[str, float] = {}  # of a supply that was removed, its last value
         self._has_energy = True
         self.note = f"sum of the inputs of {len(supplies)} power supplies"
 
     def read(self, get: Get) -> Power:
-        """Return the sum; a supply that is out or has no line draws nothing, one that is silent fails it."""
+        """Return the sum; a supply that is removed or has no line draws nothing, one without a reading fails it."""
         watts, step_j, sensors = 0.0, 0.0, []
         for one in self._supplies:
             metrics = optional(get, one.metrics, SupplyMetrics)
             if metrics is None or metrics.watts is None or metrics.watts.value is None:
-                self._must_be_off(get, one)
+                self._check_off(get, one)
                 continue
             watts += _watts(metrics.watts.value)
             sensors.append(metrics.watts.sensor)
@@ -116,10 +117,10 @@ class SupplyInputs:
         joules = sum(self._joules.values()) if self._has_energy else None
         return Power(_drawn(watts), joules, step_j, tuple(sensors))
 
-    def _must_be_off(self, get: Get, one: SupplyPath) -> None:
+    def _check_off(self, get: Get, one: SupplyPath) -> None:
         supply = optional(get, one.supply, Supply)
         if supply is not None and not is_off(supply.status, supply.line == "LossOfInput"):
-            raise ValueError(f"power supply {one.name} is there and gives no input power")
+            raise ValueError(f"power supply {one.name} is present and gives no input power")
 
 
 class OldSupplyInputs:
@@ -133,22 +134,20 @@ class OldSupplyInputs:
         self.note = f"sum of the inputs of {num_supplies} power supplies"
 
     def read(self, get: Get) -> Power:
-        """Return the sum, as `SupplyInputs`."""
         return Power(_drawn(sum(sum(_old_inputs(get(path, OldPower))) for path in self._paths)))
 
 
 class ChassisPower:
-    """What a chassis says that it draws."""
+    """The power that a chassis reports."""
 
     gain_error = CHASSIS_ERROR
     error_source = _CHASSIS_SOURCE
 
     def __init__(self, path: str, chassis: str) -> None:
         self._path = path
-        self.note = f"EnvironmentMetrics of chassis {chassis}: what the vendor counts into it"
+        self.note = f"EnvironmentMetrics of chassis {chassis}: {_VENDORS}"
 
     def read(self, get: Get) -> Power:
-        """Return the power, and the energy where there is a counter."""
         metrics = get(self._path, Environment)
         if metrics.watts is None or metrics.watts.value is None:
             raise ValueError("the chassis gives no power")
@@ -160,7 +159,7 @@ class ChassisPower:
 
 
 class ControlPower:
-    """What a chassis says that it draws, in the older form."""
+    """The power that a chassis reports, in the older form."""
 
     gain_error = CHASSIS_ERROR
     error_source = _CHASSIS_SOURCE
@@ -175,12 +174,9 @@ class ControlPower:
         )
         self._member = chosen.member
         of = f", the largest of {len(controls)}" if len(controls) > 1 else ""
-        self.note = f"PowerControl {chosen.name or chosen.member or '0'!r}{of}, of chassis {chassis}: " + (
-            "what the vendor counts into it"
-        )
+        self.note = f"PowerControl {chosen.name or chosen.member or '0'!r}{of}, of chassis {chassis}: {_VENDORS}"
 
     def read(self, get: Get) -> Power:
-        """Return the power."""
         controls = get(self._path, OldPower).controls
         for place, control in enumerate(controls):
             chosen = control.member == self._member if self._member is not None else place == self._place
@@ -197,12 +193,12 @@ def _watts(value: Decimal | float) -> float:
 
 def _drawn(watts: float) -> float:
     if watts <= 0:
-        raise ValueError("the service shows 0 W, which a node that runs cannot draw")
+        raise ValueError("the service shows 0 W, which a running node cannot draw")
     return watts
 
 
 def _energy(value: Decimal, unit_j: float) -> tuple[float, float]:
-    """Return a counter's joules, and the smallest step that its digits can show."""
+    """Return a counter's joules, and the smallest step of its digits."""
     exponent = value.as_tuple().exponent
     if not isinstance(exponent, int) or not 0 <= value < _MAX_COUNT:
         raise ValueError(f"{value} is no energy")
@@ -210,7 +206,7 @@ def _energy(value: Decimal, unit_j: float) -> tuple[float, float]:
 
 
 def is_off(status: Status | None, has_no_line: bool) -> bool:
-    """Whether a supply draws nothing, so that its silence is no hole."""
+    """Whether a supply draws nothing, so that its missing reading does not matter."""
     return has_no_line or (status is not None and status.state == "Absent")
 
 
@@ -219,4 +215,4 @@ def _old_inputs(power: OldPower) -> Iterator[float]:
         if supply.watts is not None:
             yield _watts(supply.watts)
         elif not is_off(supply.status, supply.volts == 0):
-            raise ValueError(f"power supply {supply.name or supply.member} is there and gives no input power")
+            raise ValueError(f"power supply {supply.name or supply.member} is present and gives no input power")

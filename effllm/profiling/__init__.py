@@ -1,6 +1,6 @@
-"""How the sensors of one GPU behave, found out while it stands alone: at rest, then under a load that is known.
+"""The behaviour of the sensors of one GPU without other work: idle, then under a known load.
 
-Reads are as dense as the driver allows, which a job would not bear: nothing else should run on the GPU.
+Reads are as dense as the driver allows, which would disturb a job: nothing else should run on the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from effllm.profiling.watching import Timer, call_costs, watch
 
 IDLE_SHARE, MIN_IDLE_S = 0.15, 2.5  # of the time
 
-Tell = Callable[[str, float], None]
+Progress = Callable[[str, float], None]
 
 
 def profile(
@@ -27,17 +27,16 @@ def profile(
     seconds: float,
     *,
     facts: Facts | None = None,
-    progress: Tell = lambda _stage, _share: None,
+    progress: Progress = lambda _stage, _share: None,
     clock: Timer = time,
 ) -> SensorProfile:
-    """Find out how the sensors of a GPU behave.
+    """Measure the behaviour of the sensors of a GPU.
 
     Args:
         reader: the GPU.
-        open_load: makes ready what loads it; only called after the idle GPU has been measured, whose power a
-            context of CUDA raises.
-        seconds: for all measuring together.
-        facts: NVML's own view of it, where it is NVIDIA's.
+        open_load: prepares the load; called after the idle GPU was measured, since a CUDA context raises its power.
+        seconds: for all measurements together.
+        facts: NVML's own data, of an NVIDIA GPU.
         progress: called with the stage and its progress, 0..1.
         clock: the time.
     """
@@ -69,7 +68,6 @@ def profile(
 
 
 def to_calibration(found: SensorProfile) -> Calibration | None:
-    """Return what of a profile is kept for the runs on this model and driver; ``None`` where nothing was learnt."""
     if found.sensor.source not in (PROFILED, MEASURED):
         return None
     return Calibration(found.board.name, found.board.driver, found.date, found.sensor, found.measured_lag)

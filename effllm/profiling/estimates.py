@@ -1,9 +1,9 @@
-"""What readings under a load that is known tell of the sensor behind them; pure.
+"""Estimates of a sensor from its readings under a known load; pure.
 
-A reading is taken to be the mean of power over a window that ends some time before it is shown.  Load
-switches power between two levels at known moments, so that for each window and delay the share of time
-under load is known, too; those are true with which readings and shares correlate best.  Edges that meet
-the sensor at ever other phases tell both to far less than a tick.  See docs/calibration.md.
+A reading is modelled as the mean of power over a window that ends some time before it is shown.  Load
+switches power between two levels at known times, so that for each window and delay the share of time
+under load is known too; the estimate is the pair with the best correlation of readings and shares.  Edges at
+varying phases of the sensor give both to far less than a tick.  See docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from effllm.energy.readings import NS
 from effllm.energy.tick_period import DENSE_S, MIN_MOVES
 from effllm.profiling.record import LoadEdge, Ratio, Response, Rhythm
 
-NS = 1e-9
-
-#: A reading that changed at more than this share of the reads changes all the time.
-ALL_THE_TIME = 0.6
+#: A reading that changed at more than this share of the reads is continuous.
+CONTINUOUS = 0.6
 #: Changes that are off a regular grid by more than this share of its period have no rhythm.
 MAX_JITTER = 0.15
-#: Ticks that jitter by more than this last as long as they were seen to, not a period.
+#: With more jitter than this the measured length of each tick is used, not the period.
 REGULAR_S = 0.001
-#: Neither stamps nor moments of ticks are known better.
+#: The smallest error of time stamps and of the times of ticks.
 MIN_ERROR_S = 0.0005
-#: Windows and delays that are sought.
-SHORTEST_WINDOW_S, MAX_WINDOW_S = 0.004, 2.5
+#: The range of windows and delays.
+MIN_WINDOW_S, MAX_WINDOW_S = 0.004, 2.5
 MAX_DELAY_S = 0.6
 #: More readings than this make a fit slow, not better.
 MAX_READINGS = 1200
 MIN_READINGS = 24
-#: So much of a reading's variance must be the load's, before anything is said of lag and window.
+#: The share of a reading's variance that the load must explain for an estimate of lag and window.
 MIN_FIT = 0.9
-#: Parts of which each is left out once, to learn how far an estimate can be trusted.
+#: Parts of which each is left out once, for the error of an estimate.
 PARTS = 8
 _STUDENT_95 = {7: 2.365}
 
@@ -44,7 +43,7 @@ Readings = Sequence[tuple[float, float]]  # seconds and value
 
 
 class Tick(NamedTuple):
-    """A change of a reading: when, how many periods after the first, and the value after it."""
+    """A change of a reading: its time, its number of periods after the first, and the value after it."""
 
     at_s: float
     number: int
@@ -52,11 +51,11 @@ class Tick(NamedTuple):
 
 
 class Load:
-    """Load that was switched at known moments.
+    """Load that was switched at known times.
 
     Args:
         edges: in order of time.
-        origin_ns: where seconds begin.
+        origin_ns: the zero of seconds.
     """
 
     def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
@@ -68,36 +67,33 @@ class Load:
         self._sums_s = list(accumulate(steps, initial=0.0))
 
     def on_s(self, until_s: float) -> float:
-        """Return for how long there was load until a moment."""
         index = bisect.bisect_right(self.times_s, until_s) - 1
         if index < 0:
             return 0.0
         return self._sums_s[index] + (until_s - self.times_s[index]) * self._on[index]
 
     def share(self, middle_s: float, window_s: float) -> float:
-        """Return the share of a window under load."""
         half_s = window_s / 2
         return (self.on_s(middle_s + half_s) - self.on_s(middle_s - half_s)) / window_s
 
     def longest(self, is_on: bool) -> tuple[float, float] | None:
-        """Return the longest stretch with or without load, as its first and last moment."""
-        stretches = [stretch for stretch, on in zip(pairwise(self.times_s), self._on, strict=False) if on == is_on]
-        return max(stretches, key=lambda stretch: stretch[1] - stretch[0], default=None)
+        periods = [period for period, on in zip(pairwise(self.times_s), self._on, strict=False) if on == is_on]
+        return max(periods, key=lambda period: period[1] - period[0], default=None)
 
 
-# --- when readings change ------------------------------------------------------------------------
+# --- the times of changes ------------------------------------------------------------------------
 
 
 def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
-    """Return how often a reading changes, and its changes; ``None`` where they are too few or have no rhythm.
+    """Return the rhythm of a reading and its changes; ``None`` where they are too few or have no rhythm.
 
-    Each change lies between two reads: on a regular grid where that allows it, else as near to it as it does.
+    Each change is between two reads: on a regular grid where possible, else as near to it as possible.
     """
     moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
     if len(moves) < MIN_MOVES:
         return None
     apart_s = statistics.median(after[0] - before[0] for before, after in pairwise(readings))
-    if len(moves) > ALL_THE_TIME * (len(readings) - 1):
+    if len(moves) > CONTINUOUS * (len(readings) - 1):
         if apart_s > DENSE_S:
             return None
         changes = [Tick(after[0], number, after[1]) for number, (_, after) in enumerate(moves)]
@@ -130,13 +126,12 @@ def _numbered(middles: Sequence[float]) -> list[int]:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Return intercept and slope."""
     fitted = statistics.linear_regression(xs, ys)
     return fitted.intercept, fitted.slope
 
 
 def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -> bool:
-    """Whether changes of one reading happen when those of another do."""
+    """Whether changes of one reading happen at the same times as those of another."""
     times = [other.at_s for other in others]
     near = 0
     for one in ones:
@@ -146,7 +141,7 @@ def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -
 
 
 def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
-    """Return the power that each step of a counter stands for; steps over several ticks are left out."""
+    """Return the power of each step of a counter; steps over several ticks are left out."""
     is_regular = rhythm.period_s > 0 and rhythm.jitter_s < REGULAR_S
     pairs = [(before, after) for before, after in pairwise(ticks) if after.at_s > before.at_s]
     if rhythm.period_s > 0:
@@ -160,16 +155,16 @@ def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
     ]
 
 
-# --- how readings follow the load ----------------------------------------------------------------
+# --- the response to the load --------------------------------------------------------------------
 
 
-def response(load: Load, readings: Readings, shortest_s: float = SHORTEST_WINDOW_S) -> Response | None:
-    """Return window and delay with which readings follow the load; ``None`` where they do not.
+def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -> Response | None:
+    """Return window and delay of readings behind the load; ``None`` where they do not follow it.
 
     Args:
         load: from before the first reading's window on.
-        readings: moments at which values were first shown, and the values.
-        shortest_s: window that is sought.
+        readings: times at which values were first shown, and the values.
+        shortest_s: minimal window.
     """
     readings = _thinned(readings, MAX_READINGS)
     if len(readings) < MIN_READINGS:
@@ -194,7 +189,7 @@ def response(load: Load, readings: Readings, shortest_s: float = SHORTEST_WINDOW
 
 
 def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> float:
-    """Return how much of the readings' variance shares of such windows explain; 0 where they fall with load."""
+    """Return the share of the readings' variance explained by such windows; 0 where readings fall with load."""
     shares = [load.share(at_s - middle_s, window_s) for at_s, _ in readings]
     count = len(readings)
     mean_share, mean_value = sum(shares) / count, sum(value for _, value in readings) / count
@@ -208,7 +203,6 @@ def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> fl
 
 
 def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, float]:
-    """Return middle and window of the best fit on a coarse grid."""
     few = _thinned(readings, MAX_READINGS // 3)
     candidates, window_s = [], shortest_s
     while window_s <= MAX_WINDOW_S:
@@ -225,7 +219,7 @@ def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, flo
 def _refined(
     load: Load, readings: Readings, middle_s: float, window_s: float, shortest_s: float, step: float = 0.5
 ) -> tuple[float, float, float]:
-    """Walk from a window and delay to the best near them; return both and the fit."""
+    """Search for the best fit near a window and delay; return both and the fit."""
     best = _fit(load, readings, middle_s, window_s)
     along_s, wider = step * max(window_s, 0.02), 1 + step
     while along_s > 5e-5 or wider > 1.002:
@@ -244,10 +238,10 @@ def _refined(
     return middle_s, window_s, best
 
 
-def _thinned(readings: Readings, most: int) -> list[tuple[float, float]]:
-    if len(readings) <= most:
+def _thinned(readings: Readings, maximum: int) -> list[tuple[float, float]]:
+    if len(readings) <= maximum:
         return list(readings)
-    return [readings[index * len(readings) // most] for index in range(most)]
+    return [readings[index * len(readings) // maximum] for index in range(maximum)]
 
 
 def _without_each_part(readings: Readings) -> list[Readings]:
@@ -256,7 +250,7 @@ def _without_each_part(readings: Readings) -> list[Readings]:
 
 
 def _jackknife_95(values: Sequence[float]) -> float:
-    """Return the half-width of an estimate from those that leave one part out each."""
+    """Return the half-width of an estimate from the estimates without each part."""
     count, mean = len(values), statistics.fmean(values)
     return _STUDENT_95[count - 1] * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
 
@@ -265,14 +259,14 @@ def _jackknife_95(values: Sequence[float]) -> float:
 
 
 def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: float, end_s: float) -> Ratio | None:
-    """Return the counter's energy over that of integrated power, in a stretch.
+    """Return the ratio of the counter's energy to that of integrated power between two times.
 
     Args:
         counted: the counter's ticks, with joules.
-        powers: readings of power, in W, between which it is taken to change evenly.
-        shift_s: by so much later than the counter does power show the same.
-        start_s: first moment.
-        end_s: last moment.
+        powers: readings of power, in W, with linear interpolation.
+        shift_s: delay of the power reading behind the counter.
+        start_s: of the time span.
+        end_s: of the time span.
     """
     integral = _integral_of(powers)
     if integral is None:
@@ -295,7 +289,6 @@ def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: fl
 
 
 def _integral_of(powers: Readings) -> Callable[[float], float] | None:
-    """Return the integral of straight lines between readings."""
     if len(powers) < 2:
         return None
     times = [at_s for at_s, _ in powers]

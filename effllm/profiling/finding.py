@@ -1,4 +1,4 @@
-"""What two records, one at rest and one under load, show about the sensors of a GPU."""
+"""The behaviour of the sensors of a GPU, from two records, one idle and one under load."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from effllm import __version__
 from effllm.energy import calibration
 from effllm.energy.calibration import Seen
+from effllm.energy.readings import NS
 from effllm.energy.tick_period import is_held
 from effllm.profiling.estimates import (
     MAX_DELAY_S,
@@ -28,25 +29,25 @@ from effllm.profiling.estimates import (
 )
 from effllm.profiling.nvml_facts import Facts
 from effllm.profiling.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
-from effllm.profiling.watching import NS, READS_APART_S, Record
+from effllm.profiling.watching import READS_APART_S, Record
 from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
 
-#: What is open about a lag at the least: power itself takes some time to follow a kernel.
+#: The smallest error of a lag: power itself follows a kernel with a delay.
 MIN_LAG_ERROR_S = 0.005
-#: Boards of one model, to all of which a profile applies, have clocks of their own.
+#: The smallest relative error of a tick: a profile applies to all boards of a model, whose clocks differ.
 MIN_TICK_ERROR = 5e-4
 #: A window of nearly the whole tick is the whole tick.
 WHOLE_TICK = 0.97
 SETTLE_S = 1.0
-#: By so much may the counter differ from integrated power before that is worth a line.
+#: The counter is reported if it differs by more than this share from integrated power.
 DISAGREEMENT = 0.03
 
-#: What a sensor's source says, where it was learnt under load and where at rest alone.
+#: The source of a sensor: measured under load, or idle alone.
 PROFILED, MEASURED = "profiled here", "measured here"
 
 
 class _Reading(NamedTuple):
-    """A reading, taken apart: its rhythm, its changes, and the values by which it is held against the load."""
+    """An analysed reading: its rhythm, its changes, and the values to compare with the load."""
 
     rhythm: Rhythm | None
     ticks: list[Tick]
@@ -54,7 +55,7 @@ class _Reading(NamedTuple):
 
 
 class SensorEvidence:
-    """What has been found so far."""
+    """The results so far."""
 
     def __init__(self, device: Device, idle: Record, others: int | None) -> None:
         self._device, self._idle = device, idle
@@ -63,17 +64,17 @@ class SensorEvidence:
         self._load, self._edges = "", 0
         self._responses: dict[str, Response] = {}
         self._ratios: dict[str, Ratio] = {}
-        self._shift_s = 0.0  # by so much later than the counter does power show the same
+        self._shift_s = 0.0  # delay of the power reading behind the counter
         self._loaded: State | None = None
         self._is_held: bool | None = None
-        self._counter = _taken_apart(idle.series("energy_j"), is_counter=True)
-        self._power = _taken_apart(idle.series("power_w"))
-        self._average = _taken_apart(idle.series("power_average_w"))
-        self._usage = _taken_apart(idle.series("power_usage_w"))
+        self._counter = _analysed(idle.series("energy_j"), is_counter=True)
+        self._power = _analysed(idle.series("power_w"))
+        self._average = _analysed(idle.series("power_average_w"))
+        self._usage = _analysed(idle.series("power_usage_w"))
         self._idle_state = _state(idle, self._counter.ticks, 0.0, idle.end_s)
         self._idle_counter = self._counter
         self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
-        self._look_for_others(others)
+        self._warn_of_others(others)
 
     @property
     def tick_s(self) -> float:
@@ -81,24 +82,23 @@ class SensorEvidence:
         rhythms = (self._counter.rhythm, self._power.rhythm)
         return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
 
-    def _look_for_others(self, others: int | None) -> None:
+    def _warn_of_others(self, others: int | None) -> None:
         busy = max((sample.utilization or 0.0 for sample in self._idle.full), default=0.0)
         if others:
             self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
         elif busy > 0:
             self._warnings.append(
-                f"the GPU was {100 * busy:.0f} % busy before it was put under load: is somebody else on it?"
+                f"the GPU was {100 * busy:.0f} % busy before it was put under load: does another process use it?"
             )
 
     def under_load(self, record: Record, edges: Sequence[LoadEdge], name: str) -> None:
-        """Work out what the readings under load show."""
         self._load, self._edges = name, len(edges)
         load = Load(edges, record.origin_ns)
         parts = {
-            "counter": _taken_apart(record.series("energy_j"), is_counter=True),
-            "power": _taken_apart(record.series("power_w")),
-            "average": _taken_apart(record.series("power_average_w")),
-            "usage": _taken_apart(record.series("power_usage_w")),
+            "counter": _analysed(record.series("energy_j"), is_counter=True),
+            "power": _analysed(record.series("power_w")),
+            "average": _analysed(record.series("power_average_w")),
+            "usage": _analysed(record.series("power_usage_w")),
         }
         self._counter = _richer(parts["counter"], self._counter)
         self._power = _richer(parts["power"], self._power)
@@ -118,7 +118,7 @@ class SensorEvidence:
             self._loaded = _state(record, parts["counter"].ticks, long[0] + SETTLE_S, long[1])
 
     def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
-        """Return whether power changes at the counter's ticks, and is the power of the tick that has ended then."""
+        """Return whether power changes at the counter's ticks, and is the mean of the tick that ends then."""
         if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
             return None
         tick_s = counter.rhythm.period_s
@@ -129,7 +129,7 @@ class SensorEvidence:
 
     @property
     def _lag_s(self) -> float | None:
-        """How old the energy is that the counter shows: what a tick stands for ends so long before it."""
+        """The age of the counter's energy: the delay of a tick after the end of the time it covers."""
         followed, rhythm = self._responses.get("counter"), self._counter.rhythm
         return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
 
@@ -153,7 +153,6 @@ class SensorEvidence:
     def profile(
         self, seconds: float, traits: dict[str, str], calls: list[DriverCall], facts: Facts | None
     ) -> SensorProfile:
-        """Return all of it."""
         self._find_ratio("idle", self._idle, self._idle_counter, 0.0, self._idle.end_s)
         self._warn()
         device, sensor = self._device, self._sensor()
@@ -195,7 +194,7 @@ class SensorEvidence:
         return is_held(self._idle.samples) if self._is_held is None else self._is_held
 
     def _sensor(self) -> Sensor:
-        """Return what runs on this model and driver may rely on; what was not measured is as it was assumed."""
+        """Return the sensor for runs on this model and driver; unmeasured values are the assumed ones."""
         rhythm = self._rhythm()
         tick = None
         if rhythm is not None:
@@ -205,13 +204,13 @@ class SensorEvidence:
         if average is not None:
             sensor = replace(sensor, average_s=average.window_s)
         followed, lag_s = self._responses.get("counter"), self._lag_s
-        if self._device.energy_method != COUNTER:  # it has no counter whose lag there could be
+        if self._device.energy_method != COUNTER:  # without a counter there is no lag of one
             return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
         if followed is None or rhythm is None or lag_s is None:
             return sensor
         open_s = followed.middle_error_s
         if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
-            open_s += (followed.window_s - rhythm.period_s) / 2  # it is smoothed, which no lag makes good
+            open_s += (followed.window_s - rhythm.period_s) / 2  # it is smoothed, which a lag cannot correct
         worst = max((abs(found.value - 1) for found in self._ratios.values()), default=0.0)
         return replace(
             sensor,
@@ -223,7 +222,7 @@ class SensorEvidence:
         )
 
     def _rhythm(self) -> Rhythm | None:
-        """Return the rhythm of what energy is made of."""
+        """Return the rhythm of the reading from which energy is derived."""
         if self._device.energy_method == COUNTER:
             return self._counter.rhythm
         return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm
@@ -249,7 +248,7 @@ class SensorEvidence:
 _WORDS = {"counter": "energy counter", "power": "power reading", "average": "averaged power", "usage": "power usage"}
 
 
-def _taken_apart(series: list[tuple[float, float]], *, is_counter: bool = False) -> _Reading:
+def _analysed(series: list[tuple[float, float]], *, is_counter: bool = False) -> _Reading:
     found = ticks_of(series)
     if found is None:
         return _Reading(None, [], [] if is_counter else series)
@@ -260,7 +259,6 @@ def _taken_apart(series: list[tuple[float, float]], *, is_counter: bool = False)
 
 
 def _richer(one: _Reading, other: _Reading) -> _Reading:
-    """Return the reading whose rhythm was seen more often."""
     changes = [reading.rhythm.changes if reading.rhythm else 0 for reading in (one, other)]
     return one if changes[0] >= changes[1] else other
 
@@ -272,7 +270,6 @@ def _duty(followed: Response, rhythm: Rhythm) -> float:
 
 
 def _state(record: Record, ticks: Sequence[Tick], start_s: float, end_s: float) -> State | None:
-    """Return the GPU's state in a stretch of a record."""
     if not record.samples:
         return None
     from_ns, until_ns = (record.origin_ns + round(at_s / NS) for at_s in (start_s, end_s))

@@ -1,4 +1,4 @@
-"""What is known of the sensor of this machine's GPU, before any profile of it or from one."""
+"""The sensor of this machine's GPU, from a profile or without one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from effllm.profiling.nvml_facts import Facts
 
 
 class Known(Struct, frozen=True):
-    """How a GPU's energy sensor behaves, and from where that is known."""
+    """A GPU's energy sensor, and the source of its values."""
 
     source: str
-    tick_s: float  # 0: it moves all the time, or nothing is known
+    tick_s: float  # 0: continuous or unknown
     tick_error_s: float
     is_held: bool
     lag_s: float
@@ -26,11 +26,11 @@ class Known(Struct, frozen=True):
     duty: float
     gain_error: float
     call_s: float
-    scopes: dict[str, list[str]] = {}  # by field, those that the driver has
+    scopes: dict[str, list[str]] = {}  # of the driver, by field
 
 
 def known(reader: Reader, folder: Path) -> Known | None:
-    """Return what is known of a GPU's sensor: kept from before, else measured now in two seconds and not kept.
+    """Return a GPU's sensor: from the cache, else measured now in two seconds and not kept.
 
     ``None`` where there is no GPU with a sensor.
     """
@@ -65,8 +65,8 @@ def _scopes(uuid: str) -> dict[str, list[str]]:
     return found
 
 
-def told(sensor: Known) -> list[tuple[str, list[str]]]:
-    """Return it in words: rows of a name and its lines."""
+def as_text(sensor: Known) -> list[tuple[str, list[str]]]:
+    """Return it as text: rows of a name and its lines."""
     moves = f"moves every {1e3 * sensor.tick_s:.1f} ms" if sensor.tick_s else "no tick is known"
     held = "power held with it" if sensor.is_held else "power not held"
     call = f"; a read takes {1e3 * sensor.call_s:.2f} ms" if sensor.call_s else ""

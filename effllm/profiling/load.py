@@ -1,4 +1,4 @@
-"""What switches the load of a GPU on and off, and the pattern in which it does."""
+"""Switches the load of a GPU on and off, by a pattern."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from effllm.profiling.record import LoadEdge
 from effllm.spawn import spawn
 from effllm.switches import this_process
 
-#: torch, CUDA and cuBLAS take their time on a node with many GPUs.
+#: torch, CUDA and cuBLAS start slowly on a node with many GPUs.
 START_S = 180.0
 END_S = 10.0
 
 
 class LoadUnavailable(Exception):
-    """The GPU cannot be put under load, or not any more; the message is one sentence."""
+    """The GPU cannot be put under load, or no longer; the message is one sentence."""
 
 
 class Loader(Protocol):
@@ -30,32 +30,32 @@ class Loader(Protocol):
     name: str
 
     def start(self, stretches_s: Sequence[float]) -> None:
-        """Begin to put it under load and to let it rest in turn, for so many seconds each; do not wait.
+        """Begin to load it and to let it rest in turn, for these durations; do not wait.
 
         Raises:
             LoadUnavailable: it cannot.
         """
 
     def take(self) -> list[LoadEdge] | None:
-        """Return when load really began and ended, once all is over; until then ``None``.
+        """Return the actual edges of the load at the end of all; before that ``None``.
 
         Raises:
-            LoadUnavailable: it went wrong.
+            LoadUnavailable: it failed.
         """
 
     def close(self) -> None:
-        """Leave the GPU alone; may be called twice."""
+        """End the load; may be called twice."""
 
 
 def pattern(seconds: float, tick_s: float) -> list[float]:
-    """Return how long load is on, off, on, ...: at rest for a while, then quick, then slow, never in step with ticks.
+    """Return durations with load on, off, on, ...: long first, then short, then medium, never in step with ticks.
 
-    One long stretch shows the loaded GPU; the quick ones, some shorter than a tick, meet the sensor at ever
-    other phases; the slow ones are those that a mean over a second follows.
+    The long one shows the loaded GPU; the short ones, some shorter than a tick, are at varying phases of the
+    sensor; a mean over a second follows the medium ones.
 
     Args:
-        seconds: for all of it.
-        tick_s: of the sensor, as far as it is known.
+        seconds: for all of them.
+        tick_s: of the sensor, or an assumption.
     """
     chance = random.Random(20261120)  # noqa: S311 - the same pattern each time
     tick_s = min(max(tick_s, 0.04), 0.5)
@@ -68,10 +68,10 @@ def pattern(seconds: float, tick_s: float) -> list[float]:
 
 
 class TorchLoad:
-    """Matrix products by torch, in a process of its own: neither waits for the other's interpreter.
+    """Matrix products by torch, in a process of its own, so that neither waits for the other's interpreter.
 
     Args:
-        device: UUID of the GPU, or of a slice of one; ``None`` is whichever torch takes first.
+        device: UUID of the GPU, or of a slice of one; ``None`` is torch's first.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -79,11 +79,11 @@ class TorchLoad:
         self._device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._orders = self._answers = -1
-        self._heard = b""
+        self._received = b""
         self._until_s = 0.0
 
     def opened(self) -> TorchLoad:
-        """Start the process, make the GPU ready, and return this.
+        """Start the process, prepare the GPU, and return this.
 
         Raises:
             LoadUnavailable: there is no torch, or none that can compute on this GPU.
@@ -110,7 +110,6 @@ class TorchLoad:
         return self
 
     def start(self, stretches_s: Sequence[float]) -> None:
-        """Begin; see `Loader`."""
         self._until_s = time.monotonic() + sum(stretches_s) + END_S
         try:
             os.write(self._orders, json.dumps(list(stretches_s)).encode() + b"\n")
@@ -118,12 +117,10 @@ class TorchLoad:
             raise LoadUnavailable("the process that loads the GPU has ended") from error
 
     def take(self) -> list[LoadEdge] | None:
-        """Return the edges once all is over; see `Loader`."""
         answer = self._answer()
         return None if answer is None else [LoadEdge(time_ns, bool(is_on)) for time_ns, is_on in answer["edges"]]
 
     def close(self) -> None:
-        """End the process; may be called twice."""
         for descriptor in (self._orders, self._answers):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -137,17 +134,21 @@ class TorchLoad:
             self._process = None
 
     def _answer(self) -> dict[str, Any] | None:
-        """Return an answer of the process that has come."""
-        while b"\n" not in self._heard and select.select([self._answers], [], [], 0)[0]:
+        """Return an answer of the process, ``None`` before it has arrived.
+
+        Raises:
+            LoadUnavailable: it cannot load the GPU, has ended, or does not answer in time.
+        """
+        while b"\n" not in self._received and select.select([self._answers], [], [], 0)[0]:
             more = os.read(self._answers, 1 << 16)
             if not more:
                 raise LoadUnavailable("the process that loads the GPU has ended")
-            self._heard += more
-        if b"\n" not in self._heard:
+            self._received += more
+        if b"\n" not in self._received:
             if time.monotonic() > self._until_s:
                 raise LoadUnavailable("the process that loads the GPU does not answer")
             return None
-        line, _, self._heard = self._heard.partition(b"\n")
+        line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "unavailable" in answer:
             raise LoadUnavailable(answer["unavailable"])

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU once, and what each of its calls takes; nothing in it tells one machine from another."""
+"""NVML's data of a GPU, and the time of each of its calls, without data that identifies a machine."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ARCHITECTURES = {
 
 
 class Facts:
-    """NVML's own view of one GPU.
+    """NVML's data of one GPU.
 
     Args:
-        uuid: of the GPU; of a slice, its GPU is looked at where the slice itself cannot be asked.
+        uuid: of the GPU or of a slice.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -46,11 +46,9 @@ class Facts:
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def close(self) -> None:
-        """Let NVML go."""
         pynvml.nvmlShutdown()
 
     def traits(self) -> dict[str, str]:
-        """Return what the GPU is and how it is set, as far as NVML tells."""
         asked = {
             "architecture": lambda: _architecture(pynvml.nvmlDeviceGetArchitecture(self._handle)),
             "CUDA of the driver": lambda: _cuda(pynvml.nvmlSystemGetCudaDriverVersion()),
@@ -65,12 +63,11 @@ class Facts:
         return {name: answer for name, ask in asked.items() if (answer := _or_none(ask)) is not None}
 
     def processes(self) -> int | None:
-        """Return how many processes compute on the GPU; ``None`` where NVML does not tell."""
+        """Return the number of compute processes on the GPU; ``None`` where NVML does not report them."""
         found: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
         return found
 
     def fields(self) -> list[FieldAnswer]:
-        """Return which energies and powers NVML has, each scope asked by itself."""
         found = [
             FieldAnswer(name, scope, self._answer_of(number, _SCOPES[scope]))
             for name, (number, scopes) in _FIELDS.items()
@@ -81,7 +78,7 @@ class Facts:
         return found
 
     def powers(self) -> dict[str, Callable[[], float | None]]:
-        """Return the power readings of which a sample of ours has no need, in W, by name."""
+        """Return the power readings that our samples do not have, in W, by name."""
         average_id = _FIELDS["average power"][0]
 
         def average() -> float:
@@ -97,7 +94,7 @@ class Facts:
         return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
 
     def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
-        """Return what each call takes, alone, at a pace that a sampler would keep."""
+        """Return the time of each call, alone, at the period of a sampler."""
         return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
 
     def _answer_of(self, number: int, scope: int) -> str:
@@ -134,7 +131,6 @@ class Facts:
 
 
 def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> DriverCall | None:
-    """Return what a call takes; ``None`` where it fails."""
     spent_s = []
     try:
         ask()

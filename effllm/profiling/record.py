@@ -1,6 +1,6 @@
-"""What a profile finds out about one GPU: plain values that may stand in a public issue.
+"""The profile of one GPU's sensors: plain values that can be published.
 
-No host, user, serial number or path is in it, and of the UUID a short hash alone.
+It has no host, user, serial number or path, and of the UUID only a short hash.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from effllm.records.rank import Sensor
 
 
 class LoadEdge(NamedTuple):
-    """A moment at which load was switched on or off."""
+    """A time at which load was switched on or off."""
 
     time_ns: int  # of the monotonic clock
     is_on: bool
 
 
 class Rhythm(Struct, frozen=True):
-    """How often a reading changes."""
+    """The period of the changes of a reading."""
 
-    period_s: float  # 0: all the time
+    period_s: float  # 0: continuous
     error_s: float  # half-width, 95 %
-    jitter_s: float  # standard deviation of the moments from a regular grid
+    jitter_s: float  # standard deviation of the times from a regular grid
     changes: int
 
 
 class Response(Struct, frozen=True):
-    """How a reading follows the load: each value is a mean over a window that ends some time before it is shown."""
+    """The response of a reading to the load: each value is a mean over a window that ends before it is shown."""
 
     window_s: float
     window_error_s: float  # half-widths, 95 %
-    ends_s: float  # so long before the value is shown
-    middle_s: float  # the window's, as long before
+    ends_s: float  # end of the window, before the value is shown
+    middle_s: float  # middle of the window, before the value is shown
     middle_error_s: float
-    fit: float  # share of the reading's variance that this explains: r^2
+    fit: float  # explained share of the reading's variance: r^2
     idle_w: float  # of the fit
     loaded_w: float
 
 
 class Ratio(Struct, frozen=True):
-    """What the counter counted over what power integrates to."""
+    """The ratio of the counter's energy to integrated power."""
 
     value: float
     low: float  # 95 %
@@ -51,7 +51,7 @@ class Ratio(Struct, frozen=True):
 
 
 class DriverCall(Struct, frozen=True):
-    """What one call of the driver takes."""
+    """The time of one call of the driver."""
 
     name: str
     median_s: float
@@ -60,15 +60,15 @@ class DriverCall(Struct, frozen=True):
 
 
 class FieldAnswer(Struct, frozen=True):
-    """A field or function of the driver, asked for one scope."""
+    """A field or function of the driver, for one scope."""
 
     name: str
     scope: str
-    answer: str  # "ok", or why not
+    answer: str  # "ok", or the error
 
 
 class State(Struct, frozen=True):
-    """The GPU over one stretch."""
+    """The state of the GPU over one time span."""
 
     seconds: float
     power_w: float | None = None
@@ -81,7 +81,7 @@ class State(Struct, frozen=True):
 
 
 class BoardFacts(Struct, frozen=True):
-    """What the GPU is and how it is set."""
+    """The properties and settings of the GPU."""
 
     name: str
     uuid: str  # the first characters of a hash of it
@@ -91,22 +91,22 @@ class BoardFacts(Struct, frozen=True):
 
 
 class SensorProfile(Struct, frozen=True):
-    """Everything that was found."""
+    """All results of a profile."""
 
     effllm: str
     date: str
     seconds: float
     board: BoardFacts
-    sensor: Sensor  # what runs on this model and driver will use
+    sensor: Sensor  # for runs on this model and driver
     measured_lag: bool
-    load: str = ""  # what loaded it; empty where nothing did
+    load: str = ""  # its name; empty without a load
     counter: Rhythm | None = None
     counter_response: Response | None = None
     power: Rhythm | None = None
     power_response: Response | None = None
     average: Rhythm | None = None
     average_response: Response | None = None
-    usage: Rhythm | None = None  # what nvmlDeviceGetPowerUsage returns, of which boards differ in the meaning
+    usage: Rhythm | None = None  # of nvmlDeviceGetPowerUsage, whose meaning differs between boards
     usage_response: Response | None = None
     power_is_held: bool | None = None  # it changes at the counter's ticks, and is the power of the tick before
     ratios: dict[str, Ratio] = {}  # counter over integrated power: idle, loaded, switched

@@ -1,6 +1,6 @@
-"""The process that loads a GPU: matrix products for as long as it is told, by one CPU thread that stamps the edges.
+"""The process that loads a GPU: matrix products of given durations, by one CPU thread that records the edges.
 
-It is told by lines of JSON through a pipe, and ends when that is closed: a GPU is not left under load.
+It gets orders as lines of JSON through a pipe, and ends when that is closed: a GPU is not left under load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SIZE, SMALL = 8192, 2048
-#: Products are handed to the GPU in parcels of about so long, two of them under way at any time.
+#: Duration of a parcel of products, of which two are in flight at any time.
 PARCEL_S = 0.001
 WARM_S = 1.0
 
@@ -22,30 +22,30 @@ WARM_S = 1.0
 def main(arguments: list[str]) -> None:
     """Answer orders until there are no more; ``arguments`` are the descriptors of orders and answers."""
     orders, answers = map(int, arguments)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch warns at length, and the reason is told below
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch prints long warnings; the reason is reported below
     try:
         products = _Products(orders)
     except _Unavailable as error:
-        _say(answers, {"unavailable": str(error)})
+        _send(answers, {"unavailable": str(error)})
         return
-    _say(answers, {"ready": products.name})
-    heard = b""
+    _send(answers, {"ready": products.name})
+    received = b""
     while more := os.read(orders, 1 << 16):
-        heard += more
-        while b"\n" in heard:
-            line, _, heard = heard.partition(b"\n")
+        received += more
+        while b"\n" in received:
+            line, _, received = received.partition(b"\n")
             try:
                 edges = products.switch(json.loads(line))
-            except RuntimeError as error:  # all that CUDA has to say comes as one
-                _say(answers, {"unavailable": f"torch failed under load ({type(error).__name__})"})
+            except RuntimeError as error:  # all errors of CUDA are of this type
+                _send(answers, {"unavailable": f"torch failed under load ({type(error).__name__})"})
                 return
             if edges is None:
                 return
-            _say(answers, {"edges": edges})
+            _send(answers, {"edges": edges})
 
 
 class _Unavailable(Exception):
-    """Said to whoever started us."""
+    """The GPU cannot be loaded; the message is sent to the parent process."""
 
 
 class _Products:
@@ -55,7 +55,7 @@ class _Products:
         self._orders = orders
         try:
             import torch
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise any
             missing = isinstance(error, ModuleNotFoundError)
             raise _Unavailable(
                 "torch is not installed" if missing else f"torch cannot be imported ({type(error).__name__})"
@@ -85,7 +85,7 @@ class _Products:
         self.name = f"torch {torch.__version__}, {built}: {precision} products of {size} x {size}"
 
     def _warm(self) -> float:
-        """Work for a while and return what one product takes."""
+        """Compute for `WARM_S` and return the time of one product."""
         done, began_s = 0, time.monotonic()
         while (spent_s := time.monotonic() - began_s) < WARM_S or not done:
             for _ in range(4):
@@ -95,7 +95,7 @@ class _Products:
         return spent_s / done
 
     def switch(self, stretches_s: Sequence[float]) -> list[tuple[int, int]] | None:
-        """Work and rest in turn; return when each began, or ``None`` where nobody listens any more."""
+        """Load and rest in turn; return the start of each, or ``None`` where the parent process has ended."""
         edges: list[tuple[int, int]] = []
         for number, stretch_s in enumerate(stretches_s):
             is_on = number % 2 == 0
@@ -108,15 +108,15 @@ class _Products:
         return [*edges, (time.monotonic_ns(), int(len(stretches_s) % 2 == 0))]
 
     def _work(self, end_s: float) -> bool:
-        under_way: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         while time.monotonic() < end_s:
             for _ in range(self._parcel):
                 self._torch.mm(self._one, self._other, out=self._out)
             event = self._torch.cuda.Event()
             event.record()
-            under_way.append(event)
-            if len(under_way) > 1:
-                under_way.popleft().synchronize()
+            in_flight.append(event)
+            if len(in_flight) > 1:
+                in_flight.popleft().synchronize()
                 if self._is_alone():
                     return False
         self._torch.cuda.synchronize()
@@ -130,16 +130,15 @@ class _Products:
         return True
 
     def _is_alone(self) -> bool:
-        """Whether whoever gives the orders has gone."""
         poll = select.poll()
         poll.register(self._orders, 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
-def _say(answers: int, answer: dict[str, Any]) -> None:
+def _send(answers: int, answer: dict[str, Any]) -> None:
     data = json.dumps(answer).encode() + b"\n"
     try:
         while data:
             data = data[os.write(answers, data) :]
     except BrokenPipeError:
-        return  # nobody listens any more
+        return  # the parent process has ended

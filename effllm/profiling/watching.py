@@ -1,4 +1,4 @@
-"""Reads a GPU as densely as its driver allows, and keeps the record."""
+"""Reads a GPU as densely as its driver allows, and records the samples."""
 
 from __future__ import annotations
 
@@ -6,52 +6,46 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from effllm.devices import Reader
+from effllm.energy.readings import NS
 from effllm.profiling.load import Loader
 from effllm.profiling.nvml_facts import Facts, timed
 from effllm.profiling.record import DriverCall, LoadEdge
 from effllm.records.rank import Sample
-
-NS = 1e-9
 
 READS_APART_S = 0.002
 FULL_READS_APART_S = 0.5
 
 
 class Timer(Protocol):
-    """As much of the module ``time`` as is used."""
+    """The used part of the module ``time``."""
 
-    def monotonic_ns(self) -> int:
-        """Return the monotonic time."""
+    def monotonic_ns(self) -> int: ...
 
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class Record(NamedTuple):
-    """What was read in one stretch."""
+    """The samples of one time span."""
 
     samples: list[Sample]
     full: list[Sample]  # those with all quantities
     calls_s: list[float]
-    beside: dict[str, list[tuple[int, float]]]  # what else was read densely
+    beside: dict[str, list[tuple[int, float]]]  # other dense readings, by name
 
     @property
     def origin_ns(self) -> int:
-        """Where its seconds begin."""
+        """The zero of its seconds."""
         return self.samples[0].time_ns
 
     @property
     def end_s(self) -> float:
-        """When the last sample was taken."""
         return (self.samples[-1].time_ns - self.origin_ns) * NS if self.samples else 0.0
 
     @property
     def apart_s(self) -> float:
-        """By how much samples are apart on average."""
         return self.end_s / max(len(self.samples) - 1, 1)
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Return the moments at which a quantity was read, and its values."""
         if name in self.beside:
             return [((time_ns - self.origin_ns) * NS, value) for time_ns, value in self.beside[name]]
         values = ((sample.time_ns, getattr(sample, name, None)) for sample in self.samples)
@@ -61,20 +55,20 @@ class Record(NamedTuple):
 def watch(
     reader: Reader,
     clock: Timer,
-    tell: Callable[[float], None],
+    progress: Callable[[float], None],
     seconds: float,
     beside: Mapping[str, Callable[[], float | None]],
     until: Loader | None = None,
     edges: list[LoadEdge] | None = None,
 ) -> Record:
-    """Read densely for so long, or until the load is over, whose edges are put into ``edges``."""
+    """Read densely for a duration, or until the end of the load, whose edges are appended to ``edges``."""
     read_energy = getattr(reader, "read_energy", reader.read)
     began_ns = full_ns = shown_ns = clock.monotonic_ns()
     record = Record([], [], [], {name: [] for name in beside})
     while True:
         now_ns = clock.monotonic_ns()
         if now_ns >= shown_ns:
-            tell(min((now_ns - began_ns) * NS / seconds, 1.0))
+            progress(min((now_ns - began_ns) * NS / seconds, 1.0))
             shown_ns = now_ns + round(0.1 / NS)
             if until is not None and edges is not None and (taken := until.take()) is not None:
                 edges.extend(taken)
@@ -99,7 +93,6 @@ def watch(
 
 
 def call_costs(reader: Reader, facts: Facts | None, clock: Timer) -> list[DriverCall]:
-    """Return what reads of the agent take, and single calls of the driver."""
     asked = [("a sample of the agent", reader.read)]
     if hasattr(reader, "read_energy"):
         asked.append(("the agent's read at an edge", reader.read_energy))

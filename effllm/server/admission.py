@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from effllm.aggregation.aggregator import Aggregator
 from effllm.network.descriptors import needed, raise_limit
-from effllm.network.door import Door
+from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers
 from effllm.records.clock import Now
 from effllm.records.rank import Event
@@ -20,14 +20,16 @@ class Admission:
     Args:
         aggregator: has the ranks of the job.
         peers: the connections.
-        door: who may connect at all.
+        peer_admission: of the connections.
         warn: makes an event of a text and a kind.
     """
 
-    def __init__(self, aggregator: Aggregator, peers: Peers, door: Door, warn: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, aggregator: Aggregator, peers: Peers, peer_admission: PeerAdmission, warn: Callable[[str, str], None]
+    ) -> None:
         self._aggregator = aggregator
         self._peers = peers
-        self._door = door
+        self._peer_admission = peer_admission
         self._warn = warn
         self._has_room_for = 0  # ranks, by the limit of open files
         self.has_shortage = False  # of descriptors: the job was refused
@@ -47,13 +49,13 @@ class Admission:
         if not reason and is_trainer_gone and self._aggregator.roster.is_too_late(message):
             reason = "this attempt is over"
         if not reason and (shortage := self._shortage(message, now.mono_s)):
-            self._peers.turn_away()
+            self._peers.count_rejected_hello()
             # Agents of a larger job would go on to search for an aggregator.
             self.has_refused_all = self.has_refused_all or message.world_size == 1
             return Rejected(shortage, whole_job=True)
         reason = reason or self._aggregator.hello(message, now)
         if reason:
-            self._peers.turn_away()
+            self._peers.count_rejected_hello()
             return Rejected(reason, again=is_trainer_gone)
         self._peers.introduce(peer, message, now.mono_s)
         return None
@@ -62,14 +64,14 @@ class Admission:
         """Record what was rejected since the last call."""
         for event in self._peers.take_events():
             self._aggregator.events.record(event)
-        if repeated := self._peers.take_repeated() + self._door.take_repeated():
+        if repeated := self._peers.take_repeated() + self._peer_admission.take_repeated():
             text = "peers that were rejected before were rejected again"
             self._aggregator.events.record(Event(time.time(), "refused", text, count=repeated))
 
     @property
     def counts(self) -> dict[str, int]:
         """How many messages and connections were rejected, by kind."""
-        return {**self._peers.refused, **self._door.refused}
+        return {**self._peers.rejected, **self._peer_admission.counts}
 
     def _shortage(self, hello: Hello, now_s: float) -> str:
         """Raise the limit of open files for the world of a rank that may join; return why that fails, or empty."""

@@ -12,12 +12,12 @@ from effllm.network.curve import Gate, ServerKeys
 from effllm.network.rejections import OTHER_JOB, Rejections
 
 
-class Door:
-    """Everything about connections that is not a message.
+class PeerAdmission:
+    """Admission of the connections of one listening socket.
 
     Args:
-        context: the aggregator's; its door is made before its socket.
-        keys: of the job; without them everybody is let in.
+        context: the aggregator's; this is made before its socket.
+        keys: of the job; without them every peer is admitted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
@@ -25,14 +25,13 @@ class Door:
         self._gate = Gate(context, keys) if keys else None
         self._connections: Connections | None = None
         self._waited_on: list[zmq.Socket[bytes]] = []
-        self._told_of_descriptors = False
+        self._reported_descriptors = False
 
     def watch(self, listening: zmq.Socket[bytes]) -> None:
-        """Watch a socket that listens."""
         self._connections = Connections(listening, self._rejections if self._gate else None)
 
     def wait_with(self, poller: zmq.Poller) -> None:
-        """Have a poller wake up for what happens at the door; to be called before each poll."""
+        """Register the sockets of authentication and monitoring with a poller; to be called before each poll."""
         sockets = [one.socket for one in (self._gate, self._connections) if one is not None and one.socket is not None]
         for socket in self._waited_on:
             if socket not in sockets:
@@ -42,7 +41,7 @@ class Door:
                 poller.register(socket, zmq.POLLIN)
         self._waited_on = sockets
 
-    def look(self, now_s: float) -> list[str]:
+    def poll(self, now_s: float) -> list[str]:
         """Admit or reject the peers that wait, and return the lines to report."""
         answers = self._gate.answer() if self._gate else []  # before the ends of the same connections
         for address, is_admitted in answers:
@@ -52,26 +51,25 @@ class Door:
                 self._rejections.reject(address, OTHER_JOB)
         if self._connections:
             self._connections.decided += len(answers)
-            self._connections.look(now_s)
+            self._connections.poll(now_s)
         lines = self._rejections.take()
-        if self._connections and self._connections.accept_error and not self._told_of_descriptors:
-            self._told_of_descriptors = True
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if self._connections and self._connections.accept_error and not self._reported_descriptors:
+            self._reported_descriptors = True
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             reason = os.strerror(self._connections.accept_error)
-            lines.append(f"no further rank can connect: {reason}; the limit of open files (ulimit -n) is {most}")
+            lines.append(f"no further rank can connect: {reason}; the limit of open files (ulimit -n) is {limit}")
         return lines
 
     def take_repeated(self) -> int:
-        """Return how many connections were rejected since the last call without a line of their own."""
         return self._rejections.take_repeated()
 
     @property
-    def refused(self) -> dict[str, int]:
-        """How many connections were rejected, by the name of the count."""
-        return {"strangers": self._rejections.count} if self._rejections.count else {}
+    def counts(self) -> dict[str, int]:
+        """Rejected connections, by the name of the count."""
+        return {"unauthenticated": self._rejections.count} if self._rejections.count else {}
 
     def close(self) -> None:
-        """Close what belongs to the door; the socket that it watched is still open."""
+        """Close its own sockets; the watched socket stays open."""
         if self._connections:
             self._connections.close()
         if self._gate:
