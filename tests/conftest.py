@@ -57,6 +57,17 @@ def own_calibrations(clean_environment, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def metric_table():
+    """The table of metrics, to which a test may add; the others have it as it was."""
+    from effllm.metrics import METRICS
+
+    before = dict(METRICS)
+    yield METRICS
+    METRICS.clear()
+    METRICS.update(before)
+
+
 @pytest.fixture(autouse=True)
 def own_secret(clean_environment, tmp_path, monkeypatch):
     """Give each test its own secret."""

@@ -158,9 +158,7 @@ def test_broken_sink_file_is_only_reported(plug_in):
     assert run_through("broken", 10) == ["sink broken failed to open: ZeroDivisionError: division by zero"]
 
 
-def test_new_metric_is_one_function_shown_by_every_sink(monkeypatch, tmp_path):
-    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
-
+def test_new_metric_is_one_function_shown_by_every_sink(metric_table, tmp_path):
     @metrics.metric("tokens", console="Tokens (Millions): {:.1f}")
     def million_tokens(totals):
         """Tokens so far, in millions."""

@@ -241,8 +241,8 @@ def test_tag_is_mapped_to_its_metric():
     assert describe("health/late_reports") is None
 
 
-def test_a_new_metric_is_one_decorated_function(monkeypatch):
-    monkeypatch.setattr(metrics, "METRICS", {})
+def test_a_new_metric_is_one_decorated_function(metric_table):
+    metric_table.clear()
 
     @metrics.metric("iterations", console="Iterations: {:.0f}")
     def number_of_iterations(totals: ClusterTotals) -> float | None:
@@ -262,9 +262,7 @@ def test_a_new_metric_is_one_decorated_function(monkeypatch):
     assert (entry.tag("window"), entry.tag("run"), entry.run_bases) == ("memory/spread", "run_memory/spread", ("run",))
 
 
-def test_duplicate_name_or_missing_help_is_an_error(monkeypatch):
-    monkeypatch.setattr(metrics, "METRICS", {})
-
+def test_duplicate_name_or_missing_help_is_an_error(metric_table):
     def nameless(totals: ClusterTotals) -> float | None:
         return None
 
