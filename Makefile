@@ -11,11 +11,13 @@ PARALLEL ?= -n 3 --dist loadgroup
 BIN := $(VENV)/bin
 # $(call run_tests,PYTHON,MARKS,PARALLEL,OTHER ARGUMENTS): what fails runs once more, one test after the other.  What fails
 # again fails; what passes then depends on load, which is a defect of the test: its first failure stays in the output.
-run_tests = { $(1) -m pytest $(3) -m $(2) $(4) || { [ $$? = 1 ] && echo 'Once more, alone, what failed:' && \
-	$(1) -m pytest --last-failed --last-failed-no-failures none -m $(2) $(4) && \
+# pytest returns 5 where no test was selected, which ARGUMENTS="-k straggler" may cause in one of two runs.
+run_tests = { $(1) -m pytest $(3) -m $(2) $(4) $(ARGUMENTS) || { code=$$?; [ $$code = 5 ] && [ -n '$(subst ','\'',$(ARGUMENTS))' ]; } || \
+	{ [ $$code = 1 ] && echo 'Once more, alone, what failed:' && \
+	$(1) -m pytest --last-failed --last-failed-no-failures none -m $(2) $(4) $(ARGUMENTS) && \
 	echo 'WARNING: the tests above failed, and passed alone: they depend on load; mend them.'; }; }
 # $(call files,MARK): the files with tests of a mark, so that the others, which take seconds, are not imported.
-files = $$(grep -lE 'mark\.$(1)\>' tests/*.py)
+files = $$(grep -rlE 'mark\.$(1)\>' --include='test_*.py' tests/unit tests/processes tests/faults)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 # Settings of the caller's shell that would make Python or pip look elsewhere than in .venv, or make each of the thousand
@@ -24,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONSAFEPAT
 	PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
+.PHONY: help demo test test-unit test-long test-faults test-faults-long test-frameworks test-llama-factory check fuzz bench bench-energy bench-gpu clean
 
 help: ## Say what there is (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +36,10 @@ demo: $(VENV)/.ready ## Train a small GPT with Megatron on two processes and wat
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --local_addr 127.0.0.1 \
 		--nproc_per_node "$$($(NUM_PROCESSES))" integration/megatron_core/train.py --config configs/demo.yaml && \
 	echo && echo 'Demo complete.'
+
+# ARGUMENTS of all test targets: what pytest understands, as in make test ARGUMENTS="-k straggler".
+test-unit: $(VENV)/.unit ## Run the tests that start no process and need no torch: a minute
+	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",-n 2 --dist loadgroup,tests/unit) && echo 'Unit tests passed.'
 
 test: $(VENV)/.ready ## Run the tests
 	@$(call run_tests,$(BIN)/python,"not long and not faults and not alone",$(PARALLEL)) && \
@@ -89,11 +95,16 @@ clean: ## Remove what these targets made; run folders are kept
 NUM_PROCESSES = if nvidia-smi -L 2>/dev/null | grep -q GPU; \
 	then $(BIN)/python -c 'import torch; print(min(torch.cuda.device_count() or 2, 2))'; else echo 2; fi
 
+$(VENV)/.unit: $(VENV)/.made pyproject.toml constraints.txt
+	@echo 'Installing effllm and pytest into $(VENV)'
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
 # torch is the user's to bring; the demo and the tests bring one of their own.
 $(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
 	@echo 'Installing effllm, megatron-core and torch into $(VENV): a few minutes, once'
 	@$(PIP_INSTALL) -e '.[megatron,test]' torch
-	@touch $@
+	@touch $@ $(VENV)/.unit
 
 $(VENV)/.fuzzer: $(VENV)/.ready
 	@echo 'Installing atheris into $(VENV)'
