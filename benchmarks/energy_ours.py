@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from benchmarks.energy_driver import Calls, Reading, Tool, drive
 from effllm import __version__
 from effllm.agents.sampler import Sampler
-from effllm.agents.track import EDGE_WAIT_S, Track
+from effllm.agents.track import EDGE_WAIT_S, DeviceTrack
 from effllm.config import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.energy.calibration import calibrate
@@ -44,7 +44,9 @@ class _Agent:
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._calibrated = threading.Event()
         interval_s = Config().collection_interval_s
-        self._track = Track(Sampler(self._open, interval_s, _log_event, self._sampled, self._calibrate), interval_s)
+        self._track = DeviceTrack(
+            Sampler(self._open, interval_s, _log_event, self._sampled, self._calibrate), interval_s
+        )
         self._waiting: deque[int] = deque()
         self._start_ns = 0
         self._windows: list[EnergyAmount] = []

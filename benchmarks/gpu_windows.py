@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from benchmarks.figure import Figure, median
 from effllm.agents.sampler import Sampler
-from effllm.agents.track import EDGE_WAIT_S, Track
+from effllm.agents.track import EDGE_WAIT_S, DeviceTrack
 from effllm.devices import Reader, Site, open_device
 from effllm.profiling.estimates import Load
 from effllm.profiling.load import Loader
@@ -86,7 +86,7 @@ class _Measuring:
         self._sensor = sensor
         self._sampled = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = threading.Event()
-        self._track = Track(Sampler(self._open, 1.0, lambda _event: None, self._sampled, self._calibrate), 1.0)
+        self._track = DeviceTrack(Sampler(self._open, 1.0, lambda _event: None, self._sampled, self._calibrate), 1.0)
         self._waiting: deque[tuple[float, int, int]] = deque()
         self._reader: Reader | None = None
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 SESSION, JOB = "TESTS_OF_SESSION", "TESTS_OF_JOB"
 SCRIPTS = Path(__file__).parent / "scripts"
 PACKAGE = Path(effllm.__file__).parent
+PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
+needs_py_spy = pytest.mark.skipif(not os.access(PY_SPY, os.X_OK), reason="py-spy is not installed")
 #: Within which the processes of a job end: a busy machine takes long for what takes half a second on an idle one.
 GONE_WITHIN_S = 40.0
 

@@ -8,7 +8,7 @@ import time
 import jobs
 import pytest
 from after_fault import assert_readable, assert_whole
-from test_inspection import needs_py_spy
+from jobs import needs_py_spy
 
 from effllm.devices.simulated import waveform_of
 

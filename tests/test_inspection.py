@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -14,15 +13,13 @@ from pathlib import Path
 
 import jobs
 import pytest
+from jobs import needs_py_spy
 
 from effllm.agents import flight_recorder, inspection, trainer_process
 from effllm.agents.inspection import InspectionOrders, bounded, inspect, top_of
 from effllm.agents.inspection_child import InspectionChild
 from effllm.records.wire import MAX_STACK
 from effllm.training import ptracer
-
-PY_SPY = shutil.which("py-spy") or str(Path(sys.executable).parent / "py-spy")
-needs_py_spy = pytest.mark.skipif(not os.access(PY_SPY, os.X_OK), reason="py-spy is not installed")
 
 LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    while True: {}\nwait_for_data()\n"
 

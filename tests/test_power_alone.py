@@ -7,10 +7,10 @@ import statistics
 from itertools import pairwise
 
 import pytest
+from fake_reader import FakeReader, until
 from msgspec.structs import replace
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, NS, Telegraph
-from test_sampler import FakeReader, until
 
 from effllm.agents.sampler import NEVER_NS, POWER_EVERY_S, Sampler
 from effllm.energy.calibration import assumed, with_power_seen

@@ -7,38 +7,12 @@ import time
 
 import pytest
 from builders import NS
+from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 
 from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler
 from effllm.devices import DeviceUnavailable
-from effllm.records.rank import Device, Sample, Sensor
-
-LONG_INTERVAL_S = 3600.0
-
-
-class FakeReader:
-    """A device whose failures are listed beforehand, one dictionary per reading."""
-
-    def __init__(self, failures=(), hold=None, call_s=0.0):
-        self.device = Device("GPU-0", "fake")
-        self._failures = iter(failures)
-        self._hold = hold  # every reading after the first waits for this event
-        self.holding = threading.Event()
-        self._call_s = call_s  # duration of every reading after the first
-        self.reads = 0
-        self.closed = False
-
-    def read(self):
-        self.reads += 1
-        if self._hold and self.reads > 1:
-            self.holding.set()
-            self._hold.wait()
-        if self._call_s and self.reads > 1:
-            time.sleep(self._call_s)
-        return Sample(time.monotonic_ns()), next(self._failures, {})
-
-    def close(self):
-        self.closed = True
+from effllm.records.rank import Sample, Sensor
 
 
 @pytest.fixture
@@ -66,11 +40,6 @@ def start(wake):
 
 def texts(events):
     return [event.text for event in events]
-
-
-def woken(wake, within_s=30.0):
-    assert select.select([wake], [], [], within_s)[0], "no sample was taken"
-    os.eventfd_read(wake)
 
 
 def test_the_first_sample_is_taken_at_once(start, wake):
@@ -102,13 +71,6 @@ def test_periodic_samples_do_not_wake_the_agent(start, wake):
 
     assert reader.reads >= 5
     assert not select.select([wake], [], [], 0)[0]
-
-
-def until(condition, within_s=30.0):
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not so within {within_s} s"
-        time.sleep(0.002)
 
 
 def test_requested_moments_are_read_at_or_just_after_them(start, wake):

@@ -7,9 +7,9 @@ import time
 
 import pytest
 from builders import NS
+from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 from nvml_library import steps
 from sensor_model import BEGIN_S, BoardSensor
-from test_sampler import LONG_INTERVAL_S, FakeReader, until, woken
 
 from effllm.agents import sampler as sampler_module
 from effllm.agents.sampler import Sampler

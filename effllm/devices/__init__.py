@@ -69,7 +69,9 @@ class Reader(Protocol):
 
 def device_names() -> list[str]:
     """Return the names of all device files, without importing them."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg and not module.name.startswith("_")
+    )
 
 
 def open_device(name: str, site: Site) -> Reader:

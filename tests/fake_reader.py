@@ -1,0 +1,47 @@
+"""A device whose readings can fail, wait and take long, and how a test waits for its sampler."""
+
+import os
+import select
+import threading
+import time
+
+from effllm.records.rank import Device, Sample
+
+LONG_INTERVAL_S = 3600.0
+
+
+class FakeReader:
+    """A device whose failures are listed beforehand, one dictionary per reading."""
+
+    def __init__(self, failures=(), hold=None, call_s=0.0):
+        self.device = Device("GPU-0", "fake")
+        self._failures = iter(failures)
+        self._hold = hold  # every reading after the first waits for this event
+        self.holding = threading.Event()
+        self._call_s = call_s  # duration of every reading after the first
+        self.reads = 0
+        self.closed = False
+
+    def read(self):
+        self.reads += 1
+        if self._hold and self.reads > 1:
+            self.holding.set()
+            self._hold.wait()
+        if self._call_s and self.reads > 1:
+            time.sleep(self._call_s)
+        return Sample(time.monotonic_ns()), next(self._failures, {})
+
+    def close(self):
+        self.closed = True
+
+
+def woken(wake, within_s=30.0):
+    assert select.select([wake], [], [], within_s)[0], "no sample was taken"
+    os.eventfd_read(wake)
+
+
+def until(condition, within_s=30.0):
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not so within {within_s} s"
+        time.sleep(0.002)
