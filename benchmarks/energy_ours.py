@@ -1,6 +1,6 @@
 """effllm: for each GPU a process that samples like an agent and gets the edges by a pipe.
 
-Only `_Agent` uses effllm's own code; it opens, samples and integrates as `effllm.agents.agent` does.
+Only `_Agent` uses effllm's own code; it opens, samples and integrates as `effllm.agent.agent` does.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from msgspec.structs import replace
 
 from benchmarks.energy_driver import Calls, Reading, Tool, drive
 from effllm import __version__
-from effllm.agents.sampler import Sampler
-from effllm.agents.track import EDGE_WAIT_S, DeviceTrack
-from effllm.config import Config, cache_folder
+from effllm.agent.sampler import Sampler
+from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
+from effllm.config.settings import Config, cache_folder
 from effllm.devices import Site, open_device
 from effllm.energy.calibration import calibrate
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, Event, Sample, Sensor
 
-NICENESS = 5  # as in effllm.agents.agent.main
+NICENESS = 5  # as in effllm.agent.agent.main
 #: In the environment where the lag of the sensors, 0 in all traces, is known: as after `effllm profile`.
 PROFILED = "BENCHMARK_PROFILED"
 

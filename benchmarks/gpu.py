@@ -26,11 +26,11 @@ from benchmarks.figure import Figure
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import QUICK_WINDOWS, WINDOWS, windows
 from benchmarks.machine import machine
-from effllm import profiling
+from effllm import sensor_profile as profiling
 from effllm.devices import DeviceUnavailable, Reader, Site, open_device
-from effllm.profiling.load import Loader, LoadUnavailable, TorchLoad
-from effllm.profiling.nvml_facts import Facts
-from effllm.profiling.record import SensorProfile
+from effllm.sensor_profile.load import Loader, LoadUnavailable, TorchLoad
+from effllm.sensor_profile.nvml_facts import Facts
+from effllm.sensor_profile.record import SensorProfile
 
 PROFILE_S, QUICK_PROFILE_S = 60.0, 10.0
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.figure import Figure, median
-from effllm.agents.sampler import Sampler
-from effllm.agents.track import EDGE_WAIT_S, DeviceTrack
+from effllm.agent.sampler import Sampler
+from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
 from effllm.devices import Reader, Site, open_device
-from effllm.profiling.estimates import Load
-from effllm.profiling.load import Loader
-from effllm.profiling.record import LoadEdge
 from effllm.records.rank import Device, Sample, Sensor
+from effllm.sensor_profile.estimates import Load
+from effllm.sensor_profile.load import Loader
+from effllm.sensor_profile.record import LoadEdge
 
 #: How many windows of which length, in s.
 WINDOWS, QUICK_WINDOWS = {5.0: 8, 1.0: 30, 0.2: 80}, {5.0: 3, 1.0: 5, 0.2: 10}

@@ -13,7 +13,7 @@ PAIRS = 15
 
 def measure() -> list[Figure]:
     """Import each in a fresh interpreter, in turn."""
-    costs: dict[str, list[float]] = {"effllm": [], "msgspec": [], "effllm.collector": []}
+    costs: dict[str, list[float]] = {"effllm": [], "msgspec": [], "effllm.trainer.collector": []}
     for _ in range(PAIRS):
         for module, collected in costs.items():
             collected.append(_import_s(module))

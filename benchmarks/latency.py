@@ -10,12 +10,12 @@ import time
 from dataclasses import replace
 
 from benchmarks.figure import Figure, median
-from effllm.aggregation.orders import Orders
-from effllm.aggregation.server import Server
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.network.transport import AgentLink, make_context
+from effllm.records.orders import Orders
 from effllm.records.rank import ParameterCount, RankReport
 from effllm.records.wire import Bye, Hello, Reports
+from effllm.server.process import Server
 
 RANKS, WINDOWS = 64, 50
 

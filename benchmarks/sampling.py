@@ -23,7 +23,7 @@ from typing import Any
 import pynvml
 
 from benchmarks.figure import Figure, interval_95, median
-from effllm.agents.sampler import Sampler
+from effllm.agent.sampler import Sampler
 from effllm.devices import Reader, Site, open_device
 from tests.nvml_library import Gpu, Trace, build, flat, square
 

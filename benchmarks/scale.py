@@ -22,7 +22,7 @@ from benchmarks.figure import Figure
 from benchmarks.machine import machine
 from benchmarks.scale_bare import Bare
 from effllm.commands.simulate_run import Findings, SimulatedRun, Simulation, SimulationError
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.network import secret
 from effllm.network.descriptors import needed, raise_limit
 

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import zmq
 
+from effllm.config.spawn import spawn
 from effllm.network import listening, secret
 from effllm.network.curve import Gate, ServerKeys
 from effllm.network.descriptors import raise_limit
 from effllm.network.transport import ServerSocket, decode_from_agent, encode, make_context
 from effllm.records.wire import Ack, Bye, ByeSeen, Hello, Welcome
-from effllm.spawn import spawn
 
 EVERYTHING = 2**61  # a sequence that confirms all
 

@@ -21,7 +21,15 @@ def autoload(asked: bool = False) -> None:
         asked: whether the person asked for it in words, as with ``effllm run``; else the environment must.
     """
     try:
-        from effllm.switches import ATTACH, METRICS_ENABLED, is_attached, is_enabled, is_off, this_process, unclear
+        from effllm.config.switches import (
+            ATTACH,
+            METRICS_ENABLED,
+            is_attached,
+            is_enabled,
+            is_off,
+            this_process,
+            unclear,
+        )
 
         switches = (METRICS_ENABLED,) if asked else (METRICS_ENABLED, ATTACH)
         if not is_off(this_process()) and (wrong := unclear(this_process(), *switches)):
@@ -38,9 +46,9 @@ def autoload(asked: bool = False) -> None:
 
 def _report_wrong(line: str) -> None:
     """Print at the end of rank 0 that a switch is neither on nor off, unless the loop itself asks for metrics."""
-    from effllm.place import read_place
-    from effllm.switches import this_process
-    from effllm.training.without_metrics import repeat_at_exit
+    from effllm.config.place import read_place
+    from effllm.config.switches import this_process
+    from effllm.trainer.without_metrics import repeat_at_exit
 
     if read_place(this_process()).rank == 0:
         repeat_at_exit(line)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from effllm.records import ring
 from effllm.records.counters import FIELDS
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Device, DeviceWindow, Integrals, ParameterCount, RankReport
+from effllm.records.ring import RingReader, RingWriter
 from effllm.records.wire import Hello, Reports
-from effllm.training import generations as generations_module
-from effllm.training import recorder as recorder_module
-from effllm.training import ring
-from effllm.training.recorder import Recorder
-from effllm.training.ring import RingReader, RingWriter
+from effllm.trainer import generations as generations_module
+from effllm.trainer import recorder as recorder_module
+from effllm.trainer.recorder import Recorder
 
 GIB = 2**30
 NS = 1_000_000_000

@@ -16,23 +16,23 @@ from pathlib import Path
 import msgspec
 from builders import hello, row
 
-from effllm.agents.window import WindowCutter
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.ledger import restore
-from effllm.config import Config
+from effllm.agent.window import WindowCutter
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import restore
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, decode_from_agent, decode_from_aggregator, encode
+from effllm.records import ring
+from effllm.records.board import Board, JobState
 from effllm.records.clock import Now
+from effllm.records.facts import FoundAddress, RankFacts
 from effllm.records.rank import MARKED_PHASES
+from effllm.records.ring import RingReader
+from effllm.records.shared_memory import DOCUMENT_HEADER, RingError, checksum
 from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
-from effllm.runs.run_lock import holder_of, status_of
-from effllm.runs.runfolder import read_events, read_ranks, read_windows
+from effllm.store.reader import read_events, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
-from effllm.training import ring
-from effllm.training.board import Board, JobState
-from effllm.training.facts import FoundAddress, RankFacts
-from effllm.training.ring import RingReader
-from effllm.training.shared_memory import DOCUMENT_HEADER, RingError, checksum
+from effllm.store.run_lock import holder_of, status_of
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from builders import device_window, hello, reports, row
 
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context

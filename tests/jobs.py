@@ -29,12 +29,12 @@ import psutil
 import pytest
 
 import effllm
-from effllm.aggregation.orders import Orders
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.config.spawn import spawn
 from effllm.records.job import Summary
+from effllm.records.orders import Orders
 from effllm.records.rank import Event
-from effllm.runs.runfolder import RankRow, WindowRow, read_events, read_ranks, read_windows
-from effllm.spawn import spawn
+from effllm.store.reader import RankRow, WindowRow, read_events, read_ranks, read_windows
 
 if TYPE_CHECKING:
     from hosts import Host
@@ -401,7 +401,7 @@ class Aggregator:
     """An aggregator that no agent started."""
 
     def __init__(self, job: Job, run_folder: Path, environ: dict[str, str]) -> None:
-        from effllm.config import read_config
+        from effllm.config.settings import read_config
 
         self.job = job
         self.ledger = Ledger(run_folder)
@@ -422,7 +422,7 @@ class Aggregator:
             )
             with memory_file(msgspec.json.encode(orders)) as file, pytest.MonkeyPatch.context() as patch:
                 patch.setenv(*job.token.split("="))
-                job.process = spawn("effllm.aggregation.server", [str(file)], [file, listener.fileno(), out.fileno()])
+                job.process = spawn("effllm.server.process", [str(file)], [file, listener.fileno(), out.fileno()])
         (job.folder / "stderr.txt").touch()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nvml_library import Curve
 
-from effllm.profiling.record import LoadEdge
+from effllm.sensor_profile.record import LoadEdge
 
 NS = 1_000_000_000
 

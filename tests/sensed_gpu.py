@@ -7,8 +7,8 @@ from dataclasses import replace as with_traits
 from msgspec.structs import replace
 from nvml_library import Gpu
 
-from effllm.profiling.record import LoadEdge
 from effllm.records.rank import COUNTER, Device, Sample
+from effllm.sensor_profile.record import LoadEdge
 
 NS = 1_000_000_000
 BEGIN_S = 1000.0

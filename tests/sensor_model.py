@@ -19,7 +19,7 @@ from effllm.records.rank import COUNTER, Device, Sample, Sensor
 
 NS = 1_000_000_000
 BEGIN_S = 1000.0
-EDGE_WAIT_S = 1.0  # as in effllm/agents/track.py
+EDGE_WAIT_S = 1.0  # as in effllm/agent/track.py
 HORIZON_S = 5000.0  # length of a telegraph signal
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from effllm import metrics
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.records.energy import EnergyAmount
 from effllm.records.job import (
     ClusterReport,
@@ -22,8 +22,8 @@ from effllm.records.job import (
     Value,
 )
 from effllm.records.rank import DeviceWindow, Integrals, Profile, RankReport
-from effllm.runs.runfolder import keys_of, totals_of
 from effllm.sinks import Run
+from effllm.store.reader import keys_of, totals_of
 
 GIB = 2**30
 

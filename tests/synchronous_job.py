@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from effllm.health.clock import Offset
-from effllm.health.stragglers import Peer, Stragglers, Straggling
+from effllm.job.health.clock import Offset
+from effllm.job.health.stragglers import Peer, Stragglers, Straggling
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals, RankReport
 

@@ -1,4 +1,4 @@
-"""effllm/aggregation/account.py: each token, joule and second of the cluster is counted once."""
+"""effllm/job/account.py: each token, joule and second of the cluster is counted once."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.aggregation.account import Account
-from effllm.aggregation.ledger import Ledger
-from effllm.aggregation.merged import merge_devices
-from effllm.aggregation.window_energy import is_covered, window_energy
+from effllm.job.account import Account
+from effllm.job.ledger import Ledger
+from effllm.job.merged import merge_devices
+from effllm.job.window_energy import is_covered, window_energy
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Gauge, Integrals
-from effllm.runs.runfolder import keys_of
+from effllm.store.reader import keys_of
 
 
 def gpus(count):

@@ -1,4 +1,4 @@
-"""effllm/aggregation/aggregator.py: when windows close, what enters the totals, and the replies to ranks."""
+"""effllm/job/aggregator.py: when windows close, what enters the totals, and the replies to ranks."""
 
 import math
 import random
@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm import metrics
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.closed_windows import RECENT
-from effllm.aggregation.ledger import restore
-from effllm.aggregation.open_windows import MAX_LATE, MAX_PENDING_BYTES
-from effllm.aggregation.presence import ABSENT_AFTER_S, SILENT_AFTER_S
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.closed_windows import RECENT
+from effllm.job.ledger import restore
+from effllm.job.open_windows import MAX_LATE, MAX_PENDING_BYTES
+from effllm.job.presence import ABSENT_AFTER_S, SILENT_AFTER_S
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
 from effllm.records.energy import NORMAL_95, NOT_MEASURED
@@ -1094,7 +1094,7 @@ def test_crash_with_late_reports_loses_or_doubles_nothing(rows, steps, data):
 
 @pytest.mark.fault("duplicates")
 def test_waiting_late_rows_are_counted_once_over_a_crash(monkeypatch):
-    monkeypatch.setattr("effllm.aggregation.aggregator.is_large", lambda world_size: True)
+    monkeypatch.setattr("effllm.job.aggregator.is_large", lambda world_size: True)
     rows = {rank: [row(rank, window, tokens=1) for window in (1, 2)] for rank in range(2)}
     crashing = CrashingJob(rows, 1.0)
     crashing.send(0)

@@ -77,11 +77,11 @@ BROKEN = {
     "hooks that are no Python": ("hooks/__init__.py", "def ("),
     "hooks that raise": ("hooks/__init__.py", "raise SystemError('broken')"),
     "hooks without their functions": ("hooks/__init__.py", ""),
-    "a configuration that raises": ("config.py", "raise OSError(28, 'No space left on device')"),
-    "a configuration that is gone": ("config.py", GONE),
+    "a configuration that raises": ("config/settings.py", "raise OSError(28, 'No space left on device')"),
+    "a configuration that is gone": ("config/settings.py", GONE),
     "a missing import watch": ("hooks/_imports.py", GONE),
-    "a collector that is gone": ("collector.py", GONE),
-    "a ring that is no Python": ("training/ring.py", "x = ="),
+    "a collector that is gone": ("trainer/collector.py", GONE),
+    "a ring that is no Python": ("records/ring.py", "x = ="),
 }
 
 

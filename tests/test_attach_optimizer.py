@@ -422,9 +422,9 @@ def test_framework_hook_and_script_replace_the_optimizer_hook(launch):
     job = train(
         launch,
         """
-        from effllm.training import ownership
+        from effllm.trainer import ownership
         from effllm.hooks._steps import Steps
-        from effllm.collector import get_metrics_collector
+        from effllm.trainer.collector import get_metrics_collector
         for _ in range(3):
             backward()
             optimizer.step()
@@ -583,7 +583,7 @@ def test_workers_of_a_data_loader_start_no_agent(launch, tmp_path, how):
                         optimizer.step()
                 sys.path.insert(0, sys.argv[2])
                 import jobs
-                print("agents", len(jobs.Job.find(Here, "effllm.agents.agent")))
+                print("agents", len(jobs.Job.find(Here, "effllm.agent.agent")))
             """
         ).replace("Here", "type('Here', (), {'token': 'TESTS_OF_JOB=' + os.environ['TESTS_OF_JOB']})")
     )

@@ -12,8 +12,8 @@ from sensed_gpu import NS, SensedGpu
 
 from benchmarks.gpu_waves import waves
 from benchmarks.gpu_windows import OURS, Window, judged, two_levels
-from effllm.profiling import profile
-from effllm.profiling.record import LoadEdge
+from effllm.sensor_profile import profile
+from effllm.sensor_profile.record import LoadEdge
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 

@@ -8,8 +8,8 @@ import pytest
 from nvml_library import Curve, Gpu, Trace
 from redfish_service import Service, chassis, supply, tree
 
-from effllm.measurable import NEEDS, needs_of
 from effllm.metrics import METRICS
+from effllm.metrics.measurable import NEEDS, needs_of
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 

@@ -7,7 +7,7 @@ import pytest
 from cli_process import read_until
 
 from effllm.commands.demo_rank import SAMPLES, TOKENS, loss
-from effllm.runs.summary_text import outcome
+from effllm.store.summary_text import outcome
 
 SHORT = ["--ranks", "2", "--iterations", "20", "--step-seconds", "0.02", "--log-interval", "10"]
 

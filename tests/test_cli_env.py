@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from effllm.config import ALL_VARIABLES, VARIABLES
-from effllm.switches import PREFIX
+from effllm.config.settings import ALL_VARIABLES, VARIABLES
+from effllm.config.switches import PREFIX
 
 
 def evaluated(cli, statement, **variables):

@@ -3,8 +3,8 @@
 import pytest
 
 from effllm import __version__
-from effllm.events import KINDS
 from effllm.metrics import METRICS
+from effllm.records.events import KINDS
 
 COMMANDS = ["demo", "check", "profile", "env", "run", "serve", "simulate", "watch", "events", "metrics"]
 

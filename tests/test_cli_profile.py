@@ -19,12 +19,12 @@ import pytest
 from known_load import KnownLoad
 from nvml_library import Gpu, Trace, bursts, flat, steps
 
-from effllm import profiling
-from effllm.config import cache_folder
+from effllm import sensor_profile as profiling
+from effllm.config.settings import cache_folder
 from effllm.devices import Site
 from effllm.energy import calibration
-from effllm.profiling.load import LoadUnavailable, TorchLoad
 from effllm.records.rank import Sensor
+from effllm.sensor_profile.load import LoadUnavailable, TorchLoad
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 

@@ -10,7 +10,7 @@ import time
 import jobs
 import pytest
 
-from effllm.aggregation.simulation import TOKENS, SimulatedRank
+from effllm.commands.simulation import TOKENS, SimulatedRank
 from effllm.network import descriptors
 
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from effllm.health.clock import DRIFT, MAX_EXCHANGES, PACE_S, Exchanges, aged
+from effllm.job.health.clock import DRIFT, MAX_EXCHANGES, PACE_S, Exchanges, aged
 
 MS, S = 1_000_000, 1_000_000_000
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from effllm.health.clock import MAX_EXCHANGES, Exchanges
+from effllm.job.health.clock import MAX_EXCHANGES, Exchanges
 from effllm.network.transport import AgentLink, ServerSocket, decode_from_agent, make_context
 from effllm.records.wire import Clock, Heartbeat
 

@@ -1,4 +1,4 @@
-"""effllm/config.py: every variable has a default, takes valid values, and reports invalid ones."""
+"""effllm/config/settings.py: every variable has a default, takes valid values, and reports invalid ones."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import (
+from effllm.config.settings import (
     ALL_VARIABLES,
     MIN_WINDOW_S,
     MOST,
@@ -18,7 +18,7 @@ from effllm.config import (
     secret_path,
     unknown_variables,
 )
-from effllm.switches import PREFIX, is_enabled
+from effllm.config.switches import PREFIX, is_enabled
 
 GOOD = {
     "METRICS_ENABLED": ("off", False),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from effllm import devices
-from effllm.agents.gpu_energy import GpuEnergy
+from effllm.agent.gpu_energy import GpuEnergy
 from effllm.devices import DeviceUnavailable, Site, _amd_library, device_names, nvml, open_gpu
 from effllm.devices import open_device as open_named
 from effllm.devices._amd_counter import CHECK_S, Reading, judge_counter

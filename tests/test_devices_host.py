@@ -13,8 +13,8 @@ from powercap_tree import Powercap
 
 from effllm.devices import Site
 from effllm.devices.host import open_device
-from effllm.node_power import rapl
-from effllm.node_power.rapl import NO_RAPL, RAPL_UNREADABLE
+from effllm.devices.node import rapl
+from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE
 
 MIB = 2**20
 DEADLINE_S = 30.0

@@ -380,9 +380,9 @@ def test_two_readers_of_one_gpu_read_the_same(trace):
 
 HANGS = """
 import json, os, sys, time
-from effllm.agents import sampler
+from effllm.agent import sampler
 from effllm.devices import Site, open_device
-from effllm.agents.track import DeviceTrack
+from effllm.agent.track import DeviceTrack
 
 sampler.STALE_AFTER_S = 1.5  # a busy machine delays a read by some tenths of a second
 lines, events, num_samples = [], [], 0

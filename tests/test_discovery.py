@@ -10,11 +10,11 @@ from pathlib import Path
 import jobs
 import pytest
 
-from effllm.config import Config, secret_path
+from effllm.config.place import Place
+from effllm.config.settings import Config, secret_path
 from effllm.network import discovery, interface, secret
 from effllm.network.discovery import Search, SharedFile, find_secret, is_secured
 from effllm.network.listening import DiscoveryError, listen, listen_within, own_address
-from effllm.place import Place
 
 OVER_HOSTS = Place(world_size=2, local_world_size=1, master_addr="127.0.0.1", launcher="slurm", launch_id="4711.0")
 ONE_HOST = Place(world_size=2, local_world_size=2, master_addr="10.0.0.1")

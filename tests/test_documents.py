@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import systems
 
-from effllm.config import ALL_VARIABLES
-from effllm.events import KINDS
+from effllm.config.settings import ALL_VARIABLES
 from effllm.hooks import TARGETS
 from effllm.metrics import METRICS
+from effllm.records.events import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])

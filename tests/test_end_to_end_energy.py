@@ -15,7 +15,7 @@ from nvml_library import GIB, Gpu, Trace, flat, square
 from effllm.energy.calibration import Calibration, store
 from effllm.records.job import Summary
 from effllm.records.rank import Sensor
-from effllm.runs.runfolder import RankRow
+from effllm.store.reader import RankRow
 
 pytestmark = pytest.mark.alone
 

@@ -10,7 +10,7 @@ import jobs
 import psutil
 import pytest
 
-from effllm.runs.summary_text import outcome
+from effllm.store.summary_text import outcome
 
 LOOP = "loop.py"
 SLOWEST_STEP_S = 0.5  # steps take 0.01 s and calls microseconds; waiting would take longer
@@ -26,7 +26,7 @@ def test_repeatedly_killed_aggregator_loses_no_token(launch):
     killed, ports = [], []
     for windows in (3, 12):
         jobs.until(lambda windows=windows: job.num_windows >= windows)
-        (pid,) = jobs.until(lambda: [pid for pid in job.find("effllm.aggregation.server") if pid not in killed])
+        (pid,) = jobs.until(lambda: [pid for pid in job.find("effllm.server.process") if pid not in killed])
         killed.append(pid)
         ports.append(jobs.listening_ports(pid))
         os.kill(pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ def without_agent(launch):
     aggregator = launch.aggregator()
     ranks = launch.ranks(aggregator, 2, LOOP, "--until", "enough")
     jobs.until(lambda: aggregator.ledger.num_windows)
-    (agent,) = ranks[1].find("effllm.agents.agent")
+    (agent,) = ranks[1].find("effllm.agent.agent")
     os.kill(agent, signal.SIGKILL)
     return aggregator, ranks
 
@@ -108,7 +108,7 @@ def test_trainer_killed_before_an_iteration_has_a_summary(launch):
 def test_stopped_agent_and_aggregator_lose_nothing(launch):
     job = launch.python(LOOP, "--until", "enough")
     jobs.until(lambda: job.num_windows)
-    stopped = job.find("effllm.agents.agent") + job.find("effllm.aggregation.server")
+    stopped = job.find("effllm.agent.agent") + job.find("effllm.server.process")
     assert len(stopped) == 2
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -205,7 +205,7 @@ def test_log_metrics_returns_its_six_keys_at_once(launch):
 @pytest.mark.alone
 def test_agents_use_a_small_part_of_a_cpu(launch):
     job = launch.python(LOOP, "--step-s", 0.3, "--until", "enough", collection_interval=1.0)
-    (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
+    (agent,) = jobs.until(lambda: job.find("effllm.agent.agent"))
     jobs.until(lambda: job.runs() and (job.ledger.folder / "run.json").exists())
     before = psutil.Process(agent).cpu_times()
     time.sleep(1.5)

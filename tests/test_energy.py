@@ -18,7 +18,7 @@ from sensor_model import BEGIN_S, BoardSensor, Telegraph, VirtualAgent, ledger_o
 from effllm.energy.device_energy import EnergyLedger
 from effllm.energy.power_spread import PowerSpread
 from effllm.energy.tick_energy import beat, beat_of, in_tick
-from effllm.health.energy_watch import EnergyWatch
+from effllm.job.health.energy_watch import EnergyWatch
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Event, Sample, Sensor
 
@@ -993,7 +993,7 @@ def test_right_counter_is_accepted_with_undersampled_power(period_s):
         sensor = BoardSensor(power, 0.1, 1.0, chance.uniform(0, 0.1))
         one = ledger_of(Sensor(tick_s=0.1))
         for i in range(400):
-            shown_s = BEGIN_S + i + chance.random()  # at a random time in it, as in effllm/agents/sampler.py
+            shown_s = BEGIN_S + i + chance.random()  # at a random time in it, as in effllm/agent/sampler.py
             one.add(Sample(round(shown_s * NS), power_w=power.at(shown_s), energy_j=sensor.counter_j(shown_s)))
 
         assert one.take_events(0.0) == []

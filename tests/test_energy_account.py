@@ -1,4 +1,4 @@
-"""effllm/energy/energy_account.py: the error of windows and GPUs together, by hand and as properties."""
+"""effllm/job/energy_account.py: the error of windows and GPUs together, by hand and as properties."""
 
 import math
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from sink_examples import make_totals, with_keys
 
 from effllm import metrics
-from effllm.aggregation.account import Account
-from effllm.aggregation.columns import fields_of, from_json, to_json
-from effllm.aggregation.merged import merge_devices
-from effllm.aggregation.window_energy import window_energy
-from effllm.energy.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of
+from effllm.job.account import Account
+from effllm.job.energy_account import AMOUNT, OPEN_WINDOWS, EnergyTotals, total_of
+from effllm.job.merged import merge_devices
+from effllm.job.window_energy import window_energy
+from effllm.records.columns import fields_of, from_json, to_json
 from effllm.records.energy import NORMAL_95, EnergyAmount
 from effllm.records.job import JobConstants
 from effllm.records.rank import Integrals

@@ -13,7 +13,7 @@ import effllm.devices
 import effllm.sinks
 from effllm import metrics
 from effllm.commands import env
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.devices import Site, device_names, open_device
 from effllm.server.writer import Writer
 from effllm.sinks import SinkUnavailable, open_sink, sink_names
@@ -86,7 +86,7 @@ def test_new_sink_is_one_file_and_may_raise(plug_in):
 
 
 OPTION = """
-from effllm.setting_values import whole
+from effllm.config.setting_values import whole
 from effllm.sinks import Option
 
 OPTIONS = {"every": Option("1", whole(1), "A line is written every Nth window.")}

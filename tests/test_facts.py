@@ -1,14 +1,14 @@
-"""effllm/training/facts.py: facts of a rank as JSON, which another version or a hostile writer may have made."""
+"""effllm/records/facts.py: facts of a rank as JSON, which another version or a hostile writer may have made."""
 
 import json
 from dataclasses import fields
 
 import pytest
 
-from effllm.config import Config
-from effllm.place import Place
-from effllm.training.board import JobState
-from effllm.training.facts import DeclaredParameters, FoundAddress, RankFacts, from_document, to_document
+from effllm.config.place import Place
+from effllm.config.settings import Config
+from effllm.records.board import JobState
+from effllm.records.facts import DeclaredParameters, FoundAddress, RankFacts, from_document, to_document
 
 FULL = RankFacts(
     config=Config().to_dict(),

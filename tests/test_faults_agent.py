@@ -22,7 +22,7 @@ def test_killed_agent_does_not_delay_the_end_of_a_job(launch, tmp_path):
     ranks = launch.ranks(aggregator, 2, "lockstep.py", meeting, "--iterations", 1, "--until", enough)
     ledger = aggregator.ledger
     jobs.until(lambda: ledger.num_windows)
-    (agent,) = ranks[1].find("effllm.agents.agent")
+    (agent,) = ranks[1].find("effllm.agent.agent")
     os.kill(agent, signal.SIGKILL)
     killed_at = struct.unpack_from("<q", meeting.read_bytes())[0]
     jobs.until(lambda: struct.unpack_from("<q", meeting.read_bytes())[0] >= killed_at + 30)
@@ -51,7 +51,7 @@ def test_summary_is_written_without_the_agent_of_rank_0(launch, num_ranks):
         options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]
         job = launch.torchrun(options, "torch_loop.py", "--until", "enough", environ=jobs.long_timeouts())
     jobs.until(lambda: job.num_windows)
-    (server,) = job.find("effllm.aggregation.server")
+    (server,) = job.find("effllm.server.process")
     os.kill(psutil.Process(server).ppid(), signal.SIGKILL)
     (job.folder / "enough").touch()
     job.wait()

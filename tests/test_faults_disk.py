@@ -11,7 +11,7 @@ import psutil
 import pytest
 from after_fault import assert_readable, assert_undisturbed, assert_whole
 
-from effllm.training.session import FIRST_RANK_ENDS_S
+from effllm.trainer.session import FIRST_RANK_ENDS_S
 
 pytest_plugins = ["disks"]
 pytestmark = pytest.mark.faults
@@ -183,9 +183,9 @@ def test_aggregator_killed_with_a_full_disk_loses_no_token(run, disk):
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 5)
-    (server,) = job.find("effllm.aggregation.server")
+    (server,) = job.find("effllm.server.process")
     os.kill(server, signal.SIGKILL)
-    jobs.until(lambda: any(pid != server for pid in job.find("effllm.aggregation.server")))
+    jobs.until(lambda: any(pid != server for pid in job.find("effllm.server.process")))
     disk.empty()
     more_blocks(job, 5)
 
@@ -198,7 +198,7 @@ def test_reports_lost_with_a_killed_aggregator_are_counted(run, disk):
     disk.fill()
     jobs.until(lambda: "cannot be written" in job.stdout)
     more_blocks(job, 30)  # agents get acknowledgements anyway, once twenty windows wait
-    (server,) = job.find("effllm.aggregation.server")
+    (server,) = job.find("effllm.server.process")
     os.kill(job.process.pid, signal.SIGSTOP)  # else the outbox overflows if the next aggregator starts slowly
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: not psutil.pid_exists(server))

@@ -190,7 +190,7 @@ def test_replaced_aggregator_keeps_the_stall(launch):
     stopped_s = time.monotonic()
     os.kill(job.process.pid, signal.SIGSTOP)
     jobs.until(lambda: in_event_file(job.ledger, "stalled"))
-    (server,) = job.find("effllm.aggregation.server")
+    (server,) = job.find("effllm.server.process")
     os.kill(server, signal.SIGKILL)
     jobs.until(lambda: len(job.ledger.event_texts("stalled")) == 2)
     os.kill(job.process.pid, signal.SIGCONT)

@@ -10,10 +10,10 @@ import psutil
 import pytest
 from after_fault import assert_readable, assert_whole
 
-from effllm.agents.conversation import REPORT_EVERY_S
-from effllm.aggregation.ledger import restore
-from effllm.aggregation.server import TICK_S
-from effllm.runs.runfolder import read_ranks
+from effllm.agent.conversation import REPORT_EVERY_S
+from effllm.job.ledger import restore
+from effllm.server.process import TICK_S
+from effllm.store.reader import read_ranks
 
 pytestmark = pytest.mark.faults
 
@@ -274,7 +274,7 @@ with open("truth.json", "w") as file:
 def test_data_loader_workers_record_nothing(launch):
     job = launch.code(LOADER)
     jobs.until(lambda: job.num_windows >= 3)
-    (server,) = job.find("effllm.aggregation.server")
+    (server,) = job.find("effllm.server.process")
     children = psutil.Process(job.process.pid).children()
     workers = [child.pid for child in children if child.cmdline()[1:2] != ["-c"]]
     ports = {pid: jobs.listening_ports(pid) for pid in (job.process.pid, *workers)}

@@ -58,7 +58,7 @@ def finish(started):
 
 
 def server_of(job):
-    (pid,) = job.find("effllm.aggregation.server")
+    (pid,) = job.find("effllm.server.process")
     return psutil.Process(pid)
 
 

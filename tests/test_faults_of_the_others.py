@@ -19,13 +19,13 @@ from builders import NS
 from nvml_library import GIB, Gpu, Trace, flat, square
 from powercap_tree import Powercap
 
-from effllm.agents.sampler import Sampler
-from effllm.agents.series import Series
+from effllm.agent.sampler import Sampler
+from effllm.agent.series import Series
 from effllm.devices import Reader, Site, host
 from effllm.devices._nvml_identity import choose_uuid
+from effllm.devices.node.rapl import open_rapl
 from effllm.energy.calibration import Calibration, calibrate, store
 from effllm.energy.device_energy import EnergyLedger
-from effllm.node_power.rapl import open_rapl
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
 
 LOOP = "loop.py"

@@ -56,7 +56,7 @@ def test_rank_0_on_another_host_continues_the_folder(hosts, start, first_host):
             job.end()
     else:
         # Rank 1 cannot send a bye; to the aggregator it is still there.
-        stopped = stop(second, "effllm.agents.agent")
+        stopped = stop(second, "effllm.agent.agent")
         for job in (first, second):
             job.process.kill()
             job.process.wait()

@@ -11,7 +11,7 @@ import pytest
 from after_fault import assert_whole
 from cli_process import read_until
 
-from effllm.config import Config, secret_path
+from effllm.config.settings import Config, secret_path
 
 pytestmark = pytest.mark.faults
 
@@ -95,12 +95,12 @@ def test_job_restarted_under_its_name_is_the_next_attempt(launch):
 @pytest.mark.fault("exits")
 def test_trainer_killed_before_its_agent_joined_is_recorded(launch):
     job = launch.python(LOOP, "--iterations", 100, "--at", 57, "--end", "kill")
-    (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
+    (agent,) = jobs.until(lambda: job.find("effllm.agent.agent"))
     os.kill(agent, signal.SIGSTOP)
     job.wait()
     os.kill(agent, signal.SIGCONT)
     # It starts the aggregator first; if this test is slow, all may have ended before it sees that.
-    jobs.until(lambda: job.find("effllm.aggregation.server") or not set(jobs.processes(job.token)))
+    jobs.until(lambda: job.find("effllm.server.process") or not set(jobs.processes(job.token)))
     with suppress(ProcessLookupError):
         os.kill(agent, signal.SIGSTOP)
         time.sleep(2.5)  # some checks of the aggregator whether the job has ended

@@ -52,7 +52,7 @@ def test_job_with_full_dev_shm_and_tmp_is_measured(in_full_container):
 WITHOUT = """
 import argparse, json, os, resource, sys, threading
 import shutil  # of argparse
-import effllm.collector, effllm.network.discovery, effllm.training.session  # what is imported later cannot be opened
+import effllm.trainer.collector, effllm.network.discovery, effllm.trainer.session  # later imports cannot be opened
 import effllm.efficientllm_metrics as effllm
 
 kind, sys.argv = sys.argv[1], sys.argv[2:]
@@ -93,7 +93,7 @@ def test_trainer_without_room_for_its_ring_has_no_metrics(launch, kind):
     assert "no metrics, training goes on" in line
     assert "this job ran without metrics" in end
     assert job.runs() == []
-    assert job.find("effllm.agents.agent") == []
+    assert job.find("effllm.agent.agent") == []
 
 
 #: A step that computes, so that other processes on its core slow it down.
@@ -124,8 +124,8 @@ def test_agents_share_their_trainers_core_at_low_priority(launch):
     script = launch._folder / "busy.py"
     script.write_text(BUSY)
     job = launch.python(script, core, collection_interval=0.1)
-    (agent,) = jobs.until(lambda: job.find("effllm.agents.agent"))
-    (server,) = jobs.until(lambda: job.find("effllm.aggregation.server"))
+    (agent,) = jobs.until(lambda: job.find("effllm.agent.agent"))
+    (server,) = jobs.until(lambda: job.find("effllm.server.process"))
     jobs.until(lambda: job.num_windows >= 3)
     trainer = job.process.pid
     masks = {os.sched_getaffinity(pid).__repr__() for pid in (trainer, agent, server)}

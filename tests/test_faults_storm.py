@@ -11,11 +11,11 @@ import psutil
 import pytest
 from sink_examples import make_row
 
-from effllm.agents.aggregator_child import AggregatorChild
-from effllm.aggregation.orders import Orders
-from effllm.config import read_config
+from effllm.agent.aggregator_child import AggregatorChild
+from effllm.config.settings import read_config
 from effllm.network.listening import listen
 from effllm.network.transport import AgentLink, Outbox, make_context
+from effllm.records.orders import Orders
 from effllm.records.rank import Device, Event, ParameterCount
 from effllm.records.wire import Ack, AgentEvent, Bye, ByeSeen, Hello, Reports, Welcome
 
@@ -144,7 +144,7 @@ def test_repeatedly_killed_aggregator_loses_no_report(aggregator):
         for agent in agents:
             agent.talk(measured == WINDOWS)
         child.look(now_s)
-        servers = job.find("effllm.aggregation.server") if measured % 10 == 0 or killed_s is not None or is_last else []
+        servers = job.find("effllm.server.process") if measured % 10 == 0 or killed_s is not None or is_last else []
         if killed_s is not None and servers and all(one.is_welcome and one.link.connected for one in agents):
             back_s.append(now_s - killed_s)
             killed_s = None

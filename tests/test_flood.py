@@ -18,8 +18,8 @@ import pytest
 
 from effllm.network.curve import ServerKeys
 from effllm.network.secret import create
-from effllm.runs.runfolder import WindowLine
 from effllm.server.run_facts import MAX_FACTS_BYTES
+from effllm.store.reader import WindowLine
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
@@ -67,7 +67,7 @@ class Windows:
     def __init__(self, aggregator, ranks):
         self._path = aggregator.ledger.folder / "windows-0001.jsonl"
         self._read = 0
-        agents = [pid for rank in ranks for pid in rank.find("effllm.agents.agent")]
+        agents = [pid for rank in ranks for pid in rank.find("effllm.agent.agent")]
         self._starved = Starved([aggregator.job.process.pid, *agents, *(rank.process.pid for rank in ranks), "self"])
         self.seen = []  # (when a window ended, when it was seen)
 

@@ -7,8 +7,8 @@ import pytest
 from builders import gpu, looping
 from pytest import approx
 
-from effllm.agents.series import Series
-from effllm.agents.window import WindowCutter
+from effllm.agent.series import Series
+from effllm.agent.window import WindowCutter
 from effllm.energy.readings import runs_between
 from effllm.energy.sensor_timing import MIN_MARGIN_NS
 from effllm.records.rank import Integrals, Sample, Sensor

@@ -2,7 +2,7 @@
 
 import pytest
 
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.network.discovery import Search
 
 

@@ -3,11 +3,11 @@
 import pytest
 from builders import device_window, gpu, hello, reports, row
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.gathered import Gathered
-from effllm.aggregation.merged import merge_devices
-from effllm.aggregation.rows import Rows
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.gathered import Gathered
+from effllm.job.merged import merge_devices
+from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.rank import Gauge
 

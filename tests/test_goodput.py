@@ -1,20 +1,20 @@
-"""effllm/aggregation/goodput*.py: the classes of elapsed time, which always add up to it."""
+"""effllm/job/goodput*.py: the classes of elapsed time, which always add up to it."""
 
 import pytest
 from builders import device_window, full, hello, reports, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.goodput import PRODUCTIVE, Goodput
-from effllm.aggregation.goodput_attempt import CLASSES, MAX_SPANS
-from effllm.aggregation.goodput_tiles import Axis, Tiles
-from effllm.aggregation.ledger import restore
-from effllm.aggregation.rows import Rows
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.goodput import PRODUCTIVE, Goodput
+from effllm.job.goodput_attempt import CLASSES, MAX_SPANS
+from effllm.job.goodput_tiles import Axis, Tiles
+from effllm.job.ledger import restore
+from effllm.job.rows import Rows
 from effllm.records.clock import Now
 from effllm.records.wire import Bye, Heartbeat
-from effllm.runs.summary_text import summary_text
+from effllm.store.summary_text import summary_text
 
 JOB = "job"
 

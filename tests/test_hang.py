@@ -1,4 +1,4 @@
-"""health/hang.py: stalls of a job and of single ranks, and no false ones; time is an argument."""
+"""effllm/job/health/hang.py: stalls of a job and of single ranks, and no false ones; time is an argument."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from builders import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
-from effllm.health.stall_text import Names, resumed_text, stall_text
+from effllm.job.health.hang import BETWEEN, FINISHED, STARTUP, STEP, WAITING, Hang, Resumed, Stall
+from effllm.job.health.stall_text import Names, resumed_text, stall_text
 from effllm.records.wire import Heartbeat
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm import hardware
-from effllm.hardware import PRECISIONS, ROWS, find, peak_flops_per_s
-from effllm.known_sensors import SENSORS
+from effllm.devices.known import hardware
+from effllm.devices.known.hardware import PRECISIONS, ROWS, find, peak_flops_per_s
+from effllm.devices.known.sensors import SENSORS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
 

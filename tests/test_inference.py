@@ -1,4 +1,4 @@
-"""effllm/inference.py and the hooks of generate and vLLM: without training, requests are iterations."""
+"""effllm/trainer/inference.py and the hooks of generate and vLLM: without training, requests are iterations."""
 
 import json
 import os

@@ -15,11 +15,11 @@ import jobs
 import pytest
 from jobs import needs_py_spy
 
-from effllm.agents import flight_recorder, inspection, trainer_process
-from effllm.agents.inspection import InspectionOrders, bounded, inspect, top_of
-from effllm.agents.inspection_child import InspectionChild
+from effllm.agent import flight_recorder, inspection, trainer_process
+from effllm.agent.inspection import InspectionOrders, bounded, inspect, top_of
+from effllm.agent.inspection_child import InspectionChild
 from effllm.records.wire import MAX_STACK
-from effllm.training import ptracer
+from effllm.trainer import ptracer
 
 LOOP = "import time\ndef wait_for_data():\n    print('in', flush=True)\n    while True: {}\nwait_for_data()\n"
 
@@ -171,7 +171,7 @@ def test_inspections_run_in_the_background_one_at_a_time(no_recorder):
 def test_inspection_has_a_timeout(no_recorder, monkeypatch):
     child = InspectionChild()
     monkeypatch.setattr(
-        "effllm.agents.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
+        "effllm.agent.inspection_child.spawn", lambda *_: subprocess.Popen(["sleep", "60"], start_new_session=True)
     )
     child.start(orders(os.getpid(), -1), 0.0)
     assert child.look(24.0) is None
@@ -184,7 +184,7 @@ def test_inspection_that_cannot_start_has_a_reason(monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("effllm.agents.inspection_child.spawn", refuse)
+    monkeypatch.setattr("effllm.agent.inspection_child.spawn", refuse)
 
     assert "Resource temporarily unavailable" in InspectionChild().start(orders(1, -1), 0.0)
 

@@ -1,4 +1,4 @@
-"""effllm/aggregation/joining.py: short windows become windows of a second, alike on all ranks, exactly."""
+"""effllm/job/joining.py: short windows become windows of a second, alike on all ranks, exactly."""
 
 import math
 import random
@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from builders import device_window, full, hello, reports, row
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.joining import MAX_WAIT_S, join
-from effllm.aggregation.ledger import restore
-from effllm.aggregation.open_windows import MAX_PENDING_BYTES
-from effllm.config import MIN_WINDOW_S, Config, read_config
+from effllm.config.settings import MIN_WINDOW_S, Config, read_config
+from effllm.job.aggregator import Aggregator
+from effllm.job.joining import MAX_WAIT_S, join
+from effllm.job.ledger import restore
+from effllm.job.open_windows import MAX_PENDING_BYTES
 from effllm.records.clock import Now
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import Gauge, Integrals

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from builders import device_window, hello, reports, row
 
-from effllm.aggregation import pacing
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.columns import from_json, to_json
-from effllm.aggregation.ledger import Ledger, restore
-from effllm.aggregation.pacing import Pace
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job import pacing
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import Ledger, restore
+from effllm.job.pacing import Pace
 from effllm.records.clock import Now
+from effllm.records.columns import from_json, to_json
 from effllm.records.job import Straggler
 from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import MAX_ROWS, outliers

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import VARIABLES
-from effllm.switches import ATTACH, PREFIX
+from effllm.config.settings import VARIABLES
+from effllm.config.switches import ATTACH, PREFIX
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"

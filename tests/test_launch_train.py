@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.switches import PREFIX
+from effllm.config.switches import PREFIX
 
 REPOSITORY = Path(__file__).parent.parent
 LAUNCH = REPOSITORY / "launch"

@@ -1,12 +1,12 @@
-"""effllm/health/lost_agents.py: an agent without a connection for two seconds is lost."""
+"""effllm/job/health/lost_agents.py: an agent without a connection for two seconds is lost."""
 
 import jobs
 import pytest
 from builders import hello
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.config import Config
-from effllm.health.lost_agents import LostAgents
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.health.lost_agents import LostAgents
 from effllm.network.transport import AgentLink, ServerSocket, make_context
 from effllm.records.clock import Now
 from effllm.records.wire import Ack, Bye

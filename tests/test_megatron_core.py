@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from effllm.switches import PREFIX
+from effllm.config.switches import PREFIX
 
 REPOSITORY = Path(__file__).parent.parent
 INTEGRATION = REPOSITORY / "integration" / "megatron_core"

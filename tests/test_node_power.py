@@ -1,4 +1,4 @@
-"""effllm/node_power: the choice of sensors, when they are opened, and the reasons for unreadable ones."""
+"""effllm/devices/node: the choice of sensors, when they are opened, and the reasons for unreadable ones."""
 
 import os
 import subprocess
@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 from redfish_service import PASSWORD, USER, Service, chassis, supply, tree
 
-from effllm import node_power
-from effllm.agents.sampler import Sampler
+from effllm.agent.sampler import Sampler
 from effllm.devices import DeviceUnavailable
-from effllm.node_power import hwmon, ipmi, rapl
+from effllm.devices import node as node_power
+from effllm.devices.node import hwmon, ipmi, rapl
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""effllm/node_power/credentials.py: a file that only its owner can read, and messages that never repeat it."""
+"""effllm/devices/node/credentials.py: a file that only its owner can read, and messages that never repeat it."""
 
 import os
 
 import pytest
 
-from effllm.node_power.credentials import Credentials, CredentialsError
+from effllm.devices.node.credentials import Credentials, CredentialsError
 
 SECRET = "hunter2"
 

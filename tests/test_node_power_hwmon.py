@@ -1,11 +1,11 @@
-"""effllm/node_power/hwmon.py with trees as on Grace and EPYC, neither of which was available."""
+"""effllm/devices/node/hwmon.py with trees as on Grace and EPYC, neither of which was available."""
 
 from pathlib import Path
 
 import pytest
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.hwmon import NO_HWMON, open_reader
+from effllm.devices.node.hwmon import NO_HWMON, open_reader
 
 #: A Grace Hopper: the module contains Grace, and Grace contains the two rails.
 GRACE_HOPPER = {

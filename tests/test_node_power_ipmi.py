@@ -1,4 +1,4 @@
-"""effllm/node_power/ipmi.py with fake tools that print the output of ipmi-dcmi 1.6.10 and ipmitool 1.8.19."""
+"""effllm/devices/node/ipmi.py with fake tools that print the output of ipmi-dcmi 1.6.10 and ipmitool 1.8.19."""
 
 import os
 import time
@@ -7,7 +7,7 @@ import jobs
 import pytest
 
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.ipmi import MAX_BYTES, NO_DEVICE, NO_TOOL, Command, open_reader
+from effllm.devices.node.ipmi import MAX_BYTES, NO_DEVICE, NO_TOOL, Command, open_reader
 
 IPMI_DCMI = """
 Current Power                        : 332 Watts

@@ -1,4 +1,4 @@
-"""effllm/node_power/rapl.py with trees as on Intel's and AMD's servers; no machine with RAPL was available."""
+"""effllm/devices/node/rapl.py with trees as on Intel's and AMD's servers; no machine with RAPL was available."""
 
 import shutil
 import time
@@ -8,11 +8,11 @@ import pytest
 from powercap_tree import AMD, AMD_DIES, AMD_RANGE_UJ, INTEL_RANGE_UJ, Powercap
 
 from effllm.devices import DeviceUnavailable
+from effllm.devices.node.perf_event import PerfEvent
+from effllm.devices.node.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
+from effllm.devices.node.rapl_counters import perf_events, powercap_zones
+from effllm.devices.node.reader import CPU_INTERVAL_S
 from effllm.energy.device_energy import EnergyLedger
-from effllm.node_power.perf_event import PerfEvent
-from effllm.node_power.rapl import NO_RAPL, RAPL_UNREADABLE, open_rapl, open_reader
-from effllm.node_power.rapl_counters import perf_events, powercap_zones
-from effllm.node_power.reader import CPU_INTERVAL_S
 from effllm.records.rank import Sample
 
 NOWHERE = Path("/nowhere")

@@ -1,4 +1,4 @@
-"""effllm/node_power/redfish.py against a fake service on loopback, over TLS where TLS is tested."""
+"""effllm/devices/node/redfish.py against a fake service on loopback, over TLS where TLS is tested."""
 
 import hashlib
 import ssl
@@ -9,10 +9,10 @@ import pytest
 import redfish_service
 from redfish_service import PASSWORD, SESSIONS, USER, Service, chassis, link, supply, tree
 
-from effllm import node_power
 from effllm.devices import DeviceUnavailable
-from effllm.node_power.https import MAX_BYTES
-from effllm.node_power.redfish import open_reader
+from effllm.devices import node as node_power
+from effllm.devices.node.https import MAX_BYTES
+from effllm.devices.node.redfish import open_reader
 
 CHASSIS = "/redfish/v1/Chassis/1"
 TWO_SUPPLIES = tree(chassis("1"), supply("1", "PSU0", 937.4), supply("1", "PSU1", 1021.1))
@@ -351,7 +351,7 @@ def test_controller_on_loopback_is_separate_for_each_node(serve, opened):
 
 
 def test_nodes_with_one_controller_share_its_energy_key(serve, opened, monkeypatch):
-    monkeypatch.setattr("effllm.node_power.redfish.is_own", lambda _: False)  # as for an address on a network
+    monkeypatch.setattr("effllm.devices.node.redfish.is_own", lambda _: False)  # as for an address on a network
     service = serve(TWO_SUPPLIES)
     keys = {opened(service, host=host).device.energy_key for host in ("node1", "node2")}
 

@@ -9,9 +9,9 @@ from sink_examples import make_report, make_row
 
 from effllm import metrics
 from effllm.records.job import Summary
-from effllm.runs.runfolder import read_events, read_ranks, read_windows
-from effllm.runs.summary_text import summary_text
+from effllm.store.reader import read_events, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
+from effllm.store.summary_text import summary_text
 
 OLDER = Path(__file__).parent / "golden" / "run_folder_1"
 

@@ -8,7 +8,7 @@ import pytest
 from after_fault import assert_whole
 from builders import hello, reports, row
 
-from effllm.config import Config, secret_path
+from effllm.config.settings import Config, secret_path
 from effllm.network.curve import AgentKeys
 from effllm.network.transport import AgentLink, make_context
 
@@ -33,7 +33,7 @@ def intruder():
     context, links, plain = make_context(), [], []
 
     def intrude(job, keys):
-        (server,) = jobs.until(lambda: job.find("effllm.aggregation.server"))
+        (server,) = jobs.until(lambda: job.find("effllm.server.process"))
         (port,) = jobs.until(lambda: jobs.listening_ports(server))
         link = AgentLink(context, f"tcp://127.0.0.1:{port}", keys)
         links.append(link)

@@ -1,8 +1,8 @@
-"""health/outliers.py: which ranks are compared at all; test_stragglers.py has which are named."""
+"""effllm/job/health/outliers.py: which ranks are compared at all; test_stragglers.py has which are named."""
 
 from builders import row
 
-from effllm.health.outliers import OutlierTrack
+from effllm.job.health.outliers import OutlierTrack
 
 
 def test_iterations_too_short_for_a_clock_name_no_rank():

@@ -4,12 +4,12 @@ import pytest
 from builders import hello, reports, row
 
 from effllm import metrics
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.ledger import restore
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.wire import Bye
-from effllm.training.recorder import pair_s
+from effllm.trainer.recorder import pair_s
 
 
 def served(ledger=None, job="job"):

@@ -1,4 +1,4 @@
-"""runs/own_files.py: files that another user puts in the way are not followed, written to or waited for."""
+"""store/own_files.py: files that another user puts in the way are not followed, written to or waited for."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from effllm.config import ConfigError, read_config
-from effllm.runs import own_files
-from effllm.runs.run_lock import Holder, status_of, take
+from effllm.config.settings import ConfigError, read_config
+from effllm.store import own_files
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
+from effllm.store.run_lock import Holder, status_of, take
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes owners of files, which only root can")
 OTHER_USER = 12345

@@ -2,8 +2,8 @@
 
 import pytest
 
-from effllm.training import ownership
-from effllm.training.ownership import ACCELERATE, CORE, EXPLICIT, FRAMEWORK, OPTIMIZER
+from effllm.trainer import ownership
+from effllm.trainer.ownership import ACCELERATE, CORE, EXPLICIT, FRAMEWORK, OPTIMIZER
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,8 @@ import pytest
 import zmq
 from builders import gpu, hello, reports, row
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.config import Config
-from effllm.event_limit import MAX_PER_MINUTE
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
 from effllm.network.peers import (
     AGAIN_EVERY_S,
     BURST_BYTES,
@@ -38,6 +37,7 @@ from effllm.network.transport import (
     make_context,
 )
 from effllm.records.clock import Now
+from effllm.records.event_limit import MAX_PER_MINUTE
 from effllm.records.rank import MAX_DEVICES, Event
 from effllm.records.wire import Ack, AgentEvent, Bye, Heartbeat, Hello, Reports, Supersede, Welcome
 

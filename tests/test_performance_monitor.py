@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from effllm import PerformanceMonitor, PerformanceMonitorContext
-from effllm import collector as collector_module
-from effllm import performance_monitor as module
+from effllm.trainer import collector as collector_module
+from effllm.trainer import performance_monitor as module
 
 KEYS = {"AMU", "PCU", "AL", "AEC", "MCR", "total_time", "num_requests"}
 

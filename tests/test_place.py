@@ -1,9 +1,9 @@
-"""effllm/place.py: ranks and worlds of torchrun, Slurm and Open MPI."""
+"""effllm/config/place.py: ranks and worlds of torchrun, Slurm and Open MPI."""
 
 import pytest
 
-from effllm.config import ConfigError
-from effllm.place import read_place
+from effllm.config.place import read_place
+from effllm.config.settings import ConfigError
 
 TORCHRUN = {
     "RANK": "5",

@@ -1,8 +1,8 @@
-"""effllm/runs/plain_text.py: text of other processes moves no cursor, forges no line and fills no screen."""
+"""effllm/records/plain_text.py: text of other processes moves no cursor, forges no line and fills no screen."""
 
 import pytest
 
-from effllm.runs.plain_text import MAX_SHOWN, one_line
+from effllm.records.plain_text import MAX_SHOWN, one_line
 
 HOSTILE = [
     "node\x1b[2J\x1b[1;1H7",

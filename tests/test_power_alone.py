@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nvml_library import bursts, flat, sine, square, steps
 from sensor_model import BEGIN_S, NS, Telegraph
 
-from effllm.agents.sampler import NEVER_NS, POWER_EVERY_S, Sampler
+from effllm.agent.sampler import NEVER_NS, POWER_EVERY_S, Sampler
 from effllm.energy.calibration import assumed, with_power_seen
 from effllm.energy.device_energy import EnergyLedger
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample
@@ -144,7 +144,7 @@ def test_other_quantities_are_not_read_as_often(traits):
 
 def test_slow_calls_are_made_less_often(monkeypatch):
     sampler = Sampler(lambda: FakeReader(), 1.0, lambda _event: None, -1)
-    monkeypatch.setattr("effllm.agents.sampler.time.monotonic_ns", lambda: 0)
+    monkeypatch.setattr("effllm.agent.sampler.time.monotonic_ns", lambda: 0)
     sampler._call_s = 0.0024
 
     assert sampler._next_power_ns(GPU) >= 0.9 * 0.0025 / 0.003 * NS

@@ -1,12 +1,12 @@
-"""effllm/energy/power_scope.py: the devices whose energy is the job's, and their sums in a job."""
+"""effllm/job/power_scope.py: the devices whose energy is the job's, and their sums in a job."""
 
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.ledger import restore
-from effllm.config import VARIABLES, Config
-from effllm.energy.power_scope import CHOICES, choose, keep, scopes
+from effllm.config.settings import VARIABLES, Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import restore
+from effllm.job.power_scope import CHOICES, choose, keep, scopes
 from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.rank import Device, Integrals

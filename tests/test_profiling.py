@@ -1,4 +1,4 @@
-"""effllm/profiling: properties planted in a sensor are found again.
+"""effllm/sensor_profile: properties planted in a sensor are found again.
 
 The GPU of these tests lives in virtual time; the load is a switch whose edges are stamped to the nanosecond.
 Tolerances: ticks to 0.1 %, lags to 2 ms, measured windows to 2 ms, ratios to 0.5 %.
@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from sensed_gpu import IDLE_W, LOADED_W, NS, SensedGpu
 
 from effllm.energy.device_energy import EnergyLedger
-from effllm.profiling import profile, to_calibration
-from effllm.profiling.estimates import Load, ticks_of
-from effllm.profiling.load import LoadUnavailable, pattern
-from effllm.profiling.record import LoadEdge
 from effllm.records.rank import AVERAGE, INSTANT
+from effllm.sensor_profile import profile, to_calibration
+from effllm.sensor_profile.estimates import Load, ticks_of
+from effllm.sensor_profile.load import LoadUnavailable, pattern
+from effllm.sensor_profile.record import LoadEdge
 
 LAG_S, WINDOW_S, TICK, RATIO = 0.002, 0.002, 1e-3, 0.005
 

@@ -1,4 +1,4 @@
-"""effllm/runs/provenance.py: the facts of run.json about the origin of its numbers."""
+"""effllm/store/provenance.py: the facts of run.json about the origin of its numbers."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from jobs import until
 
-from effllm.runs.provenance import Git, gather
+from effllm.store.provenance import Git, gather
 
 
 def git_facts(folder):

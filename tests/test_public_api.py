@@ -16,11 +16,11 @@ import pytest
 from builders import hello
 
 import effllm
-from effllm import collector as module
 from effllm import efficientllm_metrics as original
-from effllm.collector import MetricsCollector
 from effllm.network.transport import decode_from_agent, encode
-from effllm.training.facts import DeclaredParameters, RankFacts, from_document, to_document
+from effllm.records.facts import DeclaredParameters, RankFacts, from_document, to_document
+from effllm.trainer import collector as module
+from effllm.trainer.collector import MetricsCollector
 
 TAGS = {
     "efficientllm/amu_gb",

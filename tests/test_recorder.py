@@ -1,4 +1,4 @@
-"""effllm/training/recorder.py: the records of the training loop's calls, which never fail the loop."""
+"""effllm/trainer/recorder.py: the records of the training loop's calls, which never fail the loop."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from builders import MADE_NS, counted, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.training import ring
+from effllm.records import ring
 
 
 @pytest.fixture
@@ -397,8 +397,8 @@ def test_forked_child_records_nothing_and_its_parent_continues():
     # In its own process: since Python 3.12 forking a process with threads, as of other tests, gives a warning.
     program = """
 import os
-from effllm.training.recorder import Recorder
-from effllm.training.ring import RingReader, RingWriter
+from effllm.trainer.recorder import Recorder
+from effllm.records.ring import RingReader, RingWriter
 
 writer = RingWriter(16)
 recorder = Recorder(writer, 1)

@@ -1,11 +1,11 @@
-"""effllm/runs/redaction.py: the parts of a command line that are not written to run.json."""
+"""effllm/store/redaction.py: the parts of a command line that are not written to run.json."""
 
 import json
 import time
 
 import pytest
 
-from effllm.runs.redaction import REDACTED, redacted
+from effllm.store.redaction import REDACTED, redacted
 
 SECRET = "Zx81-Qw9_rT"
 

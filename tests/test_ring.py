@@ -1,4 +1,4 @@
-"""effllm/training/ring.py: one process writes records, and another reads them completely or not at all."""
+"""effllm/records/ring.py: one process writes records, and another reads them completely or not at all."""
 
 import errno
 import fcntl
@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effllm.records import ring
 from effllm.records.counters import FIELDS, Counters
+from effllm.records.facts import DeclaredParameters, FoundAddress, RankFacts, to_document
 from effllm.records.rank import MARKED_PHASES
-from effllm.timeline import KINDS
-from effllm.training import ring
-from effllm.training.facts import DeclaredParameters, FoundAddress, RankFacts, to_document
-from effllm.training.ring import RingReader, RingWriter
-from effllm.training.shared_memory import DOCUMENT_HEADER, RingError
+from effllm.records.ring import RingReader, RingWriter
+from effllm.records.shared_memory import DOCUMENT_HEADER, RingError
+from effllm.records.timeline import KINDS
 
 
 @pytest.fixture
@@ -288,8 +288,8 @@ def test_limit_on_file_sizes_raises_ring_error():
     # In its own process, because the limit cannot be raised again and its signal would kill the tests.
     program = (
         "import resource, signal\n"
-        "from effllm.training.ring import RingWriter\n"
-        "from effllm.training.shared_memory import RingError\n"
+        "from effllm.records.ring import RingWriter\n"
+        "from effllm.records.shared_memory import RingError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: RingWriter(1000)\n"

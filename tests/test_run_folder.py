@@ -22,9 +22,9 @@ from effllm import metrics
 from effllm.records.energy import NOT_MEASURED, EnergyAmount
 from effllm.records.job import SCHEMA_VERSION, Coverage, Summary
 from effllm.records.rank import DeviceWindow, Event, Gauge, Integrals
-from effllm.runs.runfolder import RankRow, keys_of, read_events, read_ranks, read_windows, window_line
-from effllm.runs.summary_text import summary_text
+from effllm.store.reader import RankRow, keys_of, read_events, read_ranks, read_windows, window_line
 from effllm.store.run_folder import RunFolder, StoreUnavailable, open_run_folder
+from effllm.store.summary_text import summary_text
 
 
 @pytest.fixture

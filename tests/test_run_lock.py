@@ -1,4 +1,4 @@
-"""effllm/runs/run_lock.py: one writer at a time, followed only by the next attempt of its job."""
+"""effllm/store/run_lock.py: one writer at a time, followed only by the next attempt of its job."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from effllm.runs import run_lock
-from effllm.runs.run_lock import Holder, holder_of, name_of_run, take
+from effllm.store import run_lock
+from effllm.store.run_lock import Holder, holder_of, name_of_run, take
 
 FIRST = Holder(run="77", job="first", endpoint="tcp://127.0.0.1:5000", host="node0", pid=1)
 NEXT = Holder(run="77", job="second", endpoint="tcp://127.0.0.1:5001", host="node1", pid=2)
@@ -73,7 +73,7 @@ def test_lock_of_an_ended_process_is_free(tmp_path):
     program = f"""
 import os
 from pathlib import Path
-from effllm.runs.run_lock import Holder, take
+from effllm.store.run_lock import Holder, take
 lock = take(Path({str(tmp_path)!r}) / "one", Holder(run="77", job="first"))
 os._exit(9)
 """

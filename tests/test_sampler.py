@@ -1,4 +1,4 @@
-"""effllm/agents/sampler.py: samples are taken in time and on request; a hanging device blocks nothing."""
+"""effllm/agent/sampler.py: samples are taken in time and on request; a hanging device blocks nothing."""
 
 import os
 import select
@@ -9,8 +9,8 @@ import pytest
 from builders import NS
 from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 
-from effllm.agents import sampler as sampler_module
-from effllm.agents.sampler import Sampler
+from effllm.agent import sampler as sampler_module
+from effllm.agent.sampler import Sampler
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import Sample, Sensor
 

@@ -1,11 +1,11 @@
-"""effllm/training/shared_memory.py and board.py: a document is read whole, or not at all."""
+"""effllm/records/shared_memory.py and board.py: a document is read whole, or not at all."""
 
 import os
 
 import pytest
 
-from effllm.training.board import BOARD_BYTES, Board, JobState
-from effllm.training.shared_memory import DOCUMENT_HEADER, RingError, SharedDocument, checksum, make_memory
+from effllm.records.board import BOARD_BYTES, Board, JobState
+from effllm.records.shared_memory import DOCUMENT_HEADER, RingError, SharedDocument, checksum, make_memory
 
 HEADER = DOCUMENT_HEADER.size
 

@@ -15,14 +15,14 @@ import pytest
 from sink_examples import complete_totals, make_report, make_run, make_summary, totals, values_of, with_keys
 
 from effllm import metrics
-from effllm.config import Config
-from effllm.events import KINDS
+from effllm.config.settings import Config
+from effllm.records.events import KINDS
 from effllm.records.job import Coverage, EnergySummary, GoodputSummary, Straggler, StragglerVerdict, Value
 from effllm.records.rank import Event, Profile
-from effllm.runs import window_text
-from effllm.runs.closing_text import closing_text
-from effllm.runs.summary_text import duration, errors_text, readable, rounded_up, summary_text
 from effllm.sinks import open_sink
+from effllm.store import window_text
+from effllm.store.closing_text import closing_text
+from effllm.store.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
 GOLDEN = Path(__file__).parent / "golden"
 

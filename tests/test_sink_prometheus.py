@@ -19,7 +19,7 @@ import pytest
 from sink_examples import complete_totals, make_report, make_run, totals, with_keys
 
 from effllm import metrics
-from effllm.config import Config
+from effllm.config.settings import Config
 from effllm.records.job import Spread
 from effllm.records.rank import Event
 from effllm.sinks import SinkUnavailable, open_sink

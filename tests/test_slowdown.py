@@ -1,4 +1,4 @@
-"""effllm/health/slowdown.py: a job that became slower is reported, the load of its host is not."""
+"""effllm/job/health/slowdown.py: a job that became slower is reported, the load of its host is not."""
 
 import random
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from sink_examples import make_row
 
-from effllm.health.slowdown import Slowdown
+from effllm.job.health.slowdown import Slowdown
 
 
 def changes(seed, step_s, per_window, seconds, slower_from_s=float("inf")):

@@ -1,10 +1,10 @@
-"""effllm/health/slowest.py: the slowest rank of a window is named where it is slow, and never by chance."""
+"""effllm/job/health/slowest.py: the slowest rank of a window is named where it is slow, and never by chance."""
 
 import numpy as np
 import pytest
 from synchronous_job import SynchronousJob
 
-from effllm.health.slowest import Slowest
+from effllm.job.health.slowest import Slowest
 from effllm.records.job import Straggler
 
 #: Ranks, iterations of a window, jitter of an iteration.

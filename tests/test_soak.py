@@ -14,16 +14,16 @@ import psutil
 import pytest
 from builders import MADE_NS, NS, device_window, gpu, hello, looping, reports, row
 
-from effllm.agents.sampler import MAX_REQUESTS, Sampler
-from effllm.agents.track import DeviceTrack
-from effllm.agents.window import WindowCutter
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.columns import Table
-from effllm.aggregation.rows import Rows
-from effllm.config import Config
+from effllm.agent.sampler import MAX_REQUESTS, Sampler
+from effllm.agent.track import DeviceTrack
+from effllm.agent.window import WindowCutter
+from effllm.config.settings import Config
 from effllm.devices import DeviceUnavailable
+from effllm.job.aggregator import Aggregator
+from effllm.job.rows import Rows
 from effllm.network.transport import Outbox
 from effllm.records.clock import Now
+from effllm.records.columns import Table
 from effllm.records.rank import Sample
 from effllm.records.wire import Heartbeat
 from effllm.store.run_folder import RunFolder

@@ -10,7 +10,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from effllm.config import Config, secret_path
+from effllm.config.settings import Config, secret_path
 from effllm.network import secret
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300), *jobs.needs_torch]
@@ -211,7 +211,7 @@ def test_configured_interface_and_ports_are_used(hosts, launch):
     assert taken.stdout.readline() == b"ready\n"
     try:
         nodes = ranks(launch, pair, "--step-s", "0.1", interface="ib0", ports="29700-29702")
-        aggregator = jobs.until(lambda: nodes[0].find("effllm.aggregation.server"), 20)[0]
+        aggregator = jobs.until(lambda: nodes[0].find("effllm.server.process"), 20)[0]
         listening = jobs.until(lambda: listeners(aggregator), 20)
         is_one_job([node.done(120) for node in nodes], 2)
     finally:

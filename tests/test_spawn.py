@@ -1,4 +1,4 @@
-"""effllm/spawn.py: child processes import from the trainer's paths, and never from the current folder."""
+"""effllm/config/spawn.py: child processes import from the trainer's paths, and never from the current folder."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 REPORT = "import json, sys; open({path!r}, 'w').write(json.dumps([list(sys.flags), sys.path]))"
 PARENT = """
 import json, os, sys
-from effllm.spawn import spawn
+from effllm.config.spawn import spawn
 print(json.dumps([list(sys.flags), sys.path]), flush=True)
 code = spawn("timeit", ["-n1", "-r1", sys.argv[1]], []).wait()  # the one module whose main takes a program
 sys.exit(code)

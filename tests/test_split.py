@@ -1,10 +1,10 @@
-"""effllm/timeline.py: intervals by hand; communication is exposed while no computation runs."""
+"""effllm/records/timeline.py: intervals by hand; communication is exposed while no computation runs."""
 
 import random
 
 import pytest
 
-from effllm.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
+from effllm.records.timeline import KINDS, Split, device_kind, group_kind, host_kind, overlap, split, union
 
 
 def test_communication_beside_computation_is_not_exposed():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from builders import device_window, full, gpu, hello, reports, row
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.spread import spread_of
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.spread import spread_of
 from effllm.records.clock import Now
 from effllm.records.energy import NOT_MEASURED
 from effllm.records.job import Spread

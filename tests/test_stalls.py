@@ -3,9 +3,9 @@
 import pytest
 from builders import gpu, hello, row
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.ledger import restore
-from effllm.config import Config
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.ledger import restore
 from effllm.records.clock import Now
 from effllm.records.wire import Bye, Heartbeat, Reports, Stack
 

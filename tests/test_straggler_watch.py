@@ -4,16 +4,16 @@ import pytest
 from builders import device_window, gpu, hello, reports, row
 
 import effllm
-from effllm import collector as module
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.ledger import restore
-from effllm.config import Config
-from effllm.health.clock import DRIFT
+from effllm.config.settings import Config
+from effllm.job.aggregator import Aggregator
+from effllm.job.health.clock import DRIFT
+from effllm.job.ledger import restore
 from effllm.network.transport import decode_from_aggregator, encode
 from effllm.records.clock import Now
 from effllm.records.job import StragglerVerdict
 from effllm.records.wire import Clock, Heartbeat
-from effllm.runs.summary_text import summary_text
+from effllm.store.summary_text import summary_text
+from effllm.trainer import collector as module
 
 
 class Job:

@@ -1,4 +1,4 @@
-"""effllm/health/stragglers.py and the modules that it uses, by a seeded model of synchronous training."""
+"""effllm/job/health/stragglers.py and the modules that it uses, by a seeded model of synchronous training."""
 
 import re
 import time
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synchronous_job import COMMUNICATION_S, ITERATION_S, SynchronousJob, gpu_window, ranks_of
 
-from effllm.health.change_point import LEVEL_WINDOWS, WindowLevel
-from effllm.health.diagnosis import UNKNOWN, explain
-from effllm.health.outliers import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
-from effllm.health.robust import MAD_SIGMA, median, median_distance
-from effllm.health.straggler_text import ranks_text
+from effllm.job.health.change_point import LEVEL_WINDOWS, WindowLevel
+from effllm.job.health.diagnosis import UNKNOWN, explain
+from effllm.job.health.outliers import FALSE_ALARMS, PERSIST, WINDOWS, Z, persistence
+from effllm.job.health.robust import MAD_SIGMA, median, median_distance
+from effllm.job.health.straggler_text import ranks_text
 
 
 def slowed(ranks, by=1.1, first=6, last=10**9):

@@ -1,4 +1,4 @@
-"""effllm/training/torch_profile.py with the real torch.profiler on a CPU: its results; other profilers go on."""
+"""effllm/trainer/torch_profile.py with the real torch.profiler on a CPU: its results; other profilers go on."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ import types
 import jobs
 import pytest
 
-from effllm import timeline
-from effllm.training.torch_profile import TorchProfile, device_split
+from effllm.records import timeline
+from effllm.trainer.torch_profile import TorchProfile, device_split
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 pytestmark = jobs.needs_torch
@@ -253,7 +253,7 @@ def test_compiled_graphs_are_not_profiled(monkeypatch, warned):
 def test_profiling_does_not_import_the_compiler():
     program = """
 import sys, time, torch
-from effllm.training.torch_profile import TorchProfile
+from effllm.trainer.torch_profile import TorchProfile
 had, profile = set(sys.modules), TorchProfile(1, print)
 profile.start(1)
 torch.ones(2) + 1

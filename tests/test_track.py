@@ -1,4 +1,4 @@
-"""effllm/agents/track.py: a sampler's readings become a series, and its edges are requested once."""
+"""effllm/agent/track.py: a sampler's readings become a series, and its edges are requested once."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from fake_reader import LONG_INTERVAL_S, FakeReader, until, woken
 from nvml_library import steps
 from sensor_model import BEGIN_S, BoardSensor
 
-from effllm.agents import sampler as sampler_module
-from effllm.agents.sampler import Sampler
-from effllm.agents.track import DeviceTrack
+from effllm.agent import sampler as sampler_module
+from effllm.agent.sampler import Sampler
+from effllm.agent.track import DeviceTrack
 from effllm.energy.calibration import Calibration, kept_lag_s, load, store
 from effllm.records.rank import COUNTER, INSTANT, Device, Event, Sample, Sensor
 

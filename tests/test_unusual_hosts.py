@@ -56,4 +56,4 @@ def test_without_loopback_metrics_are_off_with_the_reason(launch):
         for when in ("no metrics, training goes on", "this job ran without metrics")
     ]
     assert job.runs() == []
-    assert job.find("effllm.agents.agent") == []
+    assert job.find("effllm.agent.agent") == []

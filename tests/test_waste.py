@@ -1,4 +1,4 @@
-"""effllm/health/waste.py: idle GPUs and missing tokens are reported once per state, healthy jobs never."""
+"""effllm/job/health/waste.py: idle GPUs and missing tokens are reported once per state, healthy jobs never."""
 
 import random
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from sink_examples import make_report, totals, with_keys
 
-from effllm.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
+from effllm.job.health.waste import BUSY, IDLE, NO_TOKENS, TOKENS, WasteWatch
 
 REPORT = make_report()  # made once: evaluating the metrics of each of ninety thousand windows takes ten seconds
 

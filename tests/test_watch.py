@@ -13,10 +13,10 @@ import jobs
 import pytest
 from cli_process import read_until
 
-from effllm.agents import gpu_energy
+from effllm.agent import gpu_energy
+from effllm.commands.serving import NotVllm, Unreachable, address, between, fetch, parse
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import COUNTER, Device, Sample
-from effllm.serving import NotVllm, Unreachable, address, between, fetch, parse
 
 STAND_IN = Path(__file__).parent.parent / "integration" / "vllm" / "stand_in.py"
 

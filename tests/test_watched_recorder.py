@@ -1,4 +1,4 @@
-"""training/watched_recorder.py and training/device_time.py with stand-ins for torch: their values in windows."""
+"""trainer/watched_recorder.py and trainer/device_time.py with stand-ins for torch: their values in windows."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,19 +7,19 @@ import builders
 import pytest
 from pytest import approx
 
-from effllm.agents.window import WindowCutter
-from effllm.aggregation.account import Account
+from effllm.agent.window import WindowCutter
+from effllm.job.account import Account
 from effllm.metrics.throughput import computation_seconds, device_step_seconds, exposed_seconds
 from effllm.network.transport import FrameError, decode_from_agent, encode
+from effllm.records import ring
 from effllm.records.job import JobConstants
 from effllm.records.rank import Profile
-from effllm.timeline import KINDS, Split
-from effllm.training import ring
-from effllm.training import watched_recorder as watched
-from effllm.training.device_time import MAX_PENDING, DeviceTime
-from effllm.training.ring import RingReader, RingWriter
-from effllm.training.torch_profile import Profiled
-from effllm.training.watched_recorder import WatchedRecorder
+from effllm.records.ring import RingReader, RingWriter
+from effllm.records.timeline import KINDS, Split
+from effllm.trainer import watched_recorder as watched
+from effllm.trainer.device_time import MAX_PENDING, DeviceTime
+from effllm.trainer.torch_profile import Profiled
+from effllm.trainer.watched_recorder import WatchedRecorder
 
 MS = 1_000_000
 

@@ -1,4 +1,4 @@
-"""effllm/agents/window.py: samples and records become exact sums and covered seconds."""
+"""effllm/agent/window.py: samples and records become exact sums and covered seconds."""
 
 import tracemalloc
 from itertools import pairwise
@@ -8,11 +8,11 @@ from builders import GIB, MADE_NS, NS, amount, gpu, looping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.agents.series import Series
-from effllm.agents.window import WindowCutter
+from effllm.agent.series import Series
+from effllm.agent.window import WindowCutter
+from effllm.records import ring
 from effllm.records.energy import EnergyAmount
 from effllm.records.rank import DeviceWindow, Integrals, Sample
-from effllm.training import ring
 
 GAP_S = 5.0
 

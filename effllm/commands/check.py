@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from effllm.commands.survey import BROKEN, MISSING, Cost, Finding, Survey, survey
+from effllm.config.switches import this_process
 from effllm.devices import device_names
-from effllm.measurable import Measurable
 from effllm.metrics import METRICS
-from effllm.profiling.known import Known
-from effllm.profiling.known import as_text as sensor_lines
-from effllm.survey import BROKEN, MISSING, Cost, Finding, Survey, survey
-from effllm.switches import this_process
+from effllm.metrics.measurable import Measurable
+from effllm.sensor_profile.known import Known
+from effllm.sensor_profile.known import as_text as sensor_lines
 
 _USUAL = ("mfu_ratio", "joules_per_token")  # beside the contract's seven
 _MARKS = {BROKEN: "[bold red]broken[/]", MISSING: "[yellow]none[/]"}

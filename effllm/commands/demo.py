@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from effllm.aggregation.orders import Orders
-from effllm.aggregation.server import Server
-from effllm.config import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
+from effllm.config.settings import MIN_WINDOW_S, Config, ConfigError, read_config, secret_path
+from effllm.config.spawn import pidfd, spawn
+from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, listening
 from effllm.network.secret import SecretError
-from effllm.spawn import pidfd, spawn
-from effllm.switches import PREFIX, this_process
+from effllm.records.orders import Orders
+from effllm.server.process import Server
 
 RANKS_END_S = 6.0  # rank 0 waits five seconds at most for the summary
 SAMPLES_PER_S = 10

@@ -9,8 +9,8 @@ import time
 from types import FrameType
 
 import effllm
-from effllm.place import read_place
-from effllm.switches import this_process
+from effllm.config.place import read_place
+from effllm.config.switches import this_process
 
 PARAMETERS = 124_000_000  # GPT-2 small's
 SAMPLES = 8  # a rank and iteration

@@ -8,10 +8,10 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from effllm.config import ALL_VARIABLES, Config, Variable, read_config
-from effllm.preflight import doubts, problems
+from effllm.config.settings import ALL_VARIABLES, Config, Variable, read_config
+from effllm.config.switches import PREFIX, this_process
 from effllm.sinks import options_of, sink_names
-from effllm.switches import PREFIX, this_process
+from effllm.trainer.preflight import doubts, problems
 
 _OPTIONS = ("--check", "--shell", "--markdown")
 _COLUMNS = 80

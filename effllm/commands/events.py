@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from effllm.events import KINDS, Kind
+from effllm.records.events import KINDS, Kind
 
 
 def main(*, as_markdown: bool) -> None:

@@ -13,15 +13,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from effllm import profiling
-from effllm.config import Config, cache_folder, read_config
+from effllm import sensor_profile as profiling
+from effllm.config.settings import Config, cache_folder, read_config
+from effllm.config.switches import this_process
 from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
 from effllm.energy import calibration
-from effllm.preflight import usable
-from effllm.profiling.load import TorchLoad
-from effllm.profiling.nvml_facts import Facts
-from effllm.profiling.record import DriverCall, Response, Rhythm, SensorProfile, State
-from effllm.switches import this_process
+from effllm.sensor_profile.load import TorchLoad
+from effllm.sensor_profile.nvml_facts import Facts
+from effllm.sensor_profile.record import DriverCall, Response, Rhythm, SensorProfile, State
+from effllm.trainer.preflight import usable
 
 _STAGES = {
     "idle": "the idle GPU",

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from effllm.attach import autoload
-from effllm.config import ConfigError
-from effllm.place import read_place
-from effllm.switches import is_enabled, this_process
+from effllm.config.place import read_place
+from effllm.config.settings import ConfigError
+from effllm.config.switches import is_enabled, this_process
 
 _USAGE = "effllm run: give a script, or -m and a module: effllm run train.py --lr 1e-4 (see effllm run --help)"
 
@@ -80,7 +80,7 @@ def _run_script(path: Path) -> None:
 
 
 def _close(name: str, status: str) -> None:
-    collector = sys.modules.get("effllm.collector")
+    collector = sys.modules.get("effllm.trainer.collector")
     if collector is not None:
         collector.get_metrics_collector().stop_collection(status)
     elif status == "completed" and is_enabled(this_process()) and _is_first_rank():

@@ -12,12 +12,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from effllm.aggregation.orders import Orders
-from effllm.aggregation.server import UNUSED, Server
-from effllm.config import read_config, secret_path
+from effllm.config.settings import read_config, secret_path
+from effllm.config.switches import PREFIX, this_process
 from effllm.network import discovery, interface, listening, secret
-from effllm.preflight import problems
-from effllm.switches import PREFIX, this_process
+from effllm.records.orders import Orders
+from effllm.server.process import UNUSED, Server
+from effllm.trainer.preflight import problems
 
 _BIND = re.compile(r"(?:tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 

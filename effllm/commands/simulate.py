@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from effllm.commands.simulate_run import SPREAD, Findings, SimulatedRun, Simulation, SimulationError
-from effllm.config import ConfigError, read_config, secret_path
+from effllm.config.settings import ConfigError, read_config, secret_path
+from effllm.config.switches import this_process
 from effllm.network import secret
 from effllm.network.descriptors import needed, raise_limit
-from effllm.switches import this_process
 
 __all__ = ["SPREAD", "Simulation", "main"]
 

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from effllm.aggregation.simulation import SimulatedRank
+from effllm.commands.simulation import SimulatedRank
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.descriptors import raise_limit

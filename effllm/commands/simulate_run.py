@@ -18,11 +18,11 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from effllm.aggregation.orders import Orders
 from effllm.commands.simulate_ranks import Part, Progress, lines
-from effllm.config import Config, secret_path
+from effllm.config.settings import Config, secret_path
+from effllm.config.spawn import pidfd, spawn
 from effllm.network import listening, secret
-from effllm.spawn import pidfd, spawn
+from effllm.records.orders import Orders
 
 RANKS_OF_A_PROCESS = 2500
 JOIN_S = 300.0
@@ -175,7 +175,7 @@ class OwnAggregator:
         memory = os.memfd_create("effllm-orders", 0)
         try:
             os.write(memory, msgspec.json.encode(orders))
-            self.process = spawn("effllm.aggregation.server", [str(memory)], [memory, listener.fileno(), output, own])
+            self.process = spawn("effllm.server.process", [str(memory)], [memory, listener.fileno(), output, own])
         finally:
             os.close(memory)
             os.close(own)

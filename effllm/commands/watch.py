@@ -10,10 +10,10 @@ import time
 from types import FrameType
 from typing import Any
 
-from effllm.agents.gpu_energy import GpuEnergy
-from effllm.config import ConfigError, read_config
-from effllm.serving import Interval, NotVllm, Page, Unreachable, address, between, fetch
-from effllm.switches import this_process
+from effllm.agent.gpu_energy import GpuEnergy
+from effllm.commands.serving import Interval, NotVllm, Page, Unreachable, address, between, fetch
+from effllm.config.settings import ConfigError, read_config
+from effllm.config.switches import this_process
 
 _HEADER_EVERY = 20
 _MAX_WAIT_S = 60.0

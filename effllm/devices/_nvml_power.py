@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from effllm import hardware
 from effllm.devices._nvml_call import LACKING, LACKING_CODES, MAX_VALUE_64, Quantity, Readout, offered, prepare, why
+from effllm.devices.known import hardware
 from effllm.records.rank import AVERAGE, COUNTER, GPU, INSTANT, MODULE
 
 _INSTANT_ID, _AVERAGE_ID = pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE

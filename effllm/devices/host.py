@@ -13,8 +13,8 @@ from typing import NamedTuple
 import psutil
 
 from effllm.devices import DeviceUnavailable, Site
-from effllm.node_power.rapl import SENSOR, Rapl, open_rapl
-from effllm.node_power.rapl_counters import PERF, POWERCAP
+from effllm.devices.node.rapl import SENSOR, Rapl, open_rapl
+from effllm.devices.node.rapl_counters import PERF, POWERCAP
 from effllm.records.rank import COUNTER, CPU, Device, Sample, Sensor
 
 _REFRESH_S = 10.0

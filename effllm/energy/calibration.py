@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from effllm import hardware
+from effllm.devices.known import hardware
+from effllm.devices.known.sensors import KnownSensor
 from effllm.energy.lag_evidence import SAME_S
 from effllm.energy.tick_period import MAX_POWER_TICK_S, is_held, tick_of, tick_of_means
-from effllm.known_sensors import KnownSensor
 from effllm.records.rank import COUNTER, INSTANT, Device, Sample, Sensor
-from effllm.runs import own_files
+from effllm.store import own_files
 
 MAX_S = 2.0
 #: Between two moves of a counter that was not measured: 100 ms on all GPUs from Turing on (docs/hardware.md).

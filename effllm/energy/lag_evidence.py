@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from effllm import hardware
+from effllm.devices.known import hardware
 from effllm.records.energy import NORMAL_95
 from effllm.records.rank import COUNTER, Device
 

@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Guard
+from effllm.trainer.collector import get_metrics_collector
 
 MAX_MODULES = 64  # with known parameters; a loop sets few to eval mode by themselves
 

@@ -19,12 +19,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks._modes import EvalMode
 from effllm.hooks._parameters import size_of
 from effllm.hooks._steps import Steps, hear_waits, rank
 from effllm.hooks._wrap import no_metrics
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector
 
 MIN_STEPS = 3  # fewer steps of plain tensors are no training
 PATIENCE_STEPS = 16  # of other optimizers, until a leader that does not step is replaced

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from effllm.collector import get_metrics_collector, initialize_efficientllm_metrics
+from effllm.config.place import Place, read_place
+from effllm.config.switches import this_process
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.place import Place, read_place
-from effllm.switches import this_process
-from effllm.training import ownership
-from effllm.training.recorder import Recorder
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector, initialize_efficientllm_metrics
+from effllm.trainer.recorder import Recorder
 
 
 class Steps:

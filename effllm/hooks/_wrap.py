@@ -29,7 +29,7 @@ def say_once(line: str) -> None:
 def no_metrics(reason: str) -> None:
     """Suggest the call to add, with this reason, at the end of rank 0, unless the job is measured by then."""
     with contextlib.suppress(Exception):
-        from effllm.training.without_metrics import suggest_at_exit
+        from effllm.trainer.without_metrics import suggest_at_exit
 
         if _is_first_rank():
             call = "`with effllm.monitor(parameters=n) as m:`, and `m.iteration(tokens=t, samples=s)` after each step"
@@ -38,8 +38,8 @@ def no_metrics(reason: str) -> None:
 
 def _is_first_rank() -> bool:
     try:
-        from effllm.place import read_place
-        from effllm.switches import this_process
+        from effllm.config.place import read_place
+        from effllm.config.switches import this_process
 
         return read_place(this_process()).rank == 0
     except Exception:  # noqa: BLE001 - the environment itself may be broken, and the line must be printed

@@ -9,11 +9,11 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._rounds import Rounds
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector
 
 _ROUNDS = Rounds(ownership.ACCELERATE, "accelerate")
 _GUARD = Guard("accelerate")

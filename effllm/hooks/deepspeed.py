@@ -17,13 +17,13 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("DeepSpeed")
 _SYNC_GUARD = Guard("DeepSpeed's own time of ranks")

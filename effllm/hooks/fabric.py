@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._batches import Batches, inputs_of
 from effllm.hooks._parameters import Parameters, parameters_of
 from effllm.hooks._steps import Steps, hear_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("Lightning Fabric")
 _SYNC_GUARD = Guard("Lightning Fabric's own time of ranks")

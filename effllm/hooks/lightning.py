@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from effllm.config.switches import is_attached, this_process
 from effllm.hooks._batches import Batches
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Guard
-from effllm.switches import is_attached, this_process
-from effllm.training import ownership
+from effllm.trainer import ownership
 
 _STEPS = Steps(ownership.FRAMEWORK, "lightning", "Step")
 _GUARD = Guard("Lightning")

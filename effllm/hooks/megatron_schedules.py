@@ -14,12 +14,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
 from effllm.hooks.megatron import configuration, parameter_share, peers, reports_data
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector
 
 OPTIMIZER = "megatron.core.optimizer.optimizer"
 

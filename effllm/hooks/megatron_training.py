@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._steps import Steps
 from effllm.hooks._wrap import Call, Guard, around, say_once
 from effllm.hooks.megatron import LazyNumber, parameter_share, peers, reports_data
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.collector import get_metrics_collector
 
 NAME = "megatron"
 

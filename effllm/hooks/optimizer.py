@@ -44,7 +44,7 @@ def _stepped(optimizer: Any) -> None:
 @functools.lru_cache(maxsize=1)
 def _rounds() -> Any:
     from effllm.hooks._rounds import Rounds
-    from effllm.training import ownership
+    from effllm.trainer import ownership
 
     return Rounds(ownership.OPTIMIZER, "torch")
 

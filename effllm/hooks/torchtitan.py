@@ -16,7 +16,7 @@ from effllm.hooks import Unknown
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.training import ownership
+from effllm.trainer import ownership
 
 _STEPS = Steps(ownership.FRAMEWORK, "torchtitan", "Step")
 _GUARD = Guard("torchtitan")

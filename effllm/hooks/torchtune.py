@@ -23,7 +23,7 @@ from effllm.hooks._batches import Batches
 from effllm.hooks._parameters import parameters_of
 from effllm.hooks._steps import Steps, hear_waits, rank, version
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.training import ownership
+from effllm.trainer import ownership
 
 PHASES = {"validate": "evaluation", "save_checkpoint": "checkpoint"}
 

@@ -20,7 +20,7 @@ from effllm.hooks._parameters import CONVENTION, FlopsByWidth, Parameters, confi
 from effllm.hooks._steps import Steps, rank, version
 from effllm.hooks._trainer_layout import counts_its_batch, mesh_text, tensor_parallel
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.training import ownership
+from effllm.trainer import ownership
 
 #: The mean width of the batches may differ by this share from the one that FLOPs were last reported with.
 WIDTH_TOLERANCE = 0.01

@@ -11,10 +11,10 @@ from collections.abc import Sized
 from types import ModuleType
 from typing import Any
 
-from effllm.collector import get_metrics_collector
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.hooks.transformers import running
+from effllm.trainer.collector import get_metrics_collector
 
 _GUARD = Guard("the generation of TRL")
 

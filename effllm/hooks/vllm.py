@@ -7,8 +7,8 @@ from typing import Any
 
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
-from effllm.inference import Process, Requests
-from effllm.training import ownership
+from effllm.trainer import ownership
+from effllm.trainer.inference import Process, Requests
 
 _GUARD = Guard("vLLM")
 _REQUESTS = Requests(ownership.GENERATION, "generation")

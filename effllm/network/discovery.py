@@ -22,12 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from effllm.config import Config, secret_path
+from effllm.config.place import Place
+from effllm.config.settings import Config, secret_path
+from effllm.config.switches import this_process
 from effllm.network import interface, secret
 from effllm.network.listening import DiscoveryError
-from effllm.place import Place
-from effllm.runs import own_files
-from effllm.switches import this_process
+from effllm.store import own_files
 
 PROBE_S = 0.5
 STORE_S = 5.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from effllm.config import Config
+from effllm.config.place import Place
+from effllm.config.settings import Config
 from effllm.network import interface
-from effllm.place import Place
 
 BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
 _PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024

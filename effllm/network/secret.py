@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from effllm.runs import own_files
+from effllm.store import own_files
 
 _BYTES = 32
 _MAX_BYTES = 4096

@@ -18,8 +18,8 @@ import zmq
 from effllm.network.curve import AgentKeys, ServerKeys
 from effllm.network.monitor import receive_event
 from effllm.records.rank import RankReport
+from effllm.records.timeline import KINDS
 from effllm.records.wire import MAX_ROWS, FromAgent, FromAggregator, Hello, Reports
-from effllm.timeline import KINDS
 
 MAGIC = b"EFL1"
 MAX_BYTES = 256 * 1024

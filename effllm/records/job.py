@@ -101,7 +101,7 @@ class HealthTotals(Struct, frozen=True):
 
 
 class GoodputTotals(Struct, frozen=True):
-    """The elapsed time of a job by class: effllm/aggregation/goodput.py."""
+    """The elapsed time of a job by class: effllm/job/goodput.py."""
 
     elapsed_s: float = 0.0  # over all attempts
     class_s: dict[str, float] = {}

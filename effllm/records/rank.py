@@ -118,7 +118,7 @@ class Event(Struct, frozen=True):
     """Something that happened to the job, to a device, or to the measurement."""
 
     time_s: Number  # unix, when it happened, not when it was received, by the clock of its host
-    kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]  # one of effllm.events.KINDS
+    kind: Annotated[str, Meta(pattern="^[a-z_]{1,40}$")]  # one of effllm.records.events.KINDS
     text: Sentence  # one line for a person
     rank: Count | None = None
     device: Word | None = None  # its key, where it happened to a device

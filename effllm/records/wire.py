@@ -134,7 +134,7 @@ class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
 
 
 class Clock(Struct, frozen=True, array_like=True, tag=10):
-    """The aggregator's answer to a heartbeat that asks for it; health/clock.py has the clock of each stamp."""
+    """The aggregator's answer to a heartbeat that asks for it; effllm/job/health/clock.py has each stamp's clock."""
 
     sent_ns: Count  # of the heartbeat
     received_ns: Count

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.closed_windows import Closed
-from effllm.aggregation.pacing import Pace, is_large
+from effllm.job.aggregator import Aggregator
+from effllm.job.closed_windows import Closed
+from effllm.job.pacing import Pace, is_large
 from effllm.records.clock import Now
 
 MAX_UNSAVED = 64  # states that are not written yet

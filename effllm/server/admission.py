@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from effllm.aggregation.aggregator import Aggregator
+from effllm.job.aggregator import Aggregator
 from effllm.network.descriptors import needed, raise_limit
 from effllm.network.peer_admission import PeerAdmission
 from effllm.network.peers import Peers

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from effllm.aggregation.ledger import Ledger, restore
-from effllm.aggregation.orders import Orders
+from effllm.job.ledger import Ledger, restore
 from effllm.network import secret
 from effllm.network.curve import AgentKeys
 from effllm.network.interface import is_loopback
 from effllm.network.transport import Link
+from effllm.records.orders import Orders
 from effllm.records.wire import Supersede
-from effllm.runs import own_files, run_lock
+from effllm.store import own_files, run_lock
 
 STATE = "state.json"
 

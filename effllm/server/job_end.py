@@ -7,11 +7,11 @@ import select
 import time
 from collections.abc import Callable
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.orders import Orders
-from effllm.aggregation.pacing import quiet_s
-from effllm.aggregation.presence import SILENT_AFTER_S
-from effllm.health.lost_agents import LostAgents
+from effllm.job.aggregator import Aggregator
+from effllm.job.health.lost_agents import LostAgents
+from effllm.job.pacing import quiet_s
+from effllm.job.presence import SILENT_AFTER_S
+from effllm.records.orders import Orders
 from effllm.records.wire import Supersede
 
 

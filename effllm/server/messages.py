@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from effllm.aggregation.aggregator import Aggregator
-from effllm.aggregation.pacing import report_every_s
+from effllm.job.aggregator import Aggregator
+from effllm.job.pacing import report_every_s
 from effllm.network.peers import Peers
 from effllm.network.transport import FrameError, ServerSocket, decode_from_agent, encode, is_hello
 from effllm.records.clock import Now

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from effllm.aggregation.closed_windows import Closed
-from effllm.health.stalls import StackFile
+from effllm.job.closed_windows import Closed
+from effllm.job.health.stalls import StackFile
 from effllm.records.job import Summary
 from effllm.records.rank import Event
 from effllm.server.writer import Writer

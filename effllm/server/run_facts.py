@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from effllm.aggregation.orders import Orders
+from effllm.records.orders import Orders
 from effllm.records.wire import Hello
-from effllm.runs.provenance import Git, gather
+from effllm.store.provenance import Git, gather
 
 MAX_FACTS = 1000  # of a run; rank 0 sends about twenty
 MAX_FACTS_BYTES = 256 * 1024  # of what ranks send as facts of the run

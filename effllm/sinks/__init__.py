@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from effllm.config import Config
+from effllm.config.setting_values import ValueType
+from effllm.config.settings import Config
 from effllm.records.job import ClusterReport, Summary
-from effllm.setting_values import ValueType
 
 
 class SinkUnavailable(Exception):

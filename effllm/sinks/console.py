@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
-from effllm.events import ALWAYS, FILE, is_problem, level_of
+from effllm.config.setting_values import one_of
+from effllm.config.switches import this_process
+from effllm.records.events import ALWAYS, FILE, is_problem, level_of
 from effllm.records.job import ClusterReport
 from effllm.records.rank import Event
-from effllm.runs.closing_text import closing_text
-from effllm.runs.window_text import block_lines, short_lines
-from effllm.setting_values import one_of
 from effllm.sinks import Option, Run
-from effllm.switches import this_process
+from effllm.store.closing_text import closing_text
+from effllm.store.window_text import block_lines, short_lines
 
 OPTIONS = {
     "format": Option(

@@ -18,10 +18,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from effllm import metrics
-from effllm.events import KINDS
+from effllm.config.setting_values import whole
+from effllm.records.events import KINDS
 from effllm.records.job import SPREADS, ClusterReport
 from effllm.records.rank import Event
-from effllm.setting_values import whole
 from effllm.sinks import Option, Run, SinkUnavailable
 
 OPTIONS = {

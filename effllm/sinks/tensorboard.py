@@ -21,9 +21,9 @@ from tensorboard.plugins.scalar import metadata as scalar_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from effllm import metrics
+from effllm.config.setting_values import FOLDER
 from effllm.metrics import describe, headline
 from effllm.records.job import STEP_SECONDS, UTILIZATION_RATIO, ClusterReport
-from effllm.setting_values import FOLDER
 from effllm.sinks import Option, Run, SinkUnavailable
 
 OPTIONS = {

@@ -19,13 +19,13 @@ import numpy as np
 
 from effllm.records.job import SCHEMA_VERSION, ClusterReport, Summary
 from effllm.records.rank import Event, RankReport
-from effllm.runs import folder_size, own_files, text_log
-from effllm.runs.folder_size import Growth
-from effllm.runs.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
-from effllm.runs.runfolder import RankRow, coverage_of, rank_row, window_line
-from effllm.runs.summary_text import summary_text
-from effllm.runs.unkept import Written
-from effllm.runs.window_text import block_lines
+from effllm.store import folder_size, own_files, text_log
+from effllm.store.folder_size import Growth
+from effllm.store.journal import MAX_WAITING_BYTES, SEGMENT_BYTES, Journal
+from effllm.store.reader import RankRow, coverage_of, rank_row, window_line
+from effllm.store.summary_text import summary_text
+from effllm.store.unkept import Written
+from effllm.store.window_text import block_lines
 
 #: The run folder in the counts of windows that were left out.
 NAME = "runfolder"

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import effllm.efficientllm_metrics as effllm
-from effllm.training import session
+from effllm.trainer import session
 
 session.READY_S = 60.0  # so that the first window has its device, even on a busy machine
 

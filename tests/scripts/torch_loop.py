@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import effllm.efficientllm_metrics as effllm
-from effllm.training import session
+from effllm.trainer import session
 
 GLOBAL_SAMPLES, SEQUENCE_LENGTH, WIDTH = 8, 32, 64
 

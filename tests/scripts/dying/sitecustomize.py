@@ -29,7 +29,7 @@ def dying(call, left):
     return counted
 
 
-if "effllm.aggregation.server" in " ".join(sys.orig_argv):
+if "effllm.server.process" in " ".join(sys.orig_argv):
     folder = Path(os.environ["DYING_IN"])
     life = len(list(folder.iterdir())) + 1
     (folder / str(life)).touch()

@@ -9,8 +9,8 @@ import sys
 
 TIMES = 10
 LIMITS = {
-    "effllm.training.session": ("READY_S", "FIRST_RANK_ENDS_S", "OTHER_RANKS_END_S"),
-    "effllm.agents.agent": ("LAST_WORDS_S", "AGGREGATOR_ENDS_S"),
+    "effllm.trainer.session": ("READY_S", "FIRST_RANK_ENDS_S", "OTHER_RANKS_END_S"),
+    "effllm.agent.agent": ("LAST_WORDS_S", "AGGREGATOR_ENDS_S"),
 }
 
 

@@ -1,0 +1,182 @@
+"""The agent's process, one beside each rank: edges only.
+
+It is exec'ed, never forked, in a session of its own, and tied to its trainer by a pidfd: when the
+trainer is gone it drains the ring, sends the rest, sends BYE and exits within five seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import zmq
+
+from effllm.agent.children import Children
+from effllm.agent.connection import Connection
+from effllm.agent.conversation import Conversation
+from effllm.agent.events import AgentEvents
+from effllm.agent.measuring import LOSS_WAIT_S, Measuring
+from effllm.agent.notices import Notices, write_notice
+from effllm.agent.rank_devices import RankDevices
+from effllm.agent.trainer import Trainer
+from effllm.network import discovery
+from effllm.records.board import Board
+from effllm.records.plain_text import one_line
+from effllm.records.ring import RingReader
+
+LAST_WORDS_S = 4.0
+AGGREGATOR_ENDS_S = 4.7
+MIN_LOOP_S = 0.05  # iterations of a millisecond must not wake us a thousand times a second
+
+
+class Agent:
+    """The loop of an agent: takes what the trainer and the devices show, and sends what can go.
+
+    Args:
+        trainer: the training process.
+        events: those of the agent.
+        wake: an eventfd that the trainer writes after an iteration.
+    """
+
+    def __init__(self, trainer: Trainer, events: AgentEvents, wake: int) -> None:
+        self._trainer, self._events, self._wake = trainer, events, wake
+        self._poller = zmq.Poller()
+        self._notices = Notices(trainer, events)
+        self._children = Children(trainer, self._poller, events)
+        self._connection = Connection(trainer, self._poller, self._notices)
+        self._devices = RankDevices(trainer, events.add)
+        self._is_trainer_busy = False
+
+    def run(self, ready: int) -> None:
+        """Live as long as the trainer, and a little longer; write the eventfd ``ready`` when measuring has begun."""
+        if self._trainer.descriptor >= 0:
+            self._poller.register(self._trainer.descriptor, zmq.POLLIN)
+        self._poller.register(self._devices.wake_descriptor, zmq.POLLIN)
+        self._children.start_aggregator()
+        self._connection.follow()
+        self._devices.start()
+        measuring = Measuring(self._trainer, self._devices)
+        os.eventfd_write(ready, 1)
+        self._poller.register(self._wake, zmq.POLLIN)
+        conversation = Conversation(
+            self._trainer, measuring, self._connection, self._children, self._events, self._notices
+        )
+        while measuring.status is None:
+            self._step(measuring, conversation)
+        self._end(measuring, conversation)
+
+    def _step(self, measuring: Measuring, conversation: Conversation) -> None:
+        events = dict(self._poller.poll(self._timeout_ms(measuring, conversation)))
+        began_s = time.monotonic()
+        conversation.receive()  # first of all, for a clock's answer ages
+        link = self._connection.link
+        if link is not None and events.keys() == {link.socket}:
+            conversation.talk(began_s)  # an answer: nothing else has come, and what is due by time is done after it
+        else:
+            self._look(measuring, conversation, self._trainer.descriptor in events or self._trainer.is_gone())
+        if self._wake in events:
+            # A trainer that iterates faster than this is read in batches.
+            rest_s = MIN_LOOP_S - (time.monotonic() - began_s)
+            if self._is_trainer_busy and rest_s > 0:
+                time.sleep(rest_s)
+            self._is_trainer_busy = True
+        else:
+            self._is_trainer_busy = False
+
+    def _timeout_ms(self, measuring: Measuring, conversation: Conversation) -> int:
+        now_s = time.monotonic()
+        until_s = min(conversation.due_s(now_s), measuring.due_s(now_s), self._children.due_s)
+        if self._trainer.descriptor < 0:
+            until_s = min(until_s, now_s + 1.0)
+        return max(int((until_s - now_s) * 1000) + 1, 0)
+
+    def _look(self, measuring: Measuring, conversation: Conversation, is_trainer_gone: bool = False) -> None:
+        """Take whatever is there, and send whatever can go."""
+        now_s = time.monotonic()
+        for descriptor in (self._wake, self._devices.wake_descriptor):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(descriptor)
+        self._take_facts(conversation)
+        measuring.take(is_trainer_gone=is_trainer_gone)
+        measuring.cut(now_s)
+        self._children.look(now_s)
+        conversation.talk(now_s)
+        measuring.fold(now_s)
+
+    def _take_facts(self, conversation: Conversation) -> None:
+        address = self._trainer.take_address()
+        if address.failed:
+            self._notices.no_metrics(address.failed)
+        elif address.refused:
+            self._notices.refused_at_rank_0(one_line(address.refused))
+        if (warnings := self._trainer.take_facts()) is not None:
+            for text in warnings:
+                self._events.report("warning", text)
+            conversation.add_facts()
+        conversation.follow()
+
+    def _end(self, measuring: Measuring, conversation: Conversation) -> None:
+        """Cut what is left, send it and BYE: four seconds at most, with or without an answer."""
+        began_s = time.monotonic()
+        if self._trainer.descriptor >= 0:
+            self._poller.unregister(self._trainer.descriptor)
+        self._poller.unregister(self._wake)
+        while time.monotonic() - began_s < LOSS_WAIT_S and not measuring.is_end_settled():
+            self._poller.poll(20)
+        measuring.finish()
+        self._events.end()
+        while time.monotonic() - began_s < LAST_WORDS_S and not conversation.refused:
+            self._look(measuring, conversation)
+            conversation.send_bye()
+            if conversation.is_over(time.monotonic()):
+                break
+            self._poller.poll(50)
+        conversation.report_undelivered()
+        while self._is_aggregator_ending and time.monotonic() - began_s < AGGREGATOR_ENDS_S:
+            self._poller.poll(20)
+            self._look(measuring, conversation)
+        self._children.stop_inspection()
+        self._devices.stop()
+        self._events.close()
+        if path := self._trainer.facts.address_file:
+            discovery.remove(Path(path), self._trainer.facts.job)
+        self._connection.close()
+
+    @property
+    def _is_aggregator_ending(self) -> bool:
+        return self._children.has_aggregator and not self._children.is_aggregator_done
+
+
+def main(arguments: list[str]) -> int:
+    """Run the agent on the descriptors that its trainer passed."""
+    parser = argparse.ArgumentParser(prog="effllm.agent.agent")
+    for name in ("ring", "board", "trainer", "wake", "ready"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the trainer is our end, not before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    events: AgentEvents | None = None
+    try:
+        trainer = Trainer(RingReader(given.ring), Board(given.board), given.trainer)
+        events = AgentEvents(trainer.rank)
+        Agent(trainer, events, given.wake).run(given.ready)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: nothing above it may learn of this but by a line
+        why = f"{type(error).__name__}: {error}"
+        write_notice(f"an agent stopped, its rank has no metrics from now on: {why}")
+        if events:
+            events.report("agent", "".join(traceback.format_exception(error)).rstrip())
+            events.close()
+        os._exit(1)
+    os._exit(0)  # a device call that hangs has a thread that cannot be joined
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

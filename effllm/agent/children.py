@@ -1,0 +1,109 @@
+"""The processes that an agent starts: the aggregator, at rank 0, and an inspection of its own trainer."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from effllm.agent.aggregator_child import AggregatorChild
+from effllm.agent.events import AgentEvents
+from effllm.agent.inspection import InspectionOrders, InspectionResult
+from effllm.agent.inspection_child import InspectionChild
+from effllm.agent.trainer import Trainer
+from effllm.records.orders import Orders
+from effllm.store.run_lock import name_of_run
+
+
+class Children:
+    """Starts and watches both; nothing here waits.
+
+    Args:
+        trainer: the agent's.
+        poller: wakes the agent when one of them ends.
+        events: takes what happens to them.
+    """
+
+    def __init__(self, trainer: Trainer, poller: zmq.Poller, events: AgentEvents) -> None:
+        self._trainer, self._poller, self._events = trainer, poller, events
+        self._aggregator: AggregatorChild | None = None
+        self._inspection = InspectionChild()
+        self._watched = {"aggregator": -1, "inspection": -1}  # descriptors that the poller has
+        self.finding: InspectionResult | None = None  # of an inspection, until it has been sent
+
+    def start_aggregator(self) -> None:
+        """Start the aggregator where the trainer has made its socket."""
+        facts = self._trainer.facts
+        listen = facts.listen_descriptor
+        if listen < 0:
+            return
+        orders = Orders(
+            config=dict(facts.config),
+            job=facts.job,
+            endpoint=facts.endpoint,
+            folder=facts.run_folder,
+            by_agent=True,
+            listen_descriptor=listen,
+            stdout_descriptor=facts.stdout_descriptor,
+            trainer_descriptor=self._trainer.descriptor,
+            facts=dict(facts.run),
+            run=name_of_run(facts.place, facts.host),
+            secured=facts.secured,
+            salt=facts.job,
+        )
+        self._aggregator = AggregatorChild(orders, self._events.add)
+        self._aggregator.start()
+        self._watch("aggregator", self._aggregator.descriptor)
+
+    @property
+    def has_aggregator(self) -> bool:
+        """Whether this agent has started the aggregator."""
+        return self._aggregator is not None
+
+    @property
+    def is_aggregator_done(self) -> bool:
+        """Whether it has ended because the job is over."""
+        return self._aggregator is not None and self._aggregator.done
+
+    @property
+    def due_s(self) -> float:
+        """When one of them is to be looked at again."""
+        return min(self._aggregator.due_s, self._inspection.due_s) if self._aggregator else self._inspection.due_s
+
+    def look(self, now_s: float) -> None:
+        """Replace an aggregator that has died, and take what an inspection has found."""
+        if self._aggregator:
+            self._aggregator.look(now_s)
+            self._watch("aggregator", self._aggregator.descriptor)
+        if (finding := self._inspection.look(now_s)) is not None:
+            self._watch("inspection", -1)
+            self.finding = finding
+
+    def inspect(self, run_folder: str) -> None:
+        """Have the agent's own trainer inspected, in a process of its own: the job has stalled."""
+        number = self._trainer.ring.state()[1] + self._trainer.facts.first_iteration
+        orders = InspectionOrders(
+            pid=self._trainer.pid,
+            rank=self._trainer.rank,
+            trainer=self._trainer.descriptor,
+            folder=run_folder,
+            name=f"rank-{self._trainer.rank}-iteration-{number}",
+        )
+        if why := self._inspection.start(orders, time.monotonic()):
+            self.finding = InspectionResult(f"no stacks: {why}\n", f"unknown: {why}")
+        else:
+            self._watch("inspection", self._inspection.descriptor)
+
+    def stop_inspection(self) -> None:
+        """End an inspection that still runs; the aggregator ends by itself."""
+        self._inspection.stop()
+
+    def _watch(self, child: str, descriptor: int) -> None:
+        before = self._watched[child]
+        if descriptor == before:
+            return
+        if before >= 0:
+            self._poller.unregister(before)
+        if descriptor >= 0:
+            self._poller.register(descriptor, zmq.POLLIN)
+        self._watched[child] = descriptor

@@ -1,0 +1,264 @@
+"""What an agent and the aggregator send each other: HELLO, heartbeats, reports, events, BYE, and the answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from effllm.agent.children import Children
+from effllm.agent.connection import Connection
+from effllm.agent.events import AgentEvents
+from effllm.agent.measuring import Measuring
+from effllm.agent.messages import heartbeat, hello
+from effllm.agent.notices import Notices, silence_stderr, write_notice
+from effllm.agent.trainer import Trainer
+from effllm.job.health.clock import Exchanges
+from effllm.job.health.hang import BEATS
+from effllm.network.transport import AgentLink
+from effllm.records.board import JobState
+from effllm.records.rank import MAX_TEXT
+from effllm.records.wire import (
+    Ack,
+    AgentEvent,
+    Bye,
+    ByeSeen,
+    FromAggregator,
+    Inspect,
+    Rejected,
+    Reports,
+    Stack,
+    Welcome,
+)
+
+HEARTBEAT_S = 5.0
+HELLO_AGAIN_S = 2.0
+REPORT_EVERY_S = 0.25  # between two frames of reports: 256 rows a frame are enough for windows of a millisecond
+SEND_AGAIN_S = 0.1
+REPLACED_WITHIN_S = 1.5  # an aggregator that died; one that is gone for longer has ended
+
+
+class Conversation:
+    """Sends what is due, and acts on what comes.
+
+    Args:
+        trainer: the agent's.
+        measuring: makes the reports.
+        connection: to the aggregator.
+        children: inspect the trainer where the aggregator asks for it.
+        events: are sent; their log goes into the run folder that the aggregator names.
+        notices: take why there are no metrics.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        measuring: Measuring,
+        connection: Connection,
+        children: Children,
+        events: AgentEvents,
+        notices: Notices,
+    ) -> None:
+        self._trainer, self._measuring, self._connection = trainer, measuring, connection
+        self._children, self._events, self._notices = children, events, notices
+        self._outbox = measuring.outbox
+        self._clock = Exchanges(trainer.place.world_size, trainer.rank)  # with the aggregator's
+        self._received: list[tuple[int, FromAggregator]] = []  # when, and what, since the last turn
+        self._welcome: Welcome | None = None
+        self.refused = ""  # why the aggregator has rejected this rank
+        self._is_put_off = False  # until there is another address
+        self._has_new_facts = False  # facts or devices that the last HELLO did not have
+        self._bye_sent = self._bye_seen = False
+        self._heartbeat_s = min(HEARTBEAT_S, trainer.config.stall_seconds / BEATS)
+        self._hello_s = self._next_heartbeat_s = self._next_frame_s = 0.0
+        self._connected_s = 0.0  # when the link was last seen connected, at the end
+
+    def follow(self) -> None:
+        """Connect to the aggregator that is known now, if that is another one."""
+        if self._connection.follow():
+            self._forget_link()
+
+    def add_facts(self) -> None:
+        """Send a HELLO again: facts of the rank have changed."""
+        self._has_new_facts = True
+
+    def receive(self) -> None:
+        """Take what has come, with the time: the answer of a clock ages."""
+        link = self._connection.link
+        if link is not None and (messages := link.receive()):
+            received_ns = time.monotonic_ns()
+            self._received += [(received_ns, message) for message in messages]
+
+    def talk(self, now_s: float) -> None:
+        """Act on what has come, and send what is due."""
+        self._has_new_facts = self._measuring.devices.take_changed() or self._has_new_facts
+        link = self._connection.link
+        if link is None:
+            self._warn_without_aggregator(now_s)
+            return
+        if link.is_new():
+            self._welcome = None
+            self._outbox.send_again()
+            self._bye_sent = self._bye_seen = False
+            self._clock.forget()
+            self._send_hello(now_s)
+        elif link.connected and self._may_ask and now_s - self._hello_s > HELLO_AGAIN_S:
+            self._send_hello(now_s)
+        self.receive()
+        received, self._received = self._received, []
+        for received_ns, message in received:
+            self._act_on(message, received_ns)
+        if self._welcome is None:
+            self._warn_without_aggregator(now_s)
+            return
+        if self._has_new_facts:  # since the last HELLO, which may have been before the WELCOME
+            self._send_hello(now_s)
+        self._send_reports(link, now_s)
+        self._send_events(link)
+        if now_s >= min(self._next_heartbeat_s, self._clock.due_s(now_s)):
+            self._send_heartbeat(link, now_s)
+
+    def due_s(self, now_s: float) -> float:
+        """Return when there is something to send."""
+        until_s = now_s + 1.0
+        if self._welcome:
+            until_s = min(self._next_heartbeat_s, self._clock.due_s(now_s))
+            if self._outbox.num_unsent:
+                until_s = min(until_s, max(self._next_frame_s, now_s))
+        elif self._connection.is_up:
+            until_s = min(until_s, self._hello_s + HELLO_AGAIN_S)
+        return until_s
+
+    # --- the end ---
+
+    def send_bye(self) -> None:
+        """Send BYE, once, when every report is under way."""
+        link = self._connection.link
+        if link is None or not self._welcome or self._outbox.num_unsent or self._bye_sent:
+            return
+        measuring, status = self._measuring, self._measuring.status or "killed"
+        ends = (measuring.last_ordinal, self._outbox.lost, *self._cost(), measuring.end_time_s)
+        self._bye_sent = link.send(Bye(self._trainer.agent, self._trainer.rank, status, *ends))
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether the aggregator has all there is.
+
+        Its last messages may be lost: a link with ZMQ_IMMEDIATE drops what is unread when the connection ends.
+        """
+        if self._children.is_aggregator_done:
+            return True
+        if self._connection.is_up:
+            self._connected_s = now_s
+        may_come_back = self._children.has_aggregator or now_s - self._connected_s < REPLACED_WITHIN_S
+        return self._bye_seen and not (len(self._outbox) and may_come_back)
+
+    def report_undelivered(self) -> None:
+        """Report how many reports were not acknowledged, if there are any."""
+        if len(self._outbox) and not self._bye_seen and not self.refused:
+            self._notices.undelivered(len(self._outbox))
+
+    # --- what is sent ---
+
+    @property
+    def _may_ask(self) -> bool:
+        return not self._welcome and not self.refused and not self._is_put_off
+
+    def _warn_without_aggregator(self, now_s: float) -> None:
+        if not self.refused:
+            self._notices.no_aggregator(now_s)
+
+    def _send_hello(self, now_s: float) -> None:
+        self._hello_s = now_s
+        if self._connection.link:
+            message = hello(self._trainer, self._measuring)
+            self._has_new_facts = not self._connection.link.send(message)
+
+    def _send_reports(self, link: AgentLink, now_s: float) -> None:
+        if now_s < self._next_frame_s and self._measuring.status is None:
+            return
+        while rows := self._outbox.unsent():
+            if not link.send(Reports(tuple(rows), self._outbox.lost, *self._cost())):
+                self._next_frame_s = now_s + SEND_AGAIN_S
+                return
+            self._outbox.sent(len(rows))
+            self._next_frame_s = now_s + max(REPORT_EVERY_S, self._welcome.report_every_s if self._welcome else 0.0)
+            self._next_heartbeat_s = now_s + self._heartbeat_s  # reports show that the agent is alive, too
+
+    def _send_events(self, link: AgentLink) -> None:
+        agent, rank = self._trainer.agent, self._trainer.rank
+        while (event := self._events.unsent()) is not None:
+            if not link.send(AgentEvent(agent, rank, event)):
+                break
+            self._events.sent()
+        if (finding := self._children.finding) is not None:
+            ordinal = self._trainer.ring.state()[1]
+            if link.send(Stack(agent, rank, ordinal, finding.text, finding.top[:MAX_TEXT])):
+                self._children.finding = None
+
+    def _send_heartbeat(self, link: AgentLink, now_s: float) -> None:
+        self._next_heartbeat_s = now_s + self._heartbeat_s
+        offset = self._clock.offset(time.monotonic_ns())
+        message = heartbeat(self._trainer, self._measuring, now_s, offset)
+        if now_s >= self._clock.due_s(now_s):  # last of all, for the time counts
+            message = msgspec.structs.replace(message, sent_ns=self._clock.ask(time.monotonic_ns()))
+        link.send(message)
+
+    def _cost(self) -> tuple[float, int, float | None]:
+        """Return what this rank's measuring has cost: our CPU seconds, bytes, and the recorder's seconds, estimated."""
+        pair_s = self._trainer.facts.recorder_pair_s
+        return time.process_time(), self._connection.sent_bytes, pair_s and pair_s * self._measuring.last_ordinal
+
+    # --- what comes ---
+
+    def _act_on(self, message: FromAggregator, received_ns: int) -> None:
+        if isinstance(message, Welcome):
+            self._begin(message)
+        elif isinstance(message, Ack):
+            self._outbox.acknowledged(message.sequence)
+            if message.report:
+                state = JobState(message.report, message.iteration, message.values, self._connection.endpoint)
+                self._trainer.board.write(state)
+        elif isinstance(message, Rejected):
+            self._give_up(message)
+        elif isinstance(message, ByeSeen):
+            self._bye_seen = True
+        elif isinstance(message, Inspect):
+            self._children.inspect(self._welcome.run_folder if self._welcome else "")
+        else:
+            self._clock.add(message.sent_ns, message.received_ns, message.answered_ns, received_ns)
+
+    def _begin(self, welcome: Welcome) -> None:
+        self._welcome = welcome
+        board, endpoint = self._trainer.board, self._connection.endpoint
+        if board.welcome() != endpoint:  # for which the trainer's search is waiting
+            board.write(replace(board.read(), welcome=endpoint))
+        if welcome.again:
+            self._outbox.send_again()
+            self._bye_sent = False
+            self._send_hello(time.monotonic())
+        if welcome.run_folder and Path(welcome.run_folder).is_dir():
+            self._events.attach(Path(welcome.run_folder) / "logs")
+        silence_stderr()
+
+    def _give_up(self, message: Rejected) -> None:
+        if message.again:
+            self._is_put_off = True  # this aggregator is ending: another will have another address
+            return
+        if message.reason == self.refused and not message.whole_job:
+            return
+        if message.whole_job and self._connection.disconnect():  # so that its place is free for another
+            self._forget_link()
+        self.refused = message.reason
+        self._events.report("agent", f"refused: {message.reason}")
+        if not message.whole_job:
+            write_notice(f"rank {self._trainer.rank} is left out of the metrics: {message.reason}")
+        elif self._trainer.rank == 0:
+            write_notice(f"no metrics, training goes on: {message.reason}")
+
+    def _forget_link(self) -> None:
+        self._welcome = None
+        self.refused = ""
+        self._is_put_off = self._bye_sent = self._bye_seen = False
+        self._outbox.send_again()

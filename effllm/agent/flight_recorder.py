@@ -1,0 +1,94 @@
+"""The dump of torch's NCCL flight recorder: asked for through its pipe, found, copied, and never opened.
+
+It is a pickle, which would run whatever is in it.  Names of variables and files are those of torch's
+ProcessGroupNCCL.hpp (DumpPipe) and FlightRecorder.cpp, 2.4 to 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from effllm.store import own_files
+
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # a pipe for each rank, <this><rank>.pipe: any byte asks for a dump
+PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # a file for each rank, <this><rank>
+WAIT_S = 10.0  # torch looks at its pipe once a second
+SETTLED_S = 1.0  # a dump that has not grown for so long is whole
+MAX_BYTES = 256 * 2**20
+
+
+def dump_paths(rank: int, environ: Mapping[str, str]) -> list[Path]:
+    """Return where torch would write the dump of a rank."""
+    named = [environ[name] for name in PREFIXES if environ.get(name)]
+    if named:
+        return [Path(f"{named[0]}{rank}")]
+    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/tmp')}/.cache"  # noqa: S108 - torch's own default
+    return [Path(f"{cache}/torch/comm_lib_trace_rank_{rank}"), Path(f"/tmp/nccl_trace_rank_{rank}")]  # noqa: S108 - as above
+
+
+def ask(rank: int, environ: Mapping[str, str]) -> bool:
+    """Ask torch for a dump, if it listens; never waits."""
+    if not environ.get(PIPE):
+        return False
+    with suppress(OSError):  # there is none, it has no reader (ENXIO), or it is full: then it has been asked
+        descriptor = os.open(f"{environ[PIPE]}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            about = os.fstat(descriptor)
+            return stat.S_ISFIFO(about.st_mode) and about.st_uid == os.getuid() and os.write(descriptor, b"1") == 1
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def newest(paths: Sequence[Path], since_time_s: float) -> Path | None:
+    """Return the dump that was written since then, a file of our own user."""
+    found = []
+    for path in paths:
+        with suppress(OSError):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_mtime >= since_time_s:
+                found.append((about.st_mtime, path))
+    return max(found)[1] if found else None
+
+
+def wait(paths: Sequence[Path], since_time_s: float, timeout_s: float = WAIT_S) -> Path | None:
+    """Return the dump that is written from then on, once it has stopped growing."""
+    deadline_s = time.monotonic() + timeout_s
+    seen: tuple[Path, int] | None = None
+    seen_s = 0.0
+    while (now_s := time.monotonic()) < deadline_s:
+        path = newest(paths, since_time_s)
+        size = path.stat().st_size if path else 0
+        if path and size and seen == (path, size):
+            if now_s - seen_s >= SETTLED_S:
+                return path
+        elif path:
+            seen, seen_s = (path, size), now_s
+        time.sleep(0.1)
+    return seen[0] if seen and seen[1] else None
+
+
+def copy(dump: Path, to: Path) -> bool:
+    """Copy a dump as it is, readable by its owner alone; ``False`` where it is too large."""
+    source = os.open(dump, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = os.fstat(source).st_size
+        if size > MAX_BYTES:
+            return False
+        own_files.make_folder(to.parent)
+        own_files.remove_file(to)
+        target = own_files.open_file(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            sent = 0
+            while sent < size and (count := os.sendfile(target, source, sent, size - sent)):
+                sent += count
+        finally:
+            os.close(target)
+        return True
+    finally:
+        os.close(source)

@@ -1,0 +1,126 @@
+"""The energy of all GPUs that are visible here, for callers that watch a process without an agent."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+
+from effllm.agent.sampler import Sampler
+from effllm.agent.track import EDGE_WAIT_S, DeviceTrack
+from effllm.devices import DeviceUnavailable, Reader, Site, open_gpu
+
+_MAX_GPUS = 64
+_OPENED_WITHIN_S = 3.0
+
+
+class GpuEnergy:
+    """Samples every GPU that CUDA_VISIBLE_DEVICES shows, each once.
+
+    Args:
+        device: a name of `effllm.devices`; ``auto`` is the GPUs of any vendor.
+        environ: where CUDA_VISIBLE_DEVICES and the like are.
+        interval_s: seconds between samples.
+    """
+
+    def __init__(self, device: str, environ: Mapping[str, str], interval_s: float) -> None:
+        self._device = device
+        self._environ, self._interval_s = environ, interval_s
+        self._tracks: list[DeviceTrack] = []
+        self._woken = -1
+        self.why_not = ""  # why no energy is measured
+        self.is_simulated = False
+
+    @property
+    def count(self) -> int:
+        """Number of GPUs whose energy is read, those of one module once."""
+        return len(self._by_owner())
+
+    def start(self) -> None:
+        """Open the GPUs, and wait for their first samples."""
+        readers = self._open_all()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        for reader in readers:
+            sampler = Sampler(lambda reader=reader: reader, self._interval_s, lambda _event: None, self._woken)  # type: ignore[misc]
+            self._tracks.append(DeviceTrack(sampler, self._interval_s))
+            sampler.start()
+        until_s = time.monotonic() + _OPENED_WITHIN_S
+        while any(t.series is None and not t.sampler.unavailable for t in self._tracks) and time.monotonic() < until_s:
+            time.sleep(0.01)
+            self._take()
+        if readers and not self.count:
+            self.why_not = "these GPUs report neither energy nor power"
+
+    def joules(self, start_s: float, end_s: float) -> float | None:
+        """Return what the GPUs drew between two moments of the monotonic clock; ``None`` where a part is not known."""
+        end_ns = int(end_s * 1e9)
+        for track in self._tracks:
+            track.ask(end_ns)
+        until_s = time.monotonic() + EDGE_WAIT_S
+        while True:
+            self._take()
+            if all(track.is_settled(end_ns) for track in self._tracks) or time.monotonic() > until_s:
+                break
+            time.sleep(0.01)
+        total_j = 0.0
+        for track in self._by_owner().values():
+            if track.series is None:  # its first read has not come back
+                return None
+            part = track.series.integrals(int(start_s * 1e9), end_ns).energy
+            track.series.forget_before(end_ns)
+            if part.joules is None or part.covered_s < 0.99 * (end_s - start_s):
+                return None
+            total_j += part.joules
+        return total_j if self._by_owner() else None
+
+    def close(self) -> None:
+        for track in self._tracks:
+            track.sampler.stop(1.0)
+        self._tracks = []
+        if self._woken >= 0:
+            os.close(self._woken)
+            self._woken = -1
+
+    def _open_all(self) -> list[Reader]:
+        found: dict[str, Reader] = {}
+        device = self._device
+        if self._device == "host":
+            self.why_not = "EFFICIENTLLM_DEVICE=host is no GPU"
+            return []
+        for rank in range(_MAX_GPUS):
+            site = Site(
+                local_rank=rank,
+                trainer_pid=os.getpid(),
+                host=platform.node(),
+                visible_devices=self._environ.get("CUDA_VISIBLE_DEVICES"),
+                hip_visible_devices=self._environ.get("HIP_VISIBLE_DEVICES"),
+                rocr_visible_devices=self._environ.get("ROCR_VISIBLE_DEVICES"),
+            )
+            try:
+                reader = open_gpu(device, site)
+            except DeviceUnavailable as error:
+                self.why_not = "" if found else str(error)
+                break
+            if reader.device.key in found:  # the only one that is visible
+                reader.close()
+                break
+            found[reader.device.key] = reader
+            device = reader.device.kind
+            self.is_simulated = reader.device.simulated
+            if self.is_simulated:
+                break  # the simulated device opens any number
+        return list(found.values())
+
+    def _take(self) -> None:
+        for track in self._tracks:
+            track.take()
+
+    def _by_owner(self) -> dict[str, DeviceTrack]:
+        """Return the tracks of devices with energy, one for each owner of energy."""
+        known: dict[str, DeviceTrack] = {}
+        for track in self._tracks:
+            device = track.sampler.device
+            if device is not None and device.energy_method is not None:
+                known.setdefault(device.energy_key or device.key, track)
+        return known

@@ -1,0 +1,147 @@
+"""What an agent measures: records of the ring and samples of the devices become the reports of windows."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from effllm.agent.rank_devices import RankDevices
+from effllm.agent.track import EDGE_WAIT_S
+from effllm.agent.trainer import Trainer
+from effllm.agent.window import WindowCutter
+from effllm.network.transport import Outbox
+from effllm.records.ring import END as END_RECORD
+from effllm.records.ring import ITERATION, STATUSES, STEP, Slot
+
+CALIBRATION_S = 3.0  # windows are cut when the sensor is calibrated
+LOSS_WAIT_S = 0.5  # a window's loss comes after its end
+AGAIN_S = 0.05  # between two checks of a sensor that is being calibrated
+FOLD_FROM, FOLD_EVERY_S = 600, 30.0  # samples of a device that are kept as they are, and how often that is checked
+
+
+class Measuring:
+    """Cuts the windows of a rank; begins with what was recorded so far.
+
+    Args:
+        trainer: the rank's.
+        devices: those of the rank, which have been started.
+    """
+
+    def __init__(self, trainer: Trainer, devices: RankDevices) -> None:
+        self._trainer, self.devices = trainer, devices
+        self.outbox = Outbox(trainer.config.history_size)
+        self.status: str | None = None  # with which the trainer has ended
+        self.end_ns = 0
+        self._next_fold_s = 0.0
+        slots, origin_ns = self._origin()
+        self._cutter = WindowCutter(
+            agent=trainer.agent,
+            rank=trainer.rank,
+            log_interval=trainer.config.log_interval,
+            offset=trainer.facts.first_iteration,
+            origin_ns=origin_ns,
+            unix_minus_monotonic_s=time.time() - time.monotonic(),
+        )
+        self._add(slots)
+
+    @property
+    def start_time_s(self) -> float:
+        """When the first report begins, by the clock that reports are stamped with."""
+        return self._cutter.start_time_s
+
+    @property
+    def last_ordinal(self) -> int:
+        return self._cutter.last_ordinal
+
+    @property
+    def end_time_s(self) -> float:
+        """When the trainer ended, by the clock that reports are stamped with."""
+        return self._cutter.unix_s(self.end_ns)
+
+    def time_s(self) -> float:
+        """Return the time of the clock that reports are stamped with."""
+        return self._cutter.unix_s(time.monotonic_ns())
+
+    def take(self, *, is_trainer_gone: bool) -> None:
+        """Take what has been recorded and sampled since the last call."""
+        self.devices.take()
+        self._add(self._trainer.ring.read())
+        if is_trainer_gone and self.status is None:
+            self._add(self._trainer.ring.read())
+            self.status, self.end_ns = "killed", time.monotonic_ns()
+
+    def cut(self, now_s: float) -> None:
+        """Make reports of the windows that have ended and whose edges are settled."""
+        # An edge shows in the two ticks after it, in which the next window may end already.
+        for edge_ns in self._cutter.edges_ns:
+            self.devices.ask(edge_ns)
+        while (ended := self._cutter.ended) is not None:
+            is_settled = self.devices.is_settled(ended.end_ns)
+            _, ordinal, _, _ = self._trainer.ring.state()
+            moved_on = ordinal > ended.ordinal or self._cutter.last_ordinal > ended.ordinal or self.status is not None
+            waited_s = now_s - ended.end_ns * 1e-9
+            patience_s = CALIBRATION_S if self.devices.is_calibrating else EDGE_WAIT_S
+            if (not is_settled and waited_s < patience_s) or (not moved_on and waited_s < LOSS_WAIT_S):
+                return
+            report = self._cutter.cut(self.devices.series)
+            if report is not None:
+                self.outbox.add(report)
+
+    def due_s(self, now_s: float) -> float:
+        """Return when a window that has ended is to be looked at again; infinite where none has."""
+        if (ended := self._cutter.ended) is None:
+            return math.inf
+        for wait_s in (LOSS_WAIT_S, EDGE_WAIT_S):
+            if ended.end_ns * 1e-9 + wait_s > now_s:
+                return ended.end_ns * 1e-9 + wait_s
+        return now_s + (AGAIN_S if self.devices.is_calibrating else 0.0)
+
+    def fold(self, now_s: float) -> None:
+        """Sum up samples while no window ends, for a loop may stall for days: 0.9 kB for each would be 75 MB a day."""
+        if now_s < self._next_fold_s:
+            return
+        self._next_fold_s = now_s + FOLD_EVERY_S
+        series = self.devices.series
+        if not any(one.num_kept > FOLD_FROM for one in series):
+            return
+        until_ns = time.monotonic_ns()
+        self._add(self._trainer.ring.read())
+        edges_ns = [*self._cutter.moments_ns, self._trainer.ring.state()[2]]
+        if self.devices.missing_baseline:
+            edges_ns += self._trainer.facts.baseline_ns
+        for one in series:
+            one.fold(edges_ns, until_ns)
+
+    def is_end_settled(self) -> bool:
+        """Ask for the samples that show the trainer's end, and return whether they have come."""
+        self.devices.ask(self.end_ns)
+        self.devices.take()
+        return self.devices.is_settled(self.end_ns)
+
+    def finish(self) -> None:
+        """Make reports of all that is left."""
+        self._trainer.ring.skip_torn()
+        self._add(self._trainer.ring.read())
+        while (report := self._cutter.cut(self.devices.series)) is not None:
+            self.outbox.add(report)
+        self.outbox.add(self._cutter.cut_rest(self.devices.series, self.end_ns))
+
+    def _origin(self) -> tuple[list[Slot], int]:
+        """Return the records so far, and from when on windows are cut."""
+        origin_ns = time.monotonic_ns()
+        self.devices.take()
+        series = self.devices.series
+        if series and series[0].newest_ns:
+            origin_ns = max(one.oldest_ns for one in series)  # from when on all is known
+        slots = self._trainer.ring.read()
+        begun = [slot.start_ns for slot in slots if slot.kind == ITERATION and slot.ordinal == 1]
+        state, ordinal, since_ns, _ = self._trainer.ring.state()
+        if state == STEP and ordinal == 1:
+            begun.append(since_ns)
+        return slots, min([origin_ns, *begun])
+
+    def _add(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            if slot.kind == END_RECORD and self.status is None:
+                self.status, self.end_ns = STATUSES[slot.what], slot.end_ns
+            self._cutter.add(slot)

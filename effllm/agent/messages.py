@@ -1,0 +1,73 @@
+"""The messages in which an agent describes itself: HELLO and heartbeat."""
+
+from __future__ import annotations
+
+from effllm import __version__
+from effllm.agent import trainer_process
+from effllm.agent.measuring import Measuring
+from effllm.agent.trainer import Trainer
+from effllm.job.health.clock import Offset
+from effllm.job.health.hang import WAITING
+from effllm.records.facts import to_document
+from effllm.records.rank import MARKED_PHASES, ParameterCount
+from effllm.records.ring import BETWEEN, PHASE_STATE, STARTUP, STATE_NAMES
+from effllm.records.wire import Heartbeat, Hello
+
+
+def hello(trainer: Trainer, measuring: Measuring) -> Hello:
+    """Return the introduction of a rank, with all that is known of it by now."""
+    facts = trainer.facts
+    return Hello(
+        job=facts.job,
+        agent=trainer.agent,
+        rank=trainer.rank,
+        local_rank=trainer.place.local_rank,
+        world_size=trainer.place.world_size,
+        host=facts.host,
+        role=trainer.config.role,
+        devices=tuple(series.device for series in measuring.devices.series),
+        parameters=ParameterCount(**to_document(facts.parameters)),
+        log_interval=trainer.config.log_interval,
+        trainer_pid=trainer.pid,
+        offset=facts.first_iteration,
+        total_iterations=facts.total_iterations,
+        flops_per_token=facts.flops_per_token,
+        facts=dict(facts.run) if trainer.rank == 0 else {},
+        version=__version__,
+        hardware_flops_per_token=facts.hardware_flops_per_token,
+        is_numbered=facts.is_numbered,
+        peer_group=facts.peer_group,
+        replica=facts.replica,
+        time_s=measuring.time_s(),
+        start_time_s=measuring.start_time_s,
+    )
+
+
+def heartbeat(trainer: Trainer, measuring: Measuring, now_s: float, offset: Offset | None) -> Heartbeat:
+    """Return the state of a rank.
+
+    Args:
+        trainer: the rank's.
+        measuring: the rank's.
+        now_s: the time.
+        offset: of the aggregator's clock to the agent's, as far as it is known.
+    """
+    state, ordinal, since_ns, phase = trainer.ring.state()
+    name = MARKED_PHASES[phase] if state == PHASE_STATE else STATE_NAMES[state]
+    if state in (STARTUP, BETWEEN) and trainer.facts.serves_requests:
+        name = WAITING
+    newest = measuring.devices.newest
+    return Heartbeat(
+        agent=trainer.agent,
+        rank=trainer.rank,
+        ordinal=ordinal,
+        state=name,
+        since_s=max(now_s - since_ns * 1e-9, 0.0),
+        lost=measuring.outbox.lost,
+        offset_s=offset.offset_s if offset else None,
+        offset_error_s=offset.error_s if offset else None,
+        utilization=newest.utilization if newest else None,
+        power_w=newest.power_w if newest else None,
+        process=trainer_process.state(trainer.pid),
+        time_s=measuring.time_s(),
+    )

@@ -1,0 +1,69 @@
+"""What an agent writes to the terminal of its job: one line where there are no metrics, once per host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from effllm.agent.events import AgentEvents
+from effllm.agent.trainer import Trainer
+
+NO_AGGREGATOR_AFTER_S = 10.0
+
+
+def write_notice(text: str) -> None:
+    """Write one line to stderr, as long as that is the job's."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"[EfficientLLM] {text}\n".encode())
+
+
+def silence_stderr() -> None:
+    """Write nothing more to the job's stderr: an inherited descriptor keeps `torchrun ... 2>&1 | tee` from ending."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+class Notices:
+    """The notices of one agent, which are events as well.
+
+    Args:
+        trainer: the agent's.
+        events: takes each notice.
+    """
+
+    def __init__(self, trainer: Trainer, events: AgentEvents) -> None:
+        self._trainer, self._events = trainer, events
+        self._started_s = time.monotonic()
+        self._is_explained = False  # why there is no aggregator
+
+    def no_metrics(self, text: str) -> None:
+        """Report why this rank has no metrics."""
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            self._is_explained = True
+            write_notice(text)
+
+    def refused_at_rank_0(self, reason: str) -> None:
+        """Record why rank 0 has no aggregator, which its own process has written to the terminal."""
+        self._is_explained = True
+        self._events.report("agent", f"rank 0 has no aggregator: {reason}")
+
+    def no_aggregator(self, now_s: float) -> None:
+        """Report that no aggregator answers, once, when that has lasted for `NO_AGGREGATOR_AFTER_S`."""
+        if self._is_explained or now_s - self._started_s < NO_AGGREGATOR_AFTER_S:
+            return
+        self._is_explained = True
+        where = self._trainer.facts.endpoint
+        text = f"no aggregator answers at {where}" if where else "rank 0 has not published its address"
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            write_notice(f"{text}: no metrics are shown until one does; training goes on")
+
+    def undelivered(self, num_reports: int) -> None:
+        """Report at the end that reports could not be delivered."""
+        text = f"{num_reports} reports could not be delivered to {self._trainer.facts.endpoint or 'no address'}"
+        self._events.report("agent", text)
+        if self._trainer.is_first_of_host:
+            write_notice(f"rank {self._trainer.rank}: {text}")

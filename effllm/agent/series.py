@@ -1,0 +1,230 @@
+"""The samples of one device over time, and their sums over any stretch; pure.
+
+Integrals are time-weighted over irregular samples.  A stretch next to a failed reading, or one in which no sample was
+taken for long, is not covered, and the seconds that an integral covers are less by it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from effllm.energy.device_energy import EnergyLedger
+from effllm.energy.readings import NS, runs_between
+from effllm.records.energy import NOT_MEASURED
+from effllm.records.rank import NUM_POWER_BARS, POWER_STEP_W, Device, DeviceWindow, Event, Gauge, Integrals, Sample
+
+#: Reasons of a lower clock that are no fault: busy GPUs reach their power limit, or wait for each other's clocks.
+FAULTLESS = frozenset({"power_cap", "sync_boost"})
+
+PEAKS = {"memory_bytes": "memory_peak_bytes", "power_w": "power_peak_w"}
+
+#: Gauges that are means since the sample before; the others are values of a moment.
+SINCE_LAST = frozenset({"sm_activity_ratio", "tensor_activity_ratio", "dram_activity_ratio"})
+
+
+class Series:
+    """The samples of one device that a window may still need.
+
+    Args:
+        device: what they are samples of.
+        max_gap_s: samples further apart than this leave a hole between them.
+    """
+
+    def __init__(self, device: Device, max_gap_s: float) -> None:
+        self.device = device
+        self._max_gap_ns = int(max_gap_s / NS)
+        self._samples: deque[Sample] = deque()
+        self._folded: dict[int, DeviceWindow] = {}  # what lay between a sample and the next that is kept, by its time
+        self.energy = EnergyLedger(device, max_gap_s)
+        self._newest_ns = 0
+        self._events: list[Event] = []
+
+    @property
+    def newest_ns(self) -> int:
+        """Time of the newest sample, 0 before the first."""
+        return self._newest_ns
+
+    @property
+    def newest(self) -> Sample | None:
+        """The newest sample of more than energy."""
+        return self._samples[-1] if self._samples else None
+
+    @property
+    def oldest_ns(self) -> int:
+        """Time of the oldest sample that is kept, 0 before the first."""
+        return self._samples[0].time_ns if self._samples else 0
+
+    def allow_gap(self, max_gap_s: float) -> None:
+        """Let samples lie further apart: the device is read less often than configured."""
+        self._max_gap_ns = max(self._max_gap_ns, int(max_gap_s / NS))
+        self.energy.allow_gap(max_gap_s)
+
+    def add(self, sample: Sample) -> None:
+        """Append a sample; one that is not newer than the last is dropped."""
+        if sample.time_ns <= self.newest_ns:
+            return
+        self._newest_ns = sample.time_ns
+        self.energy.add(sample)
+        if not sample.energy_only:
+            self._samples.append(sample)
+            self._events += sample.events
+
+    def calibrate(self, device: Device) -> None:
+        """Take the calibration of the device's sensor, which ends after the samples began."""
+        self.device = replace(self.device, sensor=device.sensor)
+        self.energy.calibrate(device.sensor)
+
+    def take_events(self, time_s: float) -> list[Event]:
+        """Return what happened to the device and its measurement; ``time_s`` is the newest sample's unix time."""
+        events, self._events = self._events + self.energy.take_events(time_s), []
+        return events
+
+    def is_settled(self, edge_ns: int) -> bool:
+        """Whether no later sample could improve the value at an edge."""
+        return self.newest_ns >= edge_ns and self.energy.is_settled(edge_ns)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._samples)
+
+    def fold(self, edges_ns: Collection[int], until_ns: int) -> None:
+        """Sum up the samples of which no stretch that is to come will have a part: all of them or none.
+
+        A stretch that begins or ends inside of such a block after all gets its share of it by time.
+
+        Args:
+            edges_ns: moments at which a stretch may begin or end.
+            until_ns: ... as at every one from here on.
+        """
+        margin_ns = max(self.energy.margin_ns, 2 * self._max_gap_ns)
+        for run in runs_between([sample.time_ns for sample in self._samples], edges_ns, until_ns, margin_ns):
+            samples = list(self._samples)
+            first, last = samples[run.start], samples[run.stop - 1]
+            block = self._sums(first.time_ns, last.time_ns)
+            for sample in samples[run.start : run.stop - 1]:
+                self._folded.pop(sample.time_ns, None)
+            self._folded[first.time_ns] = block
+            self._samples = deque([*samples[: run.start + 1], *samples[run.stop - 1 :]])
+        self.energy.fold(edges_ns, until_ns, margin_ns)
+
+    def forget_before(self, time_ns: int) -> None:
+        """Drop the samples that no stretch from ``time_ns`` on needs."""
+        while len(self._samples) > 1 and self._samples[1].time_ns <= time_ns:
+            self._folded.pop(self._samples.popleft().time_ns, None)
+        self.energy.forget_before(time_ns)
+
+    def integrals(self, start_ns: int, end_ns: int) -> Integrals:
+        """Return the integrals over ``[start_ns, end_ns]``."""
+        return replace(self._levels(start_ns, end_ns), energy=self.energy.energy(start_ns, end_ns))
+
+    def _levels(self, start_ns: int, end_ns: int) -> Integrals:
+        """Return the integrals of all but energy."""
+        memory, utilization = _Sum(), _Sum()
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            if first.memory_bytes is not None and second.memory_bytes is not None:
+                level = _level(first, second, start_ns, end_ns, first.memory_bytes, second.memory_bytes)
+                memory.add(level * covered_s, covered_s)
+            if second.utilization is not None:  # the mean since the sample before
+                utilization.add(second.utilization * covered_s, covered_s)
+        for block, share in self._blocks(start_ns, end_ns):
+            memory.add((block.wall.memory_byte_seconds or 0.0) * share, block.wall.memory_covered_s * share)
+            utilization.add((block.wall.utilization_seconds or 0.0) * share, block.wall.utilization_covered_s * share)
+        return Integrals(NOT_MEASURED, *memory.pair(), *utilization.pair())
+
+    def window(self, start_ns: int, end_ns: int, phases: dict[str, Integrals]) -> DeviceWindow:
+        """Return what the device did in ``[start_ns, end_ns]``, of which ``phases`` are parts."""
+        sums = self._sums(start_ns, end_ns)
+        return replace(
+            sums,
+            wall=replace(sums.wall, energy=self.energy.energy(start_ns, end_ns)),
+            phases=phases,
+            energy_method=self.energy.method_in(start_ns, end_ns),
+        )
+
+    def _sums(self, start_ns: int, end_ns: int) -> DeviceWindow:
+        """Return all but the energy."""
+        gauges: dict[str, Gauge] = {}
+        throttled_s: dict[str, float] = {}
+        histogram_s: dict[int, float] = {}
+        throttle_covered_s = 0.0
+        for first, second, covered_s in self._covered(start_ns, end_ns):
+            for name, value in second.gauges.items():
+                before = first.gauges.get(name, value)
+                mean = value if name in SINCE_LAST else _level(first, second, start_ns, end_ns, before, value)
+                part = Gauge(mean * covered_s, covered_s, value, value)
+                gauges[name] = gauges[name] + part if name in gauges else part
+            if second.throttled_by is not None:
+                throttle_covered_s += covered_s
+                is_slowed = not FAULTLESS.issuperset(second.throttled_by)
+                for reason in (*second.throttled_by, *(["any"] if is_slowed else [])):
+                    throttled_s[reason] = throttled_s.get(reason, 0.0) + covered_s
+            if second.power_w is not None:
+                step = min(max(int(second.power_w // POWER_STEP_W), 0), NUM_POWER_BARS - 1)
+                histogram_s[step] = histogram_s.get(step, 0.0) + covered_s
+        for block, share in self._blocks(start_ns, end_ns):
+            for name, gauge in block.gauges.items():
+                part = replace(gauge, value_seconds=gauge.value_seconds * share, covered_s=gauge.covered_s * share)
+                gauges[name] = gauges[name] + part if name in gauges else part
+            throttle_covered_s += block.throttle_covered_s * share
+            for reason, seconds in block.throttled_s.items():
+                throttled_s[reason] = throttled_s.get(reason, 0.0) + seconds * share
+            for step, seconds in block.power_histogram_s.items():
+                histogram_s[step] = histogram_s.get(step, 0.0) + seconds * share
+        return DeviceWindow(
+            device=self.device.key,
+            wall=self._levels(start_ns, end_ns),
+            memory_peak_bytes=self.peak(start_ns, end_ns, "memory_bytes"),
+            power_peak_w=self.peak(start_ns, end_ns, "power_w"),
+            gauges=gauges,
+            throttled_s=throttled_s,
+            throttle_covered_s=throttle_covered_s,
+            power_histogram_s=histogram_s,
+        )
+
+    def peak(self, start_ns: int, end_ns: int, field: str) -> float | None:
+        """Return the largest reading of a field (memory_bytes, power_w) in ``[start_ns, end_ns]``, or ``None``."""
+        values = [getattr(s, field) for s in self._samples if start_ns <= s.time_ns <= end_ns]
+        values += [getattr(block, PEAKS[field]) for block, _ in self._blocks(start_ns, end_ns)]
+        return max((value for value in values if value is not None), default=None)
+
+    def _covered(self, start_ns: int, end_ns: int) -> Iterable[tuple[Sample, Sample, float]]:
+        """Yield neighbouring samples that are near enough, with the seconds between them inside of a stretch."""
+        for first, second in pairwise(self._samples):
+            inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
+            if inside_ns <= 0 or second.time_ns - first.time_ns > self._max_gap_ns:
+                continue
+            if first.time_ns not in self._folded:
+                yield first, second, inside_ns * NS
+
+    def _blocks(self, start_ns: int, end_ns: int) -> Iterable[tuple[DeviceWindow, float]]:
+        """Yield what was folded, with the share of its time that lies inside of a stretch: all of it, as a rule."""
+        if not self._folded:
+            return
+        for first, second in pairwise(self._samples):
+            if (block := self._folded.get(first.time_ns)) is not None:
+                inside_ns = min(second.time_ns, end_ns) - max(first.time_ns, start_ns)
+                if inside_ns > 0:
+                    yield block, inside_ns / (second.time_ns - first.time_ns)
+
+
+def _level(first: Sample, second: Sample, start_ns: int, end_ns: int, before: float, after: float) -> float:
+    """Return the mean of a straight line between two readings over the part of it inside of a stretch."""
+    from_ns, to_ns = max(first.time_ns, start_ns), min(second.time_ns, end_ns)
+    middle = ((from_ns + to_ns) / 2.0 - first.time_ns) / (second.time_ns - first.time_ns)
+    return before + (after - before) * middle
+
+
+class _Sum:
+    def __init__(self) -> None:
+        self._value, self._covered_s = 0.0, 0.0
+
+    def add(self, value: float, covered_s: float) -> None:
+        self._value += value
+        self._covered_s += covered_s
+
+    def pair(self) -> tuple[float | None, float]:
+        return (self._value, self._covered_s) if self._covered_s > 0 else (None, 0.0)

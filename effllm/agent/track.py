@@ -1,0 +1,122 @@
+"""One device of a rank: what its sampler reads becomes the series that windows are cut from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from effllm.agent.sampler import Sampler
+from effllm.agent.series import Series
+from effllm.energy.calibration import keep_lag, kept_lag_s
+from effllm.records.rank import Device, Event, Sample
+
+MAX_GAP_INTERVALS = 5
+MIN_INTERVAL_S = 0.2
+#: Devices that are read less often than this are not asked at edges: their value is as old anyway.
+MAX_PROMPT_S = 2.0
+#: A device whose sample at an edge has not come by then is not waited for.
+EDGE_WAIT_S = 1.0
+
+
+class DeviceTrack:
+    """A sampler and the series it fills.
+
+    Args:
+        sampler: reads the device.
+        interval_s: seconds between its samples.
+        calibrations: the cache in which the lag that a run finds is kept; ``None`` is none.
+    """
+
+    def __init__(self, sampler: Sampler, interval_s: float, calibrations: Path | None = None) -> None:
+        self.sampler = sampler
+        self._calibrations = calibrations
+        self._has_kept_lag = False
+        self._contradicted = ""  # what was kept and is not so, until it is reported
+        self._is_prompt = interval_s <= MAX_PROMPT_S
+        self.series: Series | None = None  # None until the device is open
+        self._max_gap_s = MAX_GAP_INTERVALS * max(interval_s, MIN_INTERVAL_S)
+        self._asked_ns = 0  # the last edge that was asked for
+        self._is_stale = False
+        self._has_learnt_again = False
+
+    def take(self) -> bool:
+        """Take the samples that have come; return whether something about the device is new."""
+        is_new = False
+        if self.series is not None and self.sampler.slowed_s is not None:
+            self.series.allow_gap(MAX_GAP_INTERVALS * self.sampler.slowed_s)
+        for item in self.sampler.take():
+            if self.series is None and self.sampler.device is not None:
+                self.series = Series(self.sampler.device, self._max_gap_s)
+                is_new = True
+            if isinstance(item, Sample) and self.series is not None:
+                self.series.add(item)
+            elif isinstance(item, Device) and self.series is not None:
+                self.series.calibrate(item)
+                if self._calibrations and (kept_s := kept_lag_s(self._calibrations, item)) is not None:
+                    self.series.energy.expect_lag(kept_s)
+                is_new = True
+        if self.series is not None and self.series.energy.is_contradicted and not self._has_learnt_again:
+            self._has_learnt_again = True  # a sensor that jitters contradicts that too, and two seconds are enough
+            self.sampler.learn_again()
+        self._keep_lag()
+        return is_new
+
+    def _keep_lag(self) -> None:
+        if self.series is None or self._calibrations is None or self._has_kept_lag:
+            return
+        if (lag_s := self.series.energy.found_lag_s()) is not None:
+            self._has_kept_lag = True
+            self._contradicted = keep_lag(self._calibrations, self.series.device, lag_s)
+
+    def ask(self, edge_ns: int) -> None:
+        """Have the samples taken that show what happened until an edge, once for each; edges come in their order."""
+        if edge_ns <= self._asked_ns or not self._is_prompt:
+            return
+        since_s = (edge_ns - self._asked_ns) * 1e-9 if self._asked_ns else 1.0
+        self._asked_ns = edge_ns
+        times = self.series.energy.reads_for(edge_ns) if self.series else [edge_ns]
+        self.sampler.ask(times, within_s=max(since_s, 0.0))
+
+    def is_settled(self, edge_ns: int) -> bool:
+        """Whether no sample to come would show an edge better, or none will come."""
+        if self.series is None:
+            return True
+        if self.sampler.is_calibrating and self.sampler.stale_s() is None:
+            return False  # what is measured before would not fit to what is measured after
+        return self.series.is_settled(edge_ns) or self.sampler.stale_s() is not None
+
+    def note_baseline(self, start_ns: int, end_ns: int) -> bool:
+        """Measure the device's idle power in a stretch before the first iteration; return whether that was possible."""
+        if self.series is None or not self.is_settled(end_ns):
+            return False
+        idle = self.series.integrals(start_ns, end_ns).energy
+        if idle.joules is not None:
+            self.series.device = replace(self.series.device, baseline_w=idle.joules / idle.covered_s)
+        return True
+
+    def take_events(self, now_ns: int, time_s: float) -> list[Event]:
+        """Return what happened to the device since the last call.
+
+        Args:
+            now_ns: the time.
+            time_s: unix time.
+        """
+        events = []
+        if self.series is not None:
+            events = self.series.take_events(time_s - max(now_ns - self.series.newest_ns, 0) * 1e-9)
+        if self._contradicted:
+            events.append(Event(time_s, "energy_calibration", self._contradicted))
+            self._contradicted = ""
+        stale_s, was_stale = self.sampler.stale_s(), self._is_stale
+        self._is_stale = stale_s is not None
+        key = self.series.device.key if self.series else None
+        name = key or "the device"
+        if stale_s is not None and not was_stale:
+            text = f"{name} is stale: a read has not come back for {stale_s:.0f} s"
+            events.append(Event(time_s, "stale", text))
+        elif was_stale and stale_s is None:
+            events.append(Event(time_s, "stale", f"{name} answers again"))
+        return [
+            replace(one, text=one.text if name in one.text else f"{name}: {one.text}", device=key) for one in events
+        ]

@@ -1,0 +1,70 @@
+"""The training process as the agent beside it sees it: settings, place, and facts that become known over time."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import replace
+
+from effllm.config.place import Place
+from effllm.config.settings import Config
+from effllm.records.board import Board
+from effllm.records.facts import FoundAddress, RankFacts, from_document
+from effllm.records.ring import RingReader
+from effllm.records.shared_memory import RingError
+
+
+class Trainer:
+    """The training process of one rank.
+
+    Args:
+        ring: what it records; its facts must be there.
+        board: shows it the values of the whole job.
+        descriptor: a pidfd of it, or -1 where the kernel has none.
+
+    Raises:
+        RingError: the ring has no facts.
+    """
+
+    def __init__(self, ring: RingReader, board: Board, descriptor: int) -> None:
+        self.ring, self.board, self.descriptor = ring, board, descriptor
+        facts = ring.facts()
+        if facts is None or not facts.place:
+            raise RingError("the ring has no facts of its rank")
+        self.facts = facts
+        self.config = from_document(Config, facts.config)
+        self.place = from_document(Place, facts.place)
+        self.rank = self.place.rank
+        self.pid = facts.trainer_pid
+        self.agent = uuid.uuid4().hex[:16]  # names the agent in all messages
+        self._address = FoundAddress()  # found after the start
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether its agent is the one that reports for the whole host."""
+        return self.place.local_rank == 0
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, where no pidfd shows that."""
+        return self.descriptor < 0 and os.getppid() != self.pid
+
+    def take_address(self) -> FoundAddress:
+        """Return what was found since the last call; an empty record where nothing was."""
+        found = self.ring.address() or FoundAddress()
+        if found.endpoint:
+            self._address = found
+            self.facts = self._with_address(self.facts)
+        return found
+
+    def take_facts(self) -> tuple[str, ...] | None:
+        """Take facts that have changed; return new warnings of the trainer, or ``None`` where no fact has changed."""
+        facts = self.ring.facts()
+        if facts is None:
+            return None
+        num_known = len(self.facts.warnings)
+        self.facts = self._with_address(facts)
+        return facts.warnings[num_known:]
+
+    def _with_address(self, facts: RankFacts) -> RankFacts:
+        found = self._address
+        return replace(facts, endpoint=found.endpoint, job=found.job) if found.endpoint else facts

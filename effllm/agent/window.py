@@ -1,0 +1,232 @@
+"""Records and samples of one rank to the reports of its windows, pure: no clock, no device, no file."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
+from operator import sub
+from typing import Any
+
+from effllm.agent.iteration_values import IterationValues
+from effllm.agent.series import Series
+from effllm.energy.readings import NS
+from effllm.records import ring
+from effllm.records.counters import FIELDS
+from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, DeviceWindow, Integrals, Phase, RankReport
+
+#: The totals before the first record.
+_NO_TOTALS = ring.Slot(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, (0,) * len(MARKED_PHASES), 0, (0,) * len(FIELDS))
+
+
+class WindowCutter:
+    """Cuts the records of one rank's ring into windows.
+
+    Args:
+        agent: random id of the agent.
+        rank: rank in the job.
+        log_interval: iterations per window.
+        offset: iteration number less ordinal, as known at start on every rank.
+        origin_ns: where the first window begins.
+        unix_minus_monotonic_s: offset of unix times to monotonic ones.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        rank: int,
+        log_interval: int,
+        offset: int,
+        origin_ns: int,
+        unix_minus_monotonic_s: float,
+    ) -> None:
+        self._agent, self._rank = agent, rank
+        self._log_interval, self._offset = log_interval, offset
+        self._unix_minus_monotonic_s = unix_minus_monotonic_s
+        # Of the next report: its start, the ordinal of its first iteration, and what there was at its start.
+        self._start_ns = self._origin_ns = origin_ns
+        self._first = 1
+        self._totals, self._overrun_before = _NO_TOTALS, 0
+        self._newest: ring.Slot | None = None  # the last iteration
+        self._newest_totals = _NO_TOTALS
+        self._open: deque[tuple[ring.Slot, int]] = deque()  # last iteration and overrun of windows that are not cut yet
+        self._phases: list[Phase] = []
+        self._values = IterationValues()
+        self._first_start_ns = 0
+        self._shown_minus_ordinal = offset
+        self._reset_at = 0
+        self._sequence = 0
+        self._seen = 0  # iterations whose record was read
+        self._overrun = 0  # ... and was not, so far
+        self._durations_s: deque[float] = deque(maxlen=64)  # of the last iterations, data wait included
+        self._last_wait_ns = 0
+
+    def unix_s(self, time_ns: int) -> float:
+        """Return a monotonic time as the unix time that reports are stamped with."""
+        return time_ns * NS + self._unix_minus_monotonic_s
+
+    @property
+    def start_time_s(self) -> float:
+        """Unix time at which the first window begins."""
+        return self.unix_s(self._origin_ns)
+
+    @property
+    def last_ordinal(self) -> int:
+        """Ordinal of the last iteration that ended."""
+        return self._newest.ordinal if self._newest else 0
+
+    @property
+    def ended(self) -> ring.Slot | None:
+        """Last iteration of the oldest window that has ended and is not cut yet."""
+        return self._open[0][0] if self._open else None
+
+    @property
+    def edges_ns(self) -> list[int]:
+        """Ends of the windows that have ended and are not cut yet, oldest first."""
+        return [iteration.end_ns for iteration, _ in self._open]
+
+    @property
+    def moments_ns(self) -> list[int]:
+        """Moments until now at which a stretch of a later report may begin or end."""
+        known = [self._start_ns, self._first_start_ns, *self.edges_ns]
+        known += [self._newest.end_ns] if self._newest else []
+        return known + [moment for phase in self._phases for moment in (phase.start_ns, phase.end_ns)]
+
+    def window_of(self, ordinal: int) -> int:
+        return -(-(ordinal + self._offset) // self._log_interval)
+
+    def add(self, slot: ring.Slot) -> None:
+        if not self._sequence and slot.kind in (ring.ITERATION, ring.PHASE):
+            # The loop was faster than its agent.
+            self._start_ns = self._origin_ns = min(self._start_ns, slot.start_ns)
+        self._values.add(slot)
+        if slot.kind == ring.ITERATION:
+            self._add_iteration(slot)
+        elif slot.kind == ring.PHASE and slot.end_ns > slot.start_ns:
+            self._phases.append(Phase(MARKED_PHASES[slot.what], slot.start_ns, slot.end_ns))
+        elif slot.kind == ring.LOSS:
+            self._shown_minus_ordinal = slot.number - slot.ordinal
+        elif slot.kind == ring.RESET:
+            self._reset_at = max(slot.ordinal, 1)
+        if slot.kind in (ring.PHASE, ring.END):
+            self._newest_totals = slot
+
+    def _add_iteration(self, slot: ring.Slot) -> None:
+        if not self._first_start_ns:
+            self._first_start_ns = slot.start_ns
+        self._durations_s.append((slot.end_ns - slot.start_ns + max(slot.wait_ns - self._last_wait_ns, 0)) * NS)
+        self._last_wait_ns = slot.wait_ns
+        self._seen += 1
+        self._overrun = slot.ordinal - self._seen
+        # An overrun may have taken the record of a boundary: then the next one at a boundary ends the window.
+        self._newest = self._newest_totals = slot
+        if (slot.ordinal + self._offset) % self._log_interval == 0:
+            self._open.append((slot, self._overrun))
+
+    def cut(self, series: Sequence[Series]) -> RankReport | None:
+        """Return the report of the oldest window that has ended, or ``None``."""
+        if not self._open:
+            return None
+        iteration, overrun = self._open.popleft()
+        return self._report(iteration.ordinal, iteration.end_ns, iteration, overrun, series, final=False)
+
+    def cut_rest(self, series: Sequence[Series], end_ns: int) -> RankReport:
+        """Return the last report: what ran since the last boundary, and the shut-down until ``end_ns``."""
+        end_ns = max(end_ns, self._start_ns)
+        return self._report(self.last_ordinal, end_ns, self._newest_totals, self._overrun, series, final=True)
+
+    def _report(
+        self, last: int, end_ns: int, totals: ring.Slot, overrun: int, series: Sequence[Series], final: bool
+    ) -> RankReport:
+        start_ns, first, before = self._start_ns, self._first, self._totals
+        phases_s = self._phases_s(totals, end_ns)
+        self._sequence += 1
+        counts: Iterable[Any] = map(sub, totals.counts, before.counts)
+        devices, aliasing_error = self._devices(series, end_ns, phases_s, last - first + 1)
+        report = RankReport(
+            agent=self._agent,
+            sequence=self._sequence,
+            rank=self._rank,
+            window=self.window_of(max(last, first)),
+            iteration_first=first,
+            iteration_last=last,
+            iteration_shown=last + self._shown_minus_ordinal,
+            start_time_s=self.unix_s(start_ns),
+            end_time_s=self.unix_s(end_ns),
+            wall_s=(end_ns - start_ns) * NS,
+            busy_s=(totals.step_ns - before.step_ns) * NS,
+            wait_s=(totals.wait_ns - before.wait_ns) * NS,
+            phases_s=phases_s,
+            generation_s=(totals.generation_ns - before.generation_ns) * NS,
+            devices=devices,
+            final=final,
+            reset=bool(self._reset_at) and self._reset_at <= max(last, 1),
+            iterations_overrun=overrun - self._overrun_before,
+            aliasing_error=aliasing_error,
+            **self._values.take(first, last),
+            **dict(zip(FIELDS, counts, strict=True)),
+        )
+        if report.reset:
+            self._reset_at = 0
+        self._start_ns, self._first, self._totals, self._overrun_before = end_ns, last + 1, totals, overrun
+        for one in series:
+            one.forget_before(end_ns)
+        return report
+
+    def _phases_s(self, totals: ring.Slot, end_ns: int) -> dict[str, float]:
+        """Return the seconds of phases: what no total claims lies before the first iteration or after the last one."""
+        before, start_ns = self._totals, self._start_ns
+        phases = zip(MARKED_PHASES, totals.phases_ns, before.phases_ns, strict=True)
+        phases_ns = {name: now_ns - then_ns for name, now_ns, then_ns in phases}
+        iterations_ns = totals.step_ns - before.step_ns + totals.wait_ns - before.wait_ns
+        rest_ns = max(end_ns - start_ns - iterations_ns - sum(phases_ns.values()), 0)
+        startup_ns = self._startup_ns(start_ns, end_ns, rest_ns) if self._first == 1 else 0
+        phases_ns |= {STARTUP: startup_ns, SHUTDOWN: rest_ns - startup_ns}
+        return {name: ns * NS for name, ns in phases_ns.items() if ns}
+
+    def _startup_ns(self, start_ns: int, end_ns: int, rest_ns: int) -> int:
+        if not self.last_ordinal:
+            return rest_ns  # no iteration ever ended: all of it was start-up
+        marked_ns = sum(p.end_ns - p.start_ns for p in self._phases if p.end_ns <= self._first_start_ns)
+        return min(max(min(self._first_start_ns, end_ns) - start_ns - marked_ns, 0), rest_ns)
+
+    def _devices(
+        self, series: Sequence[Series], end_ns: int, phases_s: dict[str, float], iterations: int
+    ) -> tuple[tuple[DeviceWindow, ...], float | None]:
+        """Return what the devices did, and the largest error of iterations that keep step with a sensor."""
+        inside = [phase for phase in self._phases if phase.end_ns <= end_ns]
+        self._phases = [phase for phase in self._phases if phase.end_ns > end_ns]
+        if len(self._durations_s) > 1:
+            step_s, deviation_s = statistics.median(self._durations_s), _deviation(self._durations_s)
+            for one in series:
+                one.energy.set_rhythm(step_s, deviation_s)
+        devices = tuple(self._device(one, end_ns, inside, phases_s) for one in series)
+        errors = [
+            one.energy.aliasing_error(iterations, device.wall.energy, self._durations_s)
+            for one, device in zip(series, devices, strict=True)
+        ]
+        return devices, max((error for error in errors if error is not None), default=None)
+
+    def _device(self, series: Series, end_ns: int, inside: Sequence[Phase], phases_s: dict[str, float]) -> DeviceWindow:
+        start_ns = self._start_ns
+        phases: dict[str, Integrals] = {}
+        for phase in inside:
+            part = series.integrals(max(phase.start_ns, start_ns), phase.end_ns)
+            phases[phase.name] = phases[phase.name] + part if phase.name in phases else part
+        if STARTUP in phases_s:
+            until_ns = min(self._first_start_ns or end_ns, end_ns)
+            before = [series.integrals(max(p.start_ns, start_ns), p.end_ns) for p in inside if p.end_ns <= until_ns]
+            phases[STARTUP] = reduce(sub, before, series.integrals(start_ns, until_ns))
+        if SHUTDOWN in phases_s and self._newest:
+            from_ns = self._newest.end_ns
+            after = [series.integrals(p.start_ns, p.end_ns) for p in inside if p.start_ns >= from_ns]
+            phases[SHUTDOWN] = reduce(sub, after, series.integrals(from_ns, end_ns))
+        return series.window(start_ns, end_ns, phases)
+
+
+def _deviation(values: Collection[float]) -> float:
+    """Return the standard deviation of a sample; `statistics.stdev` adds fractions, and takes ten times as long."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -1,0 +1,401 @@
+"""What can be measured on this machine, by what and at which cost: tried out, not looked up."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import zmq
+from msgspec import Struct
+
+from effllm import __version__
+from effllm.config.settings import VARIABLES, Config, cache_folder, read_config, secret_path
+from effllm.config.spawn import pidfd
+from effllm.config.switches import PREFIX, is_enabled
+from effllm.devices import DeviceUnavailable, Reader, Site, open_device
+from effllm.devices import node as node_power
+from effllm.devices._nvml_identity import text_of
+from effllm.job.job_facts import peak_of
+from effllm.job.power_scope import Scope, choose
+from effllm.metrics import METRICS
+from effllm.metrics.measurable import FROM_LOOP, GAUGES, OWN, READ, SET, InputSource, Measurable, measurable
+from effllm.network import interface, secret
+from effllm.network.transport import AgentLink, FrameError, ServerSocket, decode_from_agent, make_context
+from effllm.records.rank import AVERAGE, COUNTER, INSTANT, Device, Sample
+from effllm.records.ring import RingWriter, ring_bytes
+from effllm.records.shared_memory import RingError, make_memory
+from effllm.records.wire import Heartbeat
+from effllm.sensor_profile.known import Known, known
+from effllm.trainer.preflight import problems, unwritable, usable
+from effllm.trainer.recorder import Recorder
+
+READS = 15
+READS_APART_S = 0.02
+STAMPS = 2000
+LOOPBACK_S = 5.0
+
+OK, BROKEN, MISSING = "ok", "broken", "missing"  # a run lives without what is missing
+
+
+class Finding(Struct, frozen=True):
+    """One thing that was tried."""
+
+    name: str
+    state: str  # OK, BROKEN or MISSING
+    text: str
+    advice: str = ""
+
+
+class Cost(Struct, frozen=True):
+    """What measuring takes here."""
+
+    read_ms: float | None = None  # median of a device read
+    core_share: float | None = None  # of a core, at the configured interval
+    interval_s: float | None = None
+    stamps_us: float | None = None  # of the training thread, per iteration
+
+
+class Survey(Struct, frozen=True):
+    """Everything that was found."""
+
+    measured: bool
+    device: Device | None
+    metrics: list[Measurable]
+    findings: list[Finding]
+    cost: Cost
+    sensor: Known | None = None  # of the GPU
+
+
+def survey(environ: Mapping[str, str], device: str) -> Survey:
+    """Try everything out; ``device`` is looked at instead of the configured one."""
+    findings = [*_python(), *_settings(environ)]
+    config = read_config(usable({**environ, f"{PREFIX}DEVICE": device} if device else environ))
+    opened, sources, read_ms, read_cpu_s, sensor, about = _device(config, environ)
+    node, node_findings = _node_power(config, opened)
+    scope = choose([[*([opened] if opened else ()), *node]], config.power_scope)
+    if scope.label and node:
+        sources["energy"] = InputSource(by=" and ".join(_energy_of(one) for one in node if one.key in scope.keys))
+    sources |= {need: InputSource(by=f"your loop: {need}") for need in FROM_LOOP}
+    sources |= {need: InputSource(by=f"effllm: {need}") for need in OWN}
+    sources |= {need: _setting(config, need) for need in SET}
+    sources["peak"] = _peak(config, opened)
+    stamps_us, memory = _shared_memory(config)
+    findings += [about, *_driver(), *node_findings, *_scope(scope)]
+    findings += [*_sinks(config), _run_folder(config), _loopback(), *_endpoint(config), _security(config)]
+    findings += [memory, _pidfd()]
+    return Survey(
+        measured=not any(finding.state == BROKEN for finding in findings),
+        device=opened,
+        metrics=[measurable(name, sources) for name in METRICS],
+        findings=findings,
+        cost=Cost(
+            read_ms=read_ms,
+            core_share=None if read_cpu_s is None else read_cpu_s / config.collection_interval_s,
+            interval_s=config.collection_interval_s,
+            stamps_us=stamps_us,
+        ),
+        sensor=sensor,
+    )
+
+
+def _device(
+    config: Config, environ: Mapping[str, str]
+) -> tuple[Device | None, dict[str, InputSource], float | None, float | None, Known | None, Finding]:
+    site = Site(
+        trainer_pid=os.getpid(),
+        host=platform.node(),
+        visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+        rocr_visible_devices=environ.get("ROCR_VISIBLE_DEVICES"),
+        hip_visible_devices=environ.get("HIP_VISIBLE_DEVICES"),
+        power_scope=config.power_scope,
+    )
+    try:
+        reader = open_device(config.device, site)
+    except DeviceUnavailable as error:
+        advice = f"or set {PREFIX}DEVICE=auto to sample what there is"
+        sources = dict.fromkeys((*READ, *GAUGES), InputSource(why_not="no device, see above"))
+        return None, sources, None, None, None, Finding("device", BROKEN, f"{config.device}: {error}", advice)
+    samples, failures, wall_s, cpu_s = _read(reader)
+    sensor = known(reader, cache_folder() / "calibration")
+    reader.close()
+    device = reader.device
+    simulated = ", SIMULATED: no hardware is measured" if device.simulated else ""
+    about = Finding("device", OK, f"{device.kind}: {device.name}, {device.key}{simulated}")
+    return device, _sources(device, samples, failures), 1e3 * statistics.median(wall_s), cpu_s, sensor, about
+
+
+def _read(reader: Reader) -> tuple[list[Sample], dict[str, str], list[float], float]:
+    """Return samples, the reasons of what failed, and the elapsed times and mean CPU time of a read, in seconds."""
+    wall_s, samples = [], []
+    failures: dict[str, str] = {}
+    cpu_s = time.thread_time()
+    for _ in range(READS):
+        began_s = time.perf_counter()
+        sample, failed = reader.read()
+        wall_s.append(time.perf_counter() - began_s)
+        samples.append(sample)
+        failures |= failed
+        time.sleep(READS_APART_S)
+    return samples, failures, wall_s, (time.thread_time() - cpu_s) / READS
+
+
+def _sources(device: Device, samples: list[Sample], failures: Mapping[str, str]) -> dict[str, InputSource]:
+    missing = [sentence.partition(": ")[::2] for sentence in device.not_measured]
+
+    def source(quantity: str, by: str, *fields: str) -> InputSource:
+        if any(getattr(sample, field) is not None for sample in samples for field in fields):
+            return InputSource(by=f"{device.kind}: {by}")
+        reasons = [why for name, why in missing if name == quantity] + [failures[f] for f in fields if f in failures]
+        return InputSource(why_not=f"{quantity}: {reasons[0] if reasons else f'device {device.kind} does not give it'}")
+
+    def gauge(quantity: str, by: str, why_not: str, *names: str) -> InputSource:
+        if any(name in sample.gauges for sample in samples for name in names):
+            return InputSource(by=f"{device.kind}: {by}")
+        return InputSource(why_not=f"{quantity}: {failures.get('gauges', why_not)}")
+
+    def either(is_given: bool, by: str, why_not: str) -> InputSource:
+        return InputSource(by=f"{device.kind}: {by}") if is_given else InputSource(why_not=why_not)
+
+    limit, throttles = device.power_limit_w, any(sample.throttled_by is not None for sample in samples)
+    none = f"device {device.kind} does not give it"
+    gpm = f"{none}; NVIDIA's GPUs have GPM for it from Hopper on"
+    return {
+        "gpu": InputSource(by="") if device.is_gpu else InputSource(why_not=f"gpu: device {device.kind} is none"),
+        "memory": source("memory", "memory in use", "memory_bytes"),
+        "utilization": source("utilization", "busy share of time", "utilization"),
+        "energy": source("energy", _method(device), "energy_j", "power_w", "power_average_w"),
+        "power": source("power", "power readings", "power_w"),
+        "power limit": either(bool(limit), f"limit of {limit or 0:g} W", f"limit: {none}"),
+        "throttling": either(throttles, "why clocks are slowed down", f"throttling: {none}"),
+        "temperature": gauge("temperature", "temperature", none, "temperature_c"),
+        "clocks": gauge("clocks", "clocks", none, "sm_clock_hz"),
+        "activity": gauge("activity", "GPM", gpm, "sm_activity_ratio"),
+    }
+
+
+def _method(device: Device) -> str:
+    ways = {COUNTER: "energy counter", INSTANT: "power readings, integrated", AVERAGE: "mean power, integrated"}
+    scope = f" ({device.power_scope})" if device.power_scope else ""
+    return ways.get(device.energy_method or "", "energy") + scope
+
+
+def _energy_of(device: Device) -> str:
+    return f"{device.kind}: {_method(device)}"
+
+
+def _node_power(config: Config, own: Device | None) -> tuple[list[Device], list[Finding]]:
+    """Open what the agent of local rank 0 would read beside its own device."""
+    if own is not None and own.simulated:
+        return [], []
+    devices, findings = [], []
+    credentials = Path(config.node_power_credentials) if config.node_power_credentials else None
+    for opener in node_power.openers(config.node_power, platform.node(), credentials):
+        if opener.name == "cpu" and own is not None and own.kind == "host":
+            continue  # it reads them itself
+        name = {"cpu": "CPU power", "psu": "node power"}.get(opener.name, opener.name)
+        try:
+            reader = opener.open()
+        except DeviceUnavailable as error:
+            findings.append(Finding(name, MISSING, str(error).removeprefix("energy: ").removeprefix("node power: ")))
+            continue
+        _, failed = reader.read()
+        reader.close()
+        if failed:
+            findings.append(Finding(name, MISSING, "; ".join(failed.values())))
+            continue
+        devices.append(reader.device)
+        note = f": {reader.device.energy_note}" if reader.device.energy_note else ""
+        findings.append(Finding(name, OK, f"{_energy_of(reader.device)}, {reader.device.name}{note}"))
+    return devices, findings
+
+
+def _scope(scope: Scope) -> Iterator[Finding]:
+    if scope.complaint:
+        yield Finding("power scope", MISSING, scope.complaint.removeprefix("power scope: "))
+    elif scope.label:
+        yield Finding("power scope", OK, scope.label)
+
+
+def _setting(config: Config, need: str) -> InputSource:
+    variable, meaning = SET[need]
+    value = getattr(config, next(one.field for one in VARIABLES if one.name == variable))
+    if value is None or (need in ("baseline", "profile") and not value):
+        return InputSource(why_not=f"{need}: set {PREFIX}{variable} to {meaning}")
+    return InputSource(by=f"{PREFIX}{variable}={value:g}")
+
+
+def _peak(config: Config, device: Device | None) -> InputSource:
+    if config.peak_tflops:
+        return InputSource(by=f"{PREFIX}PEAK_TFLOPS={config.peak_tflops:g}")
+    known = peak_of(device.name) if device and device.is_gpu else None
+    if known:
+        return InputSource(by=f"peak: {known.text}")
+    unknown = f"the hardware table does not know {device.name!r}; " if device and device.is_gpu else ""
+    return InputSource(why_not=f"peak: {unknown}set {PREFIX}PEAK_TFLOPS to that of one device")
+
+
+def _driver() -> Iterator[Finding]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        reason = f"no NVIDIA driver that answers ({error})"
+        yield Finding("driver", MISSING, reason, "without a GPU, the host is sampled")
+        return
+    try:
+        driver, library = (
+            text_of(ask()) for ask in (pynvml.nvmlSystemGetDriverVersion, pynvml.nvmlSystemGetNVMLVersion)
+        )
+        yield Finding("driver", OK, f"NVIDIA {driver}, NVML {library}")
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            yield _gpu(pynvml, index)
+    except pynvml.NVMLError as error:
+        yield Finding("driver", BROKEN, f"NVML fails: {error}", "nvidia-smi should say more; reload the driver")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(pynvml: Any, index: int) -> Finding:
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name, uuid = (text_of(ask(handle)) for ask in (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID))
+    except pynvml.NVMLError as error:
+        return Finding(f"GPU {index}", MISSING, f"cannot be read: {error}", "nvidia-smi should say more")
+    return Finding(f"GPU {index}", OK, f"{name}, {uuid}")
+
+
+def _python() -> Iterator[Finding]:
+    about = f"{platform.python_version()}, effllm {__version__}"
+    try:
+        yield Finding("Python", OK, f"{about}, torch {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        yield Finding("Python", OK, about)
+        advice = f"several ranks need it to find each other, or {PREFIX}ENDPOINT"
+        yield Finding("torch", MISSING, "not in this environment", advice)
+
+
+def _settings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    found = problems(environ)
+    for line in found:
+        yield Finding("settings", BROKEN, line)
+    if not is_enabled(environ):
+        text = f"metrics are off: {PREFIX}METRICS_ENABLED={environ[f'{PREFIX}METRICS_ENABLED']}"
+        yield Finding("settings", BROKEN, text, f"export {PREFIX}METRICS_ENABLED=true")
+    elif not found:
+        yield Finding("settings", OK, "valid")
+
+
+def _sinks(config: Config) -> Iterator[Finding]:
+    for name in config.sink_options():
+        try:
+            importlib.import_module(f"effllm.sinks.{name}")
+        except ImportError as error:
+            advice = f"install it, or leave {name} out of {PREFIX}SINKS"
+            yield Finding("sinks", BROKEN, f"{name} cannot be imported: {error}", advice)
+
+
+def _run_folder(config: Config) -> Finding:
+    folder = Path(config.run_dir).absolute()
+    if reason := unwritable(folder):
+        return Finding("run folders", BROKEN, reason, f"set {PREFIX}RUN_DIR to a folder that can")
+    return Finding("run folders", OK, f"in {folder}")
+
+
+def _loopback() -> Finding:
+    """Send one message as an agent does, and receive it as the aggregator does."""
+    if not (address := interface.loopback()):
+        return Finding("ZeroMQ", BROKEN, "the loopback interface is down", "ip link set lo up")
+    context = make_context()
+    server = ServerSocket(context)
+    link: AgentLink | None = None
+    began_s = time.monotonic()
+    try:
+        link = AgentLink(context, server.listen(interface.endpoint(address, 0)))
+        link.connect()
+        sent = Heartbeat("check", 0, 0, "check", 0.0)
+        arrived = None
+        while arrived is None and time.monotonic() - began_s < LOOPBACK_S:
+            link.send(sent)
+            server.socket.poll(20)
+            arrived = server.receive()
+        if arrived is None or decode_from_agent(arrived[1]) != sent:
+            return Finding(
+                "ZeroMQ", BROKEN, f"no message over {address} in {LOOPBACK_S:g} s", "is loopback up? ip link"
+            )
+    except (zmq.ZMQError, FrameError) as error:
+        return Finding("ZeroMQ", BROKEN, f"loopback fails: {error}", "is loopback up, and not filtered? ip link")
+    finally:
+        if link:
+            link.close()
+        server.close()
+        context.destroy(linger=0)
+    return Finding("ZeroMQ", OK, f"{zmq.zmq_version()}, over loopback in {1e3 * (time.monotonic() - began_s):.0f} ms")
+
+
+def _endpoint(config: Config) -> Iterator[Finding]:
+    if not config.endpoint:
+        return
+    host, _, port = config.endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LOOPBACK_S).close()
+        yield Finding("aggregator", OK, f"listens at {config.endpoint}")
+    except OSError as error:
+        text = f"no connection to {config.endpoint}: {error.strerror or error}"
+        yield Finding("aggregator", BROKEN, text, f"start effllm serve, or unset {PREFIX}ENDPOINT")
+
+
+def _security(config: Config) -> Finding:
+    path = secret_path(config)
+    if config.security == "none":
+        text = "none: every process that reaches the port can read and forge reports"
+        return Finding("security", MISSING, text, f"unset {PREFIX}SECURITY")
+    which = "curve" if config.security == "curve" else "auto: CURVE"
+    try:
+        secret.read(path)
+    except secret.SecretError as error:
+        if not os.path.lexists(path):
+            advice = "without a shared home, copy it to every host then"
+            return Finding("security", MISSING, f"{which}; no secret {path} yet: rank 0 makes it", advice)
+        # Within a host, rank 0 makes another in a folder for temporary files.
+        state = BROKEN if config.security == "curve" or config.endpoint else MISSING
+        return Finding("security", state, f"{which}; {error}", "until then no job spans hosts")
+    return Finding("security", OK, f"{which}; the secret {path} is yours alone")
+
+
+def _shared_memory(config: Config) -> tuple[float | None, Finding]:
+    """Make the ring that a trainer would make, and stamp iterations into it."""
+    size = ring_bytes(config.history_size)
+    try:
+        os.close(make_memory("effllm-check", size))
+        writer = RingWriter(config.history_size)
+    except RingError as error:
+        advice = f"free memory, or lower {PREFIX}HISTORY_SIZE={config.history_size}"
+        return None, Finding("shared memory", BROKEN, str(error), advice)
+    recorder = Recorder(writer, STAMPS + 1)
+    stamps_s = []
+    for _ in range(STAMPS):
+        began_s = time.perf_counter()
+        recorder.start()
+        recorder.end(1, 1)
+        stamps_s.append(time.perf_counter() - began_s)
+    recorder.disable()
+    writer.close()
+    return 1e6 * statistics.median(stamps_s), Finding("shared memory", OK, f"{size / 1024:.0f} KiB for the ring")
+
+
+def _pidfd() -> Finding:
+    descriptor = pidfd(os.getpid())
+    if descriptor < 0:
+        advice = "agents look once a second instead, whether their trainer lives"
+        return Finding("pidfd", MISSING, "this kernel, or the container's seccomp profile, has none", advice)
+    os.close(descriptor)
+    return Finding("pidfd", OK, "works")

@@ -1,0 +1,1 @@
+"""What the environment states: the settings of a run, and the place of this process in its job."""

@@ -1,0 +1,119 @@
+"""The place of a rank in its job, from the variables of torchrun, Open MPI or Slurm.
+
+Standard library alone, because the training process imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from effllm.config.settings import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of this process in its job, from its launcher's variables."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    launcher: str = "none"
+    run_id: str = ""
+    restart_count: int = 0
+    launch_id: str = ""  # of one srun or mpirun, where the launcher has one
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks of the job share this host."""
+        return self.world_size == self.local_world_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+#: Launcher -> its variables of rank, local rank, world size and local world size.
+_LAUNCHERS: dict[str, tuple[str, str, str, str]] = {
+    "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = int(text.split(",")[0].split("(")[0])  # SLURM_NTASKS_PER_NODE may read "8(x4)", "8,4"
+    except ValueError:
+        raise ConfigError(name, text, "must be a whole number, as launchers set it") from None
+    if value < 0:
+        raise ConfigError(name, text, "must be a whole number, as launchers set it")
+    return value
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Return this process's rank and world from torchrun's, Open MPI's or Slurm's variables, in this order.
+
+    Slurm's count only in a task of ``srun``: a batch script has ``SLURM_PROCID=0`` and the number of tasks that it
+    asked for, though none of them has started, and a program in it, or in the shell of ``salloc``, is one rank.
+
+    Raises:
+        ConfigError: a variable is no number, or the rank lies outside the world.
+    """
+    for launcher, (rank_name, local_rank_name, world_name, local_world_name) in _LAUNCHERS.items():
+        if not (environ.get(rank_name, "").strip() and environ.get(world_name, "").strip()):
+            continue
+        if launcher == "slurm" and not _is_srun_task(environ):
+            continue
+        rank, world_size = _integer(environ, rank_name, 0), _integer(environ, world_name, 1)
+        if rank >= max(world_size, 1):
+            raise ConfigError(rank_name, rank, f"must be below {world_name}={world_size}")
+        local_world_size = _integer(environ, local_world_name, 1 if world_size == 1 else 0)
+        if launcher == "slurm":  # exact where it is set, unlike SLURM_NTASKS_PER_NODE, which is the number asked for
+            local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
+        return Place(
+            rank=rank,
+            local_rank=_integer(environ, local_rank_name, 0),
+            world_size=max(world_size, 1),
+            local_world_size=local_world_size,
+            master_addr=environ.get("MASTER_ADDR", "").strip(),
+            master_port=_integer(environ, "MASTER_PORT", 0),
+            launcher=launcher,
+            run_id=_run_id(environ),
+            restart_count=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            launch_id=_launch_id(environ),
+        )
+    return Place(run_id=_run_id(environ))
+
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # the shell of salloc, a batch script, ...
+
+
+def _is_srun_task(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
+
+
+def _run_id(environ: Mapping[str, str]) -> str:
+    torchrun = environ.get("TORCHELASTIC_RUN_ID", "").strip()
+    if torchrun and torchrun != "none":  # torchrun without --rdzv_id
+        return torchrun
+    return environ.get("SLURM_JOB_ID", "").strip()
+
+
+def _launch_id(environ: Mapping[str, str]) -> str:
+    job, step = (environ.get(f"SLURM_{name}_ID", "").strip() for name in ("JOB", "STEP"))
+    # Two launches in one allocation are two jobs. Open MPI's mpirun sets PMIx's variable.
+    return f"{job}.{step}" if job and step else environ.get("PMIX_NAMESPACE", "").strip() or job

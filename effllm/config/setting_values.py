@@ -1,0 +1,144 @@
+"""Types of settings and of options of sinks: how a text is read, and the words for what is allowed.
+
+Standard library alone, because the training process imports it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from effllm.config.switches import ALLOWED, is_on, is_unclear
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MAX_WHOLE = 10**9
+
+
+class ValueType(NamedTuple):
+    """One type of value."""
+
+    read: Callable[[str], Any]  #: raises ValueError for a text that is not allowed
+    allowed: str  #: completes "must be ..."
+
+
+def number(least: float, most: float = math.inf, what: str = "a number", unit: str = "") -> ValueType:
+    """Return the type of finite numbers from ``least`` to ``most``."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most or math.isinf(value):
+            raise ValueError
+        return value
+
+    bounds = f"of at least {least}" if math.isinf(most) else f"from {least} to {most}"
+    return ValueType(read, f"{what} {bounds}" + (f", in {unit}" if unit else ""))
+
+
+def whole(least: int, most: int | None = None, what: str = "a whole number") -> ValueType:
+    """Return the type of whole numbers from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if not least <= value <= (_MAX_WHOLE if most is None else most):
+            raise ValueError
+        return value
+
+    return ValueType(read, f"{what} of at least {least}" if most is None else f"{what} from {least} to {most}")
+
+
+def matching(pattern: str, allowed: str) -> ValueType:
+    """Return the type of texts that a regular expression matches."""
+
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError
+        return text
+
+    return ValueType(read, allowed)
+
+
+def one_of(*allowed: str) -> ValueType:
+    """Return the type of a few words."""
+    return matching("|".join(map(re.escape, allowed)), f"{', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def parse_sinks(entries: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return sinks with the options that are given, as texts: ``prometheus:port=9788`` is ``{"port": "9788"}``.
+
+    A colon begins an option only before ``name=``: a folder may have one in its name.
+
+    Raises:
+        ValueError: an entry is no name with options, or a sink has two entries.
+    """
+    sinks: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        name, *options = re.split(r":(?=[a-z][a-z0-9_]*=)", entry)
+        if not _NAME.fullmatch(name) or name in sinks:
+            raise ValueError
+        sinks[name] = dict(option.split("=", 1) for option in options)
+    return sinks
+
+
+def _read_switch(text: str) -> bool:
+    if is_unclear(text):
+        raise ValueError
+    return is_on(text)
+
+
+def _read_positive(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise ValueError
+    return value
+
+
+def _read_warmup(text: str) -> str:
+    seconds = text.removesuffix("s")
+    (whole(0).read if seconds == text else number(0.0).read)(seconds)
+    return text
+
+
+def _read_sinks(text: str) -> tuple[str, ...]:
+    entries = tuple(part.strip() for part in text.split(",") if part.strip()) if text != "none" else ()
+    parse_sinks(entries)
+    return entries
+
+
+def _read_endpoint(text: str) -> str:
+    match = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(\d{1,5})", text)
+    if not match or not 0 < int(match[2]) < 65536:
+        raise ValueError
+    return f"tcp://{match[1]}:{match[2]}"
+
+
+def _read_ports(text: str) -> str:
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if not match or not 0 < int(match[1]) <= int(match[2]) < 65536:
+        raise ValueError
+    return text
+
+
+SWITCH = ValueType(_read_switch, ALLOWED)
+FOLDER = ValueType(str, "a folder")
+SECRET_FILE = ValueType(str, "a file of mode 0600")
+FOLDER_NAME = matching(_SAFE_NAME.pattern, "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit")
+ROLE = matching(_SAFE_NAME.pattern, "a word, such as trainer or rollout")
+TFLOPS = ValueType(_read_positive, "a number above 0, in TFLOP/s of one device")
+WARMUP = ValueType(_read_warmup, "a whole number of iterations, such as 100, or a number of seconds, such as 60s")
+SINKS = ValueType(
+    _read_sinks,
+    "names of files in effllm/sinks/, each once, separated by commas, with options as in console:format=full, or none",
+)
+DEVICE = matching(_NAME.pattern, "auto, or the name of a file in effllm/devices/")
+# Credentials are in a file, never in an address.
+NODE_POWER = matching(
+    r"auto|none|ipmi|https?://[^\s@]+", "auto, none, ipmi, or the https:// address of a Redfish service"
+)
+ENDPOINT = ValueType(_read_endpoint, "host:port or tcp://host:port")
+INTERFACE = matching(
+    r"[A-Za-z0-9_.:@%-]{1,64}", "the name of an interface, such as ib0, or an address of rank 0's host"
+)
+PORTS = ValueType(_read_ports, "two ports, such as 29700-29799")

@@ -1,0 +1,90 @@
+"""The power of a node beyond its GPUs, read once per node.
+
+A sensor is an `effllm.devices.Reader` with an ``interval_s`` between readings.  Its device has the scope CPU or
+NODE_PSU, computes nothing, and describes its source and its error in its note and its sensor.  Reading may take
+seconds, and so may opening: both belong into a thread of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.devices import DeviceUnavailable
+from effllm.devices.node import hwmon, rapl
+from effllm.devices.node.reader import CPU_INTERVAL_S, PSU_INTERVAL_S, NodeReader
+
+AUTO, NONE, IPMI = "auto", "none", "ipmi"
+ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chassis ({host} in it is the node's name)"
+
+
+class Opener(NamedTuple):
+    """A sensor that is not open yet."""
+
+    name: str  # "cpu" or "psu"
+    interval_s: float
+    open: Callable[[], NodeReader]  # raises DeviceUnavailable, whose text has the reason and the remedy
+
+
+def openers(choice: str, host: str, credentials: Path | None = None) -> list[Opener]:
+    """Return the sensors that this node may have, none of them open.
+
+    Args:
+        choice: ``auto`` is the CPUs, and the management controller in-band; it never uses the network.
+            ``none`` is nothing.  ``ipmi``, or the URL of a Redfish service, is the source of the power of the
+            node as a whole; the CPUs are read beside it.
+        host: the node's name, part of the devices' keys.
+        credentials: file of the Redfish service's user and password.
+
+    Raises:
+        ValueError: the choice is none of these; a wrong URL is reported when it is opened.
+    """
+    if choice == NONE:
+        return []
+    if choice not in (AUTO, IPMI) and not choice.startswith(("https://", "http://")):
+        raise ValueError(f"{choice!r} is not usable: {ALLOWED}")
+
+    def open_node() -> NodeReader:
+        if choice in (AUTO, IPMI):
+            return _open("ipmi", host)
+        if reason := missing(choice):
+            raise DeviceUnavailable(f"node power: {reason}")
+        return _open("redfish", host, choice, credentials)
+
+    return [
+        Opener("cpu", CPU_INTERVAL_S, lambda: open_cpu(host)),
+        Opener("psu", PSU_INTERVAL_S, open_node),
+    ]
+
+
+def missing(choice: str) -> str:
+    """Return the package that a choice needs and that is not installed, with its installation; else an empty string."""
+    if choice.startswith(("https://", "http://")):
+        try:
+            importlib.import_module("urllib3")
+        except ImportError:
+            return "Redfish needs urllib3, which is not installed: pip install 'effllm[redfish]'"
+    return ""
+
+
+def open_cpu(host: str) -> NodeReader:
+    """Open the CPUs by RAPL, else by hwmon.
+
+    Raises:
+        DeviceUnavailable: neither can be read; the text is hwmon's where it has a sensor, else RAPL's.
+    """
+    try:
+        return rapl.open_reader(host)
+    except DeviceUnavailable as by_rapl:
+        try:
+            return hwmon.open_reader(host)
+        except DeviceUnavailable as by_hwmon:
+            raise (by_rapl if str(by_hwmon) == hwmon.NO_HWMON else by_hwmon) from None
+
+
+def _open(name: str, *arguments: object) -> NodeReader:
+    # Imported when needed: TLS alone takes as much memory as a small process.
+    sensor: NodeReader = importlib.import_module(f"{__name__}.{name}").open_reader(*arguments)
+    return sensor

@@ -1,0 +1,160 @@
+"""Power of the CPUs through hwmon: NVIDIA's Grace, and AMD's EPYC where RAPL is closed.
+
+Grace has power and no energy counter.  Its firmware describes ACPI power meters, one per rail, identified by
+``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
+
+==========================  ==============================================================================
+``Module Power Socket 0``   the whole module: Grace, GPU, HBM, regulators.  Never read here.
+``Grace Power Socket 0``    the whole CPU side of the socket, which contains the two below.  This is read.
+``CPU Power Socket 0``      the rail of the cores
+``SysIO Power Socket 0``    the rail of the SoC
+==========================  ==============================================================================
+
+CPU and SysIO are *not* added to Grace: they are parts of it, 53 to 58 W of 93 to 104 W in NVIDIA's own traces
+(srt-slurm, ``cpu_rails.py``).  They are summed where there is no Grace meter, and the note names the missing parts.
+
+Where there is a Module meter too, the GPU shares the module, and NVML's counter may be the module's,
+which contains this CPU.  Its device then has the energy key ``module-cpu:<host>``: a sum over devices
+leaves it out on hosts whose GPUs have the scope MODULE.
+
+Not run on real hardware so far.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.devices import DeviceUnavailable
+from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.records.rank import AVERAGE, CPU, INSTANT, Sensor
+
+HWMON = Path("/sys/class/hwmon")
+
+NO_HWMON = "energy: no hwmon sensor shows the power of the CPUs (Grace's, or amd_hsmp on EPYC)"
+
+# The kernel returns an unknown ACPI reading (0xFFFFFFFF mW) as 4.3 MW.
+_MAX_W = 10_000.0
+
+# Grace's successor calls its rails "Total Power Socket 0" and so on.
+_RAIL = re.compile(
+    r"(?:(?P<module>module)|(?P<whole>grace|total(?: input)?)|(?P<cores>cpu(?: rail)?(?: input)?)"
+    r"|(?P<soc>sysio|soc(?: rail)?(?: input)?)|(?P<dram>dram(?: input)?)) power(?: in uw)? socket (?P<socket>\d+)"
+)
+_PARTS = ("cores", "soc", "dram")
+
+_ERROR = "gain assumed as of a board that is not calibrated: no accuracy is published"
+
+
+class Meter(NamedTuple):
+    """One power sensor, with its label and its averaging interval."""
+
+    path: Path
+    label: str
+    average_s: float | None = None
+
+    def watts(self) -> float:
+        """Return the power.
+
+        Raises:
+            OSError, ValueError: it cannot be read, or cannot be the power of a running CPU.
+        """
+        watts = int(self.path.read_text()) / 1e6
+        if not 0.0 < watts < _MAX_W:
+            raise ValueError(f"{self.label} shows {watts:g} W")
+        return watts
+
+
+def grace_meters(root: Path) -> dict[tuple[str, int], Meter]:
+    meters: dict[tuple[str, int], Meter] = {}
+    for path in sorted([*root.glob("hwmon*/device/power*_average"), *root.glob("hwmon*/power*_average")]):
+        label = _text(path, "oem_info") or _text(path, "label")
+        rail = _RAIL.fullmatch(label.lower())
+        if rail is not None:
+            interval_ms = _text(path, "average_interval")
+            average_s = int(interval_ms) / 1e3 if interval_ms.isdecimal() else None
+            kind = next(kind for kind in ("module", "whole", *_PARTS) if rail[kind])
+            meters.setdefault((kind, int(rail["socket"])), Meter(path, label, average_s))
+    return meters
+
+
+def hsmp_meters(root: Path) -> list[Meter]:
+    """Return the socket powers of EPYC's system management unit, one per socket."""
+    named = [(path.parent, path.read_text().strip()) for path in sorted(root.glob("hwmon*/name"))]
+    folders = [folder for folder, name in named if name == "amd_hsmp_hwmon"]
+    return [
+        Meter(folder / "power1_input", f"amd_hsmp socket {socket}")
+        for socket, folder in enumerate(folders)
+        if (folder / "power1_input").exists()
+    ]
+
+
+def _text(path: Path, suffix: str) -> str:
+    try:
+        return path.with_name(path.name.removesuffix("average") + suffix).read_text().strip()
+    except OSError:
+        return ""
+
+
+def open_reader(host: str, root: Path = HWMON) -> NodeReader:
+    """Open the CPUs of a node.
+
+    Raises:
+        DeviceUnavailable: no sensor shows their power, or it cannot be read.
+    """
+    try:
+        rails = grace_meters(root)
+        reader = _grace(host, rails) if rails else _epyc(host, hsmp_meters(root))
+    except (OSError, ValueError) as error:
+        raise DeviceUnavailable(f"energy: hwmon cannot be read: {error}") from error
+    if reader is None:
+        raise DeviceUnavailable(NO_HWMON)
+    _, failures = reader.read()
+    if failures:
+        raise DeviceUnavailable(f"energy: {next(iter(failures.values()))}")
+    return reader
+
+
+def _grace(host: str, rails: Mapping[tuple[str, int], Meter]) -> NodeReader | None:
+    meters = [meter for (kind, _), meter in rails.items() if kind == "whole"]
+    note = "the whole CPU side of the socket"
+    if not meters:
+        meters = [meter for (kind, _), meter in rails.items() if kind in _PARTS]
+        note = "the rails that have a meter: memory or regulators may lack"
+    if not meters:
+        return None
+    in_module = any(kind == "module" for kind, _ in rails)
+    intervals_s = {meter.average_s for meter in meters}
+    average_s = max((interval_s for interval_s in intervals_s if interval_s is not None), default=1.0)
+    average = "averaging interval assumed" if None in intervals_s else f"averages over {average_s:g} s, as it reports"
+    device = node_device(
+        host,
+        CPU,
+        kind="hwmon",
+        name="NVIDIA Grace",
+        method=AVERAGE,
+        note=f"{', '.join(meter.label for meter in meters)}: {note}",
+        sensor=Sensor(tick_s=average_s, average_s=average_s, is_held=True, source=f"{average}; {_ERROR}"),
+        driver="acpi_power_meter",
+        energy_key=f"module-cpu:{host}" if in_module else "",
+    )
+    interval_s = max(CPU_INTERVAL_S, average_s)
+    return NodeReader(device, interval_s, lambda: Measured(power_average_w=sum(meter.watts() for meter in meters)))
+
+
+def _epyc(host: str, meters: list[Meter]) -> NodeReader | None:
+    if not meters:
+        return None
+    device = node_device(
+        host,
+        CPU,
+        kind="hwmon",
+        name="AMD EPYC",
+        method=INSTANT,
+        note=f"{', '.join(meter.label for meter in meters)}: integrated power, for RAPL cannot be read; no DRAM",
+        sensor=Sensor(tick_s=0.001, source=f"tick assumed as RAPL's; {_ERROR}"),
+        driver="amd_hsmp",
+    )
+    return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(power_w=sum(meter.watts() for meter in meters)))

@@ -1,0 +1,210 @@
+"""The power of a node by its own management controller, in-band: DCMI's reading through ipmi-dcmi or ipmitool.
+
+Sensors named by vendors are not read: DCMI's reading alone has one meaning everywhere, though not an exact one.
+Not run on real hardware so far: the arguments and the text are those of freeipmi 1.6.10 and ipmitool 1.8.19.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from effllm.devices import DeviceUnavailable
+from effllm.devices.node.reader import PSU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.records.rank import INSTANT, NODE_PSU, Sensor
+
+DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
+
+LIMIT_S = 5.0
+MAX_BYTES = 64 * 1024
+_ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not on the path of ordinary users
+
+SENSOR = Sensor(
+    tick_s=5.0,
+    tick_error_s=5.0,
+    is_held=True,
+    gain_error=0.10,
+    source="assumed: DCMI states neither error nor period; several seconds were seen (Chameleon Cloud's "
+    "documentation), and power supplies themselves may be off by 5 % (Intel E72797-009, table 17)",
+)
+
+NO_DEVICE = (
+    "node power: no IPMI device (/dev/ipmi0) is here: load the kernel modules ipmi_si and ipmi_devintf; virtual "
+    "machines have none, and containers need --device=/dev/ipmi0"
+)
+NO_PERMISSION = (
+    "node power: {device} is closed to this user; run as root, or let root give it a group (a udev rule such as "
+    'KERNEL=="ipmi*", GROUP="ipmi", MODE="0660"), or hand it to the job alone (the scheduler\'s prolog: '
+    "setfacl -m u:USER:rw {device}); mind that write access also permits to switch the node off"
+)
+NO_TOOL = "node power: neither ipmi-dcmi (freeipmi) nor ipmitool is installed"
+
+
+class Tool(NamedTuple):
+    """An executable that prints DCMI's power reading, and the patterns of its text."""
+
+    name: str
+    arguments: tuple[str, ...]
+    watts: re.Pattern[str]
+    state: re.Pattern[str]
+
+
+TOOLS = (
+    Tool(
+        "ipmi-dcmi",
+        ("--driver-type=OPENIPMI", "--get-system-power-statistics"),
+        re.compile(r"^\s*Current Power\s*:\s*(\d+)\s+Watts\s*$", re.IGNORECASE | re.MULTILINE),
+        re.compile(r"^\s*Power Measurement\s*:\s*(?:(Active)|.*)$", re.IGNORECASE | re.MULTILINE),
+    ),
+    Tool(
+        "ipmitool",
+        ("-I", "open", "dcmi", "power", "reading"),
+        re.compile(r"^\s*Instantaneous power reading\s*:\s*(\d+)\s+Watts\s*$", re.IGNORECASE | re.MULTILINE),
+        re.compile(r"^\s*Power reading state is\s*:\s*(?:(activated)|.*)$", re.IGNORECASE | re.MULTILINE),
+    ),
+)
+
+
+def watts(tool: Tool, text: str) -> float:
+    """Return the power in the output of a tool.
+
+    Raises:
+        ValueError: it has no power in it.
+    """
+    reading, state = tool.watts.search(text), tool.state.search(text)
+    if reading is None:
+        raise ValueError(f"{tool.name} shows no power: {_last_line(text)}")
+    if state is not None and state[1] is None:
+        raise ValueError(f"{tool.name} shows no power: the measurement is off ({state[0].strip()})")
+    if int(reading[1]) == 0:  # a controller that has the command and no meter behind it
+        raise ValueError(f"{tool.name} shows 0 W, which a running node cannot draw")
+    return float(reading[1])
+
+
+class Command:
+    """An executable that is run repeatedly, never for longer than its timeout, one at a time."""
+
+    def __init__(self, arguments: Sequence[str], limit_s: float = LIMIT_S) -> None:
+        self._arguments = arguments
+        self._name = Path(arguments[0]).name
+        self._limit_s = limit_s
+        self._stuck: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> str:
+        """Return its output, errors included.
+
+        Raises:
+            OSError: it cannot be started, failed, did not end in time, or printed too much.
+        """
+        if self._stuck is not None and self._stuck.poll() is None:
+            raise OSError(f"{self._name} hangs in the kernel and is not started again")
+        process = subprocess.Popen(
+            self._arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output = self._read_all(process)
+        finally:
+            self._end(process)
+        text = output.decode(errors="replace")
+        if process.returncode:
+            raise OSError(f"{self._name} failed ({process.returncode}): {_last_line(text)}")
+        return text
+
+    def _read_all(self, process: subprocess.Popen[bytes]) -> bytes:
+        """Return its output until it has ended."""
+        assert process.stdout is not None
+        output, until_s = bytearray(), time.monotonic() + self._limit_s
+        while piece := self._wait(process.stdout.fileno(), until_s) and os.read(process.stdout.fileno(), 8192):
+            output += piece
+            if len(output) > MAX_BYTES:
+                raise OSError(f"{self._name} prints more than a power reading")
+        ended = os.pidfd_open(process.pid)
+        try:
+            self._wait(ended, until_s)
+        finally:
+            os.close(ended)
+        return bytes(output)
+
+    def _wait(self, descriptor: int, until_s: float) -> bool:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(max(until_s - time.monotonic(), 0.0) * 1000):
+            raise TimeoutError(f"{self._name} did not answer within {self._limit_s:g} s")
+        return True
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End it and its children; it is reaped last, since until then the number of its group cannot be reused."""
+        assert process.stdout is not None
+        process.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._stuck = process
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it printed nothing"
+
+
+def open_reader(
+    host: str,
+    devices: Sequence[Path] = DEVICES,
+    which: Callable[[str], str | None] = lambda name: shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS),
+    limit_s: float = LIMIT_S,
+) -> NodeReader:
+    """Open the node's power by the first tool that prints it.
+
+    Raises:
+        DeviceUnavailable: no device, no permission, no tool, or no tool that prints power.
+    """
+    present = [device for device in devices if device.exists()]
+    if not present:
+        raise DeviceUnavailable(NO_DEVICE)
+    if not os.access(present[0], os.R_OK | os.W_OK):
+        raise DeviceUnavailable(NO_PERMISSION.format(device=present[0]))
+    why_not = []
+    for tool in TOOLS:
+        executable = which(tool.name)
+        if executable is None:
+            continue
+        command, began_s = Command([executable, *tool.arguments], limit_s), time.monotonic()
+        try:
+            watts(tool, command.run())
+        except (OSError, ValueError) as error:
+            why_not.append(str(error))
+            continue
+        return _reader(host, tool, command, time.monotonic() - began_s)
+    raise DeviceUnavailable(f"node power: {'; '.join(why_not)}" if why_not else NO_TOOL)
+
+
+def _reader(host: str, tool: Tool, command: Command, call_s: float) -> NodeReader:
+    device = node_device(
+        host,
+        NODE_PSU,
+        kind="ipmi",
+        name="node",
+        method=INSTANT,
+        note="DCMI's power reading, whole watts: its source is the vendor's choice, and on some boards it leaves out "
+        "GPUs, fans or the losses of the power supplies",
+        sensor=msgspec.structs.replace(SENSOR, call_s=call_s),
+        driver=tool.name,
+    )
+    return NodeReader(device, PSU_INTERVAL_S, lambda: Measured(power_w=watts(tool, command.run())))

@@ -1,0 +1,203 @@
+"""RAPL, the energy counters of Intel's and AMD's CPUs, through powercap or, where that is closed, through perf.
+
+Never an estimate from a TDP.  Not run on real hardware so far; the tests have recorded trees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.devices import DeviceUnavailable
+from effllm.devices.node.perf_event import PerfEvent
+from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent, perf_events, powercap_zones
+from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
+from effllm.records.rank import COUNTER, CPU, Sensor
+
+# No CPU package draws more: a counter that rose faster was reset, and a counter that was not read for
+# longer than its range lasts at this power may have wrapped twice.
+_PACKAGE_MAX_W = 1000.0
+
+# The start of the total, and its decrease after an unknown period: more than can flow until the next reading,
+# so that the difference across that period is not taken for energy.
+_START_J, _BACK_J = 1e9, 1e6
+
+# Dies that mirror one counter agree in each of these comparisons; counters of two sockets differ in the first.
+_COMPARISONS, _PAUSE_S, _MIN_MOVES = 8, 0.01, 3
+
+SENSOR = Sensor(
+    tick_s=0.001,
+    gain_error=0.10,
+    source="assumed, for neither Intel nor AMD states an error: Intel measures since Haswell "
+    "(doi 10.1109/IPDPSW.2015.70) with DRAM off by a constant (doi 10.1145/2989081.2989088), AMD's Zen 2 models "
+    "(arXiv 2108.00808)",
+)
+
+NO_RAPL = (
+    "energy: this machine exposes no RAPL power sensor; virtual machines have none, and containers hide "
+    "/sys/devices/virtual/powercap unless it is mounted into them"
+)
+RAPL_UNREADABLE = (
+    "energy: only root may read the RAPL counters; let root make /sys/class/powercap/intel-rapl:*/energy_uj readable "
+    "at boot (tmpfiles.d, sysfs.conf or a udev rule), or allow perf (kernel.perf_event_paranoid=0, or the capability "
+    "CAP_PERFMON for Python), or give Python CAP_DAC_READ_SEARCH, or run as root; see docs/node-power.md"
+)
+
+
+class Rapl:
+    """The energy counters of all CPU packages and their DRAM, as one that neither wraps nor jumps."""
+
+    def __init__(self, counters: Sequence[Counter], clock: Callable[[], float], note: str = "") -> None:
+        self.note = note
+        self._counters = counters
+        self._clock = clock
+        self._last = [counter.read() for counter in counters]
+        self._last_s = clock()
+        self._start_j = self._total_j = _START_J
+        self._shortest_j = min(counter.range / counter.per_joule for counter in counters)
+
+    def energy_j(self) -> float:
+        """Return a total; only its differences have a meaning.
+
+        A read that fails changes nothing, so the next one includes the energy meanwhile.  After an unknown
+        period the total is lower than before.
+
+        Raises:
+            OSError, ValueError: a counter cannot be read, or its count since the last read is unknown.
+        """
+        counts, now_s = [counter.read() for counter in self._counters], self._clock()
+        # A decrease is a wrap-around: modulo the range the difference is right.
+        spent_j = [
+            (now - last) % counter.range / counter.per_joule
+            for counter, now, last in zip(self._counters, counts, self._last, strict=True)
+        ]
+        limit_j = _PACKAGE_MAX_W * (now_s - self._last_s + 1.0)
+        self._last, self._last_s = counts, now_s
+        if limit_j > self._shortest_j:
+            self._go_back()
+            raise ValueError("the counters were not read for so long that they may have wrapped more than once")
+        if max(spent_j) > limit_j:
+            self._go_back()
+            raise ValueError("a counter was reset")
+        self._total_j += sum(spent_j)
+        return self._total_j
+
+    def _go_back(self) -> None:
+        self._start_j = self._total_j = max(self._start_j - _BACK_J, 0.0)
+
+    def close(self) -> None:
+        for counter in self._counters:
+            counter.close()
+
+
+class _TwoReads(NamedTuple):
+    """All packages read one after the other, twice: equal counters have a common value between the two."""
+
+    first: list[int]
+    second: list[int]
+
+
+def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
+    """Return the indices of the packages that show the counter of an earlier one.
+
+    Linux shows one package per die, and on some AMD processors every die shows the whole socket: a sum
+    over them is twice the energy, or twelve times (CodeCarbon issues 1274 and 1379; kernel commits
+    26096aed255f and 8d72eba1cf8c).
+    """
+    packages = [index for index, counter in enumerate(counters) if counter.is_package]
+    pairs = {
+        (one, other): 0
+        for place, one in enumerate(packages)
+        for other in packages[place + 1 :]
+        if (counters[one].range, counters[one].per_joule) == (counters[other].range, counters[other].per_joule)
+    }
+    last = _read_twice(counters) if pairs else None
+    for _ in range(_COMPARISONS):
+        if not pairs or last is None:
+            break
+        pause(_PAUSE_S)
+        now = _read_twice(counters)
+        for (one, other), moves in list(pairs.items()):
+            size = counters[one].range
+            least = now.first[one] - last.second[one]  # the least that the one has counted, and how much more at most
+            width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
+            counted = (now.first[other] - last.first[other]) % size
+            if (counted - least) % size <= width:
+                pairs[one, other] = moves + (counted > 0)
+            else:
+                del pairs[one, other]
+        last = now
+    return {other for (_, other), moves in pairs.items() if moves >= _MIN_MOVES}
+
+
+def _read_twice(counters: Sequence[Counter]) -> _TwoReads:
+    return _TwoReads([counter.read() for counter in counters], [counter.read() for counter in counters])
+
+
+def open_rapl(
+    clock: Callable[[], float] = time.monotonic,
+    powercap: Path = POWERCAP,
+    perf: Path = PERF,
+    open_event: OpenEvent = PerfEvent,
+    pause: Callable[[float], None] = time.sleep,
+) -> Rapl:
+    """Open the counters of all packages and their DRAM, through powercap or else through perf.
+
+    Raises:
+        DeviceUnavailable: there are none, or they may not be read.
+    """
+    ways: dict[str, Callable[[], Sequence[Counter]]] = {
+        "powercap": lambda: powercap_zones(powercap),
+        "perf": lambda: perf_events(perf, open_event),
+    }
+    why_not = ""
+    for way, find in ways.items():
+        try:
+            counters = find()
+            if counters:
+                return _without_copies(counters, clock, way, pause)
+        except PermissionError:  # since Linux 5.10, for CVE-2020-8694
+            why_not = RAPL_UNREADABLE
+        except (OSError, ValueError) as error:
+            why_not = why_not or f"energy: the RAPL counters cannot be read through {way}: {error}"
+    raise DeviceUnavailable(why_not or NO_RAPL)
+
+
+def _without_copies(
+    counters: Sequence[Counter], clock: Callable[[], float], way: str, pause: Callable[[float], None]
+) -> Rapl:
+    try:
+        copies = mirrors(counters, pause)
+        kept = [counter for index, counter in enumerate(counters) if index not in copies]
+        rapl = Rapl(kept, clock, _note(kept, len(copies), way))
+    except (OSError, ValueError):
+        for counter in counters:
+            counter.close()
+        raise
+    for index in copies:
+        counters[index].close()
+    return rapl
+
+
+def _note(counters: Sequence[Counter], num_copies: int, way: str) -> str:
+    num_packages = sum(counter.is_package for counter in counters)
+    packages = f"{num_packages} CPU package{'s' if num_packages > 1 else ''}"
+    dram = "with DRAM" if num_packages < len(counters) else "without DRAM, for which there is no counter"
+    note = f"RAPL through {way}: {packages} {dram}"
+    if num_copies:
+        note += f"; {num_copies} more packages always show the same numbers as these and are not counted again"
+    return note
+
+
+def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
+    """Open the CPUs of a node, with their DRAM where it has counters.
+
+    Raises:
+        DeviceUnavailable: there are no counters, or they may not be read.
+    """
+    if rapl is None:
+        rapl = open_rapl()
+    device = node_device(host, CPU, kind="rapl", name="CPU", method=COUNTER, note=rapl.note, sensor=SENSOR)
+    return NodeReader(device, CPU_INTERVAL_S, lambda: Measured(energy_j=rapl.energy_j()), rapl.close)

@@ -1,0 +1,88 @@
+"""RAPL's counters one by one, as powercap's tree and perf's power PMU show them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from effllm.devices.node.perf_event import PerfEvent
+
+POWERCAP = Path("/sys/class/powercap")
+PERF = Path("/sys/bus/event_source/devices/power")
+
+#: Opens a counter by the PMU's number, the event's configuration, and the CPU.
+OpenEvent = Callable[[int, int, int], PerfEvent]
+
+
+class Counter(NamedTuple):
+    """One energy counter that wraps."""
+
+    is_package: bool  # else DRAM
+    range: int  # counts until it wraps
+    per_joule: float
+    read: Callable[[], int]  # raises OSError or ValueError
+    close: Callable[[], None] = lambda: None  # may be called twice
+
+
+def powercap_zones(root: Path) -> list[Counter]:
+    """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
+    zones = []
+    for path in sorted(root.glob("intel-rapl:*")):  # the same names on AMD; intel-rapl-mmio shows a package twice
+        try:
+            name = (path / "name").read_text().strip()
+        except FileNotFoundError:  # a container that masks the zones shows their folders
+            continue
+        if name.startswith("package") or name == "dram":
+            size = int((path / "max_energy_range_uj").read_text())
+            zones.append(Counter(name != "dram", size, 1e6, partial(_read_count, path / "energy_uj")))
+    return zones
+
+
+def _read_count(path: Path) -> int:
+    return int(path.read_text())
+
+
+def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Counter]:
+    """Return the packages and their DRAM as counters of the power PMU, none where there is no such PMU.
+
+    Raises:
+        OSError, ValueError: it may not be used, or is not as documented.
+    """
+    if not (root / "type").exists():
+        return []
+    kind, cpus = int((root / "type").read_text()), _cpus((root / "cpumask").read_text())
+    events = []
+    with ExitStack() as opened:
+        for name in ("energy-pkg", "energy-ram"):  # neither -psys nor -cores nor -gpu
+            if (root / "events" / name).exists():
+                config, per_joule = _event(root / "events", name)
+                for cpu in cpus:
+                    event = open_event(kind, config, cpu)
+                    opened.callback(event.close)
+                    # The kernel keeps these from wrapping.
+                    events.append(Counter(name == "energy-pkg", 2**64, per_joule, event.read, event.close))
+        opened.pop_all()
+    return events
+
+
+def _event(folder: Path, name: str) -> tuple[int, float]:
+    """Return an event's configuration, and its counts per joule."""
+    asked = re.fullmatch(r"event=(0x[0-9a-f]+)", (folder / name).read_text().strip())
+    unit = (folder / f"{name}.unit").read_text().strip()
+    scale = float((folder / f"{name}.scale").read_text())
+    if asked is None or unit != "Joules" or not 0.0 < scale <= 1.0:
+        raise ValueError(f"perf's {name} is not as expected: unit {unit!r}, scale {scale!r}")
+    return int(asked[1], 16), 1.0 / scale
+
+
+def _cpus(mask: str) -> list[int]:
+    """Return the CPUs of a list as ``0,28`` or ``0-1``: the kernel names one per package, or per die."""
+    cpus: list[int] = []
+    for part in mask.strip().split(","):
+        first, _, last = part.partition("-")
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus

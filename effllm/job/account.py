@@ -1,0 +1,258 @@
+"""The running sums of a job, and the totals that metrics are computed from; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from effllm.job.energy_account import AMOUNT, EnergyTotals, WindowEnergy
+from effllm.job.gathered import GaugeSums, GpuReadings
+from effllm.job.merged import Merged
+from effllm.job.rows import SUMMED, Rows
+from effllm.job.window_energy import is_covered
+from effllm.records.columns import Array, Table, fields_of, means
+from effllm.records.energy import NORMAL_95, NOT_MEASURED
+from effllm.records.job import ClusterTotals, Counts, DeviceTotals, JobConstants, JobEnergy, LoopTimes
+from effllm.records.rank import Profile, RankReport, add_profiles
+
+_JOB = "job"  # whose energy that of all devices is
+
+
+class RankSums(Table):
+    """The running sums of each rank."""
+
+    NAMES = (
+        "iterations",
+        "time_s",
+        "busy_s",
+        "wait_s",
+        "energy_time_s",  # of the windows whose energy is in the sum
+        "generation_s",
+        "device_steps",
+        "device_step_s",
+    )
+
+
+class DeviceSums(Table):
+    """The running sums of each device."""
+
+    NAMES = (
+        "memory_byte_seconds",
+        "memory_covered_s",
+        "utilization_seconds",
+        "utilization_covered_s",
+        "memory_peak_bytes",  # the largest; nan where none was measured
+    )
+    EMPTY = (0.0, 0.0, 0.0, 0.0, np.nan)
+
+
+class Account(Struct):
+    """The running sums of a job on one time base.
+
+    ``wall`` chooses the base: the whole wall time of the rows, or their iterations alone.
+    """
+
+    wall: bool = False
+    ranks: RankSums = msgspec.field(default_factory=RankSums)
+    devices: DeviceSums = msgspec.field(default_factory=DeviceSums)
+    counts: dict[str, int] = {}  # sums of `Rows.counts`
+    profile: Profile | None = None
+    energy: EnergyTotals = msgspec.field(default_factory=EnergyTotals)  # of the covered windows
+    energy_counts: dict[str, int] = {}  # of these windows, with their iterations
+    energy_windows: int = 0
+    holes: int = 0  # windows whose energy is not in the sum
+    partial: int = 0  # windows of which a device is not in it, or only in part; the holes are among them
+    left_windows: int = 0  # those of them in which it is missing because its ranks had left
+    covered_s: float = 0.0  # wall time, mean over devices, whose energy was measured
+    covered_iterations: float = 0.0
+    measured_j: float = 0.0
+    gpus_j: float = 0.0  # what GPUs drew in the covered windows, whatever the scope ...
+    gpus_holes: int = 0  # ... and in how many of these that is not known
+    gauges: dict[str, GaugeSums] = {}
+    throttled_s: float = 0.0
+    throttle_covered_s: float = 0.0
+    power_histogram_s: dict[int, float] = {}
+    power_peak_w: float | None = None
+
+    def add_rows(self, rows: Iterable[RankReport]) -> None:
+        """Add the times and counts of rows, each of which may be added once."""
+        rows = Rows.of(rows)
+        numbers = rows.numbers
+        columns = ["iterations", "wall_s" if self.wall else "time_s", "busy_s", "wait_s", *SUMMED]
+        added = np.stack([numbers[name] for name in columns], axis=1)
+        at = self.ranks.find(rows.ranks)
+        self.ranks.values[at[:, None], _OF_ROWS] += added
+        _add(self.counts, rows.counts)
+        self.profile = add_profiles(self.profile, rows.profile)
+
+    def add_devices(self, merged: Merged, sign: int = 1) -> None:
+        """Add the memory and utilization of a window's devices; with a sign of -1 take them back."""
+        levels = (merged.wall if self.wall else merged.iterations).levels
+        at = self.devices.find(merged.names)
+        values = self.devices.values
+        values[at, :4] += sign * np.nan_to_num(levels)
+        values[at, 4] = np.fmax(values[at, 4], merged.peaks)
+        self._add_readings(merged.gpus, sign)
+
+    def _add_readings(self, readings: GpuReadings, sign: int) -> None:
+        for name, gauge in readings.gauges.items():
+            sums = self.gauges.setdefault(name, GaugeSums())
+            sums.value_seconds += sign * gauge.value_seconds
+            sums.covered_s += sign * gauge.covered_s
+            if gauge.most is not None:
+                sums.most = gauge.most if sums.most is None else max(sums.most, gauge.most)
+        self.throttled_s += sign * readings.throttled_s
+        self.throttle_covered_s += sign * readings.throttle_covered_s
+        for step, seconds in readings.power_histogram_s.items():
+            self.power_histogram_s[step] = self.power_histogram_s.get(step, 0.0) + sign * seconds
+        if readings.power_peak_w is not None:
+            self.power_peak_w = max(readings.power_peak_w, self.power_peak_w or 0.0)
+
+    def add_energy(
+        self, window: int, energy: WindowEnergy, rows: Iterable[RankReport], least_coverage: float, sign: int = 1
+    ) -> None:
+        """Add a window's energy, with the seconds and counts it belongs to, if enough of it was measured.
+
+        With a sign of -1 take it back, for a late row changes all of it.
+        """
+        amount = energy.wall if self.wall else energy.iterations
+        self.measured_j += sign * (amount.joules or 0.0)
+        rows = Rows.of(rows)
+        is_whole = is_covered(energy.coverage, least_coverage) and is_covered(energy.lowest_coverage, least_coverage)
+        self.partial += sign * (not is_whole or energy.num_left > 0)
+        self.left_windows += sign * (energy.num_left > 0)
+        self.covered_s += sign * energy.share * float(rows.numbers["wall_s"].max(initial=0.0))
+        self.covered_iterations += sign * energy.share * rows.iterations
+        if not is_covered(energy.coverage, least_coverage):
+            self.holes += sign
+            return
+        self.energy_windows += sign
+        self.energy.add(window, (_JOB,), fields_of([amount], AMOUNT), sign)
+        self.gpus_j += sign * (energy.gpus_wall_j if self.wall else energy.gpus_iterations_j)
+        self.gpus_holes += sign * (not is_covered(energy.gpus_coverage, least_coverage))
+        at = self.ranks.find(rows.ranks)
+        self.ranks.column("energy_time_s")[at] += sign * rows.numbers["wall_s" if self.wall else "time_s"]
+        _add(self.energy_counts, {"iterations": rows.iterations, **rows.counts}, sign)
+
+    def totals(self, constants: JobConstants, sample_s: float | None = None) -> ClusterTotals:
+        """Return what metrics are computed from: sums per rank first, the maximum over ranks last.
+
+        Args:
+            constants: of the job.
+            sample_s: time between two samples of a device, where the error of means is to be known.
+        """
+        peaks = self.devices.column("memory_peak_bytes")
+        memory = _mean_min_max(*self.devices.values[:, :2].T)
+        utilization = _mean_min_max(*self.devices.values[:, 2:4].T)
+        ranks = dict(zip(RankSums.NAMES, self.ranks.values.T, strict=True))
+        longest = int(ranks["time_s"].argmax()) if len(self.ranks) else -1
+        slowest = _slowest(ranks["busy_s"], ranks["iterations"])
+        slowest_device = _slowest(ranks["device_step_s"], ranks["device_steps"])
+        return ClusterTotals(
+            counts=Counts(iterations=int(_largest(ranks["iterations"])), **self.counts),
+            loop=LoopTimes(
+                time_s=_at(ranks["time_s"], longest),
+                slowest_step_s=_at(ranks["busy_s"], slowest),
+                slowest_iterations=int(_at(ranks["iterations"], slowest)),
+                wait_s=_at(ranks["wait_s"], longest),
+                generation_s=_largest(ranks["generation_s"]),
+                device_steps=int(_at(ranks["device_steps"], slowest_device)),
+                device_step_s=_at(ranks["device_step_s"], slowest_device),
+            ),
+            energy=self._energy(),
+            devices=DeviceTotals(
+                memory_mean_bytes=memory[0],
+                memory_min_bytes=memory[1],
+                memory_max_bytes=memory[2],
+                memory_peak_bytes=None if np.isnan(peaks).all() else float(np.nanmax(peaks)),
+                memory_error_bytes=self._sampling_error("memory", sample_s),
+                utilization_mean=utilization[0],
+                utilization_min=utilization[1],
+                utilization_max=utilization[2],
+                utilization_error=self._sampling_error("utilization", sample_s) if constants.gpus else None,
+                power_peak_w=self.power_peak_w,
+                power_histogram_s=dict(self.power_histogram_s),
+                throttled_s=self.throttled_s if self.throttle_covered_s > 0 else None,
+                throttle_covered_s=self.throttle_covered_s,
+                temperature_max_c=self._gauge("temperature_c").most,
+                sm_clock_hz=self._gauge("sm_clock_hz").mean,
+                sm_activity=self._gauge("sm_activity_ratio").mean,
+                tensor_activity=self._gauge("tensor_activity_ratio").mean,
+                dram_activity=self._gauge("dram_activity_ratio").mean,
+            ),
+            constants=constants,
+            profile=self.profile,
+        )
+
+    def _energy(self) -> JobEnergy:
+        amount = self.energy.total() if self.energy_windows else NOT_MEASURED
+        is_measured = amount.joules is not None
+        return JobEnergy(
+            *msgspec.structs.astuple(amount),
+            time_s=_largest(self.ranks.column("energy_time_s")),
+            counts=Counts(**self.energy_counts),
+            is_complete=is_measured and not self.partial,
+            measured_j=self.measured_j if is_measured or self.measured_j else None,
+            gpus_j=self.gpus_j if is_measured and not self.gpus_holes else None,
+        )
+
+    def _sampling_error(self, name: str, sample_s: float | None) -> float | None:
+        """Return the half-width (95 %) of a mean of samples over devices, or ``None`` where it is not known.
+
+        What varies around a mean m between 0 and a peak p has a variance of at most m (p - m) (Bhatia and Davis, 2000);
+        of a mean of n samples at unrelated moments, a share 1/n of it.  Devices of a job do the same at the same time,
+        so that their errors do not cancel.
+        """
+        integral = "memory_byte_seconds" if name == "memory" else "utilization_seconds"
+        sums, covered_s = self.devices.column(integral), self.devices.column(f"{name}_covered_s")
+        there = covered_s > 0
+        if sample_s is None or not there.any():
+            return None
+        mean = means(sums, covered_s)
+        peaks = self.devices.column("memory_peak_bytes")[there] if name == "memory" else 1.0
+        variances = np.maximum(mean * (peaks - mean), 0.0) / np.maximum(covered_s[there] / sample_s, 1.0)
+        error = NORMAL_95 * float(np.sqrt(variances).mean())
+        return None if np.isnan(error) else error
+
+    def iteration_s(self) -> float:
+        """Return the mean iteration of the rank with the longest ones; 0 where there are none."""
+        time_s, iterations = self.ranks.column("time_s"), self.ranks.column("iterations")
+        return float(means(time_s, iterations).max(initial=0.0))
+
+    def _gauge(self, name: str) -> GaugeSums:
+        return self.gauges.get(name) or GaugeSums()
+
+
+#: Columns of a rank's sums that are of all windows, in the order of the columns of rows that enter them.
+_OF_ROWS = [RankSums.NAMES.index(name) for name in ("iterations", "time_s", "busy_s", "wait_s", *SUMMED)]
+
+
+def _add(sums: dict[str, int], counts: Mapping[str, int], sign: int = 1) -> None:
+    for name, count in counts.items():
+        sums[name] = sums.get(name, 0) + sign * count
+
+
+def _mean_min_max(sums: Array, covered_s: Array) -> tuple[float | None, float | None, float | None]:
+    """Return the mean, the least and the largest of means over time, over those that cover any."""
+    found = means(sums, covered_s)
+    return (float(found.mean()), float(found.min()), float(found.max())) if len(found) else (None, None, None)
+
+
+def _largest(column: Array) -> float:
+    return float(column.max(initial=0.0))
+
+
+def _slowest(seconds: Array, steps: Array) -> int:
+    """Return the row with the largest mean step, or -1 where there are no steps."""
+    if not (steps > 0).any():
+        return -1
+    mean_s = np.full(len(steps), -1.0)
+    np.divide(seconds, steps, out=mean_s, where=steps > 0)
+    return int(mean_s.argmax())
+
+
+def _at(column: Array, row: int) -> float:
+    return float(column[row]) if row >= 0 else 0.0

@@ -1,0 +1,272 @@
+"""Messages and time in, reports of the cluster out: pure, so every rule here is tested without a socket."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from effllm.config.settings import Config
+from effllm.job.closed_windows import ClosedWindows
+from effllm.job.event_log import EventLog
+from effllm.job.health.stalls import Stalls
+from effllm.job.health.straggler_watch import StragglerWatch
+from effllm.job.ledger import Ledger, RankState
+from effllm.job.open_windows import OpenWindow, OpenWindows
+from effllm.job.pacing import is_large, late_every_s
+from effllm.job.reporting import summary_of
+from effllm.job.roster import Roster
+from effllm.records.clock import Now
+from effllm.records.job import Summary
+from effllm.records.rank import MAX_EVENT_COUNT, Event
+from effllm.records.wire import AgentEvent, Bye, Heartbeat, Hello, Reports, Stack
+
+MAX_BACKLOG_S = 15.0  # for so long at most no rank is late because we are
+
+
+class Aggregator:
+    """Combines what ranks report into the metrics of the whole job.
+
+    Args:
+        config: the job's settings.
+        job: random id of the job; empty takes the first that comes.
+        attempt: which start of the job this is, from 1.
+        time_s: unix time of the start.
+        ledger: what a killed predecessor left.
+        boot: id of this machine's monotonic clock; empty where that is not known.
+    """
+
+    def __init__(
+        self, config: Config, job: str, attempt: int, time_s: float, ledger: Ledger | None = None, boot: str = ""
+    ) -> None:
+        self._config = config
+        self._boot = boot
+        self.ledger = ledger = ledger or Ledger(attempt=attempt, job=job, started_time_s=time_s)
+        self.roster = Roster(config, ledger)
+        self.presence = self.roster.presence
+        self.events = EventLog(ledger)
+        self.stalls = Stalls(config, self.roster, ledger, self.events.record)
+        self._stragglers = StragglerWatch(ledger, self.events.record)
+        self.open = OpenWindows(config, ledger, self.presence)
+        self.closed = ClosedWindows(config, ledger, self.roster, self.events, self._stragglers)
+        self._heard_s: float | None = None  # when any rank was heard last
+        self.garbage = 0  # frames that were not messages
+        self.duplicates = 0
+
+    # --- what comes in ---
+
+    def hello(self, message: Hello, now: Now) -> str:
+        """Take an introduction; return why it is rejected, or an empty string."""
+        number = message.rank
+        reason = self.roster.objection(message, now.mono_s)
+        if reason:
+            text = f"rank {number} on {message.host} was refused: {reason}"
+            self.events.record(Event(now.unix_s, "refused", text, number))
+            return reason
+        is_new = self.roster.admit(message, now.mono_s)
+        if is_new:
+            self.events.record(Event(now.unix_s, "joined", f"rank {number} joined from {message.host}", number))
+        self.stalls.hello(message, is_new, now.mono_s)
+        self._stragglers.hello(message, is_new)
+        self._hear(number, now)
+        self._pass_time(now.mono_s, now.unix_s)
+        self.ledger.goodput.join(
+            number, message.world_size, message.offset, message.is_numbered, is_new, message.time_s,
+            message.start_time_s,
+        )  # fmt: skip
+        for device in message.devices:
+            for sentence in device.not_measured:
+                self.events.record_once(Event(now.unix_s, "not_measured", sentence))
+        disagreement = self.roster.disagreement(message)
+        if disagreement:
+            self.events.record_once(Event(now.unix_s, "disagreement", disagreement, number), "parameters")
+        return ""
+
+    def reports(self, message: Reports, now: Now, num_bytes: int = 0) -> bool:
+        """Take windows of a rank; those taken before are dropped and counted.
+
+        Args:
+            message: the windows.
+            now: the time.
+            num_bytes: of the message.
+
+        Returns:
+            ``False`` where the rank has more open windows than an agent keeps: the rest of the message is not taken,
+            nor may what follows be, until the agent has sent it again.
+        """
+        # What is done here is done ten thousand times a second.
+        rows, now_s, windows = message.rows, now.mono_s, self.open
+        row_bytes, is_all = num_bytes // (len(rows) or 1), True
+        for row in rows:
+            number, sequence = row.rank, row.sequence
+            rank = self.roster.rank_of(number, row.agent)
+            if rank is None:
+                self.garbage += 1
+                continue
+            self._hear(number, now)
+            if row is rows[-1]:
+                rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
+            if message.lost > rank.lost:
+                self._lose(number, rank, message.lost, now)
+            if sequence <= rank.last_sequence:
+                self.duplicates += 1
+                continue
+            if not windows.has_room(number, row_bytes):
+                is_all = False
+                break
+            rank.take(sequence, row.final)
+            if rank.gaps > rank.lost:
+                self._lose(number, rank, rank.gaps, now)
+            rank.iteration = row.iteration_last
+            self.stalls.row(row, now_s)
+            windows.add(row, now_s)
+        if windows.has_late(now_s) and not is_large(self.ledger.world_size):
+            self._take_late(now)
+        if windows.may_close():
+            self._close_ready(now_s)
+        return is_all
+
+    def heartbeat(self, message: Heartbeat, now: Now) -> None:
+        rank = self.roster.rank_of(message.rank, message.agent)
+        if rank is not None:
+            self._hear(message.rank, now)
+            self._lose(message.rank, rank, message.lost, now)
+            if message.time_s is not None and not rank.bye:
+                self._pass_time(now.mono_s, now.unix_s)
+                self.ledger.goodput.hear_rank(message.rank, message.time_s)
+            self.stalls.heartbeat(message, now.mono_s)
+            self._stragglers.heartbeat(message, now.mono_s)
+
+    def stack(self, message: Stack, now: Now) -> None:
+        """Take the stack of a trainer in a stall; one that was not asked for is counted as garbage."""
+        rank = self.roster.rank_of(message.rank, message.agent)
+        if rank is None or not self.stalls.stack(message, now.unix_s):
+            self.garbage += 1
+        else:
+            self._hear(message.rank, now)
+
+    def agent_event(self, message: AgentEvent, now: Now) -> None:
+        """Take an event of an agent: it keeps its own time, but for a clock that is ahead or far behind."""
+        if self.roster.rank_of(message.rank, message.agent) is not None:
+            self._hear(message.rank, now)
+            event, count = message.event, min(message.event.count, MAX_EVENT_COUNT)
+            happened_s = min(max(event.time_s, self.ledger.started_time_s), now.unix_s)
+            text = f"rank {message.rank}: {event.text}"
+            self.events.record(replace(event, time_s=happened_s, text=text, rank=message.rank, count=count))
+
+    def bye(self, message: Bye, now: Now) -> bool:
+        """Take the end of a rank; ``False`` where its agent is unknown."""
+        rank = self.roster.rank_of(message.rank, message.agent)
+        if rank is None:
+            self.garbage += 1
+            return False
+        self._hear(message.rank, now)
+        self._lose(message.rank, rank, message.lost, now)
+        rank.spend(message.agent_cpu_s, message.sent_bytes, message.recorder_cpu_s)
+        self._pass_time(now.mono_s, now.unix_s)
+        self.ledger.goodput.leave(message.rank, message.end_time_s, message.last_ordinal)
+        if self.presence.leave(rank, message.status, now.mono_s):
+            self.events.record(Event(now.unix_s, "left", f"rank {message.rank} left: {rank.bye}", message.rank))
+            self.stalls.bye(message.rank, rank.bye, now.mono_s)
+        if self.open.may_close():
+            self._close_ready(now.mono_s)
+        return True
+
+    def reject(self, time_s: float, reason: str) -> None:
+        """Count a frame that was no message of ours."""
+        self.garbage += 1
+        self.events.record(Event(time_s, "garbage", f"a frame was rejected: {reason}"))
+
+    def tick(self, now: Now, heard_until_s: float | None = None) -> None:
+        """Let time pass: record ranks that fell silent, close windows whose deadline has passed.
+
+        Args:
+            now: the time.
+            heard_until_s: all that had arrived by then has been taken; no rank is late for what waits with us.
+        """
+        now_s, ledger = now.mono_s, self.ledger
+        until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
+        for rank, seconds in self.presence.fall_silent(until_s).items():
+            self.events.record(Event(now.unix_s, "silent", f"rank {rank} has said nothing for {seconds:.0f} s", rank))
+        self._pass_time(now_s, now.unix_s)
+        if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
+            self._take_late(now)
+        self.stalls.tick(now)
+        ledger.note_hang(self.stalls.take_s(now_s))
+        self.open.tick(now_s)
+        self._close_ready(now_s, until_s)
+        self.events.roll(now_s)
+
+    # --- what goes out ---
+
+    def settle(self, now: Now) -> None:
+        """Enter late rows: a state cannot record that an older row of a rank is missing from its sums."""
+        if self.open.has_late(now.mono_s, for_s=-math.inf if is_large(self.ledger.world_size) else 0.0):
+            self._take_late(now)
+
+    def snapshot(self, safe: dict[int, int] | None = None) -> bytes:
+        """Return the state as JSON, for a replacement.
+
+        Args:
+            safe: what `OpenWindows.safe` returns, where it was called just now.
+        """
+        return self.ledger.encode(self.open.safe() if safe is None else safe)
+
+    def finished(self, now_s: float) -> bool:
+        """Whether every rank has left, or will not come any more, and nothing is pending."""
+        return self.open.is_empty and self.presence.everyone_left(now_s)
+
+    def give_up(self, rank: int, time_s: float) -> None:
+        """Wait no more for a rank whose agent is known to be gone."""
+        self.presence.give_up(rank)
+        self.events.record(Event(time_s, "silent", f"rank {rank}: its agent has gone without a farewell", rank))
+
+    def close_all(self) -> None:
+        """Close all windows, at the end of the job."""
+        for window in self.open.take_all():
+            self._close(window)
+        self.events.roll()
+
+    def summary(self, time_s: float, ended: bool) -> Summary:
+        kind = self._config.parameters
+        summary = summary_of(self.ledger, self.roster, kind, self.closed.last_report, time_s, ended)
+        counts = {"rejected": self.garbage, "duplicate": self.duplicates}  # recorded once, counted each time
+        events = summary.events | {kind: count for kind, count in counts.items() if count}
+        status = "stalled" if self.stalls.is_status and summary.status != "completed" else summary.status
+        return replace(summary, events=events, status=status)
+
+    # --- windows and time ---
+
+    def _close_ready(self, now_s: float, heard_until_s: float = -math.inf) -> None:
+        for window in self.open.take_ready(now_s, self.closed.deadline_s, heard_until_s):
+            self._pass_time(now_s)
+            self._close(window)
+
+    def _close(self, window: OpenWindow) -> None:
+        self.closed.close(window.number, window.rows, window.gathered)
+
+    def _take_late(self, now: Now) -> None:
+        self._pass_time(now.mono_s, now.unix_s)
+        for number, rows in self.open.take_late(now.mono_s):
+            self.closed.complete(number, rows, now.unix_s)
+
+    def _pass_time(self, now_s: float, time_s: float | None = None) -> None:
+        set_by_s = self.ledger.goodput.clock.advance(now_s, time_s, self._boot)
+        if self._heard_s is not None:
+            self.ledger.goodput.hear(now_s - self._heard_s)
+        if set_by_s is not None and time_s is not None:
+            text = f"the clock of the aggregator's host was set by {set_by_s:+.0f} s: no time of this run counts that"
+            self.events.record(Event(time_s, "clock", text))
+
+    def _hear(self, rank: int, now: Now) -> None:
+        if not self.ledger.ranks[rank].bye:  # an agent stays on a while, for the summary
+            self._heard_s = now.mono_s
+        if self.presence.hear(rank, now.mono_s):
+            self.events.record(Event(now.unix_s, "back", f"rank {rank} is back", rank))
+
+    def _lose(self, number: int, rank: RankState, lost: int, now: Now) -> None:
+        if lost > rank.lost:
+            why = "an aggregator died before they were written" if lost == rank.gaps else "its buffer was full"
+            text = f"rank {number} lost {lost - rank.lost} reports: {why}"
+            self.events.record(Event(now.unix_s, "lost", text, number))
+            rank.lost = lost

@@ -1,0 +1,199 @@
+"""Windows that have closed: they enter the totals, are judged and reported, and completed by late reports; pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from effllm.config.settings import Config
+from effllm.job.event_log import EventLog
+from effllm.job.gathered import Gathered
+from effllm.job.health import losses
+from effllm.job.health.energy_watch import EnergyWatch
+from effllm.job.health.straggler_watch import StragglerWatch
+from effllm.job.health.waste import WasteWatch
+from effllm.job.joining import put
+from effllm.job.ledger import Ledger
+from effllm.job.merged import merge_devices
+from effllm.job.pacing import is_large
+from effllm.job.presence import ABSENT_AFTER_S
+from effllm.job.reporting import Window, doubts, report_of
+from effllm.job.roster import Roster
+from effllm.job.rows import Rows
+from effllm.job.window_energy import window_energy
+from effllm.records.job import ClusterReport
+from effllm.records.rank import Event, RankReport
+
+MIN_DEADLINE_S = 5.0
+RECENT = 8  # closed windows that a late report can still complete
+MAX_SCOPE_COVERAGE = 0.5  # scopes with more than this are alike: the widest of them is taken
+MAX_NAMED = 8  # ranks in a line
+
+
+class Closed(NamedTuple):
+    """A window that closed, with the reports of its ranks."""
+
+    report: ClusterReport
+    rows: Sequence[RankReport]
+
+
+class ClosedWindows:
+    """The last windows of a job that closed, and their reports until they are taken.
+
+    Args:
+        config: the job's settings.
+        ledger: the job's state, which they enter.
+        roster: the ranks and devices of the job.
+        events: takes what is found in them.
+        stragglers: judges each of them.
+    """
+
+    def __init__(
+        self, config: Config, ledger: Ledger, roster: Roster, events: EventLog, stragglers: StragglerWatch
+    ) -> None:
+        self._config, self._ledger, self._roster, self._events = config, ledger, roster, events
+        self._stragglers = stragglers
+        self._waste = WasteWatch(ledger.events, events.record)
+        self._energy = EnergyWatch(ledger.events.__contains__, events.record)
+        self._recent: dict[int, Window] = {}
+        self._spans_s: list[float] = []  # of the last windows, for the deadline
+        self._closed: list[Closed] = []
+        self.last_report: ClusterReport | None = None  # the newest
+
+    def take(self) -> list[Closed]:
+        """Return the windows that closed since the last call, in order."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    def deadline_s(self) -> float:
+        """Return for how long a window waits for ranks that are behind: three windows."""
+        return max(3 * statistics.median(self._spans_s), MIN_DEADLINE_S) if self._spans_s else ABSENT_AFTER_S
+
+    # --- totals ---
+
+    def close(self, number: int, by_rank: dict[int, RankReport], gathered: Gathered) -> None:
+        """Enter a window into the totals and report it."""
+        ledger, config = self._ledger, self._config
+        window = self._weigh(number, by_rank, gathered)
+        rows = window.ordered
+        window.warming = ledger.warm(number, rows, config.warmup_iterations, config.warmup_seconds)
+        ledger.count_rows(number, rows)
+        self._count_devices(window)
+        ledger.advance(rows)
+        self._judge_losses(rows, rows[-1].end_time_s)
+        self._recent[number] = window.without_reports() if is_large(len(window.rows)) else window
+        while len(self._recent) > RECENT:
+            del self._recent[min(self._recent)]
+        if rows.iterations > 0:
+            self._spans_s = [*self._spans_s[-15:], float(rows.numbers["wall_s"].max())]
+        absent = sorted(self._roster.absent(window.ranks))
+        if absent:
+            text = f"window {number} closed without rank {_numbers(absent)}"
+            self._events.record(Event(rows[-1].end_time_s, "missing", text))
+        self._stragglers.close(rows)
+        self._report(window)
+        if any(map(attrgetter("reset"), rows)):
+            ledger.reset_run(number)
+
+    def complete(self, number: int, rows: dict[int, RankReport], time_s: float) -> None:
+        """Enter late rows into the totals; the window that they belong to stays as it was shown."""
+        self._ledger.late += len(rows)
+        ranks = sorted(rows)
+        for rank in ranks if len(ranks) <= MAX_NAMED else ():
+            text = f"rank {rank} reported window {number} after it had closed"
+            self._events.record(Event(time_s, "late", text, rank))
+        if len(ranks) > MAX_NAMED:
+            text = f"{len(ranks)} ranks reported window {number} after it had closed: {_numbers(ranks)}"
+            self._events.record(Event(time_s, "late", text))
+        window = late = Window(number, rows, None, None)
+        self._ledger.count_rows(number, window.ordered)
+        self._judge_losses(window.ordered, time_s)
+        if recent := self._recent.get(number):
+            self._count_devices(recent, sign=-1)
+            window = self._weigh(number, self._both(recent.rows, rows)) if recent.rows else self._join(recent, rows)
+            self._recent[number] = window
+            self._count_devices(window)
+        if self.last_report:
+            window.warming = self.last_report.warming_up
+            self._report(window, late)
+
+    def _both(self, known: dict[int, RankReport], late: dict[int, RankReport]) -> dict[int, RankReport]:
+        """Return the rows of a window with late ones, which may be the rest of what a rank had sent of it."""
+        if not self._config.min_window_s:
+            return {**known, **late}
+        rows = dict(known)
+        for row in late.values():
+            put(rows, row)
+        return rows
+
+    def _join(self, recent: Window, rows: dict[int, RankReport]) -> Window:
+        """Return a window whose rows are forgotten with more of them: a device that it has stays as it is."""
+        assert recent.merged is not None
+        known = recent.merged.positions
+        more = [
+            replace(row, devices=tuple(one for one in row.devices if one.device not in known)) for row in rows.values()
+        ]
+        window = Window(recent.number, {}, None, None)
+        window.by_rank = recent.ordered.merge(Rows(more))
+        devices = self._roster.expected(window.ranks)
+        window.merged = recent.merged.merge(merge_devices(more, devices, self._roster.sitting(window.ranks)))
+        self._weigh_energy(window)
+        return window
+
+    def _weigh(self, number: int, rows: dict[int, RankReport], gathered: Gathered | None = None) -> Window:
+        window = Window(number, rows, None, None)
+        window.by_rank = Rows.by_rank(rows, gathered)
+        window.merged = merge_devices(window.ordered, self._roster.expected(rows), self._roster.sitting(rows))
+        self._weigh_energy(window)
+        return window
+
+    def _weigh_energy(self, window: Window) -> None:
+        roster, ranks = self._roster, window.ranks
+        assert window.merged is not None
+        devices = roster.expected(ranks)
+        unknown, blind = roster.absent(ranks) - roster.hellos.keys(), roster.blind(ranks)
+        # Their energy is unknown while others train; what ranks do after the last iteration differs by little.
+        left = (
+            roster.devices.keys() - devices.keys()
+            if roster.presence.num_left and window.ordered.iterations > 0
+            else set()
+        )
+        # The first window decides: of the scopes that every node has, the widest that was measured for most of it.
+        weighed = [
+            (scope, window_energy(window.merged, devices, len(unknown), len(blind), scope, left))
+            for scope in roster.job.scopes
+        ]
+        scope, window.energy = max(weighed, key=lambda one: min(one[1].coverage or 0.0, MAX_SCOPE_COVERAGE))
+        roster.settle(scope)
+
+    def _count_devices(self, window: Window, sign: int = 1) -> None:
+        if window.merged is not None and window.energy is not None:
+            least = self._config.min_coverage
+            self._ledger.count_devices(window.number, window.ordered, window.merged, window.energy, least, sign)
+
+    # --- reports ---
+
+    def _judge_losses(self, rows: Rows, time_s: float) -> None:
+        if (event := losses.judge(rows, self._ledger, time_s)) is not None:
+            self._events.record(event)
+
+    def _report(self, window: Window, late: Window | None = None) -> None:
+        """Report a window; of its correction the late rows alone are given out, for the others have been."""
+        least, last, correction = self._config.min_coverage, self.last_report, late is not None
+        report = report_of(window, self._ledger, self._roster, least, last, correction)
+        self._ledger.reports += 1
+        self.last_report = report
+        self._closed.append(Closed(report, (late or window).ordered))
+        if not correction:
+            for kind, text in doubts(report, self._roster):
+                self._events.record_once(Event(report.time_s, kind, text), kind)
+            self._energy.close(window.ordered, report)
+            self._waste.close(report)
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")

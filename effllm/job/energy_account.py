@@ -1,0 +1,167 @@
+"""The energy of windows and of runs, with its errors, in columns; each joule is counted once; pure.
+
+Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the
+variances at its open ends, and drops them where two windows meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from msgspec import Struct
+
+from effllm.records.columns import Array, Positions, Table, array_of
+from effllm.records.energy import NORMAL_95, EnergyAmount, edge_j2
+
+#: Windows that a late report can still change; the edges of older ones are final.
+OPEN_WINDOWS = 10
+#: Maximal random error of a window's energy; a window with a larger one is too short.
+MAX_RANDOM_ERROR = 0.05
+#: The columns of amounts of energy; joules are nan where nothing was measured.
+AMOUNT = EnergyAmount.__struct_fields__
+JOULES, COVERED_S, _START_J2, _END_J2 = map(AMOUNT.index, ("joules", "covered_s", "start_j2", "end_j2"))
+
+
+def total_of(amounts: Array) -> EnergyAmount:
+    """Return the energy of several devices in one window: their random errors are independent."""
+    return EnergyAmount(*np.nan_to_num(amounts).sum(axis=0).tolist())
+
+
+class WindowEnergy(Struct, frozen=True):
+    """The energy of one window of the cluster."""
+
+    coverage: float | None  # measured device-seconds over expected ones; None without any sensor
+    wall: EnergyAmount
+    iterations: EnergyAmount
+    phases_j: dict[str, float]
+    owners: Sequence[str]  # the devices that were measured ...
+    amounts: Array  # ... and the energy of each over the wall time, in the columns of AMOUNT
+    gpus_coverage: float | None = None  # of the GPUs, in any scope
+    gpus_wall_j: float = 0.0
+    gpus_iterations_j: float = 0.0
+    num_owners: int = 0  # devices whose energy belongs to the window
+    lowest_coverage: float = 1.0  # of any of these devices; 0 where a device or a rank is missing
+    num_left: int = 0  # devices whose ranks have left while others train: they are in no coverage
+
+    @property
+    def share(self) -> float:
+        """Share of the window's energy that was measured, of devices whose ranks have left too."""
+        num_owners = self.num_owners + self.num_left
+        return (self.coverage or 0.0) * self.num_owners / num_owners if num_owners else 0.0
+
+    @property
+    def iterations_j(self) -> float:
+        """Joules in iterations; complete only where the coverage suffices."""
+        return self.iterations.joules or 0.0
+
+
+class EnergyTotals(Table):
+    """Energy over many windows of one or more devices, which share the numbers of windows.
+
+    ``inside_j2`` includes the variances of edges that no later window can share.
+    """
+
+    NAMES = tuple(name for name in AMOUNT if name not in ("start_j2", "end_j2"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._edges: dict[int, Array] = {}  # by boundary: before and after of each device, nan where no window meets it
+        self._newest = 0
+
+    def add(self, window: int, keys: Sequence[str], amounts: Array, sign: int = 1) -> None:
+        """Add a window, or with a sign of -1 subtract it.
+
+        Args:
+            window: its number.
+            keys: the devices.
+            amounts: the energy of each, in the columns of `AMOUNT`.
+            sign: 1 or -1.
+        """
+        rows = self.find(keys)
+        self._values[rows] += sign * np.nan_to_num(amounts[:, _SUMMED])
+        self._touch(window - 1, 1, rows, amounts[:, _START_J2], sign)
+        self._touch(window, 0, rows, amounts[:, _END_J2], sign)
+        self._newest = max(self._newest, window)
+        for boundary in [one for one in self._edges if one < self._oldest]:
+            self._end(self._edges.pop(boundary))
+
+    def close(self) -> None:
+        """End an attempt of the job: the numbers of the next one's windows start again and share no edges."""
+        for edge in self._edges.values():
+            self._end(edge)
+        self._edges, self._newest = {}, 0
+
+    def joules(self) -> dict[str, float]:
+        return self._by_key(self.column("joules"))
+
+    def errors_j(self) -> dict[str, float]:
+        """Return the half-width, 95 %, of the random error of each device."""
+        return self._by_key(NORMAL_95 * np.sqrt(self._variances_j2()))
+
+    def total(self) -> EnergyAmount:
+        """Return the energy of all devices: their random errors are independent."""
+        sums = dict(zip(self.NAMES, self.values.sum(axis=0).tolist(), strict=True))
+        return EnergyAmount(**{**sums, "inside_j2": float(self._variances_j2().sum())})
+
+    def packed(self) -> dict[str, Any]:
+        edges = {str(boundary): edge.astype("<f8").tobytes() for boundary, edge in self._edges.items()}
+        return {**super().packed(), "edges": edges, "newest": self._newest}
+
+    @classmethod
+    def unpacked(cls, stored: Mapping[str, Any]) -> EnergyTotals:
+        """Undo `packed`, with text instead of bytes, after JSON.
+
+        Raises:
+            ValueError: the stored values have another form.
+        """
+        table = cast("EnergyTotals", super().unpacked(stored))
+        try:
+            table._edges = {int(key): array_of(text).reshape(-1, 2) for key, text in stored["edges"].items()}
+            table._newest = int(stored["newest"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a table of energies: {error}") from error
+        return table
+
+    @property
+    def _oldest(self) -> int:
+        return self._newest - OPEN_WINDOWS
+
+    def _by_key(self, values: Array) -> dict[str, float]:
+        return dict(zip(cast("list[str]", list(self.keys)), values.tolist(), strict=True))
+
+    def _end(self, edge: Array) -> None:
+        self.column("inside_j2")[: len(edge)] += _open_j2(edge)
+
+    def _variances_j2(self) -> Array:
+        variances_j2 = self.column("inside_j2").copy()
+        if self._edges:
+            edges = list(self._edges.values())  # an older one may be shorter
+            rows, open_j2 = np.concatenate([np.arange(len(edge)) for edge in edges]), _open_j2(np.concatenate(edges))
+            variances_j2 += np.bincount(rows, open_j2, len(variances_j2))
+        return np.maximum(variances_j2, 0.0)  # subtraction leaves rounding errors
+
+    def _touch(self, boundary: int, side: int, rows: Positions, variance_j2: Array, sign: int) -> None:
+        if boundary < self._oldest:  # whether two windows meet there is not kept
+            self._values[rows, self.NAMES.index("inside_j2")] += sign * variance_j2
+            return
+        edge = self._edges.get(boundary)
+        if edge is None or len(edge) < len(self):
+            wider = np.full((len(self), 2), np.nan)
+            if edge is not None:
+                wider[: len(edge)] = edge
+            edge = self._edges[boundary] = wider
+        edge[rows, side] = variance_j2 if sign > 0 else np.nan
+        if sign < 0 and np.isnan(edge).all():
+            del self._edges[boundary]
+
+
+def _open_j2(edge: Array) -> Array:
+    """Return the variance of a boundary for each device's sum: 0 where two windows meet."""
+    before_j2, after_j2 = np.nan_to_num(edge).T
+    opened: Array = edge_j2(before_j2, after_j2, ~np.isnan(edge).any(axis=1))
+    return opened
+
+
+_SUMMED = [AMOUNT.index(name) for name in EnergyTotals.NAMES]

@@ -1,0 +1,168 @@
+"""Where the elapsed time of a job went, and its joules, over restarts; pure.
+
+The reports of every rank tile its wall time.  What no report covers of the time between the first start and now is
+idle where the rank had not come or had left, else unknown; what lies between two attempts is the restart gap.  So
+the classes add up to the elapsed time.  Definitions: docs/goodput.md.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from effllm.job.goodput_attempt import CLASSES, IDLE, KEPT, RESTART_GAP, UNKNOWN, Attempt
+from effllm.job.goodput_tiles import Axis
+from effllm.records.job import AttemptSummary, GoodputSummary
+from effllm.records.rank import GENERATION
+
+#: What the job is there for.
+PRODUCTIVE = (KEPT, GENERATION)
+#: A smaller share of the elapsed time, or less of it, is what rounding leaves of a difference of unix times.
+MIN_SHARE, MIN_CLASS_S = 1e-9, 1e-6
+#: In these nothing is measured, because nothing reports.
+UNREPORTED = (RESTART_GAP, IDLE, UNKNOWN)
+
+MAX_OLD_SPANS = 4096  # of all attempts but the newest two
+MAX_ATTEMPTS = 1000  # that are kept apart
+
+
+class Goodput(Struct):
+    """The time of a run by class, with what is needed to find later that work was lost."""
+
+    clock: Axis = msgspec.field(default_factory=Axis)
+    attempts: list[Attempt] = msgspec.field(default_factory=lambda: [Attempt(1)])
+
+    @property
+    def attempt(self) -> Attempt:
+        """The one that runs."""
+        return self.attempts[-1]
+
+    def hear(self, ago_s: float = 0.0) -> None:
+        """Note that so long ago was the last sign of life of any rank."""
+        attempt, at_s = self.attempt, self.clock.at_s or 0.0
+        if not attempt.zero_time_s:
+            attempt.zero_time_s = self.clock.time_s - at_s
+        at_s -= max(ago_s, 0.0)
+        if attempt.begin_s is None:
+            attempt.begin_s = at_s
+        attempt.heard_s = max(attempt.heard_s, at_s)
+
+    def join(
+        self,
+        rank: int,
+        world_size: int,
+        offset: int,
+        is_numbered: bool,
+        is_new: bool,
+        time_s: float | None = None,
+        start_time_s: float | None = None,
+    ) -> None:
+        """Take the first message of a connection.
+
+        Args:
+            rank: whose it is.
+            world_size: of the job.
+            offset: iteration number less ordinal.
+            is_numbered: whether the offset was stated.
+            is_new: whether the agent is new.
+            time_s: when it was sent, by the agent's clock.
+            start_time_s: when the rank's first report begins, by the same.
+        """
+        attempt = self.attempt
+        attempt.world_size = max(attempt.world_size, world_size)
+        attempt.is_numbered = attempt.is_numbered or is_numbered
+        if not attempt.last:
+            attempt.offset = attempt.offset_at_start = offset
+        if is_new:
+            attempt.ranks.come_back(rank, self.clock.at_s or 0.0)
+        self.hear_rank(rank, time_s)
+        begin_s = attempt.ranks.begin(rank, start_time_s)
+        if attempt.begin_s is not None and begin_s < attempt.begin_s:
+            attempt.begin_s = begin_s
+
+    def hear_rank(self, rank: int, time_s: float | None) -> None:
+        """Take a message of a rank, sent at a time by its agent's clock."""
+        self.attempt.ranks.hear(rank, self.clock.at_s or 0.0, time_s)
+
+    def leave(self, rank: int, end_time_s: float | None = None, last_ordinal: int = 0) -> None:
+        """Take a rank's last message, with the end of the rank by its agent's clock and its last iteration."""
+        self.attempt.reached = max(self.attempt.reached, last_ordinal)
+        self.attempt.ranks.leave(rank, self.clock.at_s or 0.0, end_time_s)
+
+    def end_attempt(self, status: str) -> None:
+        """Begin the next start of the job."""
+        self.attempt.close(status)
+        self.attempts.append(Attempt(self.attempt.number + 1))
+        if len(self.attempts) > MAX_ATTEMPTS:
+            self.attempts[0].absorb(self.attempts.pop(1))
+        for old in self.attempts[:-2]:
+            old.merge_spans(max(MAX_OLD_SPANS // len(self.attempts), 1))
+        self.clock.is_resumed = True
+
+    def summary(self, is_over: bool = False, measures_energy: bool = True, status: str = "running") -> GoodputSummary:
+        """Return the classes so far.
+
+        Args:
+            is_over: the job has ended: nothing after its last sign of life is its time.
+            measures_energy: whether any device does.
+            status: of the attempt that runs.
+        """
+        seconds, rank_seconds = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
+        joules: dict[str, float | None] = dict.fromkeys(CLASSES, 0.0)
+        attempts: list[AttemptSummary] = []
+        elapsed_s, before = 0.0, None
+        for attempt, (least, knows_repeats) in zip(self.attempts, self._begun_after(), strict=True):
+            end_s = self._end_of(attempt, is_over)
+            span_s = max(end_s - attempt.begin_s, 0.0) if attempt.begin_s is not None else 0.0
+            gap_s = 0.0
+            if before is not None and attempt.begin_s is not None:
+                gap_s = max(attempt.begin_s - (before.end_s or 0.0), 0.0)
+                seconds[RESTART_GAP] += gap_s
+                rank_seconds[RESTART_GAP] += gap_s * before.world_size
+            attempt.redo_from(least)
+            for name, value in attempt.classes_s(span_s, end_s).items():
+                rank_seconds[name] += value
+                seconds[name] += value / max(attempt.world_size, 1)
+            for name, value in attempt.classes_j().items():
+                joules[name] = (joules[name] or 0.0) + value
+            elapsed_s += span_s + gap_s
+            attempts.append(attempt.summary(span_s, gap_s, status, knows_repeats))
+            before = attempt if attempt.begin_s is not None else before
+        for name in CLASSES:
+            if seconds[name] < max(MIN_SHARE * elapsed_s, MIN_CLASS_S):
+                seconds[name] = rank_seconds[name] = 0.0
+            if not measures_energy or (name in UNREPORTED and seconds[name] > 0):
+                joules[name] = None
+        productive_s = sum(seconds[name] for name in PRODUCTIVE)
+        redone = [one.redone_iterations for one in attempts if one.redone_iterations is not None]
+        return GoodputSummary(
+            elapsed_s=elapsed_s,
+            ratio=productive_s / elapsed_s if elapsed_s > 0 else None,
+            seconds=seconds,
+            rank_seconds=rank_seconds,
+            joules=joules,
+            redone_iterations=sum(redone) if len(redone) == len(attempts) else None,
+            attempts=tuple(attempts),
+        )
+
+    def _end_of(self, attempt: Attempt, is_over: bool) -> float:
+        if attempt.end_s is not None:
+            return attempt.end_s
+        return attempt.ended_s if is_over else max(attempt.heard_s, self.clock.at_s or 0.0)
+
+    def _begun_after(self) -> list[tuple[float | None, bool]]:
+        """Return for each attempt the smallest number with which a later one began, and whether its repeats are known.
+
+        They are not where a later attempt has no number, or where it has none itself and is not the first.
+        """
+        found: list[tuple[float | None, bool]] = []
+        least: float | None = None
+        are_numbered = True  # the later attempts
+        for attempt in reversed(self.attempts):
+            is_numbered = attempt.is_numbered or not attempt.last
+            is_placed = is_numbered or attempt is self.attempts[0]
+            found.append((least, are_numbered and (is_placed or least is None)))
+            are_numbered = are_numbered and is_numbered
+            if attempt.is_numbered and attempt.begin_s is not None:
+                least = attempt.offset + 1 if least is None else min(least, attempt.offset + 1)
+        return found[::-1]

@@ -1,0 +1,323 @@
+"""One start of a job: its rank-seconds and joules by class, and what of them a later start does again; pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from effllm.job.goodput_tiles import Tiles
+from effllm.job.rows import Rows
+from effllm.records.job import AttemptSummary
+from effllm.records.rank import CHECKPOINT, EVALUATION, GENERATION, MARKED_PHASES, OTHER, SHUTDOWN, STARTUP
+
+KEPT, REDONE, DATA, STRAGGLING, HANG = "kept", "redone", "data", "straggling", "hang"
+RESTART_GAP, IDLE, UNKNOWN = "restart_gap", "idle", "unknown"
+CLASSES = (
+    KEPT, GENERATION, REDONE, EVALUATION, CHECKPOINT, OTHER, DATA, STARTUP, SHUTDOWN,
+    STRAGGLING, HANG, RESTART_GAP, IDLE, UNKNOWN,
+)  # fmt: skip
+#: The classes of the time of a span.
+PARTS = (KEPT, DATA, STRAGGLING, HANG)
+
+MAX_SPANS = 512  # of the newest attempts; when there are twice as many, the older half is merged by twos
+MAX_HANGS = 1000  # that are in no report yet
+
+
+class Span(Struct, array_like=True):
+    """Iterations of one window, or of neighbouring ones: rank-seconds, and the joules of all of these."""
+
+    window_first: int
+    window_last: int
+    first: int = 1  # ordinals of the attempt; first > last where no iteration ended
+    last: int = 0
+    kept_s: float = 0.0
+    data_s: float = 0.0
+    straggling_s: float = 0.0
+    hang_s: float = 0.0
+    shutdown_s: float = 0.0  # is in no sum of this span: what a hang may be taken from
+    joules: float = 0.0
+
+    @property
+    def seconds(self) -> tuple[float, float, float, float]:
+        """In the order of `PARTS`."""
+        return self.kept_s, self.data_s, self.straggling_s, self.hang_s
+
+    @property
+    def parts_j(self) -> tuple[float, float, float, float]:
+        """The joules, divided by time: what a device draws while it waits for data is not measured apart."""
+        whole_s = self.kept_s + self.data_s + self.straggling_s + self.hang_s
+        if whole_s <= 0:
+            return self.joules, 0.0, 0.0, 0.0
+        kept, data, straggling, hang = (seconds / whole_s * self.joules for seconds in self.seconds)
+        return kept, data, straggling, hang
+
+    def share_from(self, ordinal: float) -> float:
+        """Return the share of its iterations whose ordinal is at least this."""
+        count = self.last - self.first + 1
+        return min(max((self.last - ordinal + 1) / count, 0.0), 1.0) if count > 0 else 0.0
+
+    def absorb(self, later: Span) -> None:
+        """Add the span that follows to this one."""
+        self.window_last = later.window_last
+        if later.last >= later.first:
+            self.first = min(self.first, later.first) if self.last >= self.first else later.first
+            self.last = max(self.last, later.last)
+        self.kept_s += later.kept_s
+        self.data_s += later.data_s
+        self.straggling_s += later.straggling_s
+        self.hang_s += later.hang_s
+        self.shutdown_s += later.shutdown_s
+        self.joules += later.joules
+
+
+class Redone(Struct, array_like=True):
+    """What of an attempt a later one did again."""
+
+    seconds: float = 0.0  # rank-seconds
+    joules: float = 0.0
+    iterations: int = 0
+
+
+class Attempt(Struct):
+    """One start of the job."""
+
+    number: int
+    begin_s: float | None = None  # on the axis of the run
+    heard_s: float = 0.0  # the last sign of life
+    end_s: float | None = None
+    zero_time_s: float = 0.0  # unix time of the axis' zero, as this attempt has it
+    world_size: int = 0
+    status: str = "running"
+    ranks: Tiles = msgspec.field(default_factory=Tiles)
+    seconds: dict[str, float] = {}  # by class: rank-seconds of all reports
+    joules: dict[str, float] = {}
+    spans: list[Span] = []
+    hangs: dict[int, float] = {}  # by window: rank-seconds that are in no report yet
+    hang_at_end_s: float = 0.0  # rank-seconds that were taken from the shut-down
+    offset: int = 0  # number shown less ordinal
+    offset_at_start: int = 0
+    is_numbered: bool = False  # the offset was stated
+    first: int = 0  # ordinals of the iterations so far
+    last: int = 0
+    reached: int = 0  # the last one that only a last message had
+    idle_s: float = 0.0  # rank-seconds, once it is over
+    redone_from: float | None = None  # what `redone` below was computed for: the smallest number done again
+    redone: Redone = msgspec.field(default_factory=Redone)
+
+    @property
+    def ended_s(self) -> float:
+        """Where the last rank's reports end, or its last message was sent if it has not left."""
+        last_s = self.ranks.last_s
+        return self.heard_s if math.isnan(last_s) else last_s
+
+    def count_rows(self, window: int, rows: Rows) -> None:
+        """Enter the reports of a window, each of which may be entered once."""
+        numbers = rows.numbers
+        seconds = numbers["busy_s"] + numbers["wait_s"]
+        for i, row in enumerate(rows):
+            if row.phases_s:
+                seconds[i] += sum(row.phases_s.values())
+        begin_s = self.ranks.append(rows.ranks, numbers, seconds, self.heard_s)
+        self.begin_s = begin_s if self.begin_s is None else min(self.begin_s, begin_s)
+        _add(self.seconds, rows.phases_s)
+        firsts, lasts, shown = numbers["iteration_first"], numbers["iteration_last"], numbers["iteration_shown"]
+        worked = lasts >= firsts
+        first, last = (int(firsts[worked].min()), int(lasts[worked].max())) if worked.any() else (1, 0)
+        if last:
+            self.first, self.last = min(self.first or first, first), max(self.last, last)
+        # The loop's own numbers replace those of the start, as soon as a rank has them.
+        offsets = (shown - lasts)[shown - lasts != self.offset_at_start]
+        if offsets.size:
+            self.offset = int(offsets[0])
+        added = Span(window, window, first, last, float(numbers["busy_s"].sum()), float(numbers["wait_s"].sum()))
+        added.shutdown_s = rows.phases_s.get(SHUTDOWN, 0.0)
+        self._enter(window, added)
+        if window in self.hangs:
+            self._hang(window, self.hangs.pop(window))
+
+    def count_energy(self, window: int, iterations_j: float, phases_j: Mapping[str, float], sign: int = 1) -> None:
+        """Enter the joules of a window; with a sign of -1 take them back, for a late report changes all of them."""
+        self._enter(window, Span(window, window, joules=sign * iterations_j))
+        _add(self.joules, phases_j, sign)
+
+    def note_straggling(self, window: int, rank_seconds: float) -> None:
+        """Take from the kept time of a window that has closed what its ranks lost to the slowest, over all of them."""
+        span = self._find(window)
+        if span is not None:
+            self._take(span, straggling_s=max(rank_seconds, 0.0))
+
+    def note_hang(self, window: int, seconds: float) -> None:
+        """Take a stretch in which no rank made progress out of the class in which it lay.
+
+        Args:
+            window: the one that was under way: its iterations have it, or the shut-down of its last reports; until it
+                closes, and where it never does, the time is unknown but for the hang.
+            seconds: of the whole job.
+        """
+        self._hang(window, max(seconds, 0.0) * max(self.world_size, 1))
+
+    def _hang(self, window: int, rank_seconds: float) -> None:
+        span = self._find(window)
+        if span is not None:
+            from_shutdown_s = min(rank_seconds, span.shutdown_s)
+            if from_shutdown_s:
+                span.shutdown_s -= from_shutdown_s
+                self.hang_at_end_s += from_shutdown_s
+                _add(self.seconds, {SHUTDOWN: -from_shutdown_s, HANG: from_shutdown_s})
+            taken_s = min(rank_seconds - from_shutdown_s, span.kept_s)
+            self._take(span, hang_s=taken_s)
+            rank_seconds -= from_shutdown_s + taken_s
+        if rank_seconds > 0 and (len(self.hangs) < MAX_HANGS or window in self.hangs):
+            self.hangs[window] = self.hangs.get(window, 0.0) + rank_seconds
+
+    # --- spans: `seconds` and `joules` have the sums of them ---
+
+    def _find(self, window: int) -> Span | None:
+        i = bisect_left(self.spans, window, key=lambda span: span.window_last)
+        return self.spans[i] if i < len(self.spans) and self.spans[i].window_first <= window else None
+
+    def _enter(self, window: int, added: Span) -> None:
+        """Add to the span of a window, which is made where there is none."""
+        span = self._find(window)
+        if span is None:
+            span = Span(window, window)
+            self.spans.insert(bisect_left(self.spans, window, key=lambda span: span.window_last), span)
+        window_last = span.window_last
+        self._tally(span, -1)
+        span.absorb(added)
+        span.window_last = window_last
+        self._tally(span, 1)
+        if len(self.spans) > 2 * MAX_SPANS:
+            self.merge_spans(MAX_SPANS)
+
+    def _take(self, span: Span, straggling_s: float = 0.0, hang_s: float = 0.0) -> None:
+        self._tally(span, -1)
+        hang_s = min(hang_s, span.kept_s)
+        span.kept_s -= hang_s
+        span.hang_s += hang_s
+        straggling_s = min(straggling_s, span.kept_s)
+        span.kept_s -= straggling_s
+        span.straggling_s += straggling_s
+        self._tally(span, 1)
+
+    def _tally(self, span: Span, sign: int) -> None:
+        for name, seconds, joules in zip(PARTS, span.seconds, span.parts_j, strict=True):
+            if seconds or joules:
+                self.seconds[name] = self.seconds.get(name, 0.0) + sign * seconds
+                self.joules[name] = self.joules.get(name, 0.0) + sign * joules
+
+    def merge_spans(self, limit: int) -> None:
+        """Merge neighbours by twos until there are at most so many; the older ones first, restarts need the newer."""
+        spans = self.spans
+        while len(spans) > limit:
+            pairs = min(len(spans) - limit, max(len(spans) // 4, 1))
+            for i in range(pairs):
+                spans[2 * i].absorb(spans[2 * i + 1])
+            del spans[1 : 2 * pairs : 2]
+
+    # --- its end ---
+
+    def close(self, status: str) -> None:
+        """Settle what it did, but for what is done again."""
+        self.end_s = self.ended_s
+        if self.begin_s is not None:
+            idle_s = self.ranks.idle_s(self.begin_s, self.end_s)
+            self.idle_s = min(idle_s, self._unreported_s(self.end_s))
+        self.status, self.ranks = status, Tiles()
+
+    def absorb(self, later: Attempt) -> None:
+        """Add the attempt that follows to this one, with what lay between them as unknown."""
+        self.end_s = later.end_s
+        _add(self.seconds, later.seconds)
+        _add(self.joules, later.joules)
+        self.hang_at_end_s += later.hang_at_end_s
+        self.idle_s += later.idle_s
+        shift = later.offset - self.offset
+        for span in later.spans:
+            span.first, span.last = span.first + shift, span.last + shift
+        self.first, self.last = self.first or later.first + shift, max(self.last, later.last + shift)
+        self.spans, self.redone_from, self.status = self.spans + later.spans, None, later.status
+
+    # --- what goes out ---
+
+    def redo_from(self, number: float | None) -> None:
+        """Compute what was lost: the iterations from that number on were done again."""
+        if number is None or self.redone_from == number:
+            return
+        redone = Redone()
+        for span in self.spans:
+            share = span.share_from(number - self.offset)
+            redone.seconds += share * span.kept_s
+            redone.joules += share * span.parts_j[0]
+            redone.iterations += round(share * (span.last - span.first + 1)) if share else 0
+        self.redone, self.redone_from = redone, number
+
+    def _unreported_s(self, end_s: float) -> float:
+        if self.begin_s is None:
+            return 0.0
+        return max(max(self.world_size, 1) * (end_s - self.begin_s) - sum(self.seconds.values()), 0.0)
+
+    def classes_s(self, span_s: float, end_s: float) -> dict[str, float]:
+        """Return the rank-seconds by class; they add up to its length times its ranks."""
+        classes = {name: max(value, 0.0) for name, value in self.seconds.items()}
+        redone_s = min(self.redone.seconds, classes.get(KEPT, 0.0))
+        classes[KEPT] = classes.get(KEPT, 0.0) - redone_s
+        classes[REDONE] = redone_s
+        unreported_s = self._unreported_s(end_s) if span_s > 0 else 0.0
+        idle_s = self.idle_s if self.end_s is not None else self.ranks.idle_s(self.begin_s or 0.0, end_s)
+        idle_s = min(idle_s, unreported_s)
+        hang_s = min(sum(self.hangs.values()), unreported_s - idle_s)
+        classes[IDLE] = idle_s
+        classes[HANG] = classes.get(HANG, 0.0) + hang_s
+        classes[UNKNOWN] = unreported_s - idle_s - hang_s
+        return classes
+
+    def classes_j(self) -> dict[str, float]:
+        joules = {name: max(value, 0.0) for name, value in self.joules.items()}
+        if self.hang_at_end_s > 0:
+            share = self.hang_at_end_s / (self.hang_at_end_s + max(self.seconds.get(SHUTDOWN, 0.0), 0.0))
+            hang_j = share * joules.get(SHUTDOWN, 0.0)
+            joules[SHUTDOWN] = joules.get(SHUTDOWN, 0.0) - hang_j
+            joules[HANG] = joules.get(HANG, 0.0) + hang_j
+        redone_j = min(self.redone.joules, joules.get(KEPT, 0.0))
+        joules[KEPT] = joules.get(KEPT, 0.0) - redone_j
+        joules[REDONE] = redone_j
+        return joules
+
+    def summary(self, span_s: float, gap_s: float, status: str, knows_repeats: bool) -> AttemptSummary:
+        """Return what summary.json has of it.
+
+        Args:
+            span_s: its length so far.
+            gap_s: since the attempt before had ended.
+            status: while it runs.
+            knows_repeats: whether it is known what of it was done again.
+        """
+        begin_s = self.zero_time_s + (self.begin_s or 0.0)
+        return AttemptSummary(
+            attempt=self.number,
+            status=status if self.end_s is None else self.status,
+            start_time_s=begin_s,
+            end_time_s=begin_s + span_s,
+            elapsed_s=span_s,
+            gap_before_s=gap_s,
+            world_size=self.world_size,
+            iterations=self.last - self.first + 1 if self.last else 0,
+            first=self.first + self.offset if self.last else None,
+            last=self.last + self.offset if self.last else None,
+            redone_iterations=self.redone.iterations if knows_repeats else None,
+        )
+
+
+def _add(sums: dict[str, float], more: Mapping[str, float], sign: int = 1) -> None:
+    """Add values of classes; what is in none is `OTHER`."""
+    for name, value in more.items():
+        known = name if name in CLASSES else OTHER
+        sums[known] = sums.get(known, 0.0) + sign * value
+
+
+assert set(MARKED_PHASES) <= set(CLASSES)

@@ -1,0 +1,83 @@
+"""When iterations became slower: a change point on the medians of windows, by two cumulative sums; pure.
+
+Page's CUSUM (Biometrika 41, 1954): what windows lie above the level, in robust standard deviations and less an
+allowance, is summed up; from a threshold on the level has changed, and it did so where the sum began to grow.
+With an allowance of 0.75 and a threshold of 6, normal windows alone raise an alarm every 41,000 windows on either
+side (Siegmund's approximation, with b = 1.5 * (6 + 1.166): (exp(b) - b - 1) / 1.125).  A window counts for 2
+deviations at most, so that an alarm takes five of them, and rare long ones raise none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple
+
+from effllm.job.health.robust import MAD_SIGMA
+
+ALLOWANCE = 0.75
+THRESHOLD = 6.0
+MAX_DEVIATIONS = 2.0
+#: Windows whose median is the level.
+LEVEL_WINDOWS = 16
+#: The error of a level is not taken for less than this share of it.
+FLOOR = 0.01
+#: Changes of less than this share of the level that was reported last are not reported.
+MIN_CHANGE = 0.05
+
+
+class Change(NamedTuple):
+    """A level that has changed."""
+
+    since: int  # the mark of the first window of the new level
+    before_s: float
+    after_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How much longer it takes: 0.1 is ten percent."""
+        return self.after_s / self.before_s - 1
+
+
+class WindowLevel:
+    """The level of a series of window medians."""
+
+    def __init__(self) -> None:
+        self._windows_s: list[float] = []
+        self._reported_s: float | None = None
+        self._sums = [0.0, 0.0]  # above, below
+        self._runs: list[list[tuple[int, float]]] = [[], []]  # windows since each sum was zero
+
+    def add(self, mark: int, value_s: float) -> Change | None:
+        """Take the next window's median; return the change that it completes.
+
+        Args:
+            mark: the first iteration of the window.
+            value_s: of the window.
+        """
+        if len(self._windows_s) < LEVEL_WINDOWS:
+            self._windows_s.append(value_s)
+            return None
+        level_s = statistics.median(self._windows_s)
+        distances = [abs(one - level_s) for one in self._windows_s]
+        scale_s = max(MAD_SIGMA * statistics.median(distances), FLOOR * level_s)
+        if scale_s <= 0:
+            return None
+        far = min(max((value_s - level_s) / scale_s, -MAX_DEVIATIONS), MAX_DEVIATIONS)
+        for side, sign in enumerate((1.0, -1.0)):
+            self._sums[side] = max(self._sums[side] + sign * far - ALLOWANCE, 0.0)
+            self._runs[side] = [*self._runs[side], (mark, value_s)] if self._sums[side] else []
+        for side in (0, 1):
+            if self._sums[side] > THRESHOLD:
+                return self._change(self._runs[side], level_s)
+        return None
+
+    def _change(self, run: list[tuple[int, float]], level_s: float) -> Change | None:
+        values = [value_s for _, value_s in run]
+        after_s, before_s = statistics.median(values), self._reported_s or level_s
+        self._windows_s = values[-LEVEL_WINDOWS:]
+        self._sums, self._runs = [0.0, 0.0], [[], []]
+        if abs(after_s / before_s - 1) < MIN_CHANGE:
+            self._reported_s = before_s  # a level that creeps is reported when it has come far enough
+            return None
+        self._reported_s = after_s
+        return Change(run[0][0], before_s, after_s)

@@ -1,0 +1,172 @@
+"""The part of a window that is a rank's own and can be compared with its peers: four kinds of evidence; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+from msgspec import Struct
+
+from effllm.job.health.clock import NS, Offset
+from effllm.job.health.outliers import FLOOR, OutlierTrack, Z
+from effllm.job.health.robust import median
+from effllm.job.rows import Rows
+from effllm.records.columns import fields_of
+from effllm.records.job import ARRIVAL, DATA_WAIT, OWN_TIME, PROFILE
+from effllm.records.rank import RankReport
+
+#: An arrival counts as late from so many times the error of the clocks on.
+CLOCK_ERRORS = 3.0
+#: Groups from this size on have their arrivals judged in every 4th window: aligning clocks takes most of the time.
+LARGE_GROUP, ARRIVALS_EVERY = 1024, 4
+
+_OWN, _PROFILE, _ARRIVAL = attrgetter("own_median_s"), attrgetter("profile"), attrgetter("arrival_ns")
+
+Key = tuple[str, str]  # a group, and a kind of evidence
+
+
+class Peer(Struct, frozen=True):
+    """What is known of a rank before it is compared."""
+
+    group: str = ""  # of ranks that do the same work: its role and peer group
+    host: str = ""
+    device: str = ""
+    replica: str = ""  # of ranks that wait for each other before the sync point
+    is_gpu: bool = True
+
+
+class PeerGroups:
+    """The ranks of a job, and what they have in common."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Peer] = {}
+        self._max_rank = -1  # the largest rank that is known
+        self.groups: dict[str, set[int]] = {}
+        self.hosts: dict[str, set[int]] = {}
+        self.replicas: dict[str, set[int]] = {}
+
+    def meet(self, rank: int, peer: Peer) -> None:
+        old = self.known.get(rank)
+        self.known[rank] = peer
+        self._max_rank = max(self._max_rank, rank)
+        for sets, name in ((self.groups, "group"), (self.hosts, "host"), (self.replicas, "replica")):
+            if old is not None:
+                sets[getattr(old, name)].discard(rank)
+            sets.setdefault(getattr(peer, name), set()).add(rank)
+
+    def mates(self, rank: int) -> set[int]:
+        """Return the ranks that wait for this one, and it for them, before the sync point."""
+        replica = self.known[rank].replica
+        return self.replicas[replica] if replica else {rank}
+
+    def in_replicas(self) -> set[int]:
+        """Return the ranks that wait for another rank before the sync point."""
+        return {rank for name, ranks in self.replicas.items() if name and len(ranks) > 1 for rank in ranks}
+
+    def at_work(self, rows: Sequence[RankReport]) -> Sequence[RankReport]:
+        """Return the rows that hold an iteration, of ranks that are known."""
+        if isinstance(rows, Rows) and rows.numbers["iterations"].min(initial=1) > 0 and self._has_all(rows.ranks):
+            return rows
+        return [row for row in rows if row.iterations > 0 and row.rank in self.known]
+
+    def _has_all(self, ranks: Sequence[int]) -> bool:
+        return len(self.known) == self._max_rank + 1 > max(ranks, default=0) or self.known.keys() >= set(ranks)
+
+    def grouped(self, rows: Sequence[RankReport]) -> Mapping[str, Sequence[RankReport]]:
+        groups = [group for group, ranks in self.groups.items() if ranks]
+        if len(groups) == 1:
+            return {groups[0]: rows}
+        members: dict[str, list[RankReport]] = {group: [] for group in groups}
+        for row in rows:
+            members[self.known[row.rank].group].append(row)
+        return members
+
+
+def iteration_s(rows: Sequence[RankReport]) -> float:
+    """Return the median iteration: of about 100 ranks, for in synchronous training they are all alike."""
+    return median(sorted(row.time_s / row.iterations for row in rows[:: max(len(rows) // 101, 1)]))
+
+
+def gather(
+    tracks: dict[Key, OutlierTrack],
+    group: str,
+    rows: Sequence[RankReport],
+    whole_s: float,
+    offsets: Mapping[int, Offset],
+    is_named_for_data: bool,
+) -> None:
+    """Look at a group's window by all the evidence that there is.
+
+    Args:
+        tracks: where the looks go.
+        group: of these rows.
+        rows: of two ranks at least, each with an iteration at least.
+        whole_s: of an iteration.
+        offsets: of the ranks' clocks to ours, where known.
+        is_named_for_data: whether a rank is, which must be judged to be cleared.
+    """
+    # Ten thousand rows are looked at in a few milliseconds: hence the maps, and the quick ways past what is not there.
+    measured, values = own_times(rows)
+    if len(measured) > 1:
+        _track(tracks, group, OWN_TIME).look(measured, values)
+    has_profiles = rows.profile is not None if isinstance(rows, Rows) else any(map(_PROFILE, rows))
+    profiles = [(row, row.profile) for row in rows if row.profile is not None] if has_profiles else []
+    profiles = [(row, profile) for row, profile in profiles if profile.iterations and profile.computing_s]
+    if len(profiles) > 1:
+        computing = [profile.computing_s / profile.iterations for _, profile in profiles]
+        _track(tracks, group, PROFILE).look([row for row, _ in profiles], computing)
+    _look_at_data(_track(tracks, group, DATA_WAIT), rows, whole_s, is_named_for_data)
+    if not offsets or (len(rows) >= LARGE_GROUP and rows[0].window % ARRIVALS_EVERY) or not any(map(_ARRIVAL, rows)):
+        return
+    last = rows[0].iteration_last
+    came = [row for row in rows if row.arrival_ns and row.iteration_last == last and row.rank in offsets]
+    if len(came) > 2:
+        _look_at_arrivals(_track(tracks, group, ARRIVAL), came, whole_s, offsets)
+
+
+def own_times(rows: Sequence[RankReport]) -> tuple[Sequence[RankReport], Sequence[float]]:
+    """Return the rows with an own time of an iteration, and these times: on the device, where all have them.
+
+    On the host it is the median of the window, which an iteration that was disturbed does not move.
+    """
+    if all(row.device_own_steps for row in rows):
+        return rows, [row.device_own_step_s / row.device_own_steps for row in rows]
+    medians = list(map(_OWN, rows))
+    if None not in medians:
+        return rows, medians
+    measured = [row for row in rows if row.own_median_s is not None]
+    return measured, [row.own_median_s for row in measured if row.own_median_s is not None]
+
+
+def _track(tracks: dict[Key, OutlierTrack], group: str, evidence: str) -> OutlierTrack:
+    return tracks.setdefault((group, evidence), OutlierTrack())
+
+
+def _look_at_data(track: OutlierTrack, rows: Sequence[RankReport], whole_s: float, is_needed: bool) -> None:
+    if isinstance(rows, Rows):
+        iterations, wait_s, busy_s = (rows.numbers[name] for name in ("iterations", "wait_s", "busy_s"))
+    else:
+        iterations, wait_s, busy_s = fields_of(rows, ("iterations", "wait_s", "busy_s")).T
+    waits = wait_s / iterations
+    if float(waits.max()) < Z * FLOOR * whole_s and not is_needed:
+        track.pass_by(rows)
+        return
+    busy = (busy_s / iterations).tolist()
+    others_busy_s = median(sorted(busy)) if len(busy) > 2 else max(busy)
+    # The others wait in their steps for a rank that waits for data, so its own steps are shorter.
+    track.look(rows, waits.tolist(), whole_s, lambda index, excess_s: others_busy_s - busy[index] >= excess_s / 2)
+
+
+def _look_at_arrivals(
+    track: OutlierTrack, rows: Sequence[RankReport], whole_s: float, offsets: Mapping[int, Offset]
+) -> None:
+    known = [offsets[row.rank] for row in rows]
+    times = [row.arrival_ns * NS + offset.offset_s for row, offset in zip(rows, known, strict=True)]
+    first_s = min(times)
+    error_s = median(sorted(offset.error_s for offset in known))
+    track.look(
+        rows,
+        [time_s - first_s for time_s in times],
+        whole_s,
+        lambda index, excess_s: excess_s >= CLOCK_ERRORS * (known[index].error_s + error_s),
+    )

@@ -1,0 +1,168 @@
+"""Outliers among the ranks of a group, by robust z, in more windows than noise reaches; pure.
+
+Thresholds, and how rarely noise passes them: docs/stragglers.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from effllm.job.health.robust import MAD_SIGMA, median, median_distance, of_few
+from effllm.job.rows import Rows
+from effllm.records.rank import RankReport
+
+#: A rank is an outlier from this robust z on, and no longer one below the second.
+Z, Z_CLEAR = 5.0, 2.5
+#: An iteration below a nanosecond is none: no clock shows it, and shares of it leave the range of a float.
+SHORTEST_S = 1e-9
+#: A deviation is not taken for less than this share of the median, or of the iteration for what is a part of it.
+FLOOR = 0.01
+#: Of two ranks one is an outlier if it takes longer than the other by this share.
+PAIR = 0.2
+#: A rank is named when it was an outlier in 3 of the last 5 windows, or in more where others are so by chance.
+PERSIST, WINDOWS = 3, 5
+#: How many ranks noise may name in a window: the rule of persistence is made stricter until it is fewer.
+FALSE_ALARMS = 1e-6
+#: Windows over which outliers by chance are counted ...
+HISTORY = 50
+#: ... as if one had been seen in this number of windows of a rank before: a few windows without one prove little.
+ASSUMED = 100
+#: Groups below this size have the scatter of their last windows pooled: that of a few values is small by chance.
+FEW = 64
+
+_RANK = attrgetter("rank")
+
+
+class Look(NamedTuple):
+    """One kind of evidence in one group and window; seconds are those of an iteration."""
+
+    window: int
+    shown: int  # number of its first iteration
+    iterations: int
+    ranks: Sequence[int]
+    values: Sequence[float]
+    median_s: float
+    scale_s: float
+    base_s: float  # that slowdowns are a share of
+    flags: dict[int, float]  # outliers, and by how much each lies above the median
+
+    def excess_s(self, rank: int) -> float | None:
+        return self.values[self.ranks.index(rank)] - self.median_s if rank in self.ranks else None
+
+
+class OutlierTrack:
+    """One kind of evidence in one group, window after window."""
+
+    def __init__(self) -> None:
+        self.looks: deque[Look] = deque(maxlen=WINDOWS)
+        self._flags: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=HISTORY)  # ranks judged, and the outliers
+        self._scatter: deque[NDArray[np.float64]] = deque(maxlen=WINDOWS)  # of small groups, as shares of the base
+
+    def look(
+        self,
+        rows: Sequence[RankReport],
+        values: Sequence[float],
+        whole_s: float | None = None,
+        is_late: Callable[[int, float], bool] = lambda _index, _excess_s: True,
+    ) -> None:
+        """Judge the ranks of a window by a value of each, if there are enough of them.
+
+        Args:
+            rows: of the ranks.
+            values: of the rows, seconds of an iteration.
+            whole_s: the iteration, where the values are a part of it; else they are the whole themselves.
+            is_late: whether the value at an index, which is this much above the median, may be an outlier.
+        """
+        found = np.array(values)
+        ordered = np.sort(found)
+        centre = median(ordered) if len(ordered) > 2 else float(ordered[0])
+        base_s = whole_s if whole_s is not None else centre
+        if base_s < SHORTEST_S:
+            return
+        scale_s = max(self._deviation(ordered, centre, base_s), FLOOR * base_s)
+        limit = centre + Z * scale_s
+        flags: dict[int, float] = {}
+        if ordered[-1] >= limit:
+            late = ((index, values[index] - centre) for index in np.flatnonzero(found >= limit).tolist())
+            flags = {rows[index].rank: excess_s for index, excess_s in late if is_late(index, excess_s)}
+        self._add(rows, Look(*_place(rows), _ranks(rows), values, centre, scale_s, base_s, flags))
+
+    def pass_by(self, rows: Sequence[RankReport]) -> None:
+        """Record a window without outliers."""
+        self._add(rows, Look(*_place(rows), (), (), 0.0, 1.0, 1.0, {}))
+
+    def _add(self, rows: Sequence[RankReport], look: Look) -> None:
+        self.looks.append(look)
+        self._flags.append((len(rows), tuple(look.flags)))
+
+    def _deviation(self, ordered: NDArray[np.float64], centre: float, base_s: float) -> float:
+        if len(ordered) == 2:
+            return PAIR / Z * base_s
+        if len(ordered) >= FEW:
+            return MAD_SIGMA * median_distance(ordered, centre)
+        self._scatter.append(np.abs(ordered - centre) / base_s)
+        share = median(np.sort(np.concatenate(self._scatter)))
+        return MAD_SIGMA * of_few(len(ordered)) * share * base_s
+
+    def times(self, rank: int) -> int:
+        """Return in how many of the last windows a rank was an outlier."""
+        return sum(rank in look.flags for look in self.looks)
+
+    def candidates(self, known: Iterable[int]) -> list[int]:
+        """Return the outliers of this window that were so in enough of the last ones.
+
+        Args:
+            known: ranks that are, or lately were, named: they are no outliers by chance.
+        """
+        found = [rank for rank in self.looks[-1].flags if self.times(rank) >= PERSIST]
+        if not found:
+            return []
+        explained = {*found, *known}
+        judged = sum(count for count, _ in self._flags)
+        by_chance = sum(rank not in explained for _, ranks in self._flags for rank in ranks)
+        needed = persistence(len(self.looks[-1].ranks), (by_chance + 1) / (judged + ASSUMED))
+        return [rank for rank in found if self.times(rank) >= needed]
+
+    def outlier_looks(self, rank: int) -> list[Look]:
+        """Return those of the last windows in which a rank was an outlier."""
+        return [look for look in self.looks if rank in look.flags]
+
+    def slowdown(self, rank: int) -> float:
+        """Return the median share by which a rank was slower, of the windows in which it was an outlier."""
+        return median(sorted(look.flags[rank] / look.base_s for look in self.outlier_looks(rank)))
+
+    def z(self, rank: int) -> float:
+        """Return the same in deviations."""
+        return median(sorted(look.flags[rank] / look.scale_s for look in self.outlier_looks(rank)))
+
+
+def persistence(ranks: int, share: float) -> float:
+    """Return in how many of `WINDOWS` windows a rank must be an outlier for noise to name fewer than `FALSE_ALARMS`.
+
+    Args:
+        ranks: that are judged.
+        share: of windows in which a rank is an outlier by chance.
+
+    >>> persistence(10_000, 3e-7), persistence(10_000, 1e-3), persistence(8, 0.5)
+    (3, 4, inf)
+    """
+    for times in range(PERSIST, WINDOWS + 1):
+        if ranks * math.comb(WINDOWS, times) * share**times <= FALSE_ALARMS:
+            return times
+    return math.inf
+
+
+def _ranks(rows: Sequence[RankReport]) -> Sequence[int]:
+    return rows.ranks if isinstance(rows, Rows) else list(map(_RANK, rows))
+
+
+def _place(rows: Sequence[RankReport]) -> tuple[int, int, int]:
+    row = rows[0]
+    return row.window, row.iteration_shown - row.iterations + 1, row.iterations

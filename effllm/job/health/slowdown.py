@@ -1,0 +1,76 @@
+"""When iterations became slower, and whether the ranks' own times did; pure."""
+
+from __future__ import annotations
+
+import statistics
+
+from effllm.job.health.change_point import Change, WindowLevel
+from effllm.records.rank import Event, RankReport
+
+#: Shorter windows are judged together. The load of a host changes every second or so, for many of them alike: 314
+#: changes were reported in 73,009 windows of 13 ms of a loop that only slept.
+JUDGED_S = 5.0
+#: Windows that an unexplained change waits for a name.
+PATIENCE = 2
+
+
+class Slowdown:
+    """Detects when iterations became slower, and whether the ranks' own times did."""
+
+    def __init__(self) -> None:
+        self._whole, self._own = WindowLevel(), WindowLevel()
+        self._change: Change | None = None  # not reported yet
+        self._own_rose = 0  # iteration since which
+        self._patience = 0
+        self._windows: list[
+            tuple[int, float, float | None]
+        ] = []  # first iteration, medians of iterations and own times
+        self._windows_s = 0.0
+
+    def add(self, row: RankReport, whole_s: float, own_s: float | None, is_explained: bool) -> Event | None:
+        """Take the medians of a window; return an event where the job has become slower or faster.
+
+        Args:
+            row: any of the window's.
+            whole_s: of iterations.
+            own_s: of the ranks' own times, where they are known.
+            is_explained: whether a rank is named.
+        """
+        self._windows.append((row.iteration_shown - row.iterations + 1, whole_s, own_s))
+        self._windows_s += whole_s * row.iterations
+        if self._windows_s < JUDGED_S:
+            return None
+        shown = self._windows[0][0]
+        whole_s = statistics.median(whole_s for _, whole_s, _ in self._windows)
+        own_s = None if own_s is None else statistics.median(one for _, _, one in self._windows if one is not None)
+        self._windows, self._windows_s = [], 0.0
+        if own_s is not None and (own := self._own.add(shown, own_s)) is not None:
+            self._own_rose = own.since if own.ratio > 0 else 0
+        change = self._whole.add(shown, whole_s)
+        if change is not None and change.ratio < 0:
+            self._change = None
+            return Event(row.end_time_s, "faster", f"faster: {_change_text(change)}")
+        if change is not None:
+            self._change, self._patience = change, PATIENCE
+        elif self._change is not None:
+            self._patience -= 1
+        if self._change is None or (self._patience > 0 and not is_explained):
+            return None
+        change, self._change = self._change, None
+        if is_explained:
+            return None
+        return Event(row.end_time_s, "slower", f"slower: {_change_text(change)}; {self._who(own_s)}")
+
+    def _who(self, own_s: float | None) -> str:
+        if own_s is None:
+            return "which rank it is, if it is one, is unknown: no rank has a sync point (effllm.sync_point)"
+        if self._own_rose:
+            return "no rank is slower than others: the ranks' own times rose alike"
+        return "no rank is slower than others: their own times are as before, so it is communication or what follows it"
+
+
+def _change_text(change: Change) -> str:
+    return (
+        f"iterations take {change.after_s:.3g} s since iteration {change.since}, {change.before_s:.3g} s before "
+        f"({100 * change.ratio:+.0f} %)"
+    )

@@ -1,0 +1,108 @@
+"""Which rank is the slowest of a window: by own times, where it is slow in window after window; pure.
+
+How often it names a slow rank, and how rarely a healthy one: docs/stragglers.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from effllm.job.health.robust import MAD_SIGMA
+from effllm.records.job import Straggler
+
+#: A rank is slow in a window from this share above the median of its peers on.
+SLOWER = 0.06
+#: It is named when it was slow in so many of the last windows, and by so many deviations of a healthy rank.
+RULES = ((3, 3, 3.0), (4, 5, 2.0), (6, 10, 1.6), (12, 20, 1.2))
+#: And it was slow in one of so many, or it has recovered.
+RECENT = 3
+WINDOWS = max(windows for _, windows, _ in RULES)
+#: Windows that show how much a healthy rank differs from one to the next.
+HISTORY = 50
+#: Shorter own times are shorter than a clock can show.
+SHORTEST_S = 1e-9
+
+Ranks = NDArray[np.int64]
+Shares = NDArray[np.float64]
+
+
+class Slowest:
+    """Compares the own times of the ranks of one group, window after window."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[Ranks, Shares]] = deque(maxlen=WINDOWS)
+        self._changes: deque[float] = deque(maxlen=HISTORY)  # of a rank from a window to the next: their medians
+
+    def add(self, ranks: Sequence[int], own_s: Sequence[float], skipped: Collection[int] = ()) -> Straggler | None:
+        """Return the slowest rank of a window, or ``None`` where no rank is slower than noise explains.
+
+        Args:
+            ranks: in ascending order.
+            own_s: own time of an iteration, of each of these ranks.
+            skipped: ranks that are never named, because their own time contains waiting for others.
+        """
+        values = np.array(own_s, np.float64)
+        if len(values) < 2:
+            return None
+        peers_s = medians_of_others(values)
+        if peers_s.min() < SHORTEST_S:
+            return None
+        known = np.array(ranks, np.int64)
+        shares = values / peers_s - 1.0
+        if self._last:
+            self._changes.append(float(np.median(np.abs(shares - _aligned(known, *self._last[-1])))))
+        self._last.append((known, shares))
+        is_slow = self._is_slow(known)
+        # What is shown is this window's, so the rank has to be slower in this one too.
+        named = [at for at in np.flatnonzero(is_slow & (shares > 0)).tolist() if ranks[at] not in skipped]
+        is_half = len(values) > 2 and 2 * int(is_slow.sum()) >= len(values)  # of two halves neither is slow
+        if not named or is_half:
+            return None
+        history = np.array([_aligned(known, *one) for one in self._last])
+        at = max(named, key=lambda at: float(np.median(history[:, at])))
+        return Straggler(ranks[at], float(values[at]), float(peers_s[at]))
+
+    def _is_slow(self, ranks: Ranks) -> NDArray[np.bool_]:
+        """Return which of these ranks one of the rules names."""
+        slow = np.zeros(len(ranks), bool)
+        if len(self._last) < RULES[0][1]:
+            return slow
+        history = np.array([_aligned(ranks, *one) for one in self._last])
+        deviation = MAD_SIGMA * float(np.median(self._changes)) / math.sqrt(2)  # of one window, not of a difference
+        for times, windows, deviations in RULES:
+            if len(history) >= windows:
+                is_above = history[-windows:] >= max(SLOWER, deviations * deviation)
+                slow |= is_above.sum(axis=0) >= times
+        slow &= (history[-RECENT:] >= SLOWER).any(axis=0)
+        return slow
+
+
+def medians_of_others(values: Shares) -> Shares:
+    """Return for each of at least two values the median of all others.
+
+    A median that includes the value itself lies nearer to it, which hides a slow rank among three or four.
+
+    >>> medians_of_others(np.array([1.0, 4.0, 2.0])), medians_of_others(np.array([3.0, 2.0]))
+    (array([3. , 1.5, 2.5]), array([2., 3.]))
+    """
+    order = values.argsort()
+    position = np.empty_like(order)
+    position[order] = np.arange(len(values))
+    ordered, others = values[order], len(values) - 1
+    low, high = (np.where(position > at, ordered[at], ordered[at + 1]) for at in ((others - 1) // 2, others // 2))
+    medians: Shares = (low + high) / 2
+    return medians
+
+
+def _aligned(ranks: Ranks, known: Ranks, shares: Shares) -> Shares:
+    """Return the shares of these ranks in an earlier window; a rank that was not in it was not slow in it."""
+    if np.array_equal(ranks, known):
+        return shares
+    at = np.minimum(np.searchsorted(known, ranks), len(known) - 1)
+    aligned: Shares = np.where(known[at] == ranks, shares[at], 0.0)
+    return aligned

@@ -1,0 +1,168 @@
+"""What follows from a stall: it is reported, agents are asked for stacks, and its time is counted; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from effllm.config.settings import Config
+from effllm.job.health.hang import Hang, Stall
+from effllm.job.health.stall_text import MAX_NAMED, Names, resumed_text, stall_text
+from effllm.job.ledger import Ledger
+from effllm.job.roster import Roster
+from effllm.records.clock import Now
+from effllm.records.rank import Event, RankReport
+from effllm.records.wire import Heartbeat, Hello, Stack
+
+MAX_STACKS = 100  # that one aggregator has kept
+ANSWER_S = 30.0  # an agent gives its stack until then, or there is none
+
+
+class StackFile(NamedTuple):
+    """A file for the run folder."""
+
+    name: str
+    text: str
+
+
+class Stalls:
+    """The stalls of a job.
+
+    Args:
+        config: the job's settings.
+        roster: the ranks, and when each was heard.
+        ledger: the job's state, where the time is counted.
+        report: takes an event.
+    """
+
+    def __init__(self, config: Config, roster: Roster, ledger: Ledger, report: Callable[[Event], None]) -> None:
+        self._hang = Hang(config.stall_seconds, ledger.iteration_s())
+        self._roster, self._ledger, self._report = roster, ledger, report
+        self._shown_minus_ordinal: int | None = None
+        self._asked: dict[int, float] = {}  # ranks whose stack was asked for, and the deadline of the answer
+        self._tops: dict[int, str] = {}  # the innermost frame of each stack that has come
+        self._to_ask: list[int] = []
+        self._files: list[StackFile] = []
+        self._kept = 0
+        self._counted_s = 0.0
+        self._is_reported = self._failed_before = False
+        self._left: dict[int, str] = {}
+
+    # --- what comes in ---
+
+    def hello(self, message: Hello, is_new: bool, now_s: float) -> None:
+        if is_new:
+            self._left.pop(message.rank, None)
+        last = message.total_iterations - message.offset if message.total_iterations else None
+        self._hang.join(message.rank, message.role, last, is_new, now_s)
+
+    def heartbeat(self, message: Heartbeat, now_s: float) -> None:
+        self._hang.heartbeat(message, now_s)
+
+    def row(self, row: RankReport, now_s: float) -> None:
+        self._hang.row(row, now_s)
+        last = row.iteration_last
+        if last >= row.iteration_first:
+            self._shown_minus_ordinal = row.iteration_shown - last
+
+    def bye(self, rank: int, status: str, now_s: float) -> None:
+        self._hang.leave(rank, status == "completed", now_s)
+        if status != "completed":
+            self._left[rank] = status
+
+    def stack(self, message: Stack, time_s: float) -> bool:
+        """Take the stack of a rank; ``False`` where it was not asked for."""
+        if self._asked.pop(message.rank, None) is None:
+            return False
+        if self._kept < MAX_STACKS:
+            self._kept += 1
+            name = f"rank-{message.rank}-iteration-{message.ordinal + self._offset}.txt"
+            self._files.append(StackFile(name, message.text))
+        self._tops[message.rank] = message.top
+        self._report_stacks(time_s)
+        return True
+
+    def tick(self, now: Now) -> None:
+        for verdict in self._hang.check(now.mono_s, self._roster.presence.silent):
+            if isinstance(verdict, Stall):
+                self._report_stall(verdict, now)
+            else:
+                self._report(Event(now.unix_s, "resumed", resumed_text(verdict), verdict.rank))
+                self._asked, self._tops, self._is_reported = {}, {}, False
+        overdue = [rank for rank, until_s in self._asked.items() if now.mono_s > until_s]
+        for rank in overdue:
+            del self._asked[rank]
+            self._tops[rank] = "its agent has not answered"
+        if overdue:
+            self._report_stacks(now.unix_s)
+
+    # --- what goes out ---
+
+    def take_s(self, now_s: float) -> float:
+        """Return the seconds of stalls since the last call."""
+        # That it went on is known a moment later than it did: what was counted too much is left out of the next.
+        new_s = max(self._hang.total_s(now_s) - self._counted_s, 0.0)
+        self._counted_s += new_s
+        return new_s
+
+    def take_asked(self) -> list[int]:
+        """Return the ranks whose agents are to be asked for stacks, since the last call."""
+        asked, self._to_ask = self._to_ask, []
+        return asked
+
+    def take_files(self) -> list[StackFile]:
+        files, self._files = self._files, []
+        return files
+
+    @property
+    def is_status(self) -> bool:
+        """Whether the job ends as stalled, if it ends now: no rank had failed before."""
+        return self._hang.since_s is not None and not self._failed_before
+
+    # --- events ---
+
+    @property
+    def _offset(self) -> int:
+        if self._shown_minus_ordinal is not None:
+            return self._shown_minus_ordinal
+        return next((hello.offset for hello in self._roster.hellos.values()), 0)
+
+    def _report_stall(self, stall: Stall, now: Now) -> None:
+        roster, world_size = self._roster, self._ledger.world_size
+        heard_s, silent = roster.presence.heard_s, roster.presence.silent
+        silent_s = {rank: now.mono_s - heard_s[rank] for rank in silent if rank not in self._left}
+        left = {rank: status for rank, status in self._left.items() if rank < world_size}
+        missing = max(world_size - len(roster.hellos), 0)
+        names = Names(self._where, self._offset)
+        text = stall_text(stall, self._hang.ranks, names, now.mono_s, silent_s, left, missing)
+        behind = stall.groups[0][1]
+        self._report(Event(now.unix_s, "stalled", text, behind[0] if len(behind) == 1 else None))
+        if not stall.is_partial and not self._is_reported:
+            self._is_reported, self._failed_before = True, "failed" in self._left.values()
+        self._ask(stall, now.mono_s)
+
+    def _ask(self, stall: Stall, now_s: float) -> None:
+        """Ask for the stacks of those behind, and of one of the others, once for each stall."""
+        behind, *others = stall.groups
+        ranks = [*behind[1][:MAX_NAMED], *(others[-1][1][:1] if others else ())]
+        new = [rank for rank in ranks if rank not in self._asked and rank not in self._tops]
+        self._to_ask += new
+        self._asked |= dict.fromkeys(new, now_s + ANSWER_S)
+
+    def _report_stacks(self, time_s: float) -> None:
+        if self._asked or not self._tops:
+            return
+        texts: dict[str, list[int]] = {}
+        for rank, top in self._tops.items():
+            texts.setdefault(top or "unknown", []).append(rank)
+        parts = [f"rank{'s' if len(ranks) > 1 else ''} {_numbers(ranks)}: {top}" for top, ranks in texts.items()]
+        self._report(Event(time_s, "stack", f"stacks are in stacks/ of the run folder: {'; '.join(parts)}"))
+
+    def _where(self, rank: int) -> str:
+        hello = self._roster.hellos[rank]
+        device = next((device.key for device in hello.devices if not device.only_power), "")
+        return f"node {hello.host}, {device}" if device else f"node {hello.host}"
+
+
+def _numbers(ranks: list[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

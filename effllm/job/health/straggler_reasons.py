@@ -1,0 +1,65 @@
+"""Why a straggler is slow, and what power waits for it: windows of devices in, words and watts out; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from effllm.job.health.diagnosis import MAX_PEERS, UNKNOWN, explain, power_w
+from effllm.job.health.evidence import PeerGroups
+from effllm.job.health.outliers import Look
+from effllm.records.job import DATA_WAIT, StragglerVerdict
+from effllm.records.rank import DeviceWindow, RankReport
+
+MAX_POWERS = 1024  # ranks whose power is looked at in a window
+
+
+def waiting_w(peers: PeerGroups, rows: Sequence[RankReport], named: Collection[int]) -> float | None:
+    """Return the mean power of a rank that waits, each device once; ``None`` where one of them is not measured."""
+    powers: dict[str, float | None] = {}
+    waiting = [row for row in rows if row.rank not in named]
+    waiting = waiting[:: max(len(waiting) // MAX_POWERS, 1)]
+    for row in waiting:
+        device = peers.known[row.rank].device
+        if device not in powers:
+            one = _device_of(row, device)
+            powers[device] = power_w(one) if one is not None else None
+    known = [power for power in powers.values() if power is not None]
+    return sum(known) / len(waiting) if known and len(known) == len(powers) else None
+
+
+def reason(
+    peers: PeerGroups, verdict: StragglerVerdict, look: Look | None, rows: Sequence[RankReport], named: Collection[int]
+) -> str:
+    """Return why a rank is slow, by its window and those of its peers; `UNKNOWN` where they do not show it.
+
+    Args:
+        peers: the ranks of the job.
+        verdict: on the rank.
+        look: at its data waits in this window, where its verdict is by them.
+        rows: of the window.
+        named: ranks with a verdict, which are no measure for others.
+    """
+    by_rank = {row.rank: row for row in rows}
+    if verdict.evidence == DATA_WAIT:
+        row = by_rank.get(verdict.ranks[0])
+        if look is None or row is None:
+            return UNKNOWN
+        own_s = row.wait_s / row.iterations
+        return f"it waits {1e3 * own_s:,.1f} ms of an iteration for data, they {1e3 * look.median_s:,.1f}"
+    if len(verdict.ranks) > 1 or verdict.ranks[0] not in by_rank:
+        return UNKNOWN
+    rank = verdict.ranks[0]
+    peer = peers.known[rank]
+
+    def windows(ranks: Iterable[int]) -> list[DeviceWindow]:
+        chosen = [by_rank[one] for one in sorted(ranks) if one in by_rank and one not in named]
+        chosen = chosen[:: max(len(chosen) // MAX_PEERS, 1)]
+        found = (_device_of(row, peers.known[row.rank].device) for row in chosen)
+        return [one for one in found if one is not None and one.device != peer.device]
+
+    own = _device_of(by_rank[rank], peer.device)
+    return explain(own, windows(peers.groups[peer.group]), windows(peers.hosts[peer.host]), peer.is_gpu)
+
+
+def _device_of(row: RankReport, key: str) -> DeviceWindow | None:
+    return next((one for one in row.devices if one.device == key), None)

@@ -1,0 +1,209 @@
+"""What the introductions of all ranks add up to: parameters, peak, power, scope of energy, gaps; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from effllm.config.settings import Config
+from effllm.devices.known import hardware
+from effllm.energy.lag_evidence import is_share_open
+from effllm.job.ledger import Ledger
+from effllm.job.power_scope import AUTO, Node, Scope, choose, keep, scopes
+from effllm.records.plain_text import one_line
+from effllm.records.rank import METHODS, Device
+from effllm.records.wire import Hello
+
+
+class JobFacts:
+    """Facts of the whole job, each computed once: another introduction or another scope makes a new object.
+
+    Args:
+        config: the job's settings.
+        ledger: the job's state.
+        hellos: the introduction of each rank.
+        devices: by key.
+        members: the ranks on each device.
+        whole_model_rank: the rank whose parameter count is the whole model's, where there is one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        hellos: Mapping[int, Hello],
+        devices: Mapping[str, Device],
+        members: Mapping[str, Collection[int]],
+        whole_model_rank: int | None,
+    ) -> None:
+        self._config, self._ledger = config, ledger
+        self._hellos, self._devices, self._members = hellos, devices, members
+        self._whole_model_rank = whole_model_rank
+
+    @cached_property
+    def parameters(self) -> int | None:
+        """Return P of the configured kind: the whole model's, or the sum of all ranks' shares once all have come."""
+        kind = self._config.parameters
+        if self._whole_model_rank is not None:
+            value = getattr(self._hellos[self._whole_model_rank].parameters, kind)
+            return int(value) if value is not None else None
+        given = [hello.parameters for hello in self._hellos.values()]
+        shares = [getattr(one, kind) for one in given if one.is_share]
+        if len(shares) != self._ledger.world_size or not shares or None in shares:
+            return None
+        return sum(shares) or None
+
+    @cached_property
+    def num_gpus(self) -> int:
+        """How many GPUs are known."""
+        return sum(device.is_gpu for device in self._devices.values())
+
+    @cached_property
+    def peak_flops_per_s(self) -> float | None:
+        """Peak of the whole job: that of a device as configured, else from the hardware table if it has all GPUs."""
+        peak = self._config.peak_tflops
+        if peak:
+            return peak * 1e12 * (self.num_gpus or self._ledger.world_size)
+        peaks = [peak_of(device.name) for device in self._devices.values() if device.is_gpu]
+        known = [one.flops_per_s for one in peaks if one]
+        return sum(known) if known and len(known) == len(peaks) else None
+
+    @cached_property
+    def peak_source(self) -> str:
+        """What the peak is that MFU is measured against, and from where; empty where there is none."""
+        if self.peak_flops_per_s is None:
+            return ""
+        if self._config.peak_tflops:
+            return f"{self._config.peak_tflops:g} TFLOP/s per device, as configured"
+        peaks = {peak_of(device.name) for device in self._devices.values() if device.is_gpu}
+        return "; ".join(sorted(one.text for one in peaks if one))
+
+    @cached_property
+    def power_limit_w(self) -> float | None:
+        """Power limit of all GPUs together, where each has one, or the first die of its card has that of both."""
+        owners: dict[str, float] = {}
+        for key, device in self._devices.items():
+            if device.is_gpu:
+                owner = device.energy_key or key
+                owners[owner] = owners.get(owner, 0.0) + (device.power_limit_w or 0.0)
+        return sum(owners.values()) if owners and all(owners.values()) else None
+
+    @cached_property
+    def baseline_w(self) -> float | None:
+        """Idle power of all devices in scope, where it was measured on each."""
+        owners: dict[str, float | None] = {}
+        for key in self.scope.keys:
+            owners[self._devices[key].energy_key or key] = self._devices[key].baseline_w
+        known = [one for one in owners.values() if one is not None]
+        return sum(known) if known and len(known) == len(owners) else None
+
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        """Model FLOPs of a token, where a rank has declared them."""
+        return next((hello.flops_per_token for hello in self._hellos.values() if hello.flops_per_token), None)
+
+    @cached_property
+    def hardware_flops_per_token(self) -> float | None:
+        """FLOPs that the hardware does for a token, recomputation included, where a rank has declared them."""
+        declared = (hello.hardware_flops_per_token for hello in self._hellos.values())
+        return next((flops for flops in declared if flops), None)
+
+    @cached_property
+    def total_iterations(self) -> int | None:
+        """How long the job will be, where a rank has declared them."""
+        return next((hello.total_iterations for hello in self._hellos.values() if hello.total_iterations), None)
+
+    @cached_property
+    def style(self) -> str:
+        """What an iteration is called in this job."""
+        return "Step" if any(h.facts.get("style") == "Step" for h in self._hellos.values()) else "Iteration"
+
+    @cached_property
+    def evaluation_is_in_iterations(self) -> bool:
+        """Whether a hook sees iterations from one step to the next, whatever else the loop does between."""
+        return any(hello.facts.get("evaluation_in_iterations") for hello in self._hellos.values())
+
+    @cached_property
+    def begins_with_a_step(self) -> bool:
+        """Whether the metrics began when an optimizer had stepped, and nothing of that iteration is in them."""
+        return any(hello.facts.get("iterations_not_measured") for hello in self._hellos.values())
+
+    @cached_property
+    def is_simulated(self) -> bool:
+        """Whether any device is not real."""
+        return any(device.simulated for device in self._devices.values())
+
+    @cached_property
+    def measures_energy(self) -> bool:
+        """Whether any device has an energy or power sensor."""
+        return any(device.energy_method for device in self._devices.values())
+
+    @cached_property
+    def scope(self) -> Scope:
+        """Whose energy is the job's, and what it is called; once there are sums of it, it stays."""
+        wanted, settled = self._config.power_scope, self._ledger.scope
+        return keep(self._nodes(), settled, wanted) if settled else choose(self._nodes(), wanted)
+
+    @property
+    def scopes(self) -> list[Scope]:
+        """What the scope may still become, from the widest: where none is configured, all that every node has."""
+        if self._ledger.scope or self._config.power_scope != AUTO:
+            return [self.scope]
+        return scopes(self._nodes()) or [self.scope]
+
+    def _nodes(self) -> list[Node]:
+        nodes: dict[str, list[Device]] = {hello.host: [] for hello in self._hellos.values()}
+        for key, ranks in self._members.items():
+            nodes[self._hellos[min(ranks)].host].append(self._devices[key])
+        return list(nodes.values())
+
+    @cached_property
+    def energy_method(self) -> str | None:
+        """How the energy is measured."""
+        methods = {self._devices[key].energy_method for key in self.scope.keys}
+        return "+".join(method for method in METHODS if method in methods) or None
+
+    @cached_property
+    def not_measured(self) -> tuple[str, ...]:
+        """A sentence per quantity that some device cannot give, in whatever order its ranks joined."""
+        sentences = {
+            one_line(text)
+            for hello in self._hellos.values()
+            for device in hello.devices
+            # An agent that reads no energy of a device has nothing to add about one that another agent reads.
+            if device.energy_method or not self._devices[device.key].energy_method
+            for text in device.not_measured
+        }
+        return tuple(sorted(sentences | ({self.scope.complaint} if self.scope.complaint else set())))
+
+    @cached_property
+    def open_shares(self) -> tuple[str, ...]:
+        """One sentence where it is unknown what share of its ticks an energy counter measures; else nothing."""
+        models = {device.name or "GPUs without a name" for device in self._devices.values() if is_share_open(device)}
+        if not models:
+            return ()
+        text = (
+            f"share of each tick that the energy counter measures ({', '.join(sorted(models))}): the timing errors of "
+            "windows allow for each; `effllm profile` measures it, once per model and driver"
+        )
+        return (one_line(text),)
+
+
+class Peak(NamedTuple):
+    """What a device can do at most, and from where that is known."""
+
+    flops_per_s: float
+    text: str
+
+
+@cache  # asked for every window and GPU
+def peak_of(name: str) -> Peak | None:
+    """Return a GPU's dense peak in BF16, or in FP16 where it is older than that, by the hardware table."""
+    row = hardware.find(name)
+    for precision in ("bf16", "fp16"):
+        if row and (peak := hardware.peak_flops_per_s(name, precision)):
+            doubt = ", unconfirmed" if row.source.evidence == "unconfirmed" else ""
+            text = f"{peak / 1e12:g} TFLOP/s per GPU, dense {precision.upper()}, {row.names[0]} in the hardware table"
+            return Peak(peak, text + doubt)
+    return None

@@ -1,0 +1,301 @@
+"""The running state of a job, which a replacement of the aggregator goes on from, pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+import msgspec
+from msgspec import Struct
+
+from effllm.job.account import Account
+from effllm.job.energy_account import EnergyTotals, WindowEnergy
+from effllm.job.goodput import Goodput
+from effllm.job.merged import Merged
+from effllm.job.rows import Rows
+from effllm.records.columns import from_json, to_json
+from effllm.records.job import SCHEMA_VERSION, Overhead, Straggler, StragglerVerdict
+from effllm.records.rank import MARKED_PHASES, SHUTDOWN, STARTUP, RankReport
+
+CLASSES = ("iterations", *MARKED_PHASES, STARTUP, SHUTDOWN)
+#: Ranks that were the slowest of a window are counted one by one up to this many.
+MAX_SLOWEST = 64
+_COSTS = attrgetter("agent_cpu_s", "sent_bytes", "recorder_cpu_s")
+
+
+class RankState(Struct):
+    """The state of one rank."""
+
+    agent: str
+    last_sequence: int = 0  # of the reports taken
+    last_window: int = 0
+    iteration: int = 0
+    bye: str = ""
+    lost: int = 0
+    agent_cpu_s: float = 0.0
+    sent_bytes: int = 0
+    recorder_cpu_s: float | None = None
+    gaps: int = 0  # reports that are missing, though later ones came ...
+    newest_gap: int = 0  # ... those of them ...
+    newest_gap_before: int = 0  # ... that are missing before this sequence
+    is_over: bool = False  # its last report was taken
+
+    def spend(self, agent_cpu_s: float, sent_bytes: int, recorder_cpu_s: float | None) -> None:
+        """Take what the rank's agent and recorder have cost so far; an older message does not lower it."""
+        if agent_cpu_s > self.agent_cpu_s:
+            self.agent_cpu_s = agent_cpu_s
+        if sent_bytes > self.sent_bytes:
+            self.sent_bytes = sent_bytes
+        if recorder_cpu_s is not None:
+            self.recorder_cpu_s = max(self.recorder_cpu_s or 0.0, recorder_cpu_s)
+
+    def take(self, sequence: int, final: bool = False) -> None:
+        """Record a report, and how many are missing before it."""
+        self.is_over = self.is_over or final
+        missing = sequence - self.last_sequence - 1
+        if missing > 0:
+            self.gaps += missing
+            self.newest_gap, self.newest_gap_before = missing, sequence
+        self.last_sequence = sequence
+
+
+class Spent(Struct):
+    """Costs and losses of the measurement in processes that have ended."""
+
+    agents_cpu_s: float = 0.0
+    recorder_cpu_s: float = 0.0
+    sent_bytes: int = 0
+    aggregator_cpu_s: float = 0.0
+    received_bytes: int = 0
+    reports_lost: int = 0
+    unfinished: int = 0  # ranks whose last report never came
+
+    def add(self, rank: RankState) -> None:
+        """Add a rank's agent that another one has replaced."""
+        self.reports_lost += rank.lost
+        self.unfinished += not rank.is_over
+        self.agents_cpu_s += rank.agent_cpu_s
+        self.recorder_cpu_s += rank.recorder_cpu_s or 0.0
+        self.sent_bytes += rank.sent_bytes
+
+
+class Waited(Struct):
+    """The stragglers of the last window."""
+
+    seconds: float | None = None  # that all waited for the slowest that is named; None: no rank measures its own time
+    rank_seconds: float = 0.0  # the same, summed over those that waited ...
+    joules: float | None = None  # ... and what their devices drew then
+    verdicts: tuple[StragglerVerdict, ...] = ()
+    num_named: int = 0  # ranks
+    clock_error_s: float | None = None  # the largest, of the ranks' clocks
+    slowest: Straggler | None = None  # the slowest rank
+
+
+class Ledger(Struct):
+    """The sums of a job, and how far each of its ranks is in them."""
+
+    attempt: int
+    job: str
+    started_time_s: float
+    world_size: int = 0
+    closed: int = 0
+    joined_until: int = 0  # the last window of a rank's agent that is in it, where windows are joined
+    reports: int = 0
+    ranks: dict[int, RankState] = {}
+    run: Account = msgspec.field(default_factory=Account)
+    whole: Account = msgspec.field(default_factory=lambda: Account(wall=True))
+    devices: EnergyTotals = msgspec.field(default_factory=EnergyTotals)
+    classes_j: dict[str, float] = {}
+    classes_s: dict[str, float] = {}
+    late: int = 0
+    loss: float | None = None  # the last finite one
+    is_loss_finite: bool = True  # of the last window that had a loss
+    first_not_finite: int | None = None  # the iteration of the first loss that was NaN or infinite, as shown
+    iteration_last: int = 0
+    iteration_shown: int = 0
+    events: dict[str, int] = {}
+    warmed_s: float = 0.0  # iteration time that the warm-up has had
+    run_after: int = 0  # windows up to this one are not in the run-to-date values: warm-up, or a reset
+    warm_until: int = 0  # ... because of the warm-up of this attempt
+    warmup_j: float = 0.0  # measured in the iterations of the warm-up, of every attempt
+    scope: str = ""  # whose energy the sums are of, once there are any
+    hang_s: float = 0.0  # of stalls of the job: those that are over, and the present one so far
+    goodput: Goodput = msgspec.field(default_factory=Goodput)
+    spent: Spent = msgspec.field(default_factory=Spent)
+    serving_cpu_s: float = 0.0  # of the aggregator that serves now
+    serving_bytes: int = 0  # that it has received
+    stragglers: dict[str, StragglerVerdict] = {}  # by its ranks, with all that it cost
+    straggling_s: float | None = None  # that all waited for named ranks
+    straggling_gpu_s: float = 0.0
+    straggling_j: float | None = 0.0  # None: a part of it was not measured
+    waited: Waited = msgspec.field(default_factory=Waited)  # of the last window
+    schema_version: int = SCHEMA_VERSION  # of state.json
+    slowest: dict[int, int] = {}  # rank -> in how many windows it was the slowest ...
+    windows_compared: int = 0  # ... of those in which own times of ranks were compared
+
+    def next_attempt(self, job: str) -> Ledger:
+        """Return the state for the next start of the job: the sums stay, the ranks begin anew."""
+        self.goodput.end_attempt(self.status())
+        for rank in self.ranks.values():
+            self.spent.add(rank)
+        self.spent.unfinished += max(self.world_size - len(self.ranks), 0)
+        self.attempt, self.job = self.attempt + 1, job
+        self.world_size = self.closed = self.joined_until = self.run_after = self.warm_until = 0
+        self.ranks, self.warmed_s, self.waited = {}, 0.0, Waited()
+        for sums in (self.run.energy, self.whole.energy, self.devices):
+            sums.close()
+        return self
+
+    def accounts(self, window: int) -> Sequence[Account]:
+        return (self.whole,) if window <= self.run_after else (self.whole, self.run)
+
+    def warm(self, window: int, rows: Sequence[RankReport], iterations: int, seconds: float) -> bool:
+        """Return whether a window is in the warm-up, which is not in the run-to-date values."""
+        numbers = Rows.of(rows).numbers
+        warming = bool(numbers["iteration_first"].min() <= iterations) or self.warmed_s < seconds
+        self.warmed_s += float(numbers["time_s"].max())
+        if warming:
+            self.run_after = self.warm_until = window
+        return warming
+
+    def reset_run(self, window: int) -> None:
+        """Begin the run-to-date values after a window."""
+        self.run, self.run_after = Account(), window
+
+    def count_rows(self, window: int, rows: Sequence[RankReport]) -> None:
+        """Enter the times and counts of rows, each of which may be entered once."""
+        rows = Rows.of(rows)
+        for account in self.accounts(window):
+            account.add_rows(rows)
+        for name, seconds in {"iterations": float(rows.numbers["time_s"].sum()), **rows.phases_s}.items():
+            self.classes_s[name] = self.classes_s.get(name, 0.0) + seconds
+        self.goodput.attempt.count_rows(window, rows)
+
+    def count_devices(
+        self,
+        window: int,
+        rows: Sequence[RankReport],
+        merged: Merged,
+        energy: WindowEnergy,
+        min_coverage: float,
+        sign: int = 1,
+    ) -> None:
+        """Enter a window's devices and energy; with a sign of -1 take them back, for a late row changes all of it."""
+        for account in self.accounts(window):
+            account.add_devices(merged, sign)
+            account.add_energy(window, energy, rows, min_coverage, sign)
+        self.devices.add(window, energy.owners, energy.amounts, sign)
+        if window <= self.warm_until:
+            self.warmup_j += sign * energy.iterations_j
+        for name, joules in {"iterations": energy.iterations_j, **energy.phases_j}.items():
+            self.classes_j[name] = self.classes_j.get(name, 0.0) + sign * joules
+        self.goodput.attempt.count_energy(window, energy.iterations_j, energy.phases_j, sign)
+
+    def iteration_s(self) -> float:
+        """Return the mean time of an iteration so far; 0 where there was none."""
+        ranks = self.run.ranks
+        iterations = float(ranks.column("iterations").sum())
+        return float(ranks.column("time_s").sum()) / iterations if iterations else 0.0
+
+    def note_hang(self, seconds: float) -> None:
+        """Enter seconds in which no rank of the job made progress."""
+        if seconds > 0:
+            self.hang_s += seconds
+            self.goodput.attempt.note_hang(self.closed + 1, seconds)
+
+    def note_own(self, cpu_s: float, received_bytes: int) -> None:
+        self.serving_cpu_s, self.serving_bytes = cpu_s, received_bytes
+
+    def count_slowest(self, rank: int) -> None:
+        if rank in self.slowest or len(self.slowest) < MAX_SLOWEST:
+            self.slowest[rank] = self.slowest.get(rank, 0) + 1
+
+    def overhead(self) -> Overhead:
+        """Return what the measurement has cost so far, over all its processes and attempts."""
+        ranks, spent = list(map(_COSTS, self.ranks.values())), self.spent
+        recorders = [recorder_s for _, _, recorder_s in ranks if recorder_s is not None]
+        return Overhead(
+            recorder_cpu_s=spent.recorder_cpu_s + sum(recorders) if recorders or spent.recorder_cpu_s else None,
+            agents_cpu_s=spent.agents_cpu_s + sum(agent_s for agent_s, _, _ in ranks),
+            aggregator_cpu_s=spent.aggregator_cpu_s + self.serving_cpu_s,
+            sent_bytes=spent.sent_bytes + sum(sent for _, sent, _ in ranks),
+            received_bytes=spent.received_bytes + self.serving_bytes,
+        )
+
+    def advance(self, rows: Sequence[RankReport]) -> None:
+        """Take the loss and the iteration of a closed window."""
+        rows = Rows.of(rows)
+        self.loss = self.loss if rows.loss is None else rows.loss
+        self.iteration_last = max(self.iteration_last, int(rows.numbers["iteration_last"].max()))
+        self.iteration_shown = max(map(attrgetter("iteration_shown"), rows))
+
+    @property
+    def reports_lost(self) -> int:
+        """Reports that never arrived, of all attempts."""
+        return self.spent.reports_lost + sum(rank.lost for rank in self.ranks.values())
+
+    def unfinished(self, is_over: bool) -> int:
+        """Return how many ranks never sent their last report, over all attempts; ``is_over`` where none will come."""
+        now = self.world_size - sum(rank.is_over for rank in self.ranks.values()) if is_over else 0
+        return self.spent.unfinished + max(now, 0)
+
+    def time_by_class(self) -> dict[str, float]:
+        """Return the seconds of each class, mean over ranks."""
+        ranks = len(self.whole.ranks) or 1
+        return {name: self.classes_s[name] / ranks for name in CLASSES if name in self.classes_s}
+
+    def energy_by_class(self) -> dict[str, float | None]:
+        """Return the measured joules of each class."""
+        return {name: self.classes_j[name] for name in CLASSES if name in self.classes_j}
+
+    def status(self) -> str:
+        """Return how the job ended, from the BYEs of its ranks."""
+        ends = [rank.bye for rank in self.ranks.values()]
+        for word in ("failed", "interrupted"):  # of one rank: its launcher then kills the others
+            if word in ends:
+                return word
+        # A rank that never came is no evidence of a kill: it may begin after all others have ended.
+        return "completed" if ends and all(word == "completed" for word in ends) else "killed"
+
+    def encode(self, safe: Mapping[int, int]) -> bytes:
+        """Return the state as JSON, for a replacement.
+
+        Rows of windows that are still open are not in it and count as not received: their agents send them again.
+
+        Args:
+            safe: the last sequence of each rank whose report, and all before it, is in the sums.
+        """
+        replace = msgspec.structs.replace
+        ranks = {
+            rank: known
+            if safe[rank] == known.last_sequence
+            else replace(
+                known,
+                last_sequence=safe[rank],
+                last_window=self.closed,
+                bye="",
+                is_over=False,
+                gaps=known.gaps - (known.newest_gap if known.newest_gap_before > safe[rank] else 0),
+            )
+            for rank, known in self.ranks.items()
+        }
+        return msgspec.json.encode(replace(self, ranks=ranks, schema_version=SCHEMA_VERSION), enc_hook=to_json)
+
+
+_decode: Callable[[bytes], Ledger] = msgspec.json.Decoder(Ledger, dec_hook=from_json).decode
+
+
+def restore(state: bytes) -> Ledger:
+    """Return the ledger that another process has kept, for this one to go on with.
+
+    Raises:
+        msgspec.MsgspecError: it is none, or one of another version.
+    """
+    ledger = _decode(state)
+    if ledger.schema_version != SCHEMA_VERSION:
+        raise msgspec.ValidationError(f"it has schema_version {ledger.schema_version}, not {SCHEMA_VERSION}")
+    ledger.goodput.clock.is_resumed = True
+    ledger.spent.aggregator_cpu_s += ledger.serving_cpu_s
+    ledger.spent.received_bytes += ledger.serving_bytes
+    ledger.serving_cpu_s, ledger.serving_bytes = 0.0, 0
+    return ledger

@@ -1,0 +1,287 @@
+"""The devices of a window, each once and side by side, from the rows of all ranks that sit on them; pure.
+
+A device is identified by its key alone, so one that several ranks sit on enters once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from effllm.job.energy_account import AMOUNT, COVERED_S, JOULES
+from effllm.job.gathered import GpuReadings
+from effllm.job.power_scope import Scope
+from effllm.job.rows import Rows
+from effllm.records.columns import Array, Positions, fields_of, means
+from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED
+from effllm.records.rank import Device, DeviceWindow, Integrals, RankReport
+
+#: The columns of memory and utilization: integrals over time, each with the seconds that it covers.
+LEVELS = ("memory_byte_seconds", "memory_covered_s", "utilization_seconds", "utilization_covered_s")
+MEMORY_S, BUSY, BUSY_S = 1, 2, 3
+
+
+class Expected(dict[str, Device]):
+    """The devices that a window should hold, with what is asked of them window for window."""
+
+    @classmethod
+    def of(cls, devices: Mapping[str, Device]) -> Expected:
+        """Return devices as such, those that are already as they are."""
+        return devices if isinstance(devices, Expected) else cls(devices)
+
+    @cached_property
+    def order(self) -> list[str]:
+        """The keys, sorted."""
+        return sorted(self)
+
+    @cached_property
+    def owners(self) -> list[str]:
+        """Whose energy each shows, in the order of the keys."""
+        return [self[key].energy_key or key for key in self.order]
+
+    @cached_property
+    def is_gpu(self) -> NDArray[np.bool_]:
+        """Which are GPUs, in the order of the keys."""
+        return np.array([self[key].is_gpu for key in self.order], bool)
+
+    @cached_property
+    def is_measurable(self) -> bool:
+        """Whether any has a sensor of energy or power."""
+        return any(device.energy_method for device in self.values())
+
+    @cached_property
+    def is_first_of_owner(self) -> NDArray[np.bool_]:
+        """Which are the first that show an energy, in the order of the keys."""
+        first = {owner: at for at, owner in reversed(list(enumerate(self.owners)))}
+        return np.array([first[owner] == at for at, owner in enumerate(self.owners)], bool)
+
+    @cached_property
+    def has_only_gpus(self) -> bool:
+        """Whether all are GPUs."""
+        return bool(self.is_gpu.all())
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """The keys of those whose readings are one rank's share."""
+        return frozenset(key for key, device in self.items() if device.shared)
+
+    @cached_property
+    def keys_alike(self) -> dict[str, str]:
+        """One object for each key, however often it is read."""
+        return {key: key for key in self}
+
+    def positions(self, merged: Merged) -> Positions:
+        """Return the column of each of these devices, in the order of the keys; -1 for those that are not there."""
+        names, found = self._found
+        if names != merged.names:
+            find = merged.positions.get
+            found = np.fromiter((find(key, -1) for key in self.order), np.intp, len(self))
+            self._found = merged.names, found
+        return found
+
+    @cached_property
+    def _found(self) -> tuple[list[str], Positions]:
+        return [], np.full(len(self), -1)
+
+    @cached_property
+    def _masks(self) -> list[tuple[Scope, NDArray[np.bool_]]]:
+        return []
+
+    def within(self, scope: Scope | None) -> NDArray[np.bool_]:
+        """Return which are in a scope, in the order of the keys."""
+        if scope is None:
+            return np.ones(len(self), bool)
+        for known, mask in self._masks:
+            if known is scope:
+                return mask
+        mask = np.array([key in scope.keys for key in self.order], bool)
+        self._masks[:] = [*self._masks[-2:], (scope, mask)]
+        return mask
+
+
+class DeviceColumns(NamedTuple):
+    """What devices did on one time base, a row for each; nan where nothing was measured."""
+
+    energy: Array  # in the columns of AMOUNT
+    levels: Array  # in the columns of LEVELS
+
+    @classmethod
+    def of(cls, integrals: Sequence[Integrals]) -> DeviceColumns:
+        """Return integrals as columns."""
+        return cls(fields_of([one.energy for one in integrals], AMOUNT), fields_of(integrals, LEVELS))
+
+    def merge(self, more: DeviceColumns) -> DeviceColumns:
+        """Return the rows of both."""
+        return DeviceColumns(*map(np.concatenate, zip(self, more, strict=True)))
+
+
+class Merged(Struct, dict=True, eq=False):
+    """The devices of a window, each once, side by side."""
+
+    names: list[str]  # their keys
+    devices: list[Device]
+    span_s: Array  # of the row that the energy of each is from
+    wall: DeviceColumns
+    iterations: DeviceColumns  # the wall time less the phases
+    peaks: Array  # bytes
+    phases_j: dict[int, dict[str, float | None]]  # by position, of those that have any
+    gpus: GpuReadings
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def merge(self, more: Merged) -> Merged:
+        """Return these devices and more, none of which is among these."""
+        return Merged(
+            names=self.names + more.names,
+            devices=self.devices + more.devices,
+            span_s=np.concatenate((self.span_s, more.span_s)),
+            wall=self.wall.merge(more.wall),
+            iterations=self.iterations.merge(more.iterations),
+            peaks=np.concatenate((self.peaks, more.peaks)),
+            phases_j={**self.phases_j, **{at + len(self): parts for at, parts in more.phases_j.items()}},
+            gpus=self.gpus.merge(more.gpus),
+        )
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The row of each device, by its key."""
+        return dict(zip(self.names, range(len(self)), strict=True))
+
+    @cached_property
+    def energy_coverage(self) -> Array:
+        """Share of its span in which each device's energy was measured."""
+        covered = np.zeros(len(self))
+        np.divide(self.wall.energy[:, COVERED_S], self.span_s, out=covered, where=self.span_s > 0)
+        return np.minimum(covered, 1.0)
+
+    @cached_property
+    def is_measured(self) -> NDArray[np.bool_]:
+        """Whether anything of each device was measured."""
+        levels_s = self.wall.levels[:, [MEMORY_S, BUSY_S]].sum(axis=1)
+        measured: NDArray[np.bool_] = self.wall.energy[:, COVERED_S] + levels_s > 0
+        return measured
+
+    def mean_power_w(self, at: Positions) -> Array:
+        """Return the mean power of devices in iterations, of those of which it was measured."""
+        energy = self.iterations.energy
+        return means(np.nan_to_num(energy[at, JOULES]), energy[at, COVERED_S])
+
+    def mean_utilization(self, at: Positions) -> Array:
+        """Return the mean utilization of devices in iterations, of those of which it was measured."""
+        levels = self.iterations.levels
+        return means(np.nan_to_num(levels[at, BUSY]), levels[at, BUSY_S])
+
+    def covered_s(self) -> tuple[float, float, float]:
+        """Return the spans of devices that compute, and the seconds in which memory and utilization were measured."""
+        computing = ~np.array([device.only_power for device in self.devices], bool)
+        memory_s, busy_s = self.wall.levels[computing][:, [MEMORY_S, BUSY_S]].T
+        return float(self.span_s[computing].sum()), float(memory_s.sum()), float(busy_s.sum())
+
+    def count_measured(self, expected: Expected) -> int:
+        """Return of how many of the expected GPUs anything was measured."""
+        there = expected.positions(self)[expected.is_gpu]
+        return int(self.is_measured[there[there >= 0]].sum())
+
+
+def merge_devices(rows: Iterable[RankReport], devices: Mapping[str, Device], members: Mapping[str, set[int]]) -> Merged:
+    """Return each device of a window once.
+
+    Whole-device readings are taken from the rank that covers most of its row, of equals from the first: one
+    and the same from window to window, whose rows meet.  Shares of a shared device add up, and with a rank
+    missing they are not measured, for a sum with a hole in it is not a sum.
+
+    Args:
+        rows: the window's rows.
+        devices: every known device by its key.
+        members: the ranks that sit on each device.
+    """
+    expected = Expected.of(devices)
+    known: dict[str, tuple[RankReport, DeviceWindow]] = {}
+    several: dict[str, list[tuple[RankReport, DeviceWindow]]] = {}
+    same = expected.keys_alike.get
+    for row in rows:
+        for one in row.devices:
+            # One and the same text for a key from window to window, which is found, and found equal, unread.
+            key = same(one.device)
+            if key is None:
+                continue
+            if key not in known:
+                known[key] = (row, one)
+            else:
+                several.setdefault(key, [known[key]]).append((row, one))
+    for key, pairs in several.items():
+        known[key] = min(pairs, key=lambda pair: (*_least_covered(*pair), pair[0].rank))
+    windows = [one for _, one in known.values()]
+    wall, phases_j = DeviceColumns.of([one.wall for one in windows]), {}
+    iterations = DeviceColumns(*map(np.copy, wall))
+    for at, one in enumerate(windows):
+        if one.phases:
+            only = DeviceColumns.of([one.iterations])
+            iterations.energy[at], iterations.levels[at] = only.energy[0], only.levels[0]
+            phases_j[at] = {name: part.energy.joules for name, part in one.phases.items()}
+    peaks = fields_of(windows, ("memory_peak_bytes",))[:, 0]
+    for at, key in enumerate(known) if several or expected.shared else ():
+        pairs = several.get(key) or [known[key]]
+        if key in expected.shared:
+            is_whole = members.get(key, set()) <= {row.rank for row, _ in pairs}
+            wall.levels[at] = _shared([one.wall for _, one in pairs], is_whole)
+            iterations.levels[at] = _shared([one.iterations for _, one in pairs], is_whole)
+            peaks[at] = fields_of([one for _, one in pairs], ("memory_peak_bytes",)).sum() if is_whole else np.nan
+        elif key in several:
+            peaks[at] = np.fmax.reduce(fields_of([one for _, one in pairs], ("memory_peak_bytes",))[:, 0])
+    _drop_roundings(iterations)
+    is_plain = expected.has_only_gpus and not several and not expected.shared
+    readings = rows.gathered_of(len(known)) if isinstance(rows, Rows) and is_plain else None
+    return Merged(
+        names=list(known),
+        devices=list(map(expected.__getitem__, known)),
+        span_s=np.array([row.wall_s for row, _ in known.values()]),
+        wall=wall,
+        iterations=iterations,
+        peaks=peaks,
+        phases_j=phases_j,
+        gpus=_readings([one for one in windows if expected[one.device].is_gpu]) if readings is None else readings,
+    )
+
+
+def _readings(windows: Iterable[DeviceWindow]) -> GpuReadings:
+    readings = GpuReadings()
+    for one in windows:
+        readings.add(one)
+    return readings
+
+
+def _drop_roundings(columns: DeviceColumns) -> None:
+    """Take what covers less time than the rounding of a difference as not measured."""
+    columns.energy[~(columns.energy[:, COVERED_S] > MIN_COVERED_S)] = _NOT_MEASURED
+    for value in (0, 2):
+        nothing = ~(columns.levels[:, value + 1] > MIN_COVERED_S)
+        columns.levels[nothing, value], columns.levels[nothing, value + 1] = np.nan, 0.0
+
+
+_NOT_MEASURED = fields_of([NOT_MEASURED], AMOUNT)[0]
+
+
+def _least_covered(row: RankReport, one: DeviceWindow) -> tuple[float, float]:
+    """Return the uncovered shares of a row, without the digits in which equal ones differ by rounding."""
+    covered = one.wall.energy.covered_s, one.wall.memory_covered_s
+    energy, memory = (round(1 - seconds / row.wall_s, 5) if row.wall_s > 0 else 1.0 for seconds in covered)
+    return energy, memory
+
+
+def _shared(parts: Sequence[Integrals], is_whole: bool) -> tuple[float, ...]:
+    """Return the levels of a device from the shares of its ranks; nan where one is missing."""
+    levels = fields_of(parts, LEVELS).T if is_whole else np.zeros((4, 1))
+    return (*_sum_of_means(levels[0], levels[1]), *_sum_of_means(levels[2], levels[3]))
+
+
+def _sum_of_means(values: Array, covered_s: Array) -> tuple[float, float]:
+    # The rows of the ranks span slightly different stretches, so their means add up, not their integrals.
+    least_s = float(covered_s.min())
+    return (float((np.nan_to_num(values) / covered_s).sum()) * least_s, least_s) if least_s > 0 else (np.nan, 0.0)

@@ -1,0 +1,214 @@
+"""Reports on their way into the totals: in windows that are open, or late for one that has closed; pure.
+
+A window is keyed by its number, which is equal on all ranks, never by wall clock.  Windows close in
+order and once: when every live rank has passed them, or when their deadline has.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+from msgspec import Struct, field
+
+from effllm.config.settings import Config
+from effllm.job.gathered import Gathered
+from effllm.job.joining import Joined, WindowJoiner, put
+from effllm.job.ledger import Ledger
+from effllm.job.pacing import is_large
+from effllm.job.presence import Presence
+from effllm.records.rank import RankReport
+
+MAX_PENDING_BYTES = 2 * 2**20  # of one rank's reports, as they came: in memory they take eight times as much
+MAX_LATE = 32  # late windows at a time: each is a report, which takes about a millisecond ...
+LATE_WINDOW_S = 0.005  # ... and then the next ones wait for so long for each of them
+MAX_CLOSING_ROWS = 1000  # in windows that close at a time without all ranks: nothing is handed out meanwhile
+CLOSING_ROWS = 30  # a window costs as much as this number of its rows
+
+
+class OpenWindow(Struct):
+    """A window that has not closed."""
+
+    number: int
+    first_s: float  # when its first row came
+    rows: dict[int, RankReport] = {}
+    gathered: Gathered = field(default_factory=Gathered)
+
+
+class _Held:
+    """How many reports of a rank wait for their windows to close, and how many bytes they took on the wire."""
+
+    __slots__ = ("num_bytes", "num_rows")
+
+    def __init__(self) -> None:
+        self.num_rows = self.num_bytes = 0
+
+    def release(self, num_rows: int = 1) -> None:
+        """Let reports go, of mean size."""
+        self.num_bytes -= self.num_bytes * num_rows // self.num_rows if self.num_rows else 0
+        self.num_rows = max(self.num_rows - num_rows, 0)
+
+
+class OpenWindows:
+    """The reports of a job that are not in its totals yet.
+
+    Args:
+        config: the job's settings.
+        ledger: the job's state.
+        presence: which ranks a window waits for.
+    """
+
+    def __init__(self, config: Config, ledger: Ledger, presence: Presence) -> None:
+        self._ledger, self._presence = ledger, presence
+        self._history_size, min_s = config.history_size, config.min_window_s
+        until = max(ledger.joined_until, ledger.closed)
+        self._joiner = WindowJoiner(min_s, ledger.closed, until) if min_s else None
+        self._windows: dict[int, OpenWindow] = {}
+        self._order: list[int] = []  # a heap of them
+        self._held: dict[int, _Held] = {}  # by rank
+        self._late: dict[int, dict[int, RankReport]] = {}  # rows of windows that have closed
+        self._max_late = MAX_LATE
+        self._late_s = -math.inf  # when late rows were last taken, and for how long the next ones wait
+        self._closed_s = -math.inf  # when the last window closed
+        self.is_closing = False  # windows are left to the next `tick` that may be ready to close now
+
+    # --- in ---
+
+    def has_room(self, rank: int, num_bytes: int) -> bool:
+        """Whether one more report of a rank may wait, which `add` is called with then; it is counted."""
+        held = self._held.get(rank)
+        if held is None:
+            held = self._held[rank] = _Held()
+        if held.num_rows >= self._history_size or held.num_bytes + num_bytes > MAX_PENDING_BYTES:
+            return False
+        held.num_rows += 1
+        held.num_bytes += num_bytes
+        return True
+
+    def add(self, row: RankReport, now_s: float) -> None:
+        if self._joiner is None:
+            self._enter(row, now_s)
+        else:
+            held, num_ranks = self._held[row.rank], self._ledger.world_size - self._presence.num_away
+            is_full = 2 * held.num_rows >= self._history_size or 2 * held.num_bytes >= MAX_PENDING_BYTES
+            self._enter_joined(self._joiner.add(row, num_ranks, self._ledger.closed, is_full, now_s), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass: reports that waited for too long are joined without the others."""
+        if self._joiner is not None:
+            num_ranks, is_over = self._ledger.world_size - self._presence.num_away, self._presence.everyone_left(now_s)
+            self._enter_joined(self._joiner.tick(now_s, num_ranks, is_over), now_s)
+
+    def _enter(self, row: RankReport, now_s: float) -> None:
+        """Enter a row into its window, which is late where that has closed."""
+        number, window = row.rank, row.window
+        rank = self._ledger.ranks[number]
+        if window > rank.last_window:
+            rank.last_window = window
+        if window <= self._ledger.closed:
+            rows = self._late.setdefault(window, {})
+        else:
+            opened = self._windows.get(window)
+            if opened is None:
+                opened = self._windows[window] = OpenWindow(window, now_s)
+                heapq.heappush(self._order, window)
+            rows = opened.rows
+            opened.gathered.add(row)
+        if self._joiner is None:
+            rows[number] = row
+        else:
+            put(rows, row)
+
+    def _enter_joined(self, ready: Iterable[Joined], now_s: float) -> None:
+        for number, passed, row, num_rows in ready:
+            rank = self._ledger.ranks[number]
+            rank.last_window = max(rank.last_window, passed)
+            if row is not None:
+                self._held[number].release(num_rows - 1)
+                self._enter(row, now_s)
+
+    # --- out ---
+
+    def may_close(self) -> bool:
+        # A count, because this is asked for every report of up to 10,000 ranks; what it misses, a tick finds.
+        if not self._windows:
+            return False
+        return len(self._windows[self._order[0]].rows) + self._presence.num_away >= self._ledger.world_size
+
+    def take_ready(
+        self, now_s: float, deadline_s: Callable[[], float], heard_until_s: float = -math.inf
+    ) -> Iterator[OpenWindow]:
+        """Yield the windows that close now, in order and in bounds; each is closed before the next is asked for.
+
+        Args:
+            now_s: the time.
+            deadline_s: returns for how long a window waits for ranks that are behind.
+            heard_until_s: all that had arrived by then has been taken.
+        """
+        self.is_closing, room = True, MAX_CLOSING_ROWS
+        while self._windows and room > 0:
+            window = self._windows[self._order[0]]
+            # Windows far ahead that few ranks report are closed one by one, not all before the others come to them.
+            is_shared = 2 * len(window.rows) > self._ledger.world_size - self._presence.num_away
+            since_s = window.first_s if is_shared else max(window.first_s, self._closed_s)
+            overdue = heard_until_s - since_s > deadline_s()
+            is_whole = len(window.rows) == self._ledger.world_size
+            if not overdue and not is_whole and self._presence.is_behind(window.number, now_s):
+                self.is_closing = False
+                return
+            self._closed_s = now_s
+            room -= 0 if is_whole else CLOSING_ROWS + len(window.rows)
+            yield self._close(window)
+        self.is_closing = bool(self._windows)
+
+    def take_all(self) -> Iterator[OpenWindow]:
+        """Yield all windows in order, because no more reports come; late ones are taken at once from now on."""
+        if self._joiner is not None:
+            self._enter_joined(self._joiner.tick(math.inf, 0, is_over=True), math.inf)
+        while self._windows:
+            yield self._close(self._windows[self._order[0]])
+        self._late_s, self._max_late = -math.inf, sys.maxsize
+
+    def _close(self, window: OpenWindow) -> OpenWindow:
+        number = window.number
+        if self._joiner is not None:
+            self._ledger.joined_until = self._joiner.end_of(number)
+            self._enter_joined(self._joiner.take(number), self._closed_s)  # of ranks that are behind
+        self._ledger.closed = number
+        heapq.heappop(self._order)  # windows close in order
+        del self._windows[number]
+        for rank in window.rows:
+            self._held[rank].release()
+        return window
+
+    def has_late(self, now_s: float, *, for_s: float = 0.0) -> bool:
+        """Whether late rows are there, and the wait after the last ones, and a longer one, is over."""
+        return bool(self._late) and now_s - self._late_s >= for_s
+
+    def take_late(self, now_s: float) -> Iterator[tuple[int, dict[int, RankReport]]]:
+        """Yield the rows that came after their window had closed, oldest window first."""
+        is_limited = not is_large(self._ledger.world_size)  # there they are taken together, and rarely
+        numbers = sorted(self._late)[: self._max_late if is_limited else None]
+        self._late_s = now_s + (LATE_WINDOW_S * len(numbers) if is_limited else 0.0)
+        for number in numbers:
+            rows = self._late.pop(number)
+            for rank in rows:
+                self._held[rank].release()
+            yield number, rows
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._windows and not self._late and not (self._joiner is not None and self._joiner.is_waiting)
+
+    def safe(self) -> dict[int, int]:
+        """Return the last sequence of each rank whose report, and all before it, is in a window that has closed."""
+        waiting: dict[int, int] = self._joiner.sequences if self._joiner is not None else {}
+        for rows in (*(one.rows for one in self._windows.values()), *self._late.values()):
+            for rank, row in rows.items():
+                waiting[rank] = min(waiting.get(rank, row.sequence), row.sequence)
+        return {
+            rank: waiting[rank] - 1 if rank in waiting else known.last_sequence
+            for rank, known in self._ledger.ranks.items()
+        }

@@ -1,0 +1,138 @@
+"""Which ranks of a job are alive, silent or gone, and which of them a window waits for; pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+
+from effllm.job.ledger import Ledger, RankState
+
+SILENT_AFTER_S = 15.0  # three heartbeats: a rank without any message for so long is not waited for
+ABSENT_AFTER_S = 30.0  # a rank that never joined; starting a large job takes its time
+ABSENT_AFTER_BYE_S = 2.0  # ... but once ranks leave, no further ones join
+
+
+class Presence:
+    """When each rank was heard last, and which ranks have left.
+
+    Args:
+        ledger: the job's state, whose ranks may have left before.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._heard_s: dict[int, float] = {}
+        self._silent: set[int] = set()
+        self._left = sum(bool(rank.bye) for rank in ledger.ranks.values())
+        self._first_hello_s: float | None = None
+        self._first_bye_s: float | None = None
+        self._last_behind: int | None = None
+        self._chance = random.Random(0)  # noqa: S311 - hides nothing
+
+    def join(self, now_s: float) -> None:
+        """Take an introduction: the first one begins the time in which the others are waited for."""
+        self._first_hello_s = now_s if self._first_hello_s is None else self._first_hello_s
+
+    def hear(self, rank: int, now_s: float) -> bool:
+        """Take a message of a rank; return whether the rank had been silent."""
+        self._heard_s[rank] = now_s
+        was_silent = rank in self._silent
+        self._silent.discard(rank)
+        return was_silent
+
+    @property
+    def silent(self) -> Collection[int]:
+        """Ranks whose last message is older than SILENT_AFTER_S."""
+        return self._silent
+
+    @property
+    def heard_s(self) -> Mapping[int, float]:
+        return self._heard_s
+
+    def leave(self, rank: RankState, status: str, now_s: float) -> bool:
+        """Take the end of a rank; return whether it is its first."""
+        self._first_bye_s = now_s if self._first_bye_s is None else self._first_bye_s
+        if rank.bye:
+            return False
+        rank.bye = status or "killed"
+        self._left += 1
+        return True
+
+    def fall_silent(self, now_s: float) -> dict[int, float]:
+        """Return the ranks that have been silent for too long since the last call, and for how many seconds."""
+        fallen = {
+            rank: now_s - heard_s
+            for rank, heard_s in self._heard_s.items()
+            if now_s - heard_s > SILENT_AFTER_S and rank not in self._silent and not self._ledger.ranks[rank].bye
+        }
+        self._silent |= set(fallen)
+        return fallen
+
+    def give_up(self, rank: int) -> None:
+        """Take a rank as silent at once: its agent is known to be gone."""
+        self._silent.add(rank)
+
+    def awaited(self, before_s: float) -> list[int]:
+        """Return the ranks that have neither left nor fallen silent, and whose last message is older."""
+        away = self._silent | self.gone
+        return [rank for rank, heard_s in self._heard_s.items() if heard_s < before_s and rank not in away]
+
+    @property
+    def num_left(self) -> int:
+        return self._left
+
+    @property
+    def num_away(self) -> int:
+        """How many ranks have left or fallen silent."""
+        return len(self._silent) + self._left
+
+    def waited_for(self, now_s: float) -> set[int]:
+        """Return the ranks that a window waits for, those that have left included."""
+        come = set(self._heard_s) - self._silent
+        if not self._waits_for_absent(now_s):
+            return come
+        return come | (set(range(self._ledger.world_size)) - set(self._heard_s))
+
+    def is_behind(self, window: int, now_s: float) -> bool:
+        """Whether a window waits for a rank that has not passed it."""
+        # Called for each of ten thousand reports: the rank that was behind last is tried first.
+        last = self._last_behind
+        if last is not None and self._is_waited_for(last, now_s) and self._has_not_passed(last, window):
+            return True
+        behind = [rank for rank in self.waited_for(now_s) if self._has_not_passed(rank, window)]
+        self._last_behind = self._chance.choice(behind) if behind else None
+        return bool(behind)
+
+    def _has_not_passed(self, rank: int, window: int) -> bool:
+        known = self._ledger.ranks.get(rank)
+        return known is None or (known.last_window < window and not known.bye)
+
+    def _is_waited_for(self, rank: int, now_s: float) -> bool:
+        return rank not in self._silent and (rank in self._heard_s or self._waits_for_absent(now_s))
+
+    def _waits_for_absent(self, now_s: float) -> bool:
+        since_s = now_s - (self._first_hello_s if self._first_hello_s is not None else now_s)
+        bye_s = now_s - self._first_bye_s if self._first_bye_s is not None else -1.0
+        return since_s <= ABSENT_AFTER_S and bye_s <= ABSENT_AFTER_BYE_S
+
+    @property
+    def gone(self) -> set[int]:
+        return {rank for rank, known in self._ledger.ranks.items() if known.bye} if self._left else set()
+
+    def everyone_left(self, now_s: float) -> bool:
+        """Whether ranks have left, and no other is waited for."""
+        if len(self._heard_s) - len(self._silent) > self._left:
+            return False  # called all the time: no sets
+        left = self.gone
+        return bool(left) and not self.waited_for(now_s) - left
+
+    def all_silent(self, now_s: float) -> bool:
+        """Whether all ranks that have not left are silent."""
+        away = self._silent | self.gone
+        heard = [heard_s for rank, heard_s in self._heard_s.items() if rank not in away]
+        return all(now_s - heard_s > SILENT_AFTER_S for heard_s in heard)
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether ranks have come, and all of them have left or are silent."""
+        return bool(self._heard_s) and len(self._silent | self.gone) >= len(self._heard_s)

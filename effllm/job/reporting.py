@@ -1,0 +1,371 @@
+"""The ledger and the roster to what sinks are given: reports of windows, and the summary; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from effllm import metrics
+from effllm.job.account import Account
+from effllm.job.energy_account import MAX_RANDOM_ERROR, WindowEnergy
+from effllm.job.goodput_attempt import RESTART_GAP
+from effllm.job.ledger import Ledger
+from effllm.job.merged import Expected, Merged
+from effllm.job.roster import Roster
+from effllm.job.rows import Rows
+from effllm.job.spread import window_spread
+from effllm.job.window_energy import ROUNDING
+from effllm.records.job import (
+    ClusterReport,
+    ClusterTotals,
+    Coverage,
+    EnergySummary,
+    GoodputSummary,
+    GoodputTotals,
+    HealthTotals,
+    JobConstants,
+    Summary,
+    Value,
+)
+from effllm.records.rank import RankReport
+
+#: Clocks of nodes agree to much less; this is the time between two readings of ours.
+MAX_AHEAD_S = 5.0
+
+
+class Window(Struct):
+    """A window that has closed: its rows, and what they come to."""
+
+    number: int
+    rows: dict[int, RankReport]
+    merged: Merged | None  # None before it is known, and where the other rows of the window are forgotten
+    energy: WindowEnergy | None  # as of `merged`
+    warming: bool = False
+    by_rank: Rows | None = None
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks that reported it."""
+        return self.rows if self.rows or self.by_rank is None else frozenset(self.by_rank.ranks)
+
+    def without_reports(self) -> Window:
+        """Return its sums alone: a thousandth of the objects."""
+        sums = Window(self.number, {}, self.merged, self.energy, self.warming)
+        sums.by_rank = self.ordered.merge(Rows())
+        return sums
+
+    @property
+    def ordered(self) -> Rows:
+        """The rows by rank."""
+        if self.by_rank is None:
+            self.by_rank = Rows.by_rank(self.rows)
+        return self.by_rank
+
+
+def constants_of(ledger: Ledger, roster: Roster) -> JobConstants:
+    """Return what holds for all windows of the job, as far as it is known by now."""
+    job, config = roster.job, roster.config
+    return JobConstants(
+        parameters=job.parameters,
+        gpus=job.num_gpus,
+        world_size=ledger.world_size,
+        peak_flops_per_s=job.peak_flops_per_s,
+        flops_per_token=job.flops_per_token,
+        hardware_flops_per_token=job.hardware_flops_per_token,
+        power_limit_w=job.power_limit_w,
+        baseline_w=job.baseline_w,
+        carbon_g_per_kwh=config.carbon_intensity,
+        pue=config.pue,
+        price_per_kwh=config.price_per_kwh,
+        price_per_gpu_hour=config.price_per_gpu_hour,
+    )
+
+
+def to_date(
+    ledger: Ledger, roster: Roster, goodput: GoodputSummary, lacks: bool
+) -> tuple[ClusterTotals, ClusterTotals]:
+    """Return the totals on the bases run and job; ``lacks`` where reports are missing in them."""
+    constants, sample_s = constants_of(ledger, roster), roster.config.collection_interval_s
+    health = HealthTotals(
+        clock_error_s=ledger.waited.clock_error_s,
+        straggling_s=ledger.straggling_s,
+        straggling_gpu_s=ledger.straggling_gpu_s,
+        straggling_j=ledger.straggling_j,
+        stalled_s=ledger.hang_s,
+        stragglers=ledger.waited.num_named,
+    )
+    run, job = (
+        replace(
+            sums,
+            health=health,
+            energy=replace(sums.energy, is_complete=sums.energy.is_complete and not lacks),
+        )
+        for sums in (account.totals(constants, sample_s) for account in (ledger.run, ledger.whole))
+    )
+    elapsed = GoodputTotals(goodput.elapsed_s, goodput.seconds, goodput.joules, sum(goodput.rank_seconds.values()))
+    return run, replace(job, goodput=elapsed, overhead=ledger.overhead())
+
+
+def _lacking(ledger: Ledger, is_over: bool) -> list[str]:
+    """Return why the total energy is not known, a reason each; none where it is."""
+    lost, unfinished, account = ledger.reports_lost, ledger.unfinished(is_over), ledger.whole
+    elsewhere = account.partial - account.left_windows
+    reasons = [
+        (lost, f"{_many(lost, 'report')} never arrived"),
+        (unfinished, f"the last report of {_many(unfinished, 'rank')} never arrived"),
+        (elsewhere, f"not every device was measured in {_many(elsewhere, 'window')}"),
+        (account.left_windows, f"in {_many(account.left_windows, 'window')} devices were missing whose ranks had left"),
+    ]
+    return [text for count, text in reasons if count > 0]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _energy_coverage(ledger: Ledger, goodput: GoodputSummary) -> tuple[float | None, float | None]:
+    """Return the share of time and of iterations whose energy was measured, mean over devices; gaps are no time."""
+    seconds = goodput.elapsed_s - goodput.seconds[RESTART_GAP]
+    iterations = sum(max(attempt.last, attempt.reached) for attempt in ledger.goodput.attempts)
+    shares = (ledger.whole.covered_s, seconds), (ledger.whole.covered_iterations, float(iterations))
+    time, count = (min(max(above, 0.0) / below, 1.0) if below > 0 else None for above, below in shares)
+    return time, count
+
+
+def _percent(share: float | None) -> str:
+    """Return a share that is not the whole, rounded down."""
+    return "an unknown part" if share is None else f"{math.floor(1000 * min(share, 0.999)) / 10:g} %"
+
+
+def report_of(
+    window: Window,
+    ledger: Ledger,
+    roster: Roster,
+    least_coverage: float,
+    last: ClusterReport | None,
+    correction: bool,
+) -> ClusterReport:
+    """Return the report of a window that has closed, or its correction by a late row."""
+    rows = window.ordered
+    account = Account()
+    account.add_rows(rows)
+    if window.merged is not None:
+        account.add_devices(window.merged)
+    if window.energy:
+        account.add_energy(window.number, window.energy, rows, least_coverage)
+    lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
+    run, whole = to_date(ledger, roster, ledger.goodput.summary(measures_energy=roster.job.measures_energy), lacks)
+    waited = ledger.waited
+    own = replace(
+        account.totals(run.constants, roster.config.collection_interval_s),
+        health=replace(
+            run.health,
+            straggling_s=waited.seconds,
+            straggling_gpu_s=waited.rank_seconds,
+            straggling_j=waited.joules,
+        ),
+    )
+    shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
+    numbers = rows.numbers
+    coverage = coverage_of(window, ledger, roster)
+    if window.energy is None and last:  # a row so late that the others of its window are forgotten
+        coverage = replace(last.coverage, reports_late=ledger.late)
+    shown = int(numbers["iteration_shown"].max())
+    return ClusterReport(
+        attempt=ledger.attempt,
+        window=window.number,
+        iteration=ledger.iteration_shown if correction else shown,
+        iteration_first=int(numbers["iteration_first"].min()),
+        iteration_last=int(numbers["iteration_last"].max()),
+        time_s=_end_time_s(float(numbers["end_time_s"].max()), ledger),
+        loss=rows.loss,
+        run=run,
+        last=own,
+        job=whole,
+        values=metrics.evaluate(run, shown_of_window, whole),
+        coverage=coverage,
+        straggler=None if correction else waited.slowest,
+        total_iterations=roster.job.total_iterations,
+        remaining_s=_remaining_s(whole, roster.job.total_iterations, shown),
+        style=roster.job.style,
+        simulated=roster.job.is_simulated,
+        power_scope=roster.job.scope.label if window.energy and window.energy.coverage is not None else None,
+        warming_up=window.warming,
+        final=rows.is_final,
+        correction=correction,
+        energy_by_class=ledger.energy_by_class() if roster.job.measures_energy else {},
+        time_by_class=ledger.time_by_class(),
+        stragglers=waited.verdicts,
+        spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
+        energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
+    )
+
+
+def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:
+    """Return how much of the job a window covers."""
+    rows: Collection[int] = window.ranks if window else ()
+    merged = window.merged if window else None
+    absent = roster.absent(rows) if window else set()
+    expected = roster.expected(rows) if window else Expected(roster.devices)
+    gpus = int(expected.is_gpu.sum())
+    unknown = len((absent - roster.hellos.keys()) | roster.blind(rows)) if gpus else 0
+    span_s, memory_s, busy_s = merged.covered_s() if merged is not None else (0.0, 0.0, 0.0)
+    return Coverage(
+        ranks_expected=ledger.world_size,
+        ranks_reporting=len(rows),
+        gpus_expected=gpus + unknown,
+        gpus_measured=merged.count_measured(expected) if merged is not None else 0,
+        reports_lost=ledger.reports_lost,
+        reports_late=ledger.late,
+        missing_ranks=tuple(sorted(absent)),
+        energy=window.energy.coverage if window and window.energy else None,
+        memory=min(memory_s / span_s, 1.0) if span_s > 0 else None,
+        utilization=min(busy_s / span_s, 1.0) if span_s > 0 else None,
+    )
+
+
+def summary_of(
+    ledger: Ledger,
+    roster: Roster,
+    kind: str,
+    last: ClusterReport | None,
+    time_s: float,
+    ended: bool,
+) -> Summary:
+    """Return the run so far; ``kind`` says which parameters P is."""
+    lacking = _lacking(ledger, ended)
+    status = ledger.status() if ended else "running"
+    goodput = ledger.goodput.summary(ended, roster.job.measures_energy, status)
+    run, whole = to_date(ledger, roster, goodput, bool(lacking))
+    shares = _energy_coverage(ledger, goodput) if lacking else (1.0, 1.0)
+    gaps = tuple(_gaps(whole, ledger, roster, lacking, shares, ended))
+    values, errors = metrics.evaluate_run(run, whole), metrics.errors(run, whole)
+    return Summary(
+        status=status,
+        is_over=ended,
+        iterations=whole.counts.iterations,
+        attempts=ledger.attempt,
+        parameters=run.constants.parameters,
+        parameters_kind=kind,
+        metrics={
+            tag: Value(value, entry.unit, *_error_of(errors.get(tag)))
+            for tag, value in values.items()
+            if (entry := metrics.describe(tag))
+        },
+        energy=_energy_summary(whole, ledger, roster, values, shares),
+        coverage=last.coverage if last else coverage_of(None, ledger, roster),
+        overhead=ledger.overhead(),
+        started_time_s=next((one.start_time_s for one in goodput.attempts if one.elapsed_s > 0), ledger.started_time_s),
+        updated_time_s=time_s,
+        elapsed_s=goodput.elapsed_s,
+        time_by_class=ledger.time_by_class(),
+        simulated=roster.job.is_simulated,
+        not_measured=(*roster.job.not_measured, *gaps, *not_counted(whole), *roster.job.open_shares),
+        tokens=whole.counts.tokens or None,
+        samples=whole.counts.samples or None,
+        loss=ledger.loss if ledger.is_loss_finite else None,
+        losses_not_finite=whole.counts.losses_not_finite,
+        first_not_finite=ledger.first_not_finite,
+        events=dict(ledger.events),
+        peak=roster.job.peak_source if run.constants.flops_per_token else "",
+        profile=run.profile,
+        stragglers=tuple(sorted(ledger.stragglers.values(), key=lambda one: -one.gpu_seconds)),
+        slowest=dict(sorted(ledger.slowest.items(), key=lambda one: -one[1])),
+        windows_compared=ledger.windows_compared,
+        goodput=goodput,
+    )
+
+
+def _gaps(
+    whole: ClusterTotals,
+    ledger: Ledger,
+    roster: Roster,
+    lacking: Sequence[str],
+    shares: tuple[float | None, float | None],
+    ended: bool,
+) -> Iterator[str]:
+    """Yield what was measured in part, or not at all, though devices could give it."""
+    if lacking and whole.energy.measured_j is not None and roster.job.measures_energy:
+        parts = f"{_percent(shares[0])} of the time and {_percent(shares[1])} of the iterations were measured"
+        yield f"total energy: {parts}; {'; '.join(lacking)}"
+    if ended and (absent := ledger.world_size - len(ledger.ranks)) > 0:
+        yield f"{absent:,} of {ledger.world_size:,} ranks: they had not reported when the others had ended"
+    if (
+        roster.job.evaluation_is_in_iterations
+        and whole.counts.iterations
+        and not ledger.time_by_class().get("evaluation")
+    ):
+        yield (
+            "evaluation: none was seen, from the model's eval() to its train(); any other between steps is in AL; "
+            "`with effllm.phase('evaluation'):` around it takes it out"
+        )
+    if roster.job.begins_with_a_step and whole.counts.iterations:
+        yield "first iteration: the metrics began with its optimizer step; nothing of it is in them"
+
+
+def _energy_summary(
+    whole: ClusterTotals,
+    ledger: Ledger,
+    roster: Roster,
+    values: Mapping[str, float],
+    shares: tuple[float | None, float | None],
+) -> EnergySummary:
+    energy, is_measured = whole.energy, roster.job.measures_energy
+    has_total = is_measured and energy.joules is not None
+    return EnergySummary(
+        total_joules=energy.joules if energy.is_complete else None,
+        measured_joules=energy.measured_j if is_measured else None,
+        scope=roster.job.scope.label,
+        method=roster.job.energy_method,
+        joules_per_token=values.get("run_energy/joules_per_token"),
+        by_device=ledger.devices.joules(),
+        error_by_device=ledger.devices.errors_j(),
+        error_joules=energy.error_j if has_total else None,
+        gain_error=energy.gain_j / energy.joules if energy.joules else None,
+        warmup_joules=ledger.warmup_j if is_measured else None,
+        estimated_joules=energy.estimated_j if has_total else None,
+        by_class=ledger.energy_by_class() if is_measured else {},
+        time_coverage=shares[0] if energy.measured_j is not None else None,
+        iterations_coverage=shares[1] if energy.measured_j is not None else None,
+    )
+
+
+def not_counted(whole: ClusterTotals) -> Iterator[str]:
+    """Yield why there are no tokens or no samples, where iterations or requests ended without them."""
+    counts = whole.counts
+    missing = [] if counts.generated_tokens else [name for name in ("tokens", "samples") if not getattr(counts, name)]
+    if counts.iterations and missing:
+        calls = ", ".join(f"{name}=..." for name in missing)
+        yield f"{' and '.join(missing)}: the training loop counted none; effllm.count({calls}) counts them"
+
+
+def doubts(report: ClusterReport, roster: Roster) -> Iterator[tuple[str, str]]:
+    """Yield the doubts about the values of a window, as kind and sentence."""
+    last = report.last
+    for name, flops in (("MFU", last.constants.flops_per_token), ("HFU", last.constants.hardware_flops_per_token)):
+        share = metrics.throughput.share_of_peak(last, flops)
+        if share is not None and share > 1 + ROUNDING:
+            yield (
+                "mfu",
+                f"{name} would be {share:.3g}, which cannot be, and is not shown: wrong are the {flops:.3g} FLOPs per "
+                f"token, the tokens, or the peak ({roster.job.peak_source})",
+            )
+
+
+def _error_of(parts: tuple[float, float] | None) -> tuple[float | None, float | None]:
+    return (None, None) if parts is None else parts
+
+
+def _remaining_s(whole: ClusterTotals, total: int | None, shown: int) -> float | None:
+    if total is None or not whole.counts.iterations:
+        return None
+    return max(total - shown, 0) * whole.loop.time_s / whole.counts.iterations
+
+
+def _end_time_s(end_s: float, ledger: Ledger) -> float:
+    """Return when a window ended: by the clock of its last rank, or now, where that clock is ahead."""
+    now_s = ledger.goodput.clock.time_s
+    return now_s if ledger.goodput.clock.at_s is not None and end_s > now_s + MAX_AHEAD_S else end_s

@@ -1,0 +1,166 @@
+"""The ranks and devices of a job by their introductions; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from effllm.config.settings import Config
+from effllm.job.job_facts import JobFacts
+from effllm.job.ledger import Ledger, RankState
+from effllm.job.merged import Expected
+from effllm.job.power_scope import Scope
+from effllm.job.presence import SILENT_AFTER_S, Presence
+from effllm.records.rank import MAX_DEVICES, Device
+from effllm.records.wire import Hello
+
+MAX_RANKS = 2**20
+
+
+class Roster:
+    """The ranks of a job by their introductions.
+
+    Args:
+        config: the job's settings.
+        ledger: the job's state, whose ranks are kept here.
+    """
+
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self.config = config
+        self._ledger = ledger
+        self.presence = Presence(ledger)
+        self._whole_model: tuple[int, int] | None = None  # parameters of the whole model, and the rank that declared it
+        self.hellos: dict[int, Hello] = {}
+        self.devices: dict[str, Device] = {}
+        self.members: dict[str, set[int]] = {}  # the ranks on each device
+        self._num_devices: dict[int, int] = {}  # of each rank
+        self._blind: set[int] = set()
+        self._job: JobFacts | None = None
+        self._expected: tuple[set[int], Expected] | None = None  # ranks that have left, and the devices without them
+
+    @property
+    def job(self) -> JobFacts:
+        """The facts of the job, from the introductions so far."""
+        if self._job is None:
+            rank = self._whole_model[1] if self._whole_model is not None else None
+            self._job = JobFacts(self.config, self._ledger, self.hellos, self.devices, self.members, rank)
+        return self._job
+
+    def settle(self, scope: Scope) -> None:
+        """Sum up the energy of this scope from now on, also if other sensors are introduced later."""
+        if scope.label and not self._ledger.scope:
+            self._ledger.scope = scope.choice
+            self._job = None
+
+    def objection(self, message: Hello, now_s: float) -> str:
+        """Return why an introduction is rejected, or an empty string."""
+        state = self._ledger
+        if state.job and message.job and message.job != state.job:
+            return "it belongs to another job"
+        if message.world_size > MAX_RANKS:
+            return f"a world of {message.world_size} ranks is beyond reason"
+        if not 0 <= message.rank < message.world_size:
+            return f"rank {message.rank} lies outside a world of {message.world_size}"
+        if state.world_size and message.world_size != state.world_size:
+            return f"its world has {message.world_size} ranks, the job's has {state.world_size}"
+        if message.log_interval != self.config.log_interval:
+            return f"its LOG_INTERVAL is {message.log_interval}, the job's is {self.config.log_interval}"
+        first = next(iter(self.hellos.values()), message)
+        if message.offset % message.log_interval != first.offset % first.log_interval:
+            return f"its first iteration is {message.offset}, rank {first.rank}'s is {first.offset}"
+        devices = {device.key for device in message.devices if message.rank not in self.members.get(device.key, ())}
+        if self._num_devices.get(message.rank, 0) + len(devices) > MAX_DEVICES:
+            return f"it has introduced more than {MAX_DEVICES} devices"
+        known = state.ranks.get(message.rank)
+        heard_s = self.presence.heard_s.get(message.rank)
+        if known and known.agent != message.agent and not known.bye and heard_s is not None:
+            return f"rank {message.rank} has an agent already" if now_s - heard_s < SILENT_AFTER_S else ""
+        return ""
+
+    def admit(self, message: Hello, now_s: float) -> bool:
+        """Take an introduction without `objection`; return whether the agent is new."""
+        state = self._ledger
+        state.job = state.job or message.job
+        state.world_size = state.world_size or message.world_size
+        self.presence.join(now_s)
+        known = state.ranks.get(message.rank)
+        is_new = known is None or known.agent != message.agent
+        if is_new:
+            if known is not None:
+                state.spent.add(known)
+            state.ranks[message.rank] = RankState(message.agent, last_window=known.last_window if known else 0)
+        self.hellos[message.rank] = message
+        for device in message.devices:
+            old = self.devices.get(device.key)
+            # On a host only one rank reads the power sensor, and only its HELLO has the method.
+            if old is None or old.energy_method is None or device.energy_method is not None:
+                self.devices[device.key] = device
+            members = self.members.setdefault(device.key, set())
+            if message.rank not in members:
+                members.add(message.rank)
+                self._num_devices[message.rank] = self._num_devices.get(message.rank, 0) + 1
+        self._blind.discard(message.rank)
+        if all(device.only_power for device in message.devices):
+            self._blind.add(message.rank)
+        self._job = self._expected = None
+        return is_new
+
+    def rank_of(self, rank: int, agent: str) -> RankState | None:
+        """Return the state of a rank, if this is its agent."""
+        known = self._ledger.ranks.get(rank)
+        return known if known is not None and known.agent == agent else None
+
+    def is_too_late(self, message: Hello) -> bool:
+        """Whether an agent whose HELLO comes after rank 0's trainer has ended is rather one of the next attempt.
+
+        It may be a late one of ours where that trainer completed, or was over before rank 0's agent came.
+        """
+        first = self._ledger.ranks.get(0)
+        is_known = self.rank_of(message.rank, message.agent) is not None
+        return not is_known and first is not None and first.bye != "completed"
+
+    def absent(self, reporting: Collection[int]) -> set[int]:
+        """Return the ranks of the world that neither report nor have left."""
+        if len(reporting) == self._ledger.world_size:
+            return set()
+        return set(range(self._ledger.world_size)).difference(reporting) - self.presence.gone
+
+    def expected(self, reporting: Collection[int]) -> Expected:
+        """Return the devices of a window; one that all its ranks have left is not among them."""
+        gone = self.presence.gone.difference(reporting)
+        if self._expected is None or self._expected[0] != gone:
+            hosts = {hello.host for rank, hello in self.hellos.items() if rank not in gone}
+            there = (
+                key
+                for key, ranks in self.members.items()
+                if not gone or not ranks <= gone or self._is_of_a_node(key, hosts)
+            )
+            self._expected = gone, Expected((key, self.devices[key]) for key in there)
+        return self._expected[1]
+
+    def sitting(self, reporting: Collection[int]) -> dict[str, set[int]]:
+        gone = self.presence.gone.difference(reporting)
+        return {key: self.members[key] - gone for key in self.expected(reporting)} if gone else self.members
+
+    def _is_of_a_node(self, key: str, hosts: set[str]) -> bool:
+        """Whether a device is a sensor of one of these nodes, which counts though the rank that read it has left."""
+        return self.devices[key].only_power and self.hellos[min(self.members[key])].host in hosts
+
+    def blind(self, reporting: Collection[int]) -> set[int]:
+        """Return the ranks that have not left and that introduced no device that they compute on."""
+        return self._blind - self.presence.gone.difference(reporting)
+
+    def disagreement(self, message: Hello) -> str:
+        """Return how an introduction contradicts an earlier one about the whole model, or an empty string."""
+        total = message.parameters.total
+        if message.parameters.is_share or total is None:
+            return ""
+        if self._whole_model is None or self._whole_model[1] == message.rank:
+            self._whole_model = (total, message.rank)
+            self._job = None
+        first, rank = self._whole_model
+        if first == total:
+            return ""
+        return (
+            f"ranks {rank} and {message.rank} disagree on the parameters of the whole model"
+            f": {first:,} and {total:,}; rank {rank}'s count is used"
+        )

@@ -1,0 +1,117 @@
+"""The rows of a window by rank, with what they come to; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from operator import attrgetter
+
+import numpy as np
+
+from effllm.job.gathered import Gathered, GpuReadings
+from effllm.records.columns import Array, fields_of
+from effllm.records.counters import FIELDS
+from effllm.records.rank import Profile, RankReport, add_profiles
+
+
+class Rows(list[RankReport]):
+    """The rows of a window, with what they come to."""
+
+    gathered: Gathered | None = None  # what was added up of them as they came
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks, in the order of the rows."""
+        return [row.rank for row in self]
+
+    @cached_property
+    def numbers(self) -> dict[str, Array]:
+        """Their times and iterations, a column for each."""
+        names = (*_PLACED, "wall_s", "busy_s", "wait_s", *SUMMED)
+        columns = dict(zip(names, fields_of(self, names).T, strict=True))
+        columns["iterations"] = columns["iteration_last"] - columns["iteration_first"] + 1
+        columns["time_s"] = columns["busy_s"] + columns["wait_s"]
+        return columns
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Their counts, each over all rows: whole numbers, exactly."""
+        return {name: sum(map(attrgetter(name), self)) for name in _COUNTED}
+
+    @cached_property
+    def iterations(self) -> int:
+        """How many iterations the longest of them has."""
+        return int(self.numbers["iterations"].max(initial=0.0))
+
+    @cached_property
+    def loss(self) -> float | None:
+        """The loss, of the first that has it."""
+        return next((loss for loss in map(attrgetter("loss"), self) if loss is not None), None)
+
+    @cached_property
+    def first_not_finite(self) -> int | None:
+        """The first iteration whose loss was NaN or infinite, by the number shown."""
+        numbers = [number for number in map(attrgetter("first_not_finite"), self) if number is not None]
+        return min(numbers, default=None)
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """Their profiled iterations."""
+        return add_profiles(*map(attrgetter("profile"), self))
+
+    @cached_property
+    def phases_s(self) -> dict[str, float]:
+        """Their phases, over all rows."""
+        sums: dict[str, float] = {}
+        for phases_s in filter(None, map(attrgetter("phases_s"), self)):
+            for name, seconds in phases_s.items():
+                sums[name] = sums.get(name, 0.0) + seconds
+        return sums
+
+    @cached_property
+    def is_final(self) -> bool:
+        """Whether one of them is its rank's last."""
+        return bool(self.numbers["final"].any())
+
+    def gathered_of(self, num_devices: int) -> GpuReadings | None:
+        """Return what was added up of so many GPUs as their rows came; ``None`` if there are no such sums."""
+        return self.gathered.of(num_devices, len(self)) if self.gathered is not None else None
+
+    def merge(self, more: Rows) -> Rows:
+        """Return the sums of these rows and more, without the rows themselves."""
+        both, phases = Rows(), {**self.phases_s, **more.phases_s}
+        both.ranks = self.ranks + more.ranks
+        both.numbers = {name: np.concatenate((column, more.numbers[name])) for name, column in self.numbers.items()}
+        both.counts = {name: count + more.counts[name] for name, count in self.counts.items()}
+        both.iterations = max(self.iterations, more.iterations)
+        both.loss = more.loss if self.loss is None else self.loss
+        both.profile = add_profiles(self.profile, more.profile)
+        both.phases_s = {name: self.phases_s.get(name, 0.0) + more.phases_s.get(name, 0.0) for name in phases}
+        both.is_final = self.is_final or more.is_final
+        return both
+
+    @classmethod
+    def of(cls, rows: Iterable[RankReport]) -> Rows:
+        """Return rows as such, those that are already as they are."""
+        return rows if isinstance(rows, Rows) else cls(rows)
+
+    @classmethod
+    def by_rank(cls, rows: Mapping[int, RankReport], gathered: Gathered | None = None) -> Rows:
+        """Return the rows of ranks in their order, with what was added up of them as they came."""
+        ranks = sorted(rows)
+        ordered = cls(map(rows.__getitem__, ranks))
+        ordered.ranks, ordered.gathered = ranks, gathered
+        return ordered
+
+
+_PLACED = (
+    "sequence",
+    "final",
+    "iteration_first",
+    "iteration_last",
+    "iteration_shown",
+    "start_time_s",
+    "end_time_s",
+)
+SUMMED = ("generation_s", "device_steps", "device_step_s")
+_COUNTED = (*FIELDS, "losses_not_finite")

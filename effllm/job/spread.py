@@ -1,0 +1,53 @@
+"""Percentiles of a window's values over ranks and GPUs: of all of them, never of a sample or a sketch; pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from effllm.job.merged import Expected, Merged
+from effllm.job.rows import Rows
+from effllm.records.columns import Array
+from effllm.records.job import GPU_WATTS, STEP_SECONDS, UTILIZATION_RATIO, Spread
+
+
+def spread_of(values: Array) -> Spread | None:
+    """Return the percentiles of values; ``None`` where there are none.
+
+    A percentile between two of them is interpolated in a straight line (Hyndman and Fan's definition 7, 1996), so that
+    the fiftieth is the median.
+    """
+    if not len(values):
+        return None
+    ordered = np.sort(values)
+    return Spread(
+        len(ordered), float(ordered[0]), _at(ordered, 0.05), _at(ordered, 0.5), _at(ordered, 0.95), float(ordered[-1])
+    )
+
+
+def _at(ordered: Array, share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+
+
+def window_spread(rows: Rows, merged: Merged | None, expected: Expected) -> dict[str, Spread]:
+    """Return the percentiles of the ranks' mean steps, and of the power and utilization of GPUs in their iterations.
+
+    Ranks that have ended no iteration, and GPUs that were not measured, are not among them.
+
+    Args:
+        rows: of the window.
+        merged: its devices, each once.
+        expected: the devices that it should hold.
+    """
+    iterations, busy_s = rows.numbers["iterations"], rows.numbers["busy_s"]
+    worked = iterations > 0
+    found = {STEP_SECONDS: spread_of(busy_s[worked] / iterations[worked])}
+    if merged is not None:
+        at = expected.positions(merged)
+        gpus = at[expected.is_gpu & (at >= 0)]
+        owners = at[expected.is_gpu & expected.is_first_of_owner & (at >= 0)]  # a module's energy is one GPU's here
+        found[GPU_WATTS] = spread_of(merged.mean_power_w(owners))
+        found[UTILIZATION_RATIO] = spread_of(merged.mean_utilization(gpus))
+    return {name: spread for name, spread in found.items() if spread is not None}

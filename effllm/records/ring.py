@@ -1,0 +1,313 @@
+"""The ring: records of a training process for its agent, which can still read those of a killed one.
+
+A reader that meets a half-written record sees a wrong checksum and reads again later.  Standard library alone.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from effllm.records.counters import FIELDS, NUM_FREQUENT, Counters
+from effllm.records.facts import FoundAddress, RankFacts, from_document, to_document
+from effllm.records.shared_memory import RingError, SharedDocument, make_memory
+
+MAGIC = b"EFFLRNG2"
+ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
+#: How a loop may end: the record END has an index into these.
+STATUSES = ("completed", "failed", "killed", "interrupted")
+
+#: What a PROFILE is about, where it is not an index into timeline.KINDS.
+WHOLE, COMPUTING = -1, -2
+_KINDS = 12  # of timeline.KINDS
+
+STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
+STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
+
+_PHASES = 4  # of records.rank.MARKED_PHASES: a record has a total of each
+#: What a record may be about, by its kind: from the first number to below the second.
+_WHAT = {
+    ITERATION: (0, 1),
+    PHASE: (0, _PHASES),
+    LOSS: (0, 2),
+    RESET: (0, 1),
+    END: (0, 4),
+    PROFILE: (COMPUTING, _KINDS),
+    DEVICE_TIME: (0, 1),
+    OWN_TIME: (0, 1),
+}
+
+_HEADER = struct.Struct("<8sIII")
+# What is written in every iteration has native longs: from 2**30 on, a "q" takes CPython 3.11 three times as long.
+_STATUS = struct.Struct("@llll")  # state, ordinal, since_ns, what (index of the phase)
+_STATUS_AT = 64
+_NEWEST = struct.Struct("@L")
+_NEWEST_AT = _STATUS_AT + _STATUS.size
+_STATUS_AND_NEWEST = struct.Struct("@llllL")
+_PAGE = 4096
+_FACTS_AT = _PAGE
+_FACTS_BYTES = 64 * 1024
+_ADDRESS_AT = _FACTS_AT + _FACTS_BYTES
+_ADDRESS_BYTES = 4 * 1024
+_SLOTS_AT = _ADDRESS_AT + _ADDRESS_BYTES
+_SLOT_BYTES = 192
+
+
+class Slot(NamedTuple):
+    """One record of the ring: times of the monotonic clock, and running totals."""
+
+    sequence: int
+    kind: int
+    # PHASE: index into records.rank.MARKED_PHASES; END: into STATUSES; PROFILE: into timeline.KINDS, or see above;
+    # LOSS: 1 where none was given.
+    what: int
+    ordinal: int
+    # ITERATION: own time in ns, 0 unknown; LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME and
+    # OWN_TIME: iterations that were timed.
+    number: int
+    start_ns: int
+    end_ns: int
+    # ITERATION: when it came to its sync point, in ns; LOSS: the loss; PROFILE: seconds of it exposed, or of cost;
+    # DEVICE_TIME and OWN_TIME: their seconds.
+    value: float
+    step_ns: int
+    wait_ns: int
+    phases_ns: tuple[int, ...]  # in the order of records.rank.MARKED_PHASES
+    generation_ns: int  # wherever it lay; the phase of that name is only a part of it
+    counts: tuple[int, ...]  # in the order of the fields of `Counters`
+
+
+# A record consists of what changes in every iteration, what it is about, and the totals that rarely change.  The last
+# two are packed only when they change.  Their checksum is the start of the checksum of the first, so that one checksum
+# covers all three and is computed over the first alone.
+_OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and end, step and wait, counters
+_ABOUT = struct.Struct("@hhld")  # kind, what, number, value
+_RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
+_SEALED = struct.Struct(f"@{_OFTEN.size}s{_ABOUT.size}s{_RARE.size}sI")
+if _SEALED.size > _SLOT_BYTES or _NEWEST.size != 8:  # pragma: no cover - a mistake in this file, or no 64-bit machine
+    raise AssertionError(_SEALED.size)
+
+
+def ring_bytes(slots: int) -> int:
+    """Return the size of a ring of ``slots`` records."""
+    return _SLOTS_AT + slots * _SLOT_BYTES
+
+
+# Bound here because looking a method up costs as much as the checksum.
+_pack_often, _pack_about, _pack_status = _OFTEN.pack, _ABOUT.pack, _STATUS.pack_into
+_seal, _publish, _crc32 = _SEALED.pack_into, _STATUS_AND_NEWEST.pack_into, zlib.crc32
+
+_rare_counts = attrgetter(*FIELDS[NUM_FREQUENT:])
+_PLAIN = _ABOUT.pack(ITERATION, 0, 0, 0.0)  # an iteration without a sync point
+
+
+class RingWriter:
+    """The training process's end of the ring: `state` and `iteration` are the hot path."""
+
+    __slots__ = (
+        "_address",
+        "_facts",
+        "_map",
+        "_plain_checksum",
+        "_rare",
+        "_rare_checksum",
+        "_sequence",
+        "_slots",
+        "descriptor",
+    )
+
+    def __init__(self, slots: int) -> None:
+        self.descriptor = make_memory("effllm-ring", ring_bytes(slots))
+        self._map = mmap.mmap(self.descriptor, ring_bytes(slots))
+        self._slots = slots
+        self._sequence = 0
+        self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
+        self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
+        _HEADER.pack_into(self._map, 0, MAGIC, slots, _SLOT_BYTES, _FACTS_BYTES)
+        self.take((0,) * _PHASES, 0, Counters())
+
+    def take(self, phases_ns: Sequence[int], generation_ns: int, counters: Counters) -> None:
+        """Replace the totals that rarely change; every later record has them.
+
+        Args:
+            phases_ns: of each marked phase.
+            generation_ns: of all generation.
+            counters: all; those that change often are left out.
+        """
+        self._rare = _RARE.pack(*phases_ns, generation_ns, *_rare_counts(counters))
+        self._rare_checksum = zlib.crc32(self._rare)
+        self._plain_checksum = zlib.crc32(_PLAIN, self._rare_checksum)
+
+    def iteration(
+        self,
+        ordinal: int,
+        start_ns: int,
+        end_ns: int,
+        step_ns: int,
+        wait_ns: int,
+        counters: Counters,
+        own_ns: int = 0,
+        arrival_ns: int = 0,
+    ) -> None:
+        """Write the record of an iteration, as `put` would, and the state after it."""
+        self._sequence = sequence = self._sequence + 1
+        often = _pack_often(
+            sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
+            counters.tokens, counters.tokens_processed, counters.tokens_loss, counters.samples,
+        )  # fmt: skip
+        if own_ns:
+            about = _pack_about(ITERATION, 0, own_ns, arrival_ns)
+            checksum = _crc32(often, _crc32(about, self._rare_checksum))
+        else:
+            about, checksum = _PLAIN, _crc32(often, self._plain_checksum)
+        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
+        _publish(self._map, _STATUS_AT, BETWEEN, ordinal, end_ns, 0, sequence)
+
+    def put(
+        self,
+        kind: int,
+        what: int,
+        ordinal: int,
+        number: int,
+        start_ns: int,
+        end_ns: int,
+        value: float,
+        step_ns: int,
+        wait_ns: int,
+        counters: Counters,
+    ) -> None:
+        """Write one record of any kind."""
+        self._sequence = sequence = self._sequence + 1
+        often = _pack_often(
+            sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
+            counters.tokens, counters.tokens_processed, counters.tokens_loss, counters.samples,
+        )  # fmt: skip
+        about = _pack_about(kind, what, number, value)
+        checksum = _crc32(often, _crc32(about, self._rare_checksum))
+        _seal(self._map, _SLOTS_AT + sequence % self._slots * _SLOT_BYTES, often, about, self._rare, checksum)
+        _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
+
+    def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
+        """Publish the training loop's position, which the agent reads while the loop does not move."""
+        _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
+
+    def write_facts(self, facts: RankFacts) -> bool:
+        """Replace the facts; ``False`` where they are too large for their area, which then keeps the old."""
+        return self._facts.write(to_document(facts))
+
+    def write_address(self, address: FoundAddress) -> bool:
+        """Publish where the aggregator is; apart from the facts, because another thread may find it."""
+        return self._address.write(to_document(address))
+
+    def close(self) -> None:
+        """Give up the map and the descriptor; may be called twice."""
+        if self.descriptor >= 0:
+            self._map.close()
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class RingReader:
+    """The agent's end of the ring."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._room = os.fstat(descriptor).st_size - _SLOTS_AT
+        if self._room < 0:
+            raise RingError("this is not a ring of effllm: it is too short")
+        self._map = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        magic, self._slots, slot_bytes, _ = _HEADER.unpack_from(self._map, 0)
+        if magic != MAGIC or slot_bytes != _SLOT_BYTES or not 0 < ring_bytes(self._slots) - _SLOTS_AT <= self._room:
+            self._map.close()
+            raise RingError("this is not a ring of this version of effllm")
+        self._next = 1
+        self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
+        self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
+        self._look: tuple[int, int, int, int] = (STARTUP, 0, 0, 0)
+        self.overrun = 0  # records that were overwritten before they were read, or hold what cannot be
+
+    def read(self) -> list[Slot]:
+        """Return the records since the last call, oldest first.
+
+        Records that were overwritten in the meantime are counted in `overrun`; their totals are in
+        every later record.
+        """
+        newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
+        if newest - self._next >= self._slots:
+            self.overrun += newest - self._slots + 1 - self._next
+            self._next = newest - self._slots + 1
+        records = []
+        while self._next <= newest:
+            slot = self._slot(self._next)
+            if slot is None or slot.sequence < self._next:
+                break  # not whole yet: next time
+            if slot.sequence > self._next or not _is_possible(slot):  # overtaken while reading, or no record of ours
+                self.overrun += 1
+            else:
+                records.append(slot)
+            self._next += 1
+        return records
+
+    def skip_torn(self) -> None:
+        """Give up the record that never becomes whole: its writer died in the middle of it."""
+        newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
+        if self._next <= newest and self._slot(self._next) is None:
+            self.overrun += 1
+            self._next += 1
+
+    def _slot(self, sequence: int) -> Slot | None:
+        at = _SLOTS_AT + sequence % self._slots * _SLOT_BYTES
+        often, about, rare, checksum = _SEALED.unpack_from(self._map, at)
+        if zlib.crc32(often, zlib.crc32(about, zlib.crc32(rare))) != checksum:
+            return None
+        sequence, ordinal, start_ns, end_ns, step_ns, wait_ns, *frequent = _OFTEN.unpack(often)
+        kind, what, number, value = _ABOUT.unpack(about)
+        totals = _RARE.unpack(rare)
+        return Slot(
+            sequence, kind, what, ordinal, number, start_ns, end_ns, value, step_ns, wait_ns,
+            totals[:_PHASES], totals[_PHASES], (*frequent, *totals[_PHASES + 1 :]),
+        )  # fmt: skip
+
+    def state(self) -> tuple[int, int, int, int]:
+        """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four that can be."""
+        look: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
+        for _ in range(3):
+            again: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
+            if again == look:
+                break
+            look = again
+        state, ordinal, since_ns, what = look
+        if 0 <= state < len(STATE_NAMES) and 0 <= what < _PHASES and ordinal >= 0 and since_ns >= 0:
+            self._look = look
+        return self._look
+
+    def facts(self) -> RankFacts | None:
+        """Return the facts if they changed since the last call and are whole, else ``None``."""
+        document = self._facts.take()
+        return None if document is None else from_document(RankFacts, document)
+
+    def address(self) -> FoundAddress | None:
+        """Return what was found out about the aggregator's address since the last call, else ``None``."""
+        document = self._address.take()
+        return None if document is None else from_document(FoundAddress, document)
+
+    def close(self) -> None:
+        """Give up the map; may be called twice."""
+        self._map.close()
+
+
+def _is_possible(slot: Slot) -> bool:
+    """Whether a record is one that a recorder writes: its kind, its indices, and counts that are not negative."""
+    first, end = _WHAT.get(slot.kind, (0, 0))
+    if not first <= slot.what < end or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
+        return False
+    if slot.kind in (ITERATION, PROFILE, DEVICE_TIME, OWN_TIME) and not (
+        slot.number >= 0 and 0 <= slot.value < math.inf
+    ):
+        return False
+    return min(slot.ordinal, slot.step_ns, slot.wait_ns, *slot.phases_ns, slot.generation_ns, *slot.counts) >= 0

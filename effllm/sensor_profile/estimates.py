@@ -1,0 +1,305 @@
+"""Estimates of a sensor from its readings under a known load; pure.
+
+A reading is modelled as the mean of power over a window that ends some time before it is shown.  Load
+switches power between two levels at known times, so that for each window and delay the share of time
+under load is known too; the estimate is the pair with the best correlation of readings and shares.  Edges at
+varying phases of the sensor give both to far less than a tick.  See docs/calibration.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from effllm.energy.readings import NS
+from effllm.energy.tick_period import DENSE_S, MIN_MOVES
+from effllm.sensor_profile.record import LoadEdge, Ratio, Response, Rhythm
+
+#: A reading that changed at more than this share of the reads is continuous.
+CONTINUOUS = 0.6
+#: Changes that are off a regular grid by more than this share of its period have no rhythm.
+MAX_JITTER = 0.15
+#: With more jitter than this the measured length of each tick is used, not the period.
+REGULAR_S = 0.001
+#: The smallest error of time stamps and of the times of ticks.
+MIN_ERROR_S = 0.0005
+#: The range of windows and delays.
+MIN_WINDOW_S, MAX_WINDOW_S = 0.004, 2.5
+MAX_DELAY_S = 0.6
+#: More readings than this make a fit slow, not better.
+MAX_READINGS = 1200
+MIN_READINGS = 24
+#: The share of a reading's variance that the load must explain for an estimate of lag and window.
+MIN_FIT = 0.9
+#: Parts of which each is left out once, for the error of an estimate.
+PARTS = 8
+_STUDENT_95 = {7: 2.365}
+
+Readings = Sequence[tuple[float, float]]  # seconds and value
+
+
+class Tick(NamedTuple):
+    """A change of a reading: its time, its number of periods after the first, and the value after it."""
+
+    at_s: float
+    number: int
+    value: float
+
+
+class Load:
+    """Load that was switched at known times.
+
+    Args:
+        edges: in order of time.
+        origin_ns: the zero of seconds.
+    """
+
+    def __init__(self, edges: Sequence[LoadEdge], origin_ns: int) -> None:
+        self.times_s = [(edge.time_ns - origin_ns) * NS for edge in edges]
+        self._on = [edge.is_on for edge in edges]
+        steps = [
+            (later - earlier) * is_on for (earlier, later), is_on in zip(pairwise(self.times_s), self._on, strict=False)
+        ]
+        self._sums_s = list(accumulate(steps, initial=0.0))
+
+    def on_s(self, until_s: float) -> float:
+        index = bisect.bisect_right(self.times_s, until_s) - 1
+        if index < 0:
+            return 0.0
+        return self._sums_s[index] + (until_s - self.times_s[index]) * self._on[index]
+
+    def share(self, middle_s: float, window_s: float) -> float:
+        half_s = window_s / 2
+        return (self.on_s(middle_s + half_s) - self.on_s(middle_s - half_s)) / window_s
+
+    def longest(self, is_on: bool) -> tuple[float, float] | None:
+        periods = [period for period, on in zip(pairwise(self.times_s), self._on, strict=False) if on == is_on]
+        return max(periods, key=lambda period: period[1] - period[0], default=None)
+
+
+# --- the times of changes ------------------------------------------------------------------------
+
+
+def ticks_of(readings: Readings) -> tuple[Rhythm, list[Tick]] | None:
+    """Return the rhythm of a reading and its changes; ``None`` where they are too few or have no rhythm.
+
+    Each change is between two reads: on a regular grid where possible, else as near to it as possible.
+    """
+    moves = [(before, after) for before, after in pairwise(readings) if before[1] != after[1]]
+    if len(moves) < MIN_MOVES:
+        return None
+    apart_s = statistics.median(after[0] - before[0] for before, after in pairwise(readings))
+    if len(moves) > CONTINUOUS * (len(readings) - 1):
+        if apart_s > DENSE_S:
+            return None
+        changes = [Tick(after[0], number, after[1]) for number, (_, after) in enumerate(moves)]
+        return Rhythm(0.0, apart_s, 0.0, len(moves)), changes
+    middles = [(before[0] + after[0]) / 2 for before, after in moves]
+    numbers = _numbered(middles)
+    first_s, period_s = _line(numbers, middles)
+    residuals = [middle - first_s - number * period_s for number, middle in zip(numbers, middles, strict=True)]
+    variance_s2 = sum(residual**2 for residual in residuals) / max(len(residuals) - 2, 1)
+    if variance_s2 > (MAX_JITTER * period_s) ** 2:
+        return None
+    reads_s2 = sum((after[0] - before[0]) ** 2 for before, after in moves) / len(moves) / 12
+    lever2 = sum((number - statistics.fmean(numbers)) ** 2 for number in numbers)
+    error_s = 1.96 * math.sqrt(max(variance_s2, 1e-12) / lever2) if lever2 else period_s
+    ticks = [
+        Tick(min(max(first_s + number * period_s, before[0]), after[0]), number, after[1])
+        for number, (before, after) in zip(numbers, moves, strict=True)
+    ]
+    return Rhythm(period_s, error_s, math.sqrt(max(variance_s2 - reads_s2, 0.0)), len(moves)), ticks
+
+
+def _numbered(middles: Sequence[float]) -> list[int]:
+    """Number the changes by the period that is the smallest common gap: some periods change nothing."""
+    gaps = [later - earlier for earlier, later in pairwise(middles)]
+    period = sorted(gaps)[len(gaps) // 10]
+    for _ in range(4):
+        counts = [max(round(gap / period), 1) for gap in gaps]
+        period = sum(gaps) / sum(counts)
+    return list(accumulate(counts, initial=0))
+
+
+def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    fitted = statistics.linear_regression(xs, ys)
+    return fitted.intercept, fitted.slope
+
+
+def is_together(ones: Sequence[Tick], others: Sequence[Tick], within_s: float) -> bool:
+    """Whether changes of one reading happen at the same times as those of another."""
+    times = [other.at_s for other in others]
+    near = 0
+    for one in ones:
+        index = bisect.bisect_left(times, one.at_s)
+        near += any(abs(time_s - one.at_s) <= within_s for time_s in times[max(index - 1, 0) : index + 1])
+    return near >= 0.9 * len(ones)
+
+
+def steps_w(ticks: Sequence[Tick], rhythm: Rhythm) -> list[tuple[float, float]]:
+    """Return the power of each step of a counter; steps over several ticks are left out."""
+    is_regular = rhythm.period_s > 0 and rhythm.jitter_s < REGULAR_S
+    pairs = [(before, after) for before, after in pairwise(ticks) if after.at_s > before.at_s]
+    if rhythm.period_s > 0:
+        pairs = [(before, after) for before, after in pairs if after.number == before.number + 1]
+    return [
+        (
+            after.at_s if rhythm.period_s > 0 else (before.at_s + after.at_s) / 2,
+            (after.value - before.value) / (rhythm.period_s if is_regular else after.at_s - before.at_s),
+        )
+        for before, after in pairs
+    ]
+
+
+# --- the response to the load --------------------------------------------------------------------
+
+
+def response(load: Load, readings: Readings, shortest_s: float = MIN_WINDOW_S) -> Response | None:
+    """Return window and delay of readings behind the load; ``None`` where they do not follow it.
+
+    Args:
+        load: from before the first reading's window on.
+        readings: times at which values were first shown, and the values.
+        shortest_s: minimal window.
+    """
+    readings = _thinned(readings, MAX_READINGS)
+    if len(readings) < MIN_READINGS:
+        return None
+    middle_s, window_s = _best(load, readings, shortest_s)
+    middle_s, window_s, fit = _refined(load, readings, middle_s, window_s, shortest_s)
+    if fit < MIN_FIT:
+        return None
+    spread = [_refined(load, part, middle_s, window_s, shortest_s, 0.1)[:2] for part in _without_each_part(readings)]
+    middle_error_s, window_error_s = (max(_jackknife_95([one[i] for one in spread]), MIN_ERROR_S) for i in (0, 1))
+    idle_w, rise_w = _line([load.share(at_s - middle_s, window_s) for at_s, _ in readings], [w for _, w in readings])
+    return Response(
+        window_s=window_s,
+        window_error_s=window_error_s,
+        ends_s=middle_s - window_s / 2,
+        middle_s=middle_s,
+        middle_error_s=middle_error_s,
+        fit=fit,
+        idle_w=idle_w,
+        loaded_w=idle_w + rise_w,
+    )
+
+
+def _fit(load: Load, readings: Readings, middle_s: float, window_s: float) -> float:
+    """Return the share of the readings' variance explained by such windows; 0 where readings fall with load."""
+    shares = [load.share(at_s - middle_s, window_s) for at_s, _ in readings]
+    count = len(readings)
+    mean_share, mean_value = sum(shares) / count, sum(value for _, value in readings) / count
+    both = own = others = 0.0
+    for share, (_, value) in zip(shares, readings, strict=True):
+        x, y = share - mean_share, value - mean_value
+        both += x * y
+        own += x * x
+        others += y * y
+    return both * both / (own * others) if both > 0 and own > 0 and others > 0 else 0.0
+
+
+def _best(load: Load, readings: Readings, shortest_s: float) -> tuple[float, float]:
+    few = _thinned(readings, MAX_READINGS // 3)
+    candidates, window_s = [], shortest_s
+    while window_s <= MAX_WINDOW_S:
+        step_s = max(window_s, 0.04) / 3
+        middle_s = -window_s / 2
+        while middle_s <= MAX_DELAY_S + window_s / 2:
+            candidates.append((_fit(load, few, middle_s, window_s), middle_s, window_s))
+            middle_s += step_s
+        window_s *= 1.4
+    _, middle_s, window_s = max(candidates)
+    return middle_s, window_s
+
+
+def _refined(
+    load: Load, readings: Readings, middle_s: float, window_s: float, shortest_s: float, step: float = 0.5
+) -> tuple[float, float, float]:
+    """Search for the best fit near a window and delay; return both and the fit."""
+    best = _fit(load, readings, middle_s, window_s)
+    along_s, wider = step * max(window_s, 0.02), 1 + step
+    while along_s > 5e-5 or wider > 1.002:
+        around = [
+            (middle_s + along_s, window_s),
+            (middle_s - along_s, window_s),
+            (middle_s, min(window_s * wider, MAX_WINDOW_S)),
+            (middle_s, max(window_s / wider, shortest_s)),
+        ]
+        fits = [_fit(load, readings, *place) for place in around]
+        if max(fits) > best:
+            best = max(fits)
+            middle_s, window_s = around[fits.index(best)]
+        else:
+            along_s, wider = along_s / 2, 1 + (wider - 1) / 2
+    return middle_s, window_s, best
+
+
+def _thinned(readings: Readings, maximum: int) -> list[tuple[float, float]]:
+    if len(readings) <= maximum:
+        return list(readings)
+    return [readings[index * len(readings) // maximum] for index in range(maximum)]
+
+
+def _without_each_part(readings: Readings) -> list[Readings]:
+    cuts = [part * len(readings) // PARTS for part in range(PARTS + 1)]
+    return [[*readings[:first], *readings[last:]] for first, last in pairwise(cuts)]
+
+
+def _jackknife_95(values: Sequence[float]) -> float:
+    """Return the half-width of an estimate from the estimates without each part."""
+    count, mean = len(values), statistics.fmean(values)
+    return _STUDENT_95[count - 1] * math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
+
+
+# --- counter against power -----------------------------------------------------------------------
+
+
+def ratio(counted: Sequence[Tick], powers: Readings, shift_s: float, start_s: float, end_s: float) -> Ratio | None:
+    """Return the ratio of the counter's energy to that of integrated power between two times.
+
+    Args:
+        counted: the counter's ticks, with joules.
+        powers: readings of power, in W, with linear interpolation.
+        shift_s: delay of the power reading behind the counter.
+        start_s: of the time span.
+        end_s: of the time span.
+    """
+    integral = _integral_of(powers)
+    if integral is None:
+        return None
+    first_s, last_s = max(start_s, powers[0][0] - shift_s), min(end_s - max(shift_s, 0.0), powers[-1][0] - shift_s)
+    inside = [tick for tick in counted if first_s <= tick.at_s <= last_s]
+    if len(inside) <= 2 * PARTS:
+        return None
+    cuts = [inside[part * (len(inside) - 1) // PARTS] for part in range(PARTS + 1)]
+    parts = [
+        (after.value - before.value, integral(after.at_s + shift_s) - integral(before.at_s + shift_s))
+        for before, after in pairwise(cuts)
+    ]
+    counted_j, integrated_j = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    if integrated_j <= 0 or any(part[1] >= integrated_j for part in parts):
+        return None
+    without = [(counted_j - part[0]) / (integrated_j - part[1]) for part in parts]
+    value, half = counted_j / integrated_j, _jackknife_95(without)
+    return Ratio(value, value - half, value + half, inside[-1].at_s - inside[0].at_s)
+
+
+def _integral_of(powers: Readings) -> Callable[[float], float] | None:
+    if len(powers) < 2:
+        return None
+    times = [at_s for at_s, _ in powers]
+    areas = ((later[0] - earlier[0]) * (earlier[1] + later[1]) / 2 for earlier, later in pairwise(powers))
+    sums = list(accumulate(areas, initial=0.0))
+
+    def integral(until_s: float) -> float:
+        index = min(max(bisect.bisect_right(times, until_s) - 1, 0), len(times) - 2)
+        (before_s, before_w), (after_s, after_w) = powers[index], powers[index + 1]
+        since_s = until_s - before_s
+        local_w = before_w + (after_w - before_w) * since_s / (after_s - before_s)
+        return sums[index] + since_s * (before_w + local_w) / 2
+
+    return integral

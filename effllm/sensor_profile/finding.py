@@ -1,0 +1,297 @@
+"""The behaviour of the sensors of a GPU, from two records, one idle and one under load."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from effllm import __version__
+from effllm.energy import calibration
+from effllm.energy.calibration import Seen
+from effllm.energy.readings import NS
+from effllm.energy.tick_period import is_held
+from effllm.records.rank import AVERAGE, COUNTER, Device, Sensor
+from effllm.sensor_profile.estimates import (
+    MAX_DELAY_S,
+    MAX_WINDOW_S,
+    Load,
+    Tick,
+    is_together,
+    ratio,
+    response,
+    steps_w,
+    ticks_of,
+)
+from effllm.sensor_profile.nvml_facts import Facts
+from effllm.sensor_profile.record import BoardFacts, DriverCall, LoadEdge, Ratio, Response, Rhythm, SensorProfile, State
+from effllm.sensor_profile.watching import READS_APART_S, Record
+
+#: The smallest error of a lag: power itself follows a kernel with a delay.
+MIN_LAG_ERROR_S = 0.005
+#: The smallest relative error of a tick: a profile applies to all boards of a model, whose clocks differ.
+MIN_TICK_ERROR = 5e-4
+#: A window of nearly the whole tick is the whole tick.
+WHOLE_TICK = 0.97
+SETTLE_S = 1.0
+#: The counter is reported if it differs by more than this share from integrated power.
+DISAGREEMENT = 0.03
+
+#: The source of a sensor: measured under load, or idle alone.
+PROFILED, MEASURED = "profiled here", "measured here"
+
+
+class _Reading(NamedTuple):
+    """An analysed reading: its rhythm, its changes, and the values to compare with the load."""
+
+    rhythm: Rhythm | None
+    ticks: list[Tick]
+    values: list[tuple[float, float]]
+
+
+class SensorEvidence:
+    """The results so far."""
+
+    def __init__(self, device: Device, idle: Record, others: int | None) -> None:
+        self._device, self._idle = device, idle
+        self.unmeasured: list[str] = []
+        self._warnings: list[str] = []
+        self._load, self._edges = "", 0
+        self._responses: dict[str, Response] = {}
+        self._ratios: dict[str, Ratio] = {}
+        self._shift_s = 0.0  # delay of the power reading behind the counter
+        self._loaded: State | None = None
+        self._is_held: bool | None = None
+        self._counter = _analysed(idle.series("energy_j"), is_counter=True)
+        self._power = _analysed(idle.series("power_w"))
+        self._average = _analysed(idle.series("power_average_w"))
+        self._usage = _analysed(idle.series("power_usage_w"))
+        self._idle_state = _state(idle, self._counter.ticks, 0.0, idle.end_s)
+        self._idle_counter = self._counter
+        self._call_s = statistics.median(idle.calls_s) if idle.calls_s else 0.0
+        self._warn_of_others(others)
+
+    @property
+    def tick_s(self) -> float:
+        """The period of the counter, else of power; 0 where none is known."""
+        rhythms = (self._counter.rhythm, self._power.rhythm)
+        return next((rhythm.period_s for rhythm in rhythms if rhythm is not None), 0.0)
+
+    def _warn_of_others(self, others: int | None) -> None:
+        busy = max((sample.utilization or 0.0 for sample in self._idle.full), default=0.0)
+        if others:
+            self._warnings.append(f"{others} other processes compute on this GPU: stop them and profile again")
+        elif busy > 0:
+            self._warnings.append(
+                f"the GPU was {100 * busy:.0f} % busy before it was put under load: does another process use it?"
+            )
+
+    def under_load(self, record: Record, edges: Sequence[LoadEdge], name: str) -> None:
+        self._load, self._edges = name, len(edges)
+        load = Load(edges, record.origin_ns)
+        parts = {
+            "counter": _analysed(record.series("energy_j"), is_counter=True),
+            "power": _analysed(record.series("power_w")),
+            "average": _analysed(record.series("power_average_w")),
+            "usage": _analysed(record.series("power_usage_w")),
+        }
+        self._counter = _richer(parts["counter"], self._counter)
+        self._power = _richer(parts["power"], self._power)
+        self._average = _richer(parts["average"], self._average)
+        self._usage = _richer(parts["usage"], self._usage)
+        from_s = load.times_s[0] + MAX_DELAY_S + MAX_WINDOW_S if edges else 0.0
+        for part, reading in parts.items():
+            followed = response(load, [value for value in reading.values if value[0] >= from_s])
+            if followed is not None:
+                self._responses[part] = followed
+            elif reading.values:
+                self.unmeasured.append(f"lag and window of the {_WORDS[part]}: it does not follow the load")
+        self._is_held = self._find_held(parts["counter"], parts["power"])
+        self._find_ratios(record, parts["counter"], load)
+        long = load.longest(is_on=True)
+        if long is not None and long[1] - long[0] > 2 * SETTLE_S:
+            self._loaded = _state(record, parts["counter"].ticks, long[0] + SETTLE_S, long[1])
+
+    def _find_held(self, counter: _Reading, power: _Reading) -> bool | None:
+        """Return whether power changes at the counter's ticks, and is the mean of the tick that ends then."""
+        if counter.rhythm is None or not counter.rhythm.period_s or not power.values:
+            return None
+        tick_s = counter.rhythm.period_s
+        if power.rhythm is None or not is_together(power.ticks, counter.ticks, 0.1 * tick_s + 2 * READS_APART_S):
+            return False
+        ours, theirs = self._responses.get("counter"), self._responses.get("power")
+        return None if ours is None or theirs is None else abs(ours.middle_s - theirs.middle_s) < tick_s / 4
+
+    @property
+    def _lag_s(self) -> float | None:
+        """The age of the counter's energy: the delay of a tick after the end of the time it covers."""
+        followed, rhythm = self._responses.get("counter"), self._counter.rhythm
+        return None if followed is None or rhythm is None else followed.middle_s - rhythm.period_s / 2
+
+    def _find_ratios(self, record: Record, counter: _Reading, load: Load) -> None:
+        power, lag_s = self._responses.get("power"), self._lag_s
+        if power is not None and lag_s is not None:
+            held_s = self._power.rhythm.period_s / 2 if self._power.rhythm else 0.0
+            self._shift_s = power.middle_s + held_s - lag_s
+        long = load.longest(is_on=True)
+        if long is not None:
+            self._find_ratio("loaded", record, counter, long[0] + SETTLE_S, long[1])
+            self._find_ratio("switched", record, counter, long[1], min(load.times_s[-1], record.end_s))
+
+    def _find_ratio(self, name: str, record: Record, counter: _Reading, start_s: float, end_s: float) -> None:
+        found = ratio(counter.ticks, record.series("power_w"), self._shift_s, start_s, end_s)
+        if found is not None:
+            self._ratios[name] = found
+
+    # --- the result ---
+
+    def profile(
+        self, seconds: float, traits: dict[str, str], calls: list[DriverCall], facts: Facts | None
+    ) -> SensorProfile:
+        self._find_ratio("idle", self._idle, self._idle_counter, 0.0, self._idle.end_s)
+        self._warn()
+        device, sensor = self._device, self._sensor()
+        return SensorProfile(
+            effllm=__version__,
+            date=time.strftime("%Y-%m-%d"),
+            seconds=seconds,
+            board=BoardFacts(
+                name=device.name,
+                uuid=hashlib.sha256(device.key.encode()).hexdigest()[:8],
+                driver=device.driver,
+                traits=traits,
+                power_limit_w=device.power_limit_w,
+            ),
+            sensor=sensor,
+            measured_lag=sensor.source == PROFILED,
+            load=self._load,
+            counter=self._counter.rhythm,
+            counter_response=self._responses.get("counter"),
+            power=self._power.rhythm,
+            power_response=self._responses.get("power"),
+            average=self._average.rhythm,
+            average_response=self._responses.get("average"),
+            usage=self._usage.rhythm,
+            usage_response=self._responses.get("usage"),
+            power_is_held=self._held(),
+            ratios=self._ratios,
+            idle=self._idle_state,
+            loaded=self._loaded,
+            calls=calls,
+            fields=facts.fields() if facts else [],
+            read_every_s=self._idle.apart_s,
+            edges=self._edges,
+            unmeasured=self.unmeasured,
+            warnings=self._warnings,
+        )
+
+    def _held(self) -> bool | None:
+        return is_held(self._idle.samples) if self._is_held is None else self._is_held
+
+    def _sensor(self) -> Sensor:
+        """Return the sensor for runs on this model and driver; unmeasured values are the assumed ones."""
+        rhythm = self._rhythm()
+        tick = None
+        if rhythm is not None:
+            tick = (rhythm.period_s, max(rhythm.error_s, MIN_TICK_ERROR * rhythm.period_s))
+        sensor = calibration.with_seen(calibration.assumed(self._device), Seen(self._call_s, tick, self._held()))
+        average = self._responses.get("average")
+        if average is not None:
+            sensor = replace(sensor, average_s=average.window_s)
+        followed, lag_s = self._responses.get("counter"), self._lag_s
+        if self._device.energy_method != COUNTER:  # without a counter there is no lag of one
+            return replace(sensor, source=PROFILED) if self._responses and tick is not None else sensor
+        if followed is None or rhythm is None or lag_s is None:
+            return sensor
+        open_s = followed.middle_error_s
+        if rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
+            open_s += (followed.window_s - rhythm.period_s) / 2  # it is smoothed, which a lag cannot correct
+        worst = max((abs(found.value - 1) for found in self._ratios.values()), default=0.0)
+        return replace(
+            sensor,
+            lag_s=lag_s,
+            lag_error_s=max(open_s, MIN_LAG_ERROR_S),
+            duty=_duty(followed, rhythm),
+            gain_error=max(sensor.gain_error, worst),
+            source=PROFILED,
+        )
+
+    def _rhythm(self) -> Rhythm | None:
+        """Return the rhythm of the reading from which energy is derived."""
+        if self._device.energy_method == COUNTER:
+            return self._counter.rhythm
+        return (self._average if self._device.energy_method == AVERAGE else self._power).rhythm
+
+    def _warn(self) -> None:
+        off = {
+            name: found.value - 1
+            for name, found in self._ratios.items()
+            if found.low > 1 + DISAGREEMENT or found.high < 1 - DISAGREEMENT
+        }
+        if off:
+            parts = ", ".join(f"{100 * more:+.1f} % {name}" for name, more in off.items())
+            self._warnings.append(f"the counter counts {parts}, against integrated power: one of them is wrong")
+        followed, rhythm = self._responses.get("counter"), self._counter.rhythm
+        if followed and rhythm and rhythm.period_s and followed.window_s > 1.3 * rhythm.period_s:
+            self._warnings.append(f"the counter is smoothed over {1e3 * followed.window_s:.0f} ms, more than its tick")
+        if self._loaded:
+            slow = [reason for reason in self._loaded.throttled if reason != "power_cap"]
+            if slow:
+                self._warnings.append(f"the loaded GPU was slowed down by {', '.join(slow)}")
+
+
+_WORDS = {"counter": "energy counter", "power": "power reading", "average": "averaged power", "usage": "power usage"}
+
+
+def _analysed(series: list[tuple[float, float]], *, is_counter: bool = False) -> _Reading:
+    found = ticks_of(series)
+    if found is None:
+        return _Reading(None, [], [] if is_counter else series)
+    rhythm, ticks = found
+    if is_counter:
+        return _Reading(rhythm, ticks, steps_w(ticks, rhythm))
+    return _Reading(rhythm, ticks, [(tick.at_s, tick.value) for tick in ticks] if rhythm.period_s else series)
+
+
+def _richer(one: _Reading, other: _Reading) -> _Reading:
+    changes = [reading.rhythm.changes if reading.rhythm else 0 for reading in (one, other)]
+    return one if changes[0] >= changes[1] else other
+
+
+def _duty(followed: Response, rhythm: Rhythm) -> float:
+    if not rhythm.period_s or followed.window_s + followed.window_error_s >= WHOLE_TICK * rhythm.period_s:
+        return 1.0
+    return followed.window_s / rhythm.period_s
+
+
+def _state(record: Record, ticks: Sequence[Tick], start_s: float, end_s: float) -> State | None:
+    if not record.samples:
+        return None
+    from_ns, until_ns = (record.origin_ns + round(at_s / NS) for at_s in (start_s, end_s))
+    inside = [sample for sample in record.samples if from_ns <= sample.time_ns <= until_ns]
+    full = [sample for sample in record.full if from_ns <= sample.time_ns <= until_ns]
+    counted = [tick for tick in ticks if start_s <= tick.at_s <= end_s]
+    counter_w = None
+    if len(counted) > 1:
+        counter_w = (counted[-1].value - counted[0].value) / (counted[-1].at_s - counted[0].at_s)
+    reasons = Counter(reason for sample in full for reason in sample.throttled_by or ())
+    return State(
+        seconds=end_s - start_s,
+        power_w=_mean(sample.power_w for sample in inside),
+        counter_w=counter_w,
+        utilization=_mean(sample.utilization for sample in full),
+        sm_clock_hz=_mean(sample.gauges.get("sm_clock_hz") for sample in full),
+        memory_clock_hz=_mean(sample.gauges.get("memory_clock_hz") for sample in full),
+        temperature_c=_mean(sample.gauges.get("temperature_c") for sample in full),
+        throttled={reason: count / len(full) for reason, count in reasons.items()},
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

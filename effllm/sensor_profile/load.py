@@ -1,0 +1,155 @@
+"""Switches the load of a GPU on and off, by a pattern."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from effllm.config.spawn import spawn
+from effllm.config.switches import this_process
+from effllm.sensor_profile.record import LoadEdge
+
+#: torch, CUDA and cuBLAS start slowly on a node with many GPUs.
+START_S = 180.0
+END_S = 10.0
+
+
+class LoadUnavailable(Exception):
+    """The GPU cannot be put under load, or no longer; the message is one sentence."""
+
+
+class Loader(Protocol):
+    """Puts the GPU under load."""
+
+    name: str
+
+    def start(self, stretches_s: Sequence[float]) -> None:
+        """Begin to load it and to let it rest in turn, for these durations; do not wait.
+
+        Raises:
+            LoadUnavailable: it cannot.
+        """
+
+    def take(self) -> list[LoadEdge] | None:
+        """Return the actual edges of the load at the end of all; before that ``None``.
+
+        Raises:
+            LoadUnavailable: it failed.
+        """
+
+    def close(self) -> None:
+        """End the load; may be called twice."""
+
+
+def pattern(seconds: float, tick_s: float) -> list[float]:
+    """Return durations with load on, off, on, ...: long first, then short, then medium, never in step with ticks.
+
+    The long one shows the loaded GPU; the short ones, some shorter than a tick, are at varying phases of the
+    sensor; a mean over a second follows the medium ones.
+
+    Args:
+        seconds: for all of them.
+        tick_s: of the sensor, or an assumption.
+    """
+    chance = random.Random(20261120)  # noqa: S311 - the same pattern each time
+    tick_s = min(max(tick_s, 0.04), 0.5)
+    stretches = [max(0.2 * seconds, 2.5), max(0.04 * seconds, 0.5)]
+    while sum(stretches) < 0.72 * seconds:
+        stretches += [chance.uniform(0.3, 2.5) * tick_s, chance.uniform(1.3, 3.0) * tick_s]
+    while sum(stretches) < seconds:
+        stretches += [chance.uniform(0.5, 2.5), chance.uniform(0.5, 2.5)]
+    return stretches
+
+
+class TorchLoad:
+    """Matrix products by torch, in a process of its own, so that neither waits for the other's interpreter.
+
+    Args:
+        device: UUID of the GPU, or of a slice of one; ``None`` is torch's first.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        self.name = ""
+        self._device = device
+        self._process: subprocess.Popen[bytes] | None = None
+        self._orders = self._answers = -1
+        self._received = b""
+        self._until_s = 0.0
+
+    def opened(self) -> TorchLoad:
+        """Start the process, prepare the GPU, and return this.
+
+        Raises:
+            LoadUnavailable: there is no torch, or none that can compute on this GPU.
+        """
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
+        environ = {**this_process(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # it trains nothing: no ledger of its own
+        if self._device:
+            environ["CUDA_VISIBLE_DEVICES"] = self._device
+        try:
+            descriptors = [orders, answers]
+            self._process = spawn(
+                "effllm.sensor_profile.torch_child", [str(one) for one in descriptors], descriptors, environ
+            )
+        except OSError as error:
+            raise LoadUnavailable(f"no process can be started: {error.strerror}") from error
+        finally:
+            os.close(orders)
+            os.close(answers)
+        self._until_s = time.monotonic() + START_S
+        while (answer := self._answer()) is None:
+            select.select([self._answers], [], [], 0.2)
+        self.name = answer["ready"]
+        return self
+
+    def start(self, stretches_s: Sequence[float]) -> None:
+        self._until_s = time.monotonic() + sum(stretches_s) + END_S
+        try:
+            os.write(self._orders, json.dumps(list(stretches_s)).encode() + b"\n")
+        except OSError as error:
+            raise LoadUnavailable("the process that loads the GPU has ended") from error
+
+    def take(self) -> list[LoadEdge] | None:
+        answer = self._answer()
+        return None if answer is None else [LoadEdge(time_ns, bool(is_on)) for time_ns, is_on in answer["edges"]]
+
+    def close(self) -> None:
+        for descriptor in (self._orders, self._answers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._orders = self._answers = -1
+        if self._process is not None:
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _answer(self) -> dict[str, Any] | None:
+        """Return an answer of the process, ``None`` before it has arrived.
+
+        Raises:
+            LoadUnavailable: it cannot load the GPU, has ended, or does not answer in time.
+        """
+        while b"\n" not in self._received and select.select([self._answers], [], [], 0)[0]:
+            more = os.read(self._answers, 1 << 16)
+            if not more:
+                raise LoadUnavailable("the process that loads the GPU has ended")
+            self._received += more
+        if b"\n" not in self._received:
+            if time.monotonic() > self._until_s:
+                raise LoadUnavailable("the process that loads the GPU does not answer")
+            return None
+        line, _, self._received = self._received.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "unavailable" in answer:
+            raise LoadUnavailable(answer["unavailable"])
+        return answer

@@ -1,0 +1,175 @@
+"""NVML's data of a GPU, and the time of each of its calls, without data that identifies a machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pynvml
+
+from effllm.devices._nvml_identity import text_of
+from effllm.sensor_profile.record import DriverCall, FieldAnswer
+
+REPEATS = 50
+APART_S = 0.002
+
+_SCOPES = {
+    "gpu": pynvml.NVML_POWER_SCOPE_GPU,
+    "module": pynvml.NVML_POWER_SCOPE_MODULE,
+    "memory": pynvml.NVML_POWER_SCOPE_MEMORY,
+}
+_FIELDS = {
+    "total energy": (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, ("gpu",)),
+    "instant power": (pynvml.NVML_FI_DEV_POWER_INSTANT, tuple(_SCOPES)),
+    "average power": (pynvml.NVML_FI_DEV_POWER_AVERAGE, tuple(_SCOPES)),
+}
+_ARCHITECTURE = "NVML_DEVICE_ARCH_"
+_ARCHITECTURES = {
+    number: name.removeprefix(_ARCHITECTURE).title()
+    for name, number in vars(pynvml).items()
+    if name.startswith(_ARCHITECTURE)
+}
+
+
+class Facts:
+    """NVML's data of one GPU.
+
+    Args:
+        uuid: of the GPU or of a slice.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def close(self) -> None:
+        pynvml.nvmlShutdown()
+
+    def traits(self) -> dict[str, str]:
+        asked = {
+            "architecture": lambda: _architecture(pynvml.nvmlDeviceGetArchitecture(self._handle)),
+            "CUDA of the driver": lambda: _cuda(pynvml.nvmlSystemGetCudaDriverVersion()),
+            "NVML": lambda: text_of(pynvml.nvmlSystemGetNVMLVersion()),
+            "VBIOS": lambda: text_of(pynvml.nvmlDeviceGetVbiosVersion(self._handle)),
+            "default power limit": lambda: _watts(pynvml.nvmlDeviceGetPowerManagementDefaultLimit(self._handle)),
+            "largest SM clock": lambda: f"{pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)} MHz",
+            "ECC": lambda: _switch(pynvml.nvmlDeviceGetEccMode(self._handle)[0]),
+            "persistence": lambda: _switch(pynvml.nvmlDeviceGetPersistenceMode(self._handle)),
+            "MIG": lambda: _switch(pynvml.nvmlDeviceGetMigMode(self._handle)[0]),
+        }
+        return {name: answer for name, ask in asked.items() if (answer := _or_none(ask)) is not None}
+
+    def processes(self) -> int | None:
+        """Return the number of compute processes on the GPU; ``None`` where NVML does not report them."""
+        found: int | None = _or_none(lambda: len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)))
+        return found
+
+    def fields(self) -> list[FieldAnswer]:
+        found = [
+            FieldAnswer(name, scope, self._answer_of(number, _SCOPES[scope]))
+            for name, (number, scopes) in _FIELDS.items()
+            for scope in scopes
+        ]
+        for name, ask in self._plain().items():
+            found.append(FieldAnswer(name, "gpu", _answer(ask)))
+        return found
+
+    def powers(self) -> dict[str, Callable[[], float | None]]:
+        """Return the power readings that our samples do not have, in W, by name."""
+        average_id = _FIELDS["average power"][0]
+
+        def average() -> float:
+            (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(average_id, _SCOPES["gpu"])])
+            if answer.nvmlReturn != pynvml.NVML_SUCCESS:
+                raise pynvml.NVMLError(answer.nvmlReturn)
+            return float(answer.value.uiVal) / 1e3
+
+        asked: dict[str, Callable[[], float]] = {
+            "power_average_w": average,
+            "power_usage_w": lambda: float(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3,
+        }
+        return {name: partial(_or_none, ask) for name, ask in asked.items() if _or_none(ask) is not None}
+
+    def calls(self, sleep: Callable[[float], None] = time.sleep) -> list[DriverCall]:
+        """Return the time of each call, alone, at the period of a sampler."""
+        return [call for name, ask in self._timed() if (call := timed(name, ask, sleep)) is not None]
+
+    def _answer_of(self, number: int, scope: int) -> str:
+        def ask() -> None:
+            (answer,) = pynvml.nvmlDeviceGetFieldValues(self._handle, [(number, scope)])
+            if answer.nvmlReturn != pynvml.NVML_SUCCESS:
+                raise pynvml.NVMLError(answer.nvmlReturn)
+
+        return _answer(ask)
+
+    def _plain(self) -> dict[str, Callable[[], Any]]:
+        handle = self._handle
+        return {
+            "energy (own call)": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+            "power usage (own call)": lambda: pynvml.nvmlDeviceGetPowerUsage(handle),
+            "ring of power samples": lambda: pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_TOTAL_POWER_SAMPLES, 0),
+        }
+
+    def _timed(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        handle = self._handle
+        batch = [(number, _SCOPES["gpu"]) for number, _ in _FIELDS.values()]
+        yield "energy", lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        yield "power", lambda: pynvml.nvmlDeviceGetPowerUsage(handle)
+        yield "fields: energy, both powers", lambda: pynvml.nvmlDeviceGetFieldValues(handle, batch)
+        yield "memory", lambda: pynvml.nvmlDeviceGetMemoryInfo(handle)
+        yield "utilization", lambda: pynvml.nvmlDeviceGetUtilizationRates(handle)
+        yield "SM clock", lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        yield "temperature", lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+        yield "clocks event reasons", lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        if _or_none(lambda: pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice):
+            sample = pynvml.nvmlGpmSampleAlloc()
+            yield "GPM sample", lambda: pynvml.nvmlGpmSampleGet(handle, sample)
+            pynvml.nvmlGpmSampleFree(sample)
+
+
+def timed(name: str, ask: Callable[[], Any], sleep: Callable[[float], None] = time.sleep) -> DriverCall | None:
+    spent_s = []
+    try:
+        ask()
+        for _ in range(REPEATS):
+            began_s = time.perf_counter()
+            ask()
+            spent_s.append(time.perf_counter() - began_s)
+            sleep(APART_S)
+    except pynvml.NVMLError:
+        return None
+    return DriverCall(name, statistics.median(spent_s), max(spent_s), REPEATS)
+
+
+def _answer(ask: Callable[[], Any]) -> str:
+    try:
+        ask()
+    except pynvml.NVMLError as error:
+        return str(error)
+    return "ok"
+
+
+def _or_none(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except pynvml.NVMLError:
+        return None
+
+
+def _architecture(number: int) -> str:
+    return str(_ARCHITECTURES.get(number, f"number {number}"))
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _watts(milliwatts: int) -> str:
+    return f"{milliwatts / 1e3:g} W"
+
+
+def _switch(is_on: int) -> str:
+    return "on" if is_on else "off"

@@ -1,0 +1,337 @@
+"""The aggregator's process: edges only.  Sockets, files, threads and clocks are here; rules are not.
+
+Started by rank 0's agent on a socket that already listens, or on its own by ``effllm serve``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+import zmq
+
+from effllm.config.settings import Config, secret_path
+from effllm.job.aggregator import Aggregator
+from effllm.job.closed_windows import Closed
+from effllm.job.pacing import is_large, keep_every_s, pause_s
+from effllm.network import secret
+from effllm.network.curve import ServerKeys
+from effllm.network.descriptors import raise_limit
+from effllm.network.discovery import openness
+from effllm.network.peer_admission import PeerAdmission
+from effllm.network.peers import Peers
+from effllm.network.transport import ServerSocket, make_context
+from effllm.records.clock import Now
+from effllm.records.job import Summary
+from effllm.records.orders import Orders
+from effllm.records.rank import Event
+from effllm.records.wire import Hello, Rejected, Supersede
+from effllm.server.acknowledgement import Acknowledgement, Sequences
+from effllm.server.admission import Admission
+from effllm.server.folder import lock_folder, remove_state, restore_state
+from effllm.server.inbox import Inbox
+from effllm.server.job_end import JobEnd
+from effllm.server.messages import Messages
+from effllm.server.outputs import Outputs
+from effllm.server.run_facts import GitFacts, RunFacts
+from effllm.sinks import Run
+from effllm.store.provenance import boot_id
+
+TICK_S = 0.5
+SUMMARY_EVERY_S = 60.0
+KILLED_WITHIN_S = 90.0  # of SIGTERM: Slurm and Kubernetes give 30 s if nothing else is asked for
+SINKS_STOP_S, STORE_STOP_S = 1.5, 3.0
+DISK_WAIT_S = 60.0  # for a stalled disk at the end: nothing else waits for us then
+FLOOD_PAUSE_S = 0.05  # of the intake, while frames are rejected: their peer's queue fills, and it has to wait
+FACTS_EVERY_S = 1.0  # run.json is written again because of new ranks, at the most
+
+#: Status of an aggregator of its own (``effllm serve``) that ended before any rank connected.
+UNUSED = "unused"
+
+
+class Server:
+    """One aggregator with its socket, its store and its sinks."""
+
+    def __init__(self, orders: Orders, stdout: TextIO) -> None:
+        self._orders = orders
+        self._config = Config.from_dict(orders.config)
+        self._stdout = stdout
+        self._is_stopping = False
+        self._killed_until_s = 0.0
+        self.address = ""  # known once `run` has bound it
+        self._inbox: Inbox[Event | Sequences | GitFacts] = Inbox()
+        self._secret = secret.read(secret_path(self._config)) if orders.secured else b""
+        self._peers = Peers(self._config.history_size)
+        self._facts = RunFacts(orders)
+        self._heard_until_s = time.monotonic()
+        self._has_learned = self._has_begun = False
+        self._was_stalled = False  # as the last summary has it: there may be no later one
+
+    def run(self) -> str:
+        """Serve until the job is over; return its status, or `UNUSED` if no rank has come: then no new folder is left.
+
+        Raises:
+            zmq.ZMQError: the endpoint cannot be bound.
+            SecretError: there is no usable secret, and the job is to be secured.
+        """
+        raise_limit()
+        context, orders = make_context(), self._orders
+        keys = ServerKeys.of(self._secret, orders.salt) if self._secret else None
+        self._peer_admission = PeerAdmission(context, keys)
+        self._socket = ServerSocket(context, keys)
+        # A socket that listens already has its address; connections wait in its queue until the run folder is open:
+        # they may take all descriptors that there are.
+        self.address = orders.endpoint if orders.listen_descriptor >= 0 else self._socket.listen(orders.endpoint)
+        if not self._secret and (line := openness(self.address)):
+            self._warn(line, "security")
+        was_there = Path(orders.folder).exists()
+        with lock_folder(orders, self.address, context, self._read_secret, self._warn) as folder:
+            self._start(folder)
+            if orders.listen_descriptor >= 0:
+                self.address = self._socket.listen(orders.endpoint, orders.listen_descriptor)
+            self._peer_admission.watch(self._socket.socket)
+            try:
+                self._loop()
+            finally:
+                gc.unfreeze()
+                gc.enable()
+            status = self._finish()
+        if status == UNUSED and folder is not None and not was_there:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._peer_admission.close()
+        self._socket.close()
+        context.destroy(linger=500)
+        return status
+
+    def stop(self, *_: object) -> None:
+        """Ask for the end: what has come in is closed and written."""
+        self._is_stopping = True
+
+    def warn_of_kill(self, *_: object) -> None:
+        """Take a scheduler's warning: all processes of the job may be killed soon."""
+        self._killed_until_s = time.monotonic() + KILLED_WITHIN_S
+
+    # --- start ---
+
+    def _start(self, folder: Path | None) -> None:
+        self._folder, orders, config = folder, self._orders, self._config
+        state = restore_state(folder, orders.job, self._warn) if folder is not None else None
+        attempt = state.attempt if state else 1
+        self._aggregator = aggregator = Aggregator(config, orders.job, attempt, time.time(), state, boot_id())
+        facts = self._facts.values
+        charts = _event_files(config, folder, facts)
+        self._outputs = Outputs(Run(config, aggregator.ledger.attempt, folder, charts, self._stdout, facts, self._warn))
+        self._messages = Messages(
+            self._socket, self._peers, aggregator, str(folder or ""), self._admit, self._supersede
+        )
+        self._acknowledgement = Acknowledgement(
+            aggregator,
+            config.history_size,
+            self._write,
+            self._save_state if self._outputs.has_store else None,
+            self._messages.acknowledge,
+        )
+        self._admission = Admission(aggregator, self._peers, self._peer_admission, self._warn)
+        self._end = JobEnd(aggregator, orders, self._messages.reaches)
+        self._outputs.start()
+        threading.Thread(target=lambda: self._inbox.put(self._facts.ask_git()), name="git", daemon=True).start()
+
+    def _read_secret(self) -> bytes:
+        return self._secret or secret.read(secret_path(self._config))
+
+    # --- the loop ---
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(self._inbox.descriptor, zmq.POLLIN)
+        next_tick_s = next_summary_s = time.monotonic()
+        # Messages hold no cycles, and among those of ten thousand ranks the search for some costs more than all else.
+        gc.disable()
+        while not (self._is_stopping or self._admission.has_refused_all):
+            self._peer_admission.wait_with(poller)
+            poller.poll(int(max(next_tick_s - time.monotonic(), 0.0) * 1000) + 1)
+            self._receive()
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._tick(Now(now_s, time.time()))
+                if self._end.is_over(now_s):
+                    return
+                if self._aggregator.open.is_closing:
+                    next_tick_s = now_s
+            if now_s >= next_summary_s or self._aggregator.stalls.is_status != self._was_stalled:
+                next_summary_s = now_s + SUMMARY_EVERY_S
+                self._collect()
+                self._was_stalled = self._aggregator.stalls.is_status
+                self._outputs.write_summary(self._summary(ended=False))
+            self._hand_out()
+            if self._aggregator.finished(now_s):
+                return
+
+    def _receive(self) -> None:
+        for line in self._peer_admission.poll(time.monotonic()):
+            self._aggregator.events.record(Event(time.time(), "refused", line))
+        if self._messages.receive():
+            self._heard_until_s = time.monotonic()
+            if seconds := max(pause_s(self._aggregator.ledger.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):
+                time.sleep(seconds)
+
+    def _admit(self, peer: bytes, message: Hello, objection: str, now: Now) -> Rejected | None:
+        is_trainer_gone = self._end.has_trainer_ended()
+        refused = self._admission.hello(peer, message, objection, is_trainer_gone, now)
+        if refused is None:
+            self._has_learned = True
+            if self._facts.learn(message) and is_large(message.world_size):  # before the first windows come
+                self._collect()
+            if not self._has_begun:  # the next attempt is to know of this one, even if all is killed before a window
+                self._has_begun = True
+                self._acknowledgement.save_state()
+        return refused
+
+    def _supersede(self, message: Supersede) -> None:
+        self._is_stopping = self._is_stopping or self._end.makes_room(message)
+
+    def _collect(self) -> None:
+        """Search for cycles, but only once among what ten thousand introductions left: that takes 0.25 s."""
+        gc.collect()
+        if self._has_learned:
+            self._has_learned = False
+            gc.freeze()
+
+    def _tick(self, now: Now) -> None:
+        self._admission.report()
+        self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
+        self._end.give_up_lost(now.mono_s)
+        self._aggregator.tick(now, self._heard_until_s)
+        # Those of ten thousand ranks are 8 MB.
+        self._update_facts(max(keep_every_s(self._aggregator.ledger.world_size), FACTS_EVERY_S))
+        if now.mono_s < self._killed_until_s:  # what will be true if we are killed before the next one
+            self._outputs.write_summary(msgspec.structs.replace(self._summary(ended=False), status="killed"))
+
+    def _update_facts(self, every_s: float = 0.0) -> None:
+        facts = self._facts.take(time.monotonic(), every_s, lambda: self._aggregator.roster.job.parameters)
+        if facts is not None:
+            self._outputs.update_facts(facts)
+
+    def _hand_out(self) -> None:
+        for item in self._inbox.take():
+            if isinstance(item, Event):
+                self._aggregator.events.record(item)
+            elif isinstance(item, GitFacts):
+                self._facts.add_git(item)
+            else:
+                self._acknowledgement.saved(item)
+        self._acknowledgement.hand_out(Now.read())
+        if events := self._aggregator.events.take():
+            self._outputs.write_events(events)
+        self._messages.request_stacks()
+        if files := self._aggregator.stalls.take_files():
+            self._outputs.write_stacks(files)
+
+    def _write(self, closed: Sequence[Closed]) -> None:
+        # A row names its host, which the run folder learns from the facts of its rank.
+        self._update_facts(0.0 if self._facts.has_new_rank else FACTS_EVERY_S)
+        self._outputs.write(closed)
+
+    def _save_state(self, state: bytes, sequences: Sequences) -> None:
+        self._outputs.save_state(state, lambda: self._inbox.put(sequences))
+
+    def _warn(self, text: str, kind: str = "sink") -> None:
+        """Make an event of trouble of our own; called from any thread."""
+        self._inbox.put(Event(time.time(), kind, text))
+
+    # --- the end ---
+
+    def _summary(self, ended: bool) -> Summary:
+        self._aggregator.ledger.note_own(time.process_time(), self._socket.received_bytes)
+        summary = self._aggregator.summary(time.time(), ended)
+        is_refused = ended and self._admission.has_shortage and not self._aggregator.ledger.world_size
+        return msgspec.structs.replace(
+            summary,
+            events={**summary.events, **self._admission.counts},
+            left_out=self._outputs.left_out(ended),
+            status="refused" if is_refused else summary.status,
+        )
+
+    def _finish(self) -> str:
+        self._aggregator.close_all()
+        self._tick(Now.read())
+        self._hand_out()
+        self._facts.stop_git()
+        has_heard = self._aggregator.ledger.world_size or self._admission.has_shortage
+        if not has_heard and self._orders.trainer_descriptor < 0:
+            self._outputs.discard(STORE_STOP_S)
+            return UNUSED
+        self._update_facts()
+        deadline_s = time.monotonic() + STORE_STOP_S
+        # The store last: its summary counts what the sinks have not written by then.
+        self._outputs.stop_sinks(self._summary(ended=True), SINKS_STOP_S)
+        self._hand_out()
+        summary = self._summary(ended=True)
+        # The state has the farewells: the next attempt reads in it how this one ended.
+        self._outputs.stop_store(self._aggregator.snapshot(), summary)
+        if not self._outputs.join_store(deadline_s - time.monotonic()):
+            self._release_output()
+            self._outputs.join_store(DISK_WAIT_S)
+        self._hand_out()
+        if summary.status == "completed" and self._folder is not None:
+            remove_state(self._folder)
+        return summary.status
+
+    def _release_output(self) -> None:
+        """Close the job's output for its readers, who would wait for us while we wait for a stalled disk."""
+        if self._orders.trainer_descriptor >= 0:
+            null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            for descriptor in (self._orders.stdout_descriptor, 2):
+                os.dup2(null, descriptor)
+            os.close(null)
+
+
+def _event_files(config: Config, folder: Path | None, facts: Mapping[str, Any]) -> Path | None:
+    """Return the folder of TensorBoard's event file: as given, else below the framework's, else in the run folder.
+
+    TensorBoard forgets points where one folder has two event files at a time, so ours has a folder below the
+    framework's.  That one may be on another host's disk, as the framework may write from another rank.  Without the
+    sink there is no event file.
+    """
+    options = config.sink_options().get("tensorboard")
+    if options is None:
+        return None
+    if options.get("dir"):
+        return Path(options["dir"])
+    framework_folder = str(facts.get("tensorboard_dir") or "")
+    if framework_folder and os.path.isdir(framework_folder) and os.access(framework_folder, os.W_OK):  # noqa: PTH112
+        return Path(framework_folder) / "efficientllm"
+    return folder / "tensorboard" if folder else None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the aggregator that the JSON on the descriptor ``arguments[0]`` orders."""
+    # It ends with its job, by protocol; a scheduler's SIGTERM reaches trainers too, which may still save.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the server handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = int(arguments[0])
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with os.fdopen(descriptor, "rb") as file:
+        orders = msgspec.json.decode(file.read(), type=Orders)
+    stdout = os.fdopen(orders.stdout_descriptor, "w", encoding="utf-8", errors="replace", closefd=False)
+    server = Server(orders, stdout)
+    signal.signal(signal.SIGTERM, server.warn_of_kill)
+    server.run()
+    # A sink that hangs has a thread that cannot be joined.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

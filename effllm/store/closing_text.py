@@ -1,0 +1,133 @@
+"""The end of a run on a screen: at most 20 lines, what matters last, where the screen ends."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from effllm import metrics
+from effllm.metrics import Metric
+from effllm.records.events import FILE, level_of
+from effllm.records.job import Summary, Value
+from effllm.store.summary_text import (
+    WIDTH,
+    duration,
+    energy_text,
+    errors_text,
+    goodput_text,
+    loss_text,
+    outcome,
+    readable,
+    shares,
+    slowest_text,
+    stragglers_text,
+)
+from effllm.store.window_text import contract_parts, fitted, scaled
+
+#: Lines for what was not measured and for slow ranks; what has no room is in summary.txt.
+MAX_DOUBTS = 3
+#: A rank that was the slowest in fewer windows is in summary.txt alone.
+MIN_SLOWEST_SHARE = 0.1
+
+
+def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
+    """Return the table that ends a run on the console; summary.txt in the run folder has all of it."""
+    return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
+
+
+def _lines(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> Iterator[str]:
+    yield "=" * WIDTH
+    yield f"[EfficientLLM] Run {outcome(summary.status)}" + " (SIMULATED: no hardware was measured)" * summary.simulated
+    slow = list(_slow_ranks(summary))
+    yield from _not_measured(summary, folder, MAX_DOUBTS - len(slow))
+    if problems := _events(summary):
+        yield _fact("events", problems)
+    yield from slow
+    yield _fact("ran", _ran(summary), max_lines=2)
+    if six := list(contract_parts({tag: value.value for tag, value in summary.metrics.items()})):
+        yield fitted(["", *six], "  ", WIDTH)
+    seen = summary.coverage
+    lost = f", {seen.reports_lost:,} reports lost" if seen.reports_lost else ""
+    covered = f"{seen.ranks_reporting} of {seen.ranks_expected} ranks"
+    covered += f", {seen.gpus_measured} of {seen.gpus_expected} GPUs" if seen.gpus_expected else ""
+    yield _fact("coverage", covered + lost)
+    yield f"{'--- all values: summary.txt in the run folder ' if folder is not None else '':-<{WIDTH}}"
+    if text := loss_text(summary):
+        yield _fact("last loss", text)
+    if summary.goodput is not None and summary.goodput.ratio is not None:
+        yield _fact("goodput", goodput_text(summary.goodput), max_lines=2)
+    elif summary.time_by_class:
+        yield _fact("time", shares(summary.time_by_class))
+    if text := energy_text(summary.energy):
+        yield _fact("energy", text)
+    if value := _value(summary, metrics.METRICS["joules_per_token"]):
+        number, prefix = scaled(value.value)
+        timing, sensor = ((error or 0.0) / abs(value.value or 1.0) for error in (value.error, value.sensor_error))
+        yield _fact("per token", f"{number} {prefix}J {errors_text(timing, sensor)}".rstrip())
+    if value := _value(summary, metrics.METRICS["mfu_ratio"]):
+        yield _fact("MFU", f"{readable(100 * value.value)} %" + (f" of {summary.peak}" if summary.peak else ""))
+    if value := _value(summary, metrics.METRICS["tokens_per_second_per_gpu"]):
+        yield _fact("tokens/s", f"{readable(value.value)} per " + ("GPU" if seen.gpus_expected else "rank"))
+    if tensorboard_dir is not None:
+        yield f"  TensorBoard: tensorboard --logdir {shlex.quote(str(tensorboard_dir))}"
+    if folder is not None:
+        yield f"  Run folder: {folder}"
+
+
+def _slow_ranks(summary: Summary) -> Iterator[str]:
+    if summary.stragglers:
+        yield _fact("stragglers", stragglers_text(summary.stragglers))
+    if max(summary.slowest.values(), default=0) >= max(MIN_SLOWEST_SHARE * summary.windows_compared, 1):
+        yield _fact("slowest rank", slowest_text(summary))
+
+
+def _not_measured(summary: Summary, folder: Path | None, max_lines: int) -> Iterator[str]:
+    sentences = summary.not_measured
+    shown = len(sentences) if len(sentences) <= max_lines else max_lines - 1
+    for sentence in sentences[:shown]:
+        yield _fact("not measured", sentence)
+    if more := len(sentences) - shown:
+        text = f"{more} more" if shown else f"{more} quantities"
+        yield _fact("not measured", text + (", see summary.txt" if folder is not None else ""))
+
+
+def _events(summary: Summary) -> str:
+    """Return how many there were of the events that are shown on the console."""
+    shown = [kind for kind in summary.events if level_of(kind) != FILE and kind != "not_measured"]
+    return ", ".join(f"{kind} {summary.events[kind]:,}" for kind in shown)
+
+
+def _ran(summary: Summary) -> str:
+    parts = [f"{summary.iterations:,} iterations in {duration(summary.elapsed_s)}"]
+    if summary.attempts > 1:
+        parts.append(f"{summary.attempts} attempts")
+    counts = ((summary.tokens, "tokens"), (summary.samples, "samples"), (summary.parameters, "parameters"))
+    return ", ".join([*parts, *(f"{_count(number)} {what}" for number, what in counts if number)])
+
+
+def _count(number: int) -> str:
+    """Return a whole number, exact below a million.
+
+    >>> _count(160_000), _count(7_241_732_096)
+    ('160,000', '7.24G')
+    """
+    return f"{number:,}" if number < 1_000_000 else "".join(scaled(number))
+
+
+def _value(summary: Summary, entry: Metric) -> Value | None:
+    return next((summary.metrics[tag] for base in entry.run_bases if (tag := entry.tag(base)) in summary.metrics), None)
+
+
+def _fact(name: str, text: str, max_lines: int = 1) -> str:
+    return "\n".join(
+        textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=f"  {name:<14}",
+            subsequent_indent=" " * 16,
+            max_lines=max_lines,
+            placeholder=" …",
+        )
+    )

@@ -1,0 +1,107 @@
+"""How large a run folder may become, and how fast it grows."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from effllm.store.reader import segments
+
+MB = 1_000_000
+#: The detail of a run: what its totals were made of.
+DETAIL = ("windows", "ranks")
+MIN_SEGMENTS = 16  # of a folder at its limit, so that what is removed at once is a small part
+MEASURED_S = 30.0  # the rate of windows is that of so long
+#: More windows a second than this are named: a window is meant to last for a second and more.
+MAX_WINDOWS_PER_S = 1.2
+
+
+def segment_bytes(limit_mb: int, largest: int) -> int:
+    """Return the size from which a file of detail is followed by another, with a limit of the folder; 0 is none."""
+    return min(largest, limit_mb * MB // MIN_SEGMENTS) if limit_mb else largest
+
+
+def size_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += Path(place, name).lstat().st_size
+            except FileNotFoundError:  # replaced just now
+                continue
+    return total
+
+
+def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
+    """Remove the oldest files of detail until a folder is below its limit; return how many were removed.
+
+    The newest of each kind stays, and everything that is no detail: totals, events, facts.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    over_bytes = size_bytes(folder) - limit_mb * MB
+    if over_bytes <= 0:
+        return 0
+    removed = 0
+    old = [(path.lstat(), path) for stem in DETAIL for path in segments(folder, stem)[:-1]]
+    for about, path in sorted(old, key=lambda one: one[0].st_mtime_ns):
+        path.unlink(missing_ok=True)
+        removed += 1
+        over_bytes -= about.st_size
+        if over_bytes <= 0:
+            break
+    return removed
+
+
+class Growth:
+    """Measures what the rate of windows costs, over half a minute again and again until it is too high once.
+
+    Args:
+        log_interval: iterations per window.
+    """
+
+    def __init__(self, log_interval: int) -> None:
+        self._log_interval = log_interval
+        self._since_s: float | None = None
+        self._windows = self._reports = self._bytes = 0
+        self._is_done = False
+
+    def add(self, end_time_s: float, reports: int, num_bytes: int) -> str:
+        """Take a window; return a line where windows come more often than once a second, the first time.
+
+        Args:
+            end_time_s: unix time of the window's end.
+            reports: how many ranks reported it.
+            num_bytes: what was written of it.
+        """
+        if self._is_done:
+            return ""
+        if self._since_s is None:
+            self._since_s = end_time_s
+            return ""
+        self._windows, self._reports, self._bytes = self._windows + 1, self._reports + reports, self._bytes + num_bytes
+        span_s = end_time_s - self._since_s
+        if span_s < MEASURED_S:
+            return ""
+        rate, reports_per_s, mb_per_h = (
+            value / span_s for value in (self._windows, self._reports, self._bytes * 3600 / MB)
+        )
+        self._since_s, self._windows, self._reports, self._bytes = end_time_s, 0, 0, 0
+        if rate <= MAX_WINDOWS_PER_S:
+            return ""
+        self._is_done = True
+        return (
+            f"windows of {self._log_interval} iterations end {rate:.1f} times a second: {reports_per_s:.0f} reports/s, "
+            f"and the run folder grows by {mb_per_h:,.0f} MB/h; "
+            f"EFFICIENTLLM_LOG_INTERVAL={_rounded_up(self._log_interval * rate)} makes them a second long"
+        )
+
+
+def _rounded_up(value: float) -> int:
+    """Return the next number of one digit and zeros."""
+    whole = math.ceil(value)
+    unit: int = 10 ** (len(str(whole)) - 1)
+    return -(-whole // unit) * unit

@@ -1,0 +1,170 @@
+"""JSON Lines in numbered files: what cannot be written now waits, and no line is ever torn by a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from effllm.records.job import SCHEMA_VERSION
+from effllm.store import own_files
+from effllm.store.reader import segments
+
+SEGMENT_BYTES = 64 * 2**20
+#: What waits for a disk that is full: hours of windows of a job of a thousand ranks.
+MAX_WAITING_BYTES = 32 * 2**20
+_AT_ONCE_BYTES = 2**20
+_BACK_BYTES = 2**12
+
+_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the like
+
+
+class Journal:
+    """The lines of one kind: ``<stem>-0001.jsonl`` and on, or one file ``<stem>.jsonl`` where segments have no size.
+
+    Raises:
+        OSError: its first file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stem: str,
+        segment_bytes: int | None = SEGMENT_BYTES,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+    ) -> None:
+        self._folder, self._stem = folder, stem
+        self._segment_bytes, self._max_waiting_bytes = segment_bytes, max_waiting_bytes
+        self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with the constants that it needs
+        self._constants = b""  # that the file ends with
+        self._waiting_bytes = 0
+        self.left_out = 0  # lines for which there was no room any more
+        there = segments(folder, stem) if segment_bytes else []
+        self._number = int(there[-1].stem.rpartition("-")[2]) if there else 1
+        self._descriptor = -1
+        self._open(self._number)
+
+    def __len__(self) -> int:
+        """Number of lines that wait."""
+        return len(self._waiting)
+
+    @property
+    def number(self) -> int:
+        """Number of the file that is written."""
+        return self._number
+
+    def put(self, rows: Iterable[Any], constants: Any = None) -> int:
+        """Take rows, which `flush` writes; return their bytes.  Where too many wait the oldest go, and are counted.
+
+        Args:
+            rows: one line each.
+            constants: written as a field of a line when they differ from those before it in the file.
+        """
+        known = _encoder.encode(constants) if constants is not None else b""
+        taken_bytes = 0
+        for row in rows:
+            line = _encoder.encode(row) + b"\n"
+            self._waiting.append((line, known))
+            taken_bytes += len(line)
+        self._waiting_bytes += taken_bytes
+        while self._waiting_bytes > self._max_waiting_bytes:
+            self._waiting_bytes -= len(self._waiting.popleft()[0])
+            self.left_out += 1
+        return taken_bytes
+
+    def flush(self) -> None:
+        """Write all that waits, oldest first.
+
+        Raises:
+            OSError: a part of it waits on; none of its lines is in the file, not even in part.
+        """
+        while self._waiting:
+            self._look()
+            text, constants, lines = bytearray(), self._constants, 0
+            for line, known in self._waiting:
+                if lines and len(text) + len(line) > _AT_ONCE_BYTES:
+                    break
+                text += line if known == constants else b'{"constants":%b,%b' % (known, line[1:])
+                constants = known
+                lines += 1
+            if self._append(bytes(text)):
+                self._constants = constants
+                for _ in range(lines):
+                    self._waiting_bytes -= len(self._waiting.popleft()[0])
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _look(self) -> None:
+        """Open a new file where the last has grown large, or is no longer in its place."""
+        if self._descriptor < 0 or not self._is_in_place():
+            self._open(self._number)
+        if self._segment_bytes and os.fstat(self._descriptor).st_size >= self._segment_bytes:
+            self._open(self._number + 1)
+
+    def _is_in_place(self) -> bool:
+        # A folder that was removed, or whose file system was mounted anew, would swallow what is written to it.
+        try:
+            return os.path.samestat(self._path(self._number).stat(), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _path(self, number: int) -> Path:
+        return self._folder / (f"{self._stem}-{number:04d}.jsonl" if self._segment_bytes else f"{self._stem}.jsonl")
+
+    def _open(self, number: int) -> None:
+        descriptor = own_files.open_file(self._path(number), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self.close()
+        self._descriptor, self._number, self._constants = descriptor, number, b""
+
+    def _append(self, text: bytes) -> bool:
+        """Write lines; ``False`` where they have to go to another file, which is open now."""
+        size = self._without_torn_line()
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            text = b"\n" + text
+        if not size and text.startswith(b'{"'):  # once a file, not on each line
+            text = b'{"schema_version":%d,%b' % (SCHEMA_VERSION, text[1:])
+        left = text
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # of a file system that takes nothing at all
+                os.ftruncate(self._descriptor, size)
+            if error.errno == errno.EFBIG and self._segment_bytes and size:
+                self._open(self._number + 1)  # a limit on the size of files, and not on their number
+                return False
+            raise
+        return True
+
+    def _without_torn_line(self) -> int:
+        """Take away the part of a line in which a writer before was killed; return the size of the file."""
+        begin = size = os.fstat(self._descriptor).st_size
+        tail = b""
+        while begin and b"\n" not in tail:
+            begin = max(begin - _BACK_BYTES, 0)
+            tail = os.pread(self._descriptor, size - begin, begin)
+            if tail.endswith(b"\n"):
+                return size
+        line = tail[tail.rfind(b"\n") + 1 :]
+        if not line or _is_whole(line):
+            return size
+        os.ftruncate(self._descriptor, size - len(line))
+        return size - len(line)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

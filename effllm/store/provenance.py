@@ -1,0 +1,123 @@
+"""The origin of the numbers in a run folder: host, versions, commit, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from effllm.config.switches import this_process
+
+_GIT_TIMEOUT_S = 2.0
+_GIT_TERM_TIMEOUT_S = 1.0
+#: No lock, no rewritten index, no download of a partial clone's objects, no prompt.
+_GIT_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
+_GIT_STATUS = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", "--no-renames")
+_PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvidia-ml-py", "pyzmq", "msgspec")
+
+
+def gather() -> dict[str, Any]:
+    """Return host and versions."""
+    return {
+        "aggregator_host": platform.node(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "packages": _versions(),
+    }
+
+
+class Git:
+    """Asks git about the code in a folder, without a lock, a written file or a program of the repository.
+
+    Filters, file system monitor and hooks are programs that a repository names; untracked files and submodules are not
+    walked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return the commit and whether tracked files differ from it; empty outside a repository.  May take seconds.
+
+        ``git_dirty`` is ``"unknown"`` where git is slow, and where a file differs that has a filter.
+        """
+        try:
+            commit = self._run("rev-parse", "HEAD")
+            return {"git_commit": commit, "git_dirty": self._is_dirty()} if commit else {}
+        except subprocess.TimeoutExpired:
+            return {"git_dirty": "unknown"}
+
+    def stop(self) -> None:
+        """End what is still running; called from another thread."""
+        self._is_stopped = True
+        if (process := self._process) is not None:
+            process.terminate()
+
+    def _is_dirty(self) -> bool | str:
+        try:
+            # Without a value a filter changes nothing, and none is started; "required" would be an error then.
+            filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
+            without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters if name]
+            changed = self._run(*_GIT_STATUS, settings=without_filters)
+            if changed and without_filters:  # with its filter a changed file may be equal to what was committed
+                changed = self._run(*_GIT_STATUS, "--", ":(top,attr:!filter)", settings=without_filters) or None
+        except subprocess.TimeoutExpired:
+            changed = None
+        return "unknown" if changed is None else bool(changed)
+
+    def _run(self, *arguments: str, settings: Sequence[str] = ()) -> str | None:
+        """Return what a command prints, or ``None`` where it fails.
+
+        Raises:
+            subprocess.TimeoutExpired: it took too long.
+        """
+        options = [word for setting in ("core.fsmonitor=", *settings) for word in ("-c", setting)]
+        if self._is_stopped:
+            return None
+        try:
+            self._process = process = subprocess.Popen(
+                ["git", "--no-optional-locks", "-C", self._folder, *options, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**this_process(), **_GIT_ENVIRONMENT},
+            )
+        except OSError:
+            return None
+        assert process.stdout is not None
+        with process.stdout:
+            try:
+                output, _ = process.communicate(timeout=_GIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # git removes its locks then; a SIGKILL would leave them
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GIT_TERM_TIMEOUT_S)
+                process.kill()
+                raise
+        return output.decode(errors="replace").strip() if process.returncode == 0 else None
+
+
+def boot_id() -> str:
+    """Return the id of this boot of this machine, and so of its monotonic clock; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,161 @@
+"""Who writes to a run folder: one aggregator at a time, and after a restart of the same job the next one.
+
+A lock file has the holder's name of its job, and its address.  An aggregator of the same job asks
+it to let go, over the wire; it does so once the trainer that it serves is gone, so that two jobs that are alive
+never end each other, whatever they are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from effllm.store import own_files
+
+LOCK = "lock"
+LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
+ASK_EVERY_S = 0.25
+MAX_BYTES = 4096  # of a lock file
+MAX_NAMES = 1000
+
+
+class Holder(Struct, frozen=True):
+    """The holder, as the lock file has it; no secrets."""
+
+    run: str = ""  # what every attempt of one job has in common; empty if unknown
+    job: str = ""
+    endpoint: str = ""
+    host: str = ""
+    pid: int = 0
+    secured: bool = False  # it listens with keys from the user's secret ...
+    salt: str = ""  # ... and this
+
+
+class Lock:
+    """A run folder that is ours until it is let go.
+
+    Args:
+        folder: the folder.
+        descriptor: an open file that holds the lock.
+        instead_of: the folder that was configured, where another process holds it.
+    """
+
+    def __init__(self, folder: Path, descriptor: int, instead_of: Path | None) -> None:
+        self.folder = folder
+        self.instead_of = instead_of
+        self._descriptor = descriptor
+
+    def release(self, is_over: bool = True) -> None:
+        """Let go; the file goes as well where the run is over, so that no request goes to a process that has ended."""
+        if self._descriptor >= 0:
+            if is_over:
+                with contextlib.suppress(OSError):
+                    own_files.remove_file(self.folder / LOCK)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def name_of_run(place: Mapping[str, Any], host: str) -> str:
+    """Return what all attempts of a job have in common and no other living job has; empty where nothing does.
+
+    That is the scheduler's or torchrun's id; under a torchrun that was given none, its store: an address at which
+    no two of them can be at a time.
+    """
+    if place.get("run_id"):
+        return str(place["run_id"])
+    if place.get("launcher") == "torchrun" and place.get("master_port"):
+        return f"{place.get('master_addr')}:{place['master_port']} on {host}"
+    return ""
+
+
+def take(
+    wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
+) -> Lock:
+    """Return the run folder of this name, locked; NAME-2 and on where that one is completed or stays another's.
+
+    Args:
+        wanted: the folder.
+        holder: who we are.
+        ask: called again and again with the holder of the lock, where that is an earlier attempt of our job.
+        wait_s: for so long.
+
+    Raises:
+        OSError: it cannot be made or written.
+    """
+    taken: Path | None = None
+    for folder in _names(wanted):
+        if status_of(folder) == "completed":  # those are not continued
+            continue
+        own_files.make_folder(folder)
+        descriptor = _lock(folder / LOCK, holder, ask, wait_s if taken is None else 0.0)
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # the disk may be full: the lock holds all the same
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
+            return Lock(folder, descriptor, taken)
+        taken = taken or folder
+    raise FileExistsError(f"{MAX_NAMES} runs are named {wanted.name}")
+
+
+def _names(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    for number in range(2, MAX_NAMES):
+        yield wanted.with_name(f"{wanted.name}-{number}")
+
+
+def status_of(folder: Path) -> str:
+    """Return how the run in a folder ended, as its summary has it; empty where there is none."""
+    try:
+        return str(msgspec.json.decode(own_files.read_file(folder / "summary.json")).get("status", ""))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
+        return ""
+
+
+def holder_of(path: Path) -> Holder | None:
+    """Return the holder that a lock file names."""
+    try:
+        return msgspec.json.decode(own_files.read_file(path)[:MAX_BYTES], type=Holder)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float) -> int | None:
+    """Return a descriptor that holds the lock, or ``None`` where another process holds it for so long."""
+    deadline_s, next_ask_s = time.monotonic() + wait_s, 0.0
+    while True:
+        descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BlockingIOError:
+            pass
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            return None
+        if now_s >= next_ask_s:
+            next_ask_s = now_s + ASK_EVERY_S
+            other = holder_of(path)
+            if other is not None and own.run and other.run == own.run and other.job != own.job:
+                ask(other)
+        time.sleep(0.05)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    # The holder before removes the file before it releases the lock; the file that we locked then has no name.
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

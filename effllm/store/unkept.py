@@ -1,0 +1,71 @@
+"""What a killed aggregator has written and its state does not hold: its replacement comes to all of that again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from effllm.records.job import ClusterReport
+from effllm.records.rank import RankReport
+from effllm.store import own_files
+from effllm.store.reader import segments
+
+#: Twice what a `Journal` keeps for a disk that is full and then writes at once, before any state.
+_TAIL_BYTES = 64 * 2**20
+
+
+class _Line(Struct):
+    attempt: int
+    window: int
+    rank: int = 0
+    time_s: float = 0.0
+    start_time_s: float = 0.0
+    correction: bool = False
+
+
+class Written:
+    """The windows and rows of ranks that stand at the end of a run folder's files.
+
+    Only the lines themselves show what is written: a state may not have been kept yet, may be that of the
+    attempt before, or not be readable.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        windows = (line for line in _newest(folder, "windows") if not line.correction)
+        self._ends_s = {(line.attempt, line.window): line.time_s for line in windows}
+        self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
+
+    def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
+        """Whether a window is written; another job of the folder had ended one of that number before this began."""
+        end_s = self._ends_s.get((report.attempt, report.window))
+        return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))
+
+    def has_row(self, attempt: int, row: RankReport) -> bool:
+        """Whether a row is written: what an agent sends again has its time to the last digit."""
+        return (attempt, row.rank, row.window, row.start_time_s) in self._rows
+
+
+def _newest(folder: Path, stem: str) -> Iterator[_Line]:
+    tails, left_bytes = [], _TAIL_BYTES
+    for path in reversed(segments(folder, stem)):
+        if left_bytes <= 0:
+            break
+        size = path.lstat().st_size  # a link is refused below
+        tails.append((path, max(size - left_bytes, 0)))
+        left_bytes -= size
+    decoder = msgspec.json.Decoder(_Line)
+    for path, begin in reversed(tails):
+        with os.fdopen(own_files.open_file(path, os.O_RDONLY), "rb") as file:
+            file.seek(begin)
+            for text in file:
+                try:
+                    yield decoder.decode(text)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    continue  # torn, or begun before the tail

@@ -1,0 +1,138 @@
+"""How a rank gets the address of the aggregator: rank 0 opens and publishes it, the others search for it.
+
+Runs in the training process, before the first iteration; standard library alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from effllm.config.place import Place
+from effllm.config.settings import Config, secret_path
+from effllm.network import descriptors, discovery, interface, listening, secret
+from effllm.records.board import Board
+from effllm.records.facts import FoundAddress, from_document
+from effllm.trainer.declared import Declared
+
+
+class AggregatorAddress:
+    """The address of one session.
+
+    Args:
+        config: of this rank.
+        place: of this rank.
+        declared: gets the endpoint, the job, and whether its reports have keys.
+        write: takes what a search found; perhaps in the thread that searches.
+        board: on which the aggregator's welcome is read.
+    """
+
+    _generation = 0
+
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        declared: Declared,
+        write: Callable[[FoundAddress], None],
+        board: Board,
+    ) -> None:
+        self._config, self._place, self._declared = config, place, declared
+        self._write, self._board = write, board
+        self.listener: socket.socket | None = None  #: of rank 0, for the aggregator
+
+    def find(self) -> Callable[[], None]:
+        """Set the endpoint now, or return what will find it once the agent runs.
+
+        Raises:
+            DiscoveryError: rank 0 has no address, or the aggregator could not serve so many ranks.
+            OSError: rank 0 cannot listen, or the secret cannot be read.
+        """
+        is_secured = discovery.is_secured(self._config) and self._has_secret()
+        config = self._config
+        self._declared.set(secured=is_secured)
+        if config.endpoint:
+            if is_secured:
+                secret.read(secret_path(config))
+            self._declared.set(endpoint=config.endpoint)
+            self._warn_of_openness()
+            return lambda: None
+        AggregatorAddress._generation += 1
+        source = discovery.source(self._place, config, AggregatorAddress._generation)
+        if self._place.rank != 0:
+            assert source is not None
+            search = discovery.Search(source, config, is_secured, self._found, self._not_found, self._is_welcome)
+            return search.start
+        record = {"endpoint": self._listen(source, is_secured), "job": secrets.token_hex(8)}
+        self._declared.set(**record)
+        self._warn_of_openness()
+        if source is not None:
+            self._declared.set(address_file=str(getattr(source, "path", "")))
+            if is_secured:
+                record = secret.sign(secret.read(secret_path(config)), record, source.key)
+            discovery.publish(source, record, self._not_found)
+        return lambda: None
+
+    def _listen(self, source: Any, is_secured: bool) -> str:
+        """Listen on rank 0 and return the endpoint; where that fails, publish the reason to the other ranks."""
+        try:
+            address = self._own_address()
+            self.listener = listener = listening.listen_within(address, self._config.ports)
+            if is_secured:
+                secret.create(secret_path(self._config))
+        except (listening.DiscoveryError, OSError) as error:
+            if source is not None:
+                discovery.publish(source, {"refused": str(error), "job": ""}, self._not_found)
+                if path := getattr(source, "path", None):
+                    atexit.register(discovery.remove, path, "")
+            raise
+        return interface.endpoint(address, listener.getsockname()[1])
+
+    def _own_address(self) -> str:
+        if self._place.world_size > 1 and (trouble := descriptors.shortage(self._place.world_size)):
+            raise listening.DiscoveryError(trouble)
+        return listening.own_address(self._place, self._config)
+
+    def _has_secret(self) -> bool:
+        """Whether there is a secret, where a job on one host chooses to have one; in other jobs it must be there."""
+        config, place = self._config, self._place
+        if config.security != "auto" or config.endpoint or not place.one_host:
+            return True
+        try:
+            self._config = discovery.find_secret(config)
+        except secret.SecretError as error:
+            if place.rank == 0:
+                print_line(f"reports have no keys, other users of this host can forge them: {error}")
+            return False
+        self._declared.set(config=self._config.to_dict())
+        return True
+
+    def _warn_of_openness(self) -> None:
+        facts = self._declared.facts
+        if self._place.rank == 0 and not facts.secured and (line := discovery.openness(facts.endpoint)):
+            print_line(line)
+
+    # These may run in the thread that searches.
+
+    def _found(self, record: Mapping[str, str]) -> None:
+        self._write(from_document(FoundAddress, record))
+
+    def _not_found(self, line: str) -> None:
+        self._write(FoundAddress(failed=line))
+
+    def _is_welcome(self, endpoint: str) -> bool:
+        try:
+            return self._board.welcome() == endpoint
+        except ValueError:  # closed in the meantime: the loop is over
+            return True
+
+
+def print_line(line: str) -> None:
+    """Print a line on stderr, before the first iteration."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"[EfficientLLM] {line}\n".encode())

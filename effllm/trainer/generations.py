@@ -1,0 +1,107 @@
+"""What a rank generates, and how long that takes; standard library alone, and nothing here raises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from effllm.records.counters import Counters
+from effllm.trainer.counts import MAX_TOTAL, counts_of
+
+
+class Generations:
+    """Counts and times generations; one inside another belongs to the outer.
+
+    Args:
+        counters: get the tokens.
+        phase_start: called with ``generation`` where a generation is a phase.
+        phase_end: called at its end.
+        changed: called when the totals have changed.
+        warn: called with a line for the user.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        phase_start: Callable[[str], None],
+        phase_end: Callable[[], None],
+        changed: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._counters = counters
+        self._phase_start, self._phase_end = phase_start, phase_end
+        self._changed, self._warn = changed, warn
+        self._open: list[tuple[int, int]] = []  # of each: tokens and prompts counted inside of it
+        self._start_ns = 0
+        self._is_phase = False
+        self.total_ns = 0  #: wherever it lay; the phase of that name is only a part of it
+
+    @property
+    def depth(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def start(self, is_phase: bool = False) -> None:
+        """Begin a generation.
+
+        Args:
+            is_phase: whether it is a stretch of its own, so that neither AL nor T has its time.
+        """
+        self._open.append((0, 0))
+        if len(self._open) > 1:
+            return
+        self._is_phase = is_phase
+        if is_phase:
+            self._phase_start("generation")
+        self._start_ns = time.monotonic_ns()
+
+    def end(self, tokens: int | None = None, prompt_tokens: int = 0) -> None:
+        """End the generation that the last `start` began, with this rank's share of its tokens.
+
+        Args:
+            tokens: that were generated; those that were counted inside of it where not given.
+            prompt_tokens: of the prompts before them.
+        """
+        if not self._open:
+            self._warn("a generation was ended that had not begun; ignored")
+            return
+        inside = self._open.pop()
+        if tokens is None:
+            tokens, prompt_tokens = inside
+        if not self._open:
+            self.add(tokens, time.monotonic_ns() - self._start_ns, prompt_tokens)
+            if self._is_phase:
+                self._phase_end()
+        elif (counts := counts_of(tokens, prompt_tokens)) is not None:
+            outer = self._open[-1]
+            self._open[-1] = outer[0] + counts[0], outer[1] + counts[1]
+        else:
+            self._warn_of_counts()
+
+    def add(self, tokens: Any, time_ns: Any, prompt_tokens: Any = 0) -> None:
+        """Count a generation that is over; its time is left where it lay, in a step or in a phase.
+
+        Use `start` and `end` around what another hook may count as well.
+
+        Args:
+            tokens: that were generated, without prompts.
+            time_ns: of the generation, prompts included.
+            prompt_tokens: of the prompts before them.
+        """
+        counters = self._counters
+        counts = counts_of(tokens, time_ns, prompt_tokens)
+        if counts is not None:
+            totals = (
+                counters.generated_tokens + counts[0],
+                self.total_ns + counts[1],
+                counters.prompt_tokens + counts[2],
+            )
+            if max(totals) < MAX_TOTAL:
+                counters.generated_tokens, self.total_ns, counters.prompt_tokens = totals
+                self._changed()
+                return
+        self._warn_of_counts()
+
+    def _warn_of_counts(self) -> None:
+        self._warn("generated tokens and their time must be counts of at least 0; a generation is not counted")

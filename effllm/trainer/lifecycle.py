@@ -1,0 +1,132 @@
+"""The starts and stops of the metrics in this process, and what is declared and read between them.
+
+Runs in the training process: the standard library alone, and whatever fails costs metrics and one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from effllm.config.place import Place, read_place
+from effllm.config.settings import VARIABLES, Config, ConfigError, read_config
+from effllm.config.switches import is_off, this_process
+from effllm.network.listening import DiscoveryError
+from effllm.records.shared_memory import RingError
+from effllm.trainer.declared import Declared
+from effllm.trainer.recorder import Recorder
+from effllm.trainer.session import AgentError, Session
+from effllm.trainer.values import JobValues
+from effllm.trainer.without_metrics import repeat_at_exit
+
+
+class Lifecycle:
+    """One session after another, each from a start to its stop.
+
+    Args:
+        overrides: fields of `Config` that are used instead of the environment's, where they are not ``None``.
+    """
+
+    def __init__(self, **overrides: float | None) -> None:
+        self.declared = Declared(self._send)
+        self.config: Config | None = None  #: of the session that was started last
+        self.recorder: Recorder | None = None  #: of the session that runs
+        self.is_for_requests = False  #: whether the first request started it, and not a training
+        self.overrides = overrides
+        self._place = Place()
+        self._given_place: Place | None = None
+        self._session: Session | None = None
+        self._values = JobValues()
+
+    def configure(self, collection_interval_s: float | None = None, place: Place | None = None) -> None:
+        """Set what the next start uses instead of the environment; ``None`` changes nothing."""
+        if collection_interval_s is not None:
+            self.overrides["collection_interval_s"] = collection_interval_s
+        self._given_place = place or self._given_place
+
+    def start(self) -> None:
+        """Start a session; nothing where metrics are off, and one line where there can be none."""
+        if is_off(this_process()):
+            return
+        try:
+            self._place = self._given_place or read_place(this_process())
+            self.config = _config_with(self.overrides)
+            self._values = JobValues()  # a new run counts its own reports
+            self._session = Session(self.config, self._place, self.declared)
+            self.recorder = self._session.recorder
+            self._session.start()
+            repeat_at_exit("")
+        except (ConfigError, RingError, DiscoveryError, OSError) as error:
+            _print(f"no metrics, training goes on: {error}", self._place, everywhere=isinstance(error, AgentError))
+            repeat_at_exit(str(error) if self._place.rank == 0 else "")
+            if self._session is not None:
+                self._session.close()
+            self._session = self.recorder = None
+
+    def start_for_requests(self, facts: Mapping[str, Any], gpus: Sequence[int] = ()) -> None:
+        """Start for a process that infers; a training in it ends that, and has a run of its own."""
+        self.declared.learn(gpus=tuple(gpus), serves_requests=True)
+        self.declared.learn_run(facts)
+        self.start()
+        self.is_for_requests = self.recorder is not None
+
+    def stop(self, status: str) -> None:
+        """End the session: rank 0 waits for the summary, five seconds at most."""
+        session = self._session
+        if session is None:
+            return
+        began_s = time.time()
+        session.finish(status)
+        self.values().replace(session.final_values(began_s))
+        self._session = self.recorder = None
+        session.close()
+        self.is_for_requests = False
+        self.declared.set(serves_requests=False)
+
+    def values(self) -> JobValues:
+        """Return the newest values."""
+        if self._session is not None:
+            self._values.read(self._session.board)
+        return self._values
+
+    def warn(self, line: str) -> None:
+        """Have the agent print one line, once; nothing where no session runs."""
+        if self._session is not None:
+            self._session.warn(line)
+
+    def greet(self) -> None:
+        """Print the original's two lines, on rank 0, where a session runs."""
+        config, given = self.config, self.declared.facts.parameters
+        if config is None or self.recorder is None or self._place.rank != 0:
+            return
+        known = None if given.is_share else given.total
+        model = f"model with {known:,} parameters" if known else "model"
+        about = f"Collection interval: {config.collection_interval_s}s, History size: {config.history_size}"
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(  # noqa: T201 - the original's lines
+                f"[EfficientLLM] Metrics collection initialized for {model}\n[EfficientLLM] {about}", flush=True
+            )
+
+    def _send(self) -> None:
+        if self._session is not None:
+            self._session.send_facts()
+
+
+def _config_with(overrides: Mapping[str, Any]) -> Config:
+    """Return the environment's settings with those that the constructor was given."""
+    config = read_config(this_process())
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for variable in VARIABLES:
+        if variable.field in given:
+            variable.read(given[variable.field], variable.name.lower())
+    return dataclasses.replace(config, **given)
+
+
+def _print(line: str, place: Place, everywhere: bool = False) -> None:
+    if place.rank == 0 or everywhere:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"[EfficientLLM] {line}", file=sys.stderr, flush=True)  # noqa: T201 - before the first iteration

@@ -1,0 +1,249 @@
+"""The original's monitor for evaluation harnesses, by its names, on the same agent as everything else.
+
+What is not measured is ``nan`` here, never 0.  Requests are counted, not kept; GPUs are those of this process.
+Standard library alone: this lives in the process that infers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from effllm.config.switches import this_process
+from effllm.trainer.collector import get_metrics_collector
+from effllm.trainer.inference import DECLARED, Process, record_request
+
+NAN = float("nan")
+
+#: What the throughput of a scenario is by; other words for the three.
+SCENARIOS = {
+    "pretraining": "TT", "pretrain": "TT", "training": "TT",
+    "finetuning": "ST", "finetune": "ST", "sft": "ST", "peft": "ST",
+    "inference": "IT", "generation": "IT", "serving": "IT",
+}  # fmt: skip
+
+
+class PerformanceMonitor:
+    """Measures the requests of this process: AMU, PCU, AL, one of TT, ST and IT, AEC, MCR.
+
+    AMU, PCU and AEC are the agent's, of the time in requests, up to the last ``EFFICIENTLLM_LOG_INTERVAL``th of them;
+    after `stop` of all. AL and the throughput are of the times that `record_request` was given.
+
+    Args:
+        device_id: the GPU, where neither CUDA_VISIBLE_DEVICES nor torch has which ones this process uses.
+    """
+
+    def __init__(self, device_id: int = 0) -> None:
+        self._device_id = device_id
+        self._throughput: str | None = None
+        self._parameters: int | None = None
+        self._compression: tuple[float, float, float, float] | None = None
+        self._started_s: float | None = None
+        self._ended_s: float | None = None
+        self._last_s = 0.0  # when the last request ended
+        self._is_ours = False
+        self._requests = self._tokens = self._samples = self._generated = 0
+        self._given_s = 0.0
+        self._assumed_s = 0.0  # of requests whose time was not given, since the one before
+        self._num_assumed = 0
+        self._measured: tuple[float, float, float] = (NAN, NAN, NAN)
+
+    def start(self) -> None:
+        """Start the metrics, unless they run already; a second start does nothing."""
+        if self._started_s is not None:
+            return
+        was_collecting = get_metrics_collector().is_collecting
+        DECLARED.ready(lambda: Process({"framework": "PerformanceMonitor"}, self._parameters, self._gpus()))
+        self._is_ours = not was_collecting and get_metrics_collector().is_collecting
+        self._started_s = self._last_s = time.monotonic()
+
+    def stop(self) -> None:
+        """Stop what `start` started, and wait for the last values, five seconds at most."""
+        if self._started_s is None or self._ended_s is not None:
+            return
+        self._ended_s = time.monotonic()
+        if self._is_ours:
+            get_metrics_collector().stop_collection()
+        self._look()
+
+    def set_scenario(self, scenario: str, model_parameters: int | None = None) -> None:
+        """Choose the throughput: TT of pretraining, ST of fine-tuning, IT of inference.
+
+        Raises:
+            ValueError: it is none of `SCENARIOS`.
+        """
+        known = SCENARIOS.get("".join(letter for letter in str(scenario).lower() if letter.isalpha()))
+        if known is None:
+            raise ValueError(f"scenario {scenario!r} is none of {', '.join(SCENARIOS)}")
+        self._throughput = known
+        if model_parameters is not None:
+            self._parameters = model_parameters
+            get_metrics_collector().set_model_parameters(model_parameters)
+
+    def set_compression_info(
+        self, original_size: float, compressed_size: float, original_perf: float, compressed_perf: float
+    ) -> None:
+        """Say how large the model was and is, and how well it did and does: MCR."""
+        self._compression = (original_size, compressed_size, original_perf, compressed_perf)
+
+    def record_request(
+        self,
+        tokens: int = 0,
+        samples: int = 0,
+        generated_tokens: int = 0,
+        computation_time: float = 0.0,
+        communication_time: float = 0.0,
+    ) -> None:
+        """Count a request that has just ended; where no time is given, it ran since the one before.
+
+        Args:
+            tokens: of prompt and answer.
+            samples: requests in the batch.
+            generated_tokens: of the answer.
+            computation_time: seconds of it that were computation.
+            communication_time: seconds of it that were communication.
+        """
+        self.start()
+        now_s, since_s = time.monotonic(), self._last_s
+        self._last_s = now_s
+        counts = [_count(one) for one in (tokens, samples, generated_tokens)]
+        times = [_time(one) for one in (computation_time, communication_time)]
+        if None in counts or None in times:
+            # An evaluator of the original gave its latency in the place of the samples.
+            warnings.warn(
+                "record_request takes counts first and times by name; what is neither is left out", stacklevel=2
+            )
+        all_tokens, all_samples, generated = (one or 0 for one in counts)
+        took_s = sum(one or 0.0 for one in times)
+        self._requests += 1
+        self._tokens += all_tokens
+        self._samples += all_samples
+        self._generated += generated
+        if took_s > 0:
+            self._given_s += took_s
+        else:
+            self._num_assumed += 1
+            self._assumed_s += now_s - since_s
+        record_request(
+            max(all_tokens - generated, 0), generated, took_s if took_s > 0 else None, samples=all_samples or 1
+        )
+
+    def get_metrics(self) -> dict[str, float]:
+        """Return what is measured so far; ``nan`` is what is not."""
+        if self._ended_s is None:
+            self._look()
+        amu, pcu, aec = self._measured
+        began_s = self._started_s
+        found = {"AMU": amu, "PCU": pcu, "AL": self._latency(), "AEC": aec, "MCR": self._mcr()}
+        if self._throughput is not None:
+            found[self._throughput] = self._throughputs()[self._throughput]
+        ended_s = time.monotonic() if self._ended_s is None else self._ended_s
+        return {**found, "total_time": NAN if began_s is None else ended_s - began_s, "num_requests": self._requests}
+
+    def save(self, path: str | Path) -> None:
+        """Write the metrics as JSON, ``null`` for what is not measured; in a folder as ``performance_metrics.json``."""
+        known = {name: value if math.isfinite(value) else None for name, value in self.get_metrics().items()}
+        target = Path(path) / "performance_metrics.json" if Path(path).is_dir() else Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+
+    def _latency(self) -> float:
+        return self._given_s / self._requests if self._requests and not self._num_assumed else NAN
+
+    def _throughputs(self) -> dict[str, float]:
+        time_s = self._given_s + self._assumed_s
+        if time_s <= 0:
+            return {"TT": NAN, "ST": NAN, "IT": NAN}
+        per_parameter = 1 / self._parameters / time_s if self._parameters else NAN
+        return {
+            "TT": self._tokens * per_parameter if self._tokens else NAN,
+            "ST": self._samples * per_parameter if self._samples else NAN,
+            "IT": self._generated / time_s if self._generated else NAN,
+        }
+
+    def _mcr(self) -> float:
+        if self._compression is None or not all(_time(one) for one in self._compression[:3]):
+            return NAN
+        original_size, compressed_size, original_perf, compressed_perf = self._compression
+        return (original_size / compressed_size) * (compressed_perf / original_perf)
+
+    def _look(self) -> None:
+        seen = get_metrics_collector().get_all_metrics()
+        self._measured = (seen.amu, seen.pcu, seen.aec)
+
+    def _gpus(self) -> Sequence[int]:
+        """Return this process's GPUs: those that it is shown; else those on which torch has memory; else the one."""
+        visible = this_process().get("CUDA_VISIBLE_DEVICES")
+        if visible:
+            return range(len(visible.split(",")))
+        cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is not None and cuda.is_initialized():
+            used = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
+            if used:
+                return used
+        return [self._device_id]
+
+
+class PerformanceMonitorContext:
+    """``with PerformanceMonitorContext("inference") as monitor: ...``: measures, and saves what was measured.
+
+    Args:
+        scenario: of `PerformanceMonitor.set_scenario`.
+        model_parameters: of the whole model, for TT and ST.
+        save_path: a file for the metrics as JSON, or a folder.
+        device_id: of `PerformanceMonitor`.
+    """
+
+    def __init__(
+        self,
+        scenario: str,
+        model_parameters: int | None = None,
+        save_path: str | Path | None = None,
+        device_id: int = 0,
+    ) -> None:
+        self.monitor = PerformanceMonitor(device_id)
+        self.monitor.set_scenario(scenario, model_parameters)
+        self._save_path = save_path
+
+    def __enter__(self) -> PerformanceMonitor:
+        self.monitor.start()
+        return self.monitor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.monitor.stop()
+        if self._save_path is not None:
+            try:
+                self.monitor.save(self._save_path)
+            except OSError as failure:
+                warnings.warn(f"{self._save_path} could not be written: {failure}", stacklevel=2)
+
+
+def _count(value: Any) -> int | None:
+    """Return a count of at least 0; ``None`` where it is none."""
+    if getattr(value, "is_cuda", False):
+        return None  # to read it would be a synchronisation
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return whole if whole == value and whole >= 0 else None
+
+
+def _time(value: Any) -> float | None:
+    """Return a finite number of at least 0; ``None`` where it is none."""
+    if getattr(value, "is_cuda", False):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and number >= 0 else None

@@ -1,0 +1,307 @@
+"""The training loop's two calls: stamps and running totals into the ring, and nothing else.
+
+What happens here happens on the training thread, so: the standard library alone, no thread, no lock,
+no exception, nothing that grows.  ``record_iteration_start`` and ``record_iteration_end`` together cost
+2 to 4 microseconds, four times two clock reads and a pack (benchmarks/).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from effllm.records import ring
+from effllm.records.shared_memory import RingError
+from effllm.trainer.counts import FEW_BITS, Losses, RunningCounts
+from effllm.trainer.generations import Generations
+from effllm.trainer.phases import Phases
+
+_NO_TOKENS = 0
+
+_live: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class Recorder:
+    """Stamps iterations, phases and losses of one rank.
+
+    Args:
+        writer: the ring, shared with the agent.
+        log_interval: iterations per window.
+        offset: number of the first iteration, less one; windows end where ``log_interval`` divides ordinal plus offset.
+        wake: called without waiting when a window ends and again when the next iteration starts.
+        warn: called with a line for the user, for each kind of mistake once.
+    """
+
+    def __init__(
+        self,
+        writer: ring.RingWriter,
+        log_interval: int,
+        offset: int = 0,
+        wake: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._writer, self._wake, self._warn = writer, wake, warn
+        self._log_interval, self._offset = log_interval, offset
+        self._warned: set[str] = set()
+        self._on = True
+        # Whether the next start or end has more to do than stamp: nothing has ended yet, a phase is open or was, a
+        # window has ended, or nothing is recorded any more.
+        self._is_special = True
+        self.ordinal = 0
+        self._boundary_ordinal = log_interval - offset % log_interval  # the next that ends a window
+        self._start_ns = 0  # 0 while no iteration runs
+        self._end_ns = 0  # 0 before the first has ended
+        self._made_ns = time.monotonic_ns()
+        self._own_ns = self._arrival_ns = 0  # of the running iteration, once it has come to its sync point
+        self._boundary = False  # a window has ended and the next iteration has not started
+        self._step_ns = self._wait_ns = 0
+        self._counters = RunningCounts()
+        self._phases = Phases()
+        self.generations = Generations(self._counters, self.phase_start, self.phase_end, self._write_totals, self._once)
+        self._losses = Losses(self._once)
+        writer.state(ring.STARTUP, 0, self._made_ns)  # since now, and not since the machine was started
+        _live.add(self)
+
+    def start(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the start of an iteration; a second start before the end replaces the first."""
+        start_ns = _now()
+        if self._is_special:
+            self._start_specially(start_ns)
+            return
+        self._start_ns = start_ns
+        self._own_ns = 0
+        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+
+    def _start_specially(self, start_ns: int) -> None:
+        if not self._on:
+            return
+        phases = self._phases
+        if phases.depth:
+            self._cut_phase(start_ns)
+        self._start_ns = start_ns
+        phases.start_iteration()
+        self._own_ns = 0
+        self._writer.state(ring.STEP, self.ordinal + 1, start_ns)
+        self._is_special = not self._end_ns or phases.depth > 0 or phases.between_ns > 0
+        if self._boundary:
+            self._boundary = False
+            self._wake()
+
+    def end(
+        self,
+        tokens_processed: int = 0,
+        samples: int = 0,
+        tokens: int | None = None,
+        tokens_loss: int = _NO_TOKENS,
+        _now: Any = time.monotonic_ns,
+    ) -> None:
+        """Stamp the end of an iteration with this rank's share of its tokens and samples.
+
+        Args:
+            tokens_processed: all positions.
+            samples: sequences.
+            tokens: positions without padding; the processed ones where not given.
+            tokens_loss: positions with a label.
+        """
+        end_ns = _now()
+        start_ns = self._start_ns
+        if self._is_special or not start_ns:
+            if not self._on:
+                return
+            start_ns = self._settle(end_ns)
+        self._wait_ns = wait_ns = self._wait_ns + (start_ns - self._end_ns)
+        self._step_ns = step_ns = self._step_ns + (end_ns - start_ns)
+        self._start_ns = 0
+        self._end_ns = end_ns
+        self.ordinal = ordinal = self.ordinal + 1
+        counters = self._counters
+        if (
+            tokens is None
+            and tokens_loss is _NO_TOKENS
+            and type(tokens_processed) is type(samples) is int
+            and not (tokens_processed | samples) >> FEW_BITS  # nor negative
+        ):
+            counters.tokens += tokens_processed
+            counters.tokens_processed += tokens_processed
+            counters.samples += samples
+        else:
+            tokens = tokens_processed if tokens is None else tokens
+            if not counters.add(tokens_processed, samples, tokens, tokens_loss):
+                self._once(f"tokens and samples must be counts of at least 0; iteration {ordinal} counts none")
+        if self._own_ns:
+            self._writer.iteration(
+                ordinal, start_ns, end_ns, step_ns, wait_ns, counters, self._own_ns, self._arrival_ns
+            )
+            self._own_ns = 0
+        else:
+            self._writer.iteration(ordinal, start_ns, end_ns, step_ns, wait_ns, counters)
+        if ordinal == self._boundary_ordinal:
+            self._boundary_ordinal += self._log_interval
+            self._boundary = self._is_special = True
+            self._wake()
+
+    def _settle(self, end_ns: int) -> int:
+        """Take off phases from wait and step, and return when the iteration started that ends now."""
+        phases = self._phases
+        if phases.depth:
+            self._cut_phase(end_ns)
+        if not (start_ns := self._start_ns):
+            self._once("an iteration ended that had not started; it counts from the end of the one before")
+            start_ns = self.free_ns
+        between_ns, inside_ns = phases.end_iteration()
+        if self._end_ns:
+            self._wait_ns -= between_ns
+        else:
+            self._end_ns = start_ns  # there is no wait before the first
+        self._step_ns -= inside_ns
+        self._is_special = self._boundary or phases.depth > 0
+        return start_ns
+
+    def sync_point(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp where this rank first waits for others in the running iteration; later ones of it do not count.
+
+        What lies before, less data waits and phases, is the rank's own time.
+        """
+        if self._own_ns or not self._start_ns or self._phases.depth or not self._on:
+            return
+        self._arrival_ns = now_ns = _now()
+        self._own_ns = now_ns - self._start_ns - self._phases.inside_ns
+
+    def waited(self, spent_ns: int) -> None:
+        """Count a stretch of the running iteration as waiting for data: its start moves on by as much."""
+        if self._on and self._start_ns and not self._phases.depth:
+            self._start_ns += spent_ns
+
+    def add(self, samples: int = 0, tokens: int = 0, tokens_loss: int = 0) -> None:
+        """Add counts that became known when their iteration had ended; they enter the next record."""
+        if self._on and not self._counters.add(0, samples, tokens, tokens_loss):
+            self._once("counts that come late must be whole numbers of at least 0; they are not counted")
+
+    def phase_start(self, name: str) -> None:
+        """Begin a stretch that is not iteration; one inside another belongs to the outer."""
+        if not self._on:
+            return
+        self._is_special = True
+        now_ns = time.monotonic_ns()
+        if self._phases.begin(name, now_ns):
+            self._writer.state(ring.PHASE_STATE, self.ordinal, now_ns, self._phases.index)
+
+    def phase_end(self) -> None:
+        """End the stretch that the last `phase_start` began."""
+        if not self._on or self._phases.depth == 0:
+            self._once("a phase was ended that had not begun; ignored")
+            return
+        if not self._phases.end():
+            return
+        end_ns = time.monotonic_ns()
+        self._cut_phase(end_ns)
+        if self._start_ns:
+            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+        else:
+            self._writer.state(ring.BETWEEN, self.ordinal, end_ns)
+
+    def _cut_phase(self, at_ns: int) -> None:
+        start_ns = self._phases.cut(at_ns, is_inside=self._start_ns > 0)
+        self._write_totals()
+        self._put(ring.PHASE, self._phases.index, self.ordinal, 0, start_ns, at_ns, 0.0)
+
+    @property
+    def free_ns(self) -> int:
+        """From when on nothing is an iteration yet, nor a phase: the end of the last, or our beginning."""
+        return (self._end_ns or self._made_ns) + self._phases.between_ns
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """What changes where a phase or a generation begins or ends."""
+        return (self._phases.depth, self.generations.depth, *self._phases.total_ns, self.generations.total_ns)
+
+    def may_evaluate(self) -> None:
+        """Report an evaluation as the state of this rank; whether it is one, `evaluated` decides when it is over."""
+        if self._on and not self._phases.depth:
+            self._writer.state(ring.PHASE_STATE, self.ordinal, time.monotonic_ns(), 0)
+
+    def evaluated(self, start_ns: int, end_ns: int) -> None:
+        """Count a stretch of the running iteration as evaluation; no phase and no wait that was given may lie in it."""
+        if self._on and self._start_ns and not self._phases.depth:
+            self._writer.state(ring.STEP, self.ordinal + 1, self._start_ns)
+            self._is_special = True
+            self._phases.add(0, end_ns - start_ns, is_inside=True)
+            self._write_totals()
+            self._put(ring.PHASE, 0, self.ordinal, 0, start_ns, end_ns, 0.0)
+
+    def _write_totals(self) -> None:
+        if self._on:
+            self._writer.take(self._phases.total_ns, self.generations.total_ns, self._counters)
+
+    def loss(self, number: int | None, loss: float | None) -> None:
+        """Record the loss of the iteration that ended last, and the number that the caller has for it."""
+        if self._on and (checked := self._losses.checked(number, loss)) is not None:
+            now_ns = time.monotonic_ns()
+            self._put(ring.LOSS, loss is None, self.ordinal, checked[0], now_ns, now_ns, checked[1])
+
+    def reset(self) -> None:
+        """Let the run-to-date values start anew after the current window."""
+        if self._on:
+            now_ns = time.monotonic_ns()
+            self._put(ring.RESET, 0, self.ordinal, 0, now_ns, now_ns, 0.0)
+
+    def finish(self, status: str = "completed") -> None:
+        """Record how the loop ended and record nothing from then on; later calls do nothing."""
+        if not self._on:
+            return
+        while self._phases.depth:  # an exception may have left one open
+            self.phase_end()
+        now_ns = time.monotonic_ns()
+        known = isinstance(status, str) and status in ring.STATUSES
+        self._put(ring.END, ring.STATUSES.index(status if known else "failed"), self.ordinal, 0, now_ns, now_ns, 0.0)
+        self._writer.state(ring.FINISHED, self.ordinal, now_ns)
+        self.disable()
+        self._wake()
+
+    def disable(self) -> None:
+        """Record nothing from now on, not even the end: this is a forked child."""
+        self._on, self._is_special = False, True
+
+    def _put(self, kind: int, what: int, ordinal: int, number: int, start_ns: int, end_ns: int, value: float) -> None:
+        self._writer.put(
+            kind, what, ordinal, number, start_ns, end_ns, value, self._step_ns, self._wait_ns, self._counters
+        )
+
+    def _once(self, line: str) -> None:
+        if self._on and line[:24] not in self._warned:
+            self._warned.add(line[:24])
+            self._warn(line)
+
+
+def pair_s(batches: int = 5, pairs: int = 40) -> float | None:
+    """Return what a start and an end of an iteration take here, a median over a millisecond; ``None`` without memory.
+
+    The real loop's caches are colder, so it is an estimate from below.
+    """
+    try:
+        writer = ring.RingWriter(16)
+    except RingError:
+        return None
+    recorder = Recorder(writer, pairs + 1)
+    took_ns = []
+    for _ in range(batches):
+        begin_ns = time.thread_time_ns()
+        for _ in range(pairs):
+            recorder.start()
+            recorder.end(1, 1)
+        took_ns.append(time.thread_time_ns() - begin_ns)
+    recorder.disable()
+    writer.close()
+    return sorted(took_ns)[batches // 2] / pairs * 1e-9
+
+
+def _disable_all() -> None:
+    for recorder in list(_live):
+        recorder.disable()
+
+
+# A forked DataLoader worker must not write into its parent's ring.
+os.register_at_fork(after_in_child=_disable_all)

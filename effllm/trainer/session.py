@@ -1,0 +1,319 @@
+"""From one start of the metrics to their stop: the maps, the agent, the way to the aggregator.
+
+Runs in the training process, before the first iteration and after the last; standard library alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from effllm.config.place import Place
+from effllm.config.settings import Config
+from effllm.config.spawn import pidfd, spawn
+from effllm.config.switches import this_process
+from effllm.records.board import Board
+from effllm.records.facts import FoundAddress
+from effllm.records.ring import RingWriter
+from effllm.records.shared_memory import RingError
+from effllm.store.redaction import redacted
+from effllm.trainer import ptracer
+from effllm.trainer.address import AggregatorAddress, print_line
+from effllm.trainer.declared import Declared, text
+from effllm.trainer.recorder import Recorder, pair_s
+
+READY_S = 2.0  # the agent's first sample: about 0.3 s; a busy file system may take longer
+FIRST_RANK_ENDS_S = 5.0  # containers die with their launcher, and the summary is written by then
+OTHER_RANKS_END_S = 1.0
+MAX_WARNINGS = 20
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class AgentError(OSError):
+    """There is no agent, so there are no metrics of this rank; the message has the reason."""
+
+
+class Session:
+    """Everything that lives from one start to its stop: the maps, the agent, the recorder."""
+
+    def __init__(self, config: Config, place: Place, declared: Declared) -> None:
+        self._config, self._place = config, place
+        self._declared = declared
+        self._pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._trainer = self._wake = self._ready = -1
+        self._closed = False
+        self._ring = RingWriter(config.history_size)
+        try:
+            self.board = Board()
+        except RingError:
+            self._ring.close()
+            raise
+        self.recorder = self._open_recorder()
+        self._address = AggregatorAddress(config, place, declared, self._write_address, self.board)
+
+    def _open_recorder(self) -> Recorder:
+        config, torch = self._config, sys.modules.get("torch")
+        about = (self._ring, config.log_interval, self._declared.facts.first_iteration, self._wake_agent, self.warn)
+        version = getattr(torch, "version", None)
+        has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
+        if not config.profile_every and not has_device:
+            return Recorder(*about)
+        from effllm.trainer.watched_recorder import WatchedRecorder  # imported only where there is something to watch
+
+        return WatchedRecorder(*about, profile_every=config.profile_every, torch=torch)
+
+    def start(self) -> None:
+        """Find or open the aggregator's address, start the agent, and wait a moment for its first sample."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._trainer = pidfd(os.getpid())
+        self._declared.set(**self._own_facts())
+        if self._place.rank == 0 and not self._config.endpoint:
+            self._choose_run_folder()
+        find = self._address.find()
+        listener, stdout = self._address.listener, -1
+        if listener is not None:
+            stdout = os.dup(1)
+            self._declared.set(listen_descriptor=listener.fileno(), stdout_descriptor=stdout)
+        self.send_facts()
+        arguments = [f"--ring={self._ring.descriptor}", f"--board={self.board.descriptor}"]
+        arguments += [f"--trainer={self._trainer}", f"--wake={self._wake}", f"--ready={self._ready}"]
+        inherited = [self._ring.descriptor, self.board.descriptor, self._trainer, self._wake, self._ready, stdout]
+        try:
+            self._process = spawn("effllm.agent.agent", arguments, [*inherited, listener.fileno() if listener else -1])
+        finally:
+            if stdout >= 0:
+                os.close(stdout)
+            if listener is not None:
+                listener.close()  # a forked worker must not keep the port
+        ptracer.allow(self._process.pid)
+        find()
+        self._wait_for_agent()
+        atexit.register(self._at_exit)
+        self._stay_idle(self._config.baseline_seconds)
+
+    def _wait_for_agent(self) -> None:
+        assert self._process is not None
+        agent = pidfd(self._process.pid)
+        poll = select.poll()
+        for descriptor in (self._ready, agent):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        poll.poll(READY_S * 1000)
+        if agent >= 0:
+            os.close(agent)
+        if (code := self._process.poll()) is not None:
+            raise AgentError(f"the agent of rank {self._place.rank} {_how_it_died(code)} at once, by {sys.executable}")
+
+    def _stay_idle(self, seconds: float) -> None:
+        """Do nothing for as long as the user asked for, so that the agent sees what the idle device draws."""
+        if seconds > 0:
+            begin_ns = time.monotonic_ns()
+            time.sleep(seconds)
+            self._declared.set(baseline_ns=(begin_ns, time.monotonic_ns()))
+            self.send_facts()
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {
+            "config": self._config.to_dict(),
+            "place": self._place.to_dict(),
+            "trainer_pid": os.getpid(),
+            "host": platform.node(),
+            "visible_devices": this_process().get("CUDA_VISIBLE_DEVICES"),
+            "hip_visible_devices": this_process().get("HIP_VISIBLE_DEVICES"),
+            "rocr_visible_devices": this_process().get("ROCR_VISIBLE_DEVICES"),
+            **_cuda_identity(),
+            "recorder_pair_s": pair_s(),
+            # What an earlier session may have left.
+            "job": "",
+            "endpoint": "",
+            "run_folder": "",
+            "secured": False,
+            "address_file": "",
+            "listen_descriptor": -1,
+            "stdout_descriptor": -1,
+            "baseline_ns": (),
+        }
+
+    def _choose_run_folder(self) -> None:
+        place = self._place
+        run = {"command": _command(), "launcher": place.launcher, "run_id": place.run_id, **self._declared.facts.run}
+        self._declared.set(run_folder=_run_folder(self._config, place), run=run)
+        if not self._declared.facts.run_folder:
+            print_line(
+                "no run folder: the name of the current folder is not UTF-8; set EFFICIENTLLM_RUN_DIR to another"
+            )
+
+    def _write_address(self, address: FoundAddress) -> None:
+        # Perhaps in the thread that searches: it touches nothing that the loop's thread writes.
+        with contextlib.suppress(ValueError):  # closed in the meantime: the loop is over
+            self._ring.write_address(address)
+            self._wake_agent()
+
+    def send_facts(self) -> None:
+        """Send the facts to the agent."""
+        if not self._closed and not self._ring.write_facts(self._declared.facts):
+            self._declared.set(run={})  # what fills the area is what the caller declared
+            self._ring.write_facts(self._declared.facts)
+        self._wake_agent()
+
+    def warn(self, line: str) -> None:
+        """Have the agent log one line, once; nothing is printed on the training thread."""
+        warnings = self._declared.facts.warnings
+        if line not in warnings and len(warnings) < MAX_WARNINGS:
+            self._declared.set(warnings=(*warnings, line))
+            self.send_facts()
+
+    def _wake_agent(self) -> None:
+        if self._wake >= 0 and not self._closed:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+
+    def finish(self, status: str) -> None:
+        """Record how the loop ended, and wait for the agent: on rank 0 until the summary is written, 5 s at most."""
+        self.recorder.finish(status)
+        until_s = time.monotonic() + (FIRST_RANK_ENDS_S if self._place.rank == 0 else OTHER_RANKS_END_S)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if code := self._process.wait(until_s - time.monotonic()):
+                    self._report_death(code, until_s)
+
+    def _report_death(self, code: int, until_s: float) -> None:
+        """Report that the agent has died, and wait for the aggregator until then, as the agent would have done."""
+        rank = self._place.rank
+        with contextlib.suppress(OSError):
+            text = f"the agent of rank {rank} {_how_it_died(code)}: what rank {rank} did from then on is in no metric"
+            os.write(2, f"[EfficientLLM] {text}\n".encode())
+        if rank == 0 and self._place.world_size > 1 and (folder := self._declared.facts.run_folder):
+            while time.monotonic() < until_s and _is_locked(Path(folder) / "lock"):
+                time.sleep(0.05)
+
+    def final_values(self, since_s: float) -> dict[str, float]:
+        """Return the values of the run as its summary has them, on rank 0; nothing where none was written since then.
+
+        The last message of the aggregator may be lost when both ends are ending.
+        """
+        folder = self._declared.facts.run_folder
+        if not folder:
+            return {}
+        try:
+            summary = json.loads((Path(folder) / "summary.json").read_bytes())
+            if summary["status"] == "running" or summary["updated_time_s"] < since_s:
+                return {}  # of an earlier run: this one had to go elsewhere
+            return {tag: float(known["value"]) for tag, known in summary["metrics"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+    def close(self) -> None:
+        """Give up what is left; an agent that still works goes on alone."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self.recorder.disable()
+        for descriptor in (self._trainer, self._wake, self._ready):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._ring.close()
+        self.board.close()
+        if self._process is not None and self._process.poll() is None:
+            # Its exit status is of no use any more, and Popen would warn of it.
+            self._process.returncode = 0
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child that ran to its end
+        self.finish(_how_it_ended())
+        self.close()
+
+
+def _how_it_died(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    killed = -code == signal.SIGKILL
+    return f"was killed by signal {-code}" + (", maybe because memory ran out" if killed else "")
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether an aggregator still holds a run folder."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _how_it_ended() -> str:
+    """Return how the interpreter comes to its end: it keeps the exception that was not caught."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "completed" if error is None else "failed"
+
+
+def _cuda_identity() -> dict[str, str]:
+    """Return torch's current device by UUID and PCI bus id, if torch has one; never starts CUDA."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not getattr(cuda, "is_initialized", lambda: False)():
+        return {}
+    try:
+        found = cuda.get_device_properties(cuda.current_device())
+    except (RuntimeError, AssertionError, TypeError):
+        return {}
+    uuid = str(getattr(found, "uuid", ""))
+    domain, bus, device = (getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    pci = f"{domain:08X}:{bus:02X}:{device:02X}.0" if None not in (domain, bus, device) else ""
+    return {"cuda_uuid": uuid, "cuda_pci_bus_id": pci}
+
+
+def _run_folder(config: Config, place: Place) -> str:
+    """Return the path of the run folder; empty where its name is not UTF-8, as messages and run.json are."""
+    folder = str(_wanted_folder(config, place))
+    return folder if folder.isascii() or _is_utf8(folder) else ""
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wanted_folder(config: Config, place: Place) -> Path:
+    parent, run_id = Path(config.run_dir).absolute(), _safe(place.run_id)
+    if config.run_name:
+        return parent / config.run_name
+    if run_id and not _UUID.fullmatch(run_id):
+        return parent / run_id
+    # torchrun makes up an id where it is given none; its restarts find the folder by the end of the name.
+    end = run_id[:8] or secrets.token_hex(4)
+    earlier = sorted(parent.glob(f"????????-??????-{end}")) if run_id else []
+    return earlier[-1] if earlier else parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{end}"
+
+
+def _safe(run_id: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run_id).lstrip(".-_")[:100]
+
+
+def _command() -> list[str]:
+    return [text(word) for word in redacted(sys.argv)]

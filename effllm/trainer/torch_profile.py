@@ -1,0 +1,334 @@
+"""One iteration in so many under torch.profiler, for how much of it is communication that nothing hides.
+
+Runs in the training process and nowhere else, and only where EFFICIENTLLM_PROFILE_EVERY asks for it; standard
+library alone: torch is the one that the training has imported.  A profiler of another goes before this
+one, always: a second profiler takes the session of the first, and both would have nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from effllm.config import switches
+from effllm.records.timeline import Interval, Split, device_kind, group_kind, host_kind, split
+
+#: In these environments Nsight or another tool holds CUPTI, which has room for one.
+HOLDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
+
+#: Records of one iteration that are looked through at most: about two seconds of work.
+MAX_RECORDS = 1_000_000
+#: Iterations in a row of which nothing came before it is given up.
+MAX_FAILURES = 2
+
+#: Kineto logs two lines of each start and stop from PyTorch 2.13 on, unless this is set before the first.
+QUIET = ("KINETO_LOG_LEVEL", "6")
+
+
+_profiling: weakref.WeakSet[TorchProfile] = weakref.WeakSet()  # that have ever begun
+
+
+class Profiled(NamedTuple):
+    """What the profiler gave of one iteration, and what it took."""
+
+    split: Split
+    is_of_device: bool  # its times are those of a device, not those of the host's stamps
+    cost_ns: int  # of starting, stopping and reading it: none of it lies inside of the iteration
+
+
+class TorchProfile:
+    """Profiles every Nth iteration, unless another profiler runs.
+
+    Args:
+        every: iterations are profiled whose number this divides.
+        warn: called with a line for the user, for each kind of trouble once.
+        torch: the module; the one that the process has imported where not given.
+    """
+
+    def __init__(self, every: int, warn: Callable[[str], None], torch: Any = None) -> None:
+        self._every, self._warn = every, warn
+        self._torch = torch
+        self._neighbours: Neighbours | None = None
+        self._profiler: Any = None  # while it runs
+        self._on_device = False
+        self._thread = 0
+        self._start_ns = self._cost_ns = 0
+        self._failures = 0
+        self._is_off = every <= 0
+        if not self._is_off:
+            switches.set_default(*QUIET)
+
+    def start(self, number: int) -> None:
+        """Start profiling if it is this iteration's turn; called before its start is stamped."""
+        if self._is_off:
+            return
+        began_ns = time.monotonic_ns()
+        try:
+            if self._profiler is not None:  # the iteration before never ended
+                self.abandon()
+            if self._neighbours is None and not self._meet():
+                return
+            if number % self._every == 0 and not self._is_taken():
+                self._open()
+                self._cost_ns = time.monotonic_ns() - began_ns
+        except Exception as error:  # noqa: BLE001 - whatever torch raises must not end a training step
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def end(self, ended_ns: int) -> Profiled | None:
+        """Stop profiling, and return the split; ``None`` where nothing was profiled. Called after the end's stamp.
+
+        Args:
+            ended_ns: when the iteration ended, by the monotonic clock: a hook may learn of it later.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return None
+        began_ns = time.monotonic_ns()
+        end_ns = time.time_ns() - max(began_ns - ended_ns, 0)
+        try:
+            with self._as_ourselves():
+                profiler.__exit__(None, None, None)
+            found = self._read(profiler, end_ns)
+            _let_go(profiler)
+            if found is not None:
+                self._failures = 0
+                return Profiled(found, self._on_device, self._cost_ns + time.monotonic_ns() - began_ns)
+            self._failures += 1
+            if self._failures >= MAX_FAILURES:
+                what = "no kernel" if self._on_device else "no operator"
+                self._give_up(f"it saw {what}; another profiler may hold CUPTI")
+        except Exception as error:  # noqa: BLE001 - as above
+            self._give_up(f"{type(error).__name__}: {error}")
+        return None
+
+    def abandon(self) -> None:
+        """Stop profiling for nothing, because the iteration will not end or another profiler begins."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            try:
+                self._drop()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up(f"{type(error).__name__}: {error}")
+
+    def abandon_before_fork(self) -> None:
+        """Stop before the child is made: it would go on recording, for as long as it lives."""
+        if threading.get_ident() == self._thread:
+            self.abandon()
+
+    def close(self, failed: bool = False) -> None:
+        """Profile nothing from now on, and leave torch as it was.
+
+        Args:
+            failed: the training did, perhaps with communication under way that never ends: the device is left alone.
+        """
+        if failed and self._on_device:
+            self._profiler = None
+        self.abandon()
+        self._is_off = True
+        if self._neighbours is not None:
+            self._neighbours.leave()
+
+    def _meet(self) -> bool:
+        """Look whether there is a torch that can be profiled, and watch its profilers from then on."""
+        torch = self._torch = self._torch or sys.modules.get("torch")
+        if torch is None:
+            return False
+        holder = next((name for name in HOLDERS if switches.this_process().get(name)), None)
+        if holder is not None:
+            self._give_up(f"{holder} is set, so another profiler holds CUPTI")
+            return False
+        self._neighbours = Neighbours(torch.autograd.profiler, self.abandon)
+        return True
+
+    def _is_taken(self) -> bool:
+        """Whether another profiler runs, or is about to."""
+        autograd = self._torch.autograd
+        return (
+            (self._neighbours is not None and self._neighbours.are_profiling)
+            or bool(getattr(autograd, "_profiler_enabled", bool)())
+            or bool(getattr(autograd.profiler, "_is_profiler_enabled", False))
+        )
+
+    def _open(self) -> None:
+        cuda = getattr(self._torch, "cuda", None)
+        self._on_device = bool(cuda is not None and cuda.is_initialized())
+        if self._on_device and _has_compiled_graphs():
+            raise RuntimeError("CUDA graphs of torch.compile are on, beside which CUPTI is known to crash")
+        # Not torch.profiler's class of this name, which uses this one: its start imports the compiler.
+        profile = self._torch.autograd.profiler.profile
+        named: dict[str, Any] = {"use_kineto": True, "use_cpu": not self._on_device}
+        if self._on_device:
+            is_newer = "use_device" in inspect.signature(profile).parameters
+            named |= {"use_device": "cuda"} if is_newer else {"use_cuda": True}  # from PyTorch 2.1 on
+        profiler = profile(**named)
+        self._profiler, self._thread = profiler, threading.get_ident()
+        _profiling.add(self)
+        with self._as_ourselves():
+            profiler.__enter__()
+        self._start_ns = time.time_ns()  # the profiler's clock
+
+    @contextlib.contextmanager
+    def _as_ourselves(self) -> Iterator[None]:
+        assert self._neighbours is not None
+        with self._neighbours.away():
+            yield
+
+    def _drop(self) -> None:
+        # The way out of torch's profiler waits for the device first, and there is nothing to wait for.
+        module = self._torch.autograd.profiler
+        with self._as_ourselves():
+            module._disable_profiler()
+            getattr(module, "_run_on_profiler_stop", lambda: None)()
+
+    def _read(self, profiler: Any, end_ns: int) -> Split | None:
+        results = getattr(profiler, "kineto_results", None)
+        if results is None:
+            raise RuntimeError("this version keeps its records elsewhere")
+        events = results.events()
+        if len(events) > MAX_RECORDS:
+            raise RuntimeError(f"an iteration has {len(events):,} records, which would take too long to read")
+        return device_split(events) if self._on_device else host_split(events, self._start_ns, end_ns)
+
+    def _give_up(self, why: str) -> None:
+        self._is_off = True
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:  # it failed half way through its start
+            with contextlib.suppress(Exception):
+                self._drop()
+        self._warn(f"computation and communication are not separated, torch.profiler cannot be used: {why}")
+
+
+def _let_go(profiler: Any) -> None:
+    """Free the records, 10 MB for 8,000 of them: they hang in a circle that only the garbage collector would break."""
+    profiler.kineto_results = None
+
+
+def _has_compiled_graphs() -> bool:
+    config = sys.modules.get("torch._inductor.config")
+    return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
+
+
+class Neighbours:
+    """Watches the other profilers of this process, through the three functions that all of torch's call.
+
+    Args:
+        module: ``torch.autograd.profiler``.
+        make_room: called before one of theirs is prepared or started.
+    """
+
+    def __init__(self, module: Any, make_room: Callable[[], None]) -> None:
+        self._module, self._make_room = module, make_room
+        self.are_profiling = False
+        self._is_away = False
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+        for name, begins in (("_prepare_profiler", True), ("_enable_profiler", True), ("_disable_profiler", False)):
+            original = getattr(module, name)  # a version without one of them is not understood
+            self._replaced[name] = original, self._watched(original, begins)
+        for name, (_, watched) in self._replaced.items():
+            setattr(module, name, watched)
+
+    def _watched(self, original: Any, begins: bool) -> Any:
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if not self._is_away:
+                if begins:
+                    self._make_room()
+                self.are_profiling = begins
+            return original(*arguments, **named)
+
+        return watched
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """What profilers do in this stretch is our own doing."""
+        self._is_away = True
+        try:
+            yield
+        finally:
+            self._is_away = False
+
+    def leave(self) -> None:
+        """Put torch's own functions back, unless ours have been wrapped since."""
+        for name, (original, watched) in self._replaced.items():
+            if getattr(self._module, name, None) is watched:
+                setattr(self._module, name, original)
+
+
+def host_split(events: Any, start_ns: int, end_ns: int) -> Split | None:
+    """Return the split by the operators of this process and its backend's communication; ``None`` without a record."""
+    return _split(events, start_ns, end_ns, host_kind)
+
+
+def device_split(events: Any) -> Split | None:
+    """Return the split by what ran on devices; ``None`` where there is no such record.
+
+    The iteration is that of the device, from its first record to its last: it runs behind the host, and is
+    recorded from the first kernel on that was launched in the iteration.
+    """
+    on_device = [event for event in events if not _is_host(event)]
+    if not on_device:
+        return None
+    starts_ends = [_times(event) for event in on_device]
+    return _split(on_device, min(s for s, _ in starts_ends), max(e for _, e in starts_ends), device_kind)
+
+
+def _split(events: Any, start_ns: int, end_ns: int, kind_of: Callable[[str], str | None]) -> Split | None:
+    kinds: dict[str, str | None] = {}  # an iteration calls few operators, often
+    computing: list[Interval] = []
+    communicating: list[tuple[str, int, int]] = []
+    for event in events:
+        name = event.name()
+        kind = kinds[name] if name in kinds else kinds.setdefault(name, kind_of(name))
+        if kind is None:
+            continue
+        begin, end = _times(event)
+        if kind:
+            communicating.append((_group(event) or kind, begin, end))
+        else:
+            computing.append((begin, end))
+    if not computing and not communicating:
+        return None
+    return split(start_ns, end_ns, computing, communicating)
+
+
+def _times(event: Any) -> Interval:
+    if hasattr(event, "start_ns"):
+        begin = event.start_ns()
+        return begin, begin + event.duration_ns()
+    begin = event.start_us() * 1000  # PyTorch before 2.3
+    return begin, begin + event.duration_us() * 1000
+
+
+def _is_host(event: Any) -> bool:
+    """Whether a record is not a device's own work: what its host did, or a range that the program marked."""
+    if str(event.device_type()).endswith("CPU"):
+        return True
+    activity = str(event.activity_type()) if hasattr(event, "activity_type") else ""
+    return "annotation" in activity or "sync" in activity or "overhead" in activity
+
+
+def _group(event: Any) -> str | None:
+    """Return the kind of the group whose communication this is, where the profiler has it."""
+    text = event.metadata_json() if hasattr(event, "metadata_json") else ""
+    if "Process Group" not in text:
+        return None
+    try:
+        metadata = json.loads(text if text.startswith("{") else f"{{{text}}}")
+    except ValueError:
+        return None
+    return group_kind(f"{metadata.get('Process Group Description', '')} {metadata.get('Process Group Name', '')}")
+
+
+def _before_fork() -> None:
+    for one in list(_profiling):
+        one.abandon_before_fork()
+
+
+os.register_at_fork(before=_before_fork)

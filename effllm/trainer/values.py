@@ -1,0 +1,78 @@
+"""The newest values of the whole job, as the aggregator publishes them to every rank; standard library alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from effllm.records.board import Board
+
+NAN = float("nan")
+
+#: The contract's six tags, with the names of the original's methods.
+HEADLINE = {
+    "amu": "amu_gb",
+    "pcu": "pcu_ratio",
+    "al": "al_seconds",
+    "tt": "tt_tokens_per_param_per_sec",
+    "st": "st_samples_per_param_per_sec",
+    "aec": "aec_watts",
+}
+_IT = "it_tokens_per_sec"
+
+
+@dataclasses.dataclass
+class EfficientLLMMetrics:
+    """The newest run-to-date values of the whole job; ``nan`` is what is not measured."""
+
+    amu: float = NAN
+    pcu: float = NAN
+    al: float = NAN
+    tt: float = NAN
+    st: float = NAN
+    it: float = NAN
+    aec: float = NAN
+
+
+class JobValues:
+    """The values of the newest report that this rank has read.
+
+    Args:
+        by_tag: what is known before the first report.
+    """
+
+    def __init__(self, by_tag: Mapping[str, float] | None = None) -> None:
+        self._by_tag: Mapping[str, float] = by_tag or {}
+        self._report = self._iteration = 0
+        self._written = 0  # the newest report that a writer was given
+
+    def read(self, board: Board) -> None:
+        """Read the newest report, if there is one."""
+        state = board.read()
+        if state.report:
+            self._report, self._iteration, self._by_tag = state.report, state.iteration, state.values
+
+    def replace(self, by_tag: Mapping[str, float]) -> None:
+        """Set the values that the summary of the run has; nothing changes where it has none."""
+        self._by_tag = by_tag or self._by_tag
+
+    def value(self, name: str) -> float:
+        """Return a value by the name of the original's method; ``nan`` where it is not measured."""
+        return self._by_tag.get(HEADLINE[name], NAN)
+
+    def all(self) -> EfficientLLMMetrics:
+        """Return the headline values and IT."""
+        return EfficientLLMMetrics(**{name: self.value(name) for name in HEADLINE}, it=self._by_tag.get(_IT, NAN))
+
+    def tags(self) -> dict[str, float]:
+        """Return the contract's six tags, ``nan`` where a value is not measured."""
+        return {f"efficientllm/{tag}": self._by_tag.get(tag, NAN) for tag in HEADLINE.values()}
+
+    def write(self, writer: Any) -> None:
+        """Give the values that are measured to a writer, those of each report once; raises what the writer raises."""
+        if self._report > self._written:
+            self._written = self._report
+            for tag in HEADLINE.values():
+                if tag in self._by_tag:
+                    writer.add_scalar(f"efficientllm/{tag}", self._by_tag[tag], self._iteration)

@@ -1,0 +1,126 @@
+"""A recorder that looks into iterations as well: every Nth under a profiler, all of them on a CUDA device.
+
+Only where there is something to look at is it used instead of `Recorder`, which therefore costs what it did.
+Standard library alone: this lives in the training process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from effllm.records import ring
+from effllm.records.timeline import KINDS
+from effllm.trainer.device_time import DeviceTime
+from effllm.trainer.recorder import Recorder
+from effllm.trainer.torch_profile import Profiled, TorchProfile
+
+_NS = 1e-9
+
+
+class WatchedRecorder(Recorder):
+    """Stamps what `Recorder` does, and puts what was seen inside of iterations beside it.
+
+    Args:
+        writer: as `Recorder`'s, as are the next four.
+        log_interval: see there.
+        offset: see there.
+        wake: see there.
+        warn: see there.
+        profile_every: iterations whose number this divides are profiled; 0 is none.
+        torch: the module, where it is imported already.
+    """
+
+    __slots__ = ("_device", "_profile")
+
+    def __init__(
+        self,
+        writer: ring.RingWriter,
+        log_interval: int,
+        offset: int = 0,
+        wake: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda _line: None,
+        profile_every: int = 0,
+        torch: Any = None,
+    ) -> None:
+        super().__init__(writer, log_interval, offset, wake, warn)
+        self._profile = TorchProfile(profile_every, warn, torch) if profile_every else None
+        cuda = getattr(torch, "cuda", None)
+        self._device = DeviceTime(cuda) if hasattr(cuda, "Event") else None
+
+    def start(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp the start of an iteration; what the looking costs lies before it."""
+        if not self._on:
+            return
+        if self._profile is not None:
+            self._profile.start(self.ordinal + 1 + self._offset)
+        super().start(_now)
+        if self._device is not None:
+            try:
+                self._device.start()
+            except Exception as error:  # noqa: BLE001 - whatever CUDA raises must not end a training step
+                self._without_device(error)
+
+    def end(
+        self,
+        tokens_processed: int = 0,
+        samples: int = 0,
+        tokens: int | None = None,
+        tokens_loss: int = 0,
+        _now: Any = time.monotonic_ns,
+    ) -> None:
+        """Stamp the end of an iteration, as `Recorder.end`; what the looking costs lies after it."""
+        if not self._on:
+            return
+        if self._device is not None:
+            try:
+                self._device.end()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._without_device(error)
+            if (self.ordinal + 1 + self._offset) % self._log_interval == 0:
+                self._put_device(self.ordinal + 1)  # before the record that ends the window
+        step_ns = self._step_ns
+        super().end(tokens_processed, samples, tokens, tokens_loss, _now)
+        if self._profile is not None and (found := self._profile.end(self._end_ns)) is not None:
+            self._put_profile(found, self._step_ns - step_ns)
+
+    def sync_point(self, _now: Any = time.monotonic_ns) -> None:
+        """Stamp where this rank first waits for others, as `Recorder.sync_point`, on the device as well."""
+        super().sync_point(_now)
+        if self._device is not None and self._own_ns:
+            try:
+                self._device.sync_point()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._without_device(error)
+
+    def finish(self, status: str = "completed") -> None:
+        """Record how the loop ended, and look no more."""
+        if self._on:
+            if self._profile is not None:
+                self._profile.close(failed=status != "completed")
+            self._put_device(self.ordinal)
+        super().finish(status)
+
+    def _put_profile(self, found: Profiled, step_ns: int) -> None:
+        split, duration_ns = found.split, found.split.duration_ns
+        if not found.is_of_device:  # AL leaves out phases and waits for data that lie inside of the iteration
+            duration_ns = max(step_ns, split.exposed_ns + split.computing_ns)
+        begin_ns, end_ns = self._end_ns - duration_ns, self._end_ns
+        for what, communication_ns, exposed_ns in (
+            (ring.WHOLE, split.communication_ns, split.exposed_ns),
+            *((KINDS.index(kind), *times) for kind, times in split.kinds.items()),
+        ):
+            self._put(ring.PROFILE, what, self.ordinal, communication_ns, begin_ns, end_ns, exposed_ns * _NS)
+        self._put(ring.PROFILE, ring.COMPUTING, self.ordinal, split.computing_ns, begin_ns, end_ns, found.cost_ns * _NS)
+
+    def _put_device(self, ordinal: int) -> None:
+        if self._device is not None and self._device.iterations:
+            total_s = self._device.total_ns * _NS
+            self._put(ring.DEVICE_TIME, 0, ordinal, self._device.iterations, 0, 0, total_s)
+            if self._device.own_iterations:
+                self._put(ring.OWN_TIME, 0, ordinal, self._device.own_iterations, 0, 0, self._device.own_ns * _NS)
+
+    def _without_device(self, error: Exception) -> None:
+        self._device = None
+        self._warn(f"iterations are not timed on the device any more: {type(error).__name__}: {error}")
