@@ -12,7 +12,7 @@ import pytest
 from effllm.config.settings import VARIABLES
 from effllm.config.switches import ATTACH, PREFIX
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch" / "efficientllm_config.sh"
 SHELLS = {"bash": ["bash", "--noprofile", "--norc", "-c"], "zsh": ["zsh", "-f", "-c"]}
 

@@ -14,7 +14,7 @@ from effllm.devices.known import hardware
 from effllm.devices.known.hardware import PRECISIONS, ROWS, find, peak_flops_per_s
 from effllm.devices.known.sensors import SENSORS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
 
 # name as the driver prints it, dense bf16 in TFLOP/s and power in W by the datasheet
 KNOWN = [
@@ -423,7 +423,7 @@ def with_tables(page):
 def test_the_page_shows_the_table():
     page = PAGE.read_text()
 
-    assert page == with_tables(page), "run: python tests/test_hardware.py"
+    assert page == with_tables(page), "run: python tests/unit/test_hardware.py"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatr
 
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.system("megatron-lm", how="stand-in")]
 
-ERAS = Path(__file__).parent / "megatron_eras"
+ERAS = Path(__file__).parents[1] / "megatron_eras"
 NAMES = ["0_8", "0_12", "0_14", "0_16", "0_19"]
 OLD, NEW = "0_8", "0_19"
 MODEL, LENGTH = 144, 32

@@ -18,7 +18,7 @@ from effllm.commands.serving import NotVllm, Unreachable, address, between, fetc
 from effllm.devices import DeviceUnavailable
 from effllm.records.rank import COUNTER, Device, Sample
 
-STAND_IN = Path(__file__).parent.parent / "integration" / "vllm" / "stand_in.py"
+STAND_IN = Path(__file__).parents[2] / "integration" / "vllm" / "stand_in.py"
 
 
 def page(generated, prompt=0, *, engines=1, started=1000.0, waited=(0.0, 0), name="_total", running=1):

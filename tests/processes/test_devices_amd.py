@@ -17,7 +17,7 @@ from effllm.devices._amd_counter import CHECK_S, Reading, judge_counter
 from effllm.devices.amd import open_device
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 
-LIBRARY = Path(__file__).parent / "amdsmi_library"
+LIBRARY = Path(__file__).parents[1] / "amdsmi_library"
 LOOP = "loop.py"
 GIB = 2**30
 #: The library takes 2^-16 J for 15.3 uJ: 0.27 % too much.

@@ -13,7 +13,7 @@ from effllm.hooks import TARGETS
 from effllm.metrics import METRICS
 from effllm.records.events import KINDS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("integration/**/*.md")])
 
 

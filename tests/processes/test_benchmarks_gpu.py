@@ -17,7 +17,7 @@ from effllm.sensor_profile.record import LoadEdge
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 UUID = "GPU-7d1f9c3b-1111-2222-3333-444444444444"
 H100 = "NVIDIA H100 80GB HBM3"
 

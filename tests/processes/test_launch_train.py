@@ -11,7 +11,7 @@ import pytest
 
 from effllm.config.switches import PREFIX
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 LAUNCH = REPOSITORY / "launch"
 TRAIN = LAUNCH / "train_with_efficientllm.sh"
 TORCHRUN_HERE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]

@@ -23,7 +23,7 @@ from effllm.store.reader import WindowLine
 
 pytestmark = [pytest.mark.faults, pytest.mark.fault("unauthenticated-peers")]
 
-FLOOD, HOSTILE = (Path(__file__).with_name(name) for name in ("flood.py", "hostile_rank.py"))
+FLOOD, HOSTILE = (Path(__file__).parents[1] / name for name in ("flood.py", "hostile_rank.py"))
 PEERS = 10_000  # at once: one end of each takes a descriptor of the aggregator's 20,000 here
 KEYS = 500  # only their handshakes use cryptography in the aggregator
 

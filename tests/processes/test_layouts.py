@@ -10,7 +10,7 @@ if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatr
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 INTEGRATION = TESTS.parent / "integration" / "megatron_core"
 ALONE = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node"]
 

@@ -17,7 +17,7 @@ from after_fault import assert_whole
 pytestmark = [pytest.mark.faults, pytest.mark.fault("descriptors")]
 
 LOOP = str(jobs.SCRIPTS / "loop.py")
-FLOOD = str(jobs.Path(__file__).with_name("flood.py"))
+FLOOD = str(jobs.Path(__file__).parents[1] / "flood.py")
 
 #: Of a world of 200: 200, a fifth more, and 256.
 TOO_FEW = "496 open files are needed and 120 are allowed: raise the hard limit, by ulimit -Hn 496 in the shell of root"

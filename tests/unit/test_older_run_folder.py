@@ -13,7 +13,7 @@ from effllm.store.reader import read_events, read_ranks, read_windows
 from effllm.store.run_folder import RunFolder
 from effllm.store.summary_text import summary_text
 
-OLDER = Path(__file__).parent / "golden" / "run_folder_1"
+OLDER = Path(__file__).parents[1] / "golden" / "run_folder_1"
 
 
 def test_windows_of_an_older_folder_are_read():

@@ -30,7 +30,7 @@ from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
 
 from effllm.sinks import prometheus  # noqa: E402
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LABELS = {"run": "mine", "run_id": "abc"}
 
 

@@ -263,7 +263,7 @@ def test_installed_tensorflow_and_torch_are_not_imported(tmp_path):
         "sink.write(make_report()); sink.close()\n"
         "print(sorted({'tensorflow', 'torch'} & set(sys.modules)))"
     )
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         env={**os.environ, "PYTHONPATH": paths},

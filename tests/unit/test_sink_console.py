@@ -24,7 +24,7 @@ from effllm.store import window_text
 from effllm.store.closing_text import closing_text
 from effllm.store.summary_text import duration, errors_text, readable, rounded_up, summary_text
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 class Stream(io.StringIO):

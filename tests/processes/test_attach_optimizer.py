@@ -21,7 +21,7 @@ def backward(model=model):
     loss.backward()
     return loss.item()
 """
-TORCHRUN = Path(__file__).parent.parent / "integration" / "torchrun" / "train.py"
+TORCHRUN = Path(__file__).parents[2] / "integration" / "torchrun" / "train.py"
 ON = {"EFFICIENTLLM_ATTACH": "1", "EFFICIENTLLM_SINKS": "none"}
 
 

@@ -581,7 +581,7 @@ def test_the_console_log_has_the_block_of_every_window(folder):
     store.write(make_report(110, correction=True), ())
     store.close()
 
-    golden = (Path(__file__).parent / "golden" / "console_block.txt").read_text()
+    golden = (Path(__file__).parents[1] / "golden" / "console_block.txt").read_text()
     text = (folder / "console.log").read_text()
     assert text.startswith(golden)
     assert text.count("[EfficientLLM Metrics]") == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     str(path.relative_to(ROOT)): path
     for folder in ("effllm", "launch", "integration", "benchmarks", "tests")

@@ -12,7 +12,7 @@ import pytest
 
 from effllm.config.switches import PREFIX
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 INTEGRATION = REPOSITORY / "integration" / "megatron_core"
 
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:

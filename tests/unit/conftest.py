@@ -1,0 +1,25 @@
+"""Unit tests start no process: one that does fails, and belongs in tests/processes."""
+
+import sys
+
+import pytest
+
+PROCESS_EVENTS = {"subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+_in_test = False
+
+
+def _refuse_processes(event, _arguments):
+    if _in_test and event in PROCESS_EVENTS:
+        raise RuntimeError(f"a unit test started a process ({event}): it belongs in tests/processes")
+
+
+sys.addaudithook(_refuse_processes)  # a hook cannot be removed: the flag turns it off for other tests
+
+
+@pytest.fixture(autouse=True)
+def no_process():
+    """Refuse processes while a unit test runs."""
+    global _in_test
+    _in_test = True
+    yield
+    _in_test = False
