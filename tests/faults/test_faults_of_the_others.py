@@ -450,7 +450,7 @@ def test_zeus_6_counter_without_ticks_is_not_polled(tmp_path):
     assert len(reads) <= 2.6 / 0.002  # two checks at the start, of two milliseconds a read
     one = EnergyLedger(msgspec.structs.replace(gpu, sensor=sensor), 5.0)
     fed(one, (0, 1.0, 0.0), (1, 1.0, 1.0))
-    assert len(one.energy.reads_for(NS)) == 1
+    assert len(one.reads_for(NS)) == 1
 
 
 def test_zeus_6_stuck_sensor_is_reported(trace):
