@@ -251,7 +251,7 @@ class Conversation:
         if message.whole_job and self._connection.disconnect():  # so that its place is free for another
             self._forget_link()
         self.refused = message.reason
-        self._events.report("agent", f"refused: {message.reason}")
+        self._events.report("agent", f"rejected: {message.reason}")
         if not message.whole_job:
             write_notice(f"rank {self._trainer.rank} is left out of the metrics: {message.reason}")
         elif self._trainer.rank == 0:

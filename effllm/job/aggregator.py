@@ -60,8 +60,8 @@ class Aggregator:
         number = message.rank
         reason = self.roster.objection(message, now.mono_s)
         if reason:
-            text = f"rank {number} on {message.host} was refused: {reason}"
-            self.events.record(Event(now.unix_s, "refused", text, number))
+            text = f"rank {number} on {message.host} was rejected: {reason}"
+            self.events.record(Event(now.unix_s, "rejected", text, number))
             return reason
         is_new = self.roster.admit(message, now.mono_s)
         if is_new:
@@ -187,7 +187,9 @@ class Aggregator:
         now_s, ledger = now.mono_s, self.ledger
         until_s = now_s if heard_until_s is None else max(heard_until_s, now_s - MAX_BACKLOG_S)
         for rank, seconds in self.presence.fall_silent(until_s).items():
-            self.events.record(Event(now.unix_s, "silent", f"rank {rank} has said nothing for {seconds:.0f} s", rank))
+            self.events.record(
+                Event(now.unix_s, "rank_lost", f"rank {rank} is lost: no heartbeat for {seconds:.0f} s", rank)
+            )
         self._pass_time(now_s, now.unix_s)
         if self.open.has_late(now_s, for_s=late_every_s(ledger.world_size)):
             self._take_late(now)
@@ -219,7 +221,7 @@ class Aggregator:
     def give_up(self, rank: int, time_s: float) -> None:
         """Wait no more for a rank whose agent is known to be gone."""
         self.presence.give_up(rank)
-        self.events.record(Event(time_s, "silent", f"rank {rank}: its agent has gone without a farewell", rank))
+        self.events.record(Event(time_s, "rank_lost", f"rank {rank} is lost: its agent ended without a BYE", rank))
 
     def close_all(self) -> None:
         """Close all windows, at the end of the job."""
@@ -268,5 +270,5 @@ class Aggregator:
         if lost > rank.lost:
             why = "an aggregator died before they were written" if lost == rank.gaps else "its buffer was full"
             text = f"rank {number} lost {lost - rank.lost} reports: {why}"
-            self.events.record(Event(now.unix_s, "lost", text, number))
+            self.events.record(Event(now.unix_s, "reports_lost", text, number))
             rank.lost = lost

@@ -196,6 +196,6 @@ class Peers:
             count = one.rejected[kind] = one.rejected.get(kind, 0) + 1
             reported_from = REPORTED_FROM if kind == NO_HELLO else 1
             if count == reported_from:
-                self._events.append(Event(time.time(), "refused", text, one.rank if one.agent else None))
+                self._events.append(Event(time.time(), "rejected", text, one.rank if one.agent else None))
             self._repeated += count > reported_from
         return text

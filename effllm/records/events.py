@@ -26,17 +26,19 @@ KINDS: dict[str, Kind] = {
     # Ranks and agents
     "joined": Kind(FILE, "A rank's agent connected."),
     "left": Kind(FILE, "A rank ended, with its status."),
-    "silent": Kind(ONCE, "A rank's agent sent nothing for 15 s, or its process is gone.", is_problem=True),
-    "back": Kind(ONCE, "An agent that was silent sends again."),
+    "rank_lost": Kind(ONCE, "A rank's agent sent nothing for 15 s, or its process is gone.", is_problem=True),
+    "back": Kind(ONCE, "The agent of a lost rank sends again."),
     "missing": Kind(FILE, "A window closed without the report of a rank."),
     "late": Kind(FILE, "A report came after its window had closed; totals were corrected."),
-    "lost": Kind(ALWAYS, "Reports of a rank will never arrive.", is_problem=True),
+    "reports_lost": Kind(ALWAYS, "Reports of a rank will never arrive.", is_problem=True),
     "restarted": Kind(ALWAYS, "The job was started again and continues in the same run folder."),
     "agent": Kind(FILE, "Another report of an agent, or of what it samples."),
     "warning": Kind(ONCE, "A warning from the training process.", is_problem=True),
     "disagreement": Kind(ONCE, "Ranks report different parameter counts of the whole model.", is_problem=True),
     # Connections
-    "refused": Kind(ONCE, "A peer was rejected; each rejection is counted, not each is a line.", is_problem=True),
+    "rejected": Kind(
+        ONCE, "A peer was rejected; each rejection is counted, repeated ones without a line.", is_problem=True
+    ),
     "garbage": Kind(ONCE, "A frame was rejected because it could not be decoded.", is_problem=True),
     "security": Kind(FILE, "How connections are protected."),
     "descriptors": Kind(ALWAYS, "The limit of open files is too low for the job.", is_problem=True),

@@ -66,7 +66,7 @@ class Admission:
             self._aggregator.events.record(event)
         if repeated := self._peers.take_repeated() + self._peer_admission.take_repeated():
             text = "peers that were rejected before were rejected again"
-            self._aggregator.events.record(Event(time.time(), "refused", text, count=repeated))
+            self._aggregator.events.record(Event(time.time(), "rejected", text, count=repeated))
 
     @property
     def counts(self) -> dict[str, int]:

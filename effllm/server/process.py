@@ -180,7 +180,7 @@ class Server:
 
     def _receive(self) -> None:
         for line in self._peer_admission.poll(time.monotonic()):
-            self._aggregator.events.record(Event(time.time(), "refused", line))
+            self._aggregator.events.record(Event(time.time(), "rejected", line))
         if self._messages.receive():
             self._heard_until_s = time.monotonic()
             if seconds := max(pause_s(self._aggregator.ledger.world_size), FLOOD_PAUSE_S * self._messages.is_flooded):

@@ -69,7 +69,7 @@ def test_wall_clock_step_changes_no_duration_or_energy(launch, clock, step_s):
     assert all(row.end_time_s - row.start_time_s == approx(row.wall_s, abs=1e-3) for row in rows)
     assert 0 < summary.elapsed_s < took_s
     assert sum(summary.time_by_class.values()) < took_s
-    assert not {"silent", "missing", "stalled", "lost", "late"} & summary.events.keys()
+    assert not {"rank_lost", "missing", "stalled", "reports_lost", "late"} & summary.events.keys()
 
 
 @pytest.mark.fault("clock-off")
@@ -97,4 +97,4 @@ def test_wrong_clock_of_a_node_changes_no_window_or_verdict(launch, clock, tmp_p
     assert summary.elapsed_s < HOUR_S / 2
     assert summary.coverage.reports_late == summary.coverage.reports_lost == 0
     assert all(abs(report.time_s - time.time()) < HOUR_S / 2 for report in ledger.windows)
-    assert not {"silent", "missing", "stalled", "straggler"} & summary.events.keys()
+    assert not {"rank_lost", "missing", "stalled", "straggler"} & summary.events.keys()

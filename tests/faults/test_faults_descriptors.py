@@ -145,7 +145,7 @@ def test_job_that_ends_without_free_descriptors_keeps_totals(launch):
         ranks = [launch.code(TRAIN.format(str(enough)), environ=place, endpoint=endpoint) for place in places]
         jobs.until(lambda: sum(event.kind == "joined" for event in ledger.events) == 2)
         with silent_connections(endpoint.rpartition(":")[2]):
-            jobs.until(lambda: [text for text in ledger.event_texts("refused") if "connect" in text])
+            jobs.until(lambda: [text for text in ledger.event_texts("rejected") if "connect" in text])
             enough.touch()
             for rank in ranks:
                 rank.done()
@@ -166,7 +166,7 @@ def test_exhausted_descriptors_use_no_core_and_recover(launch):
         jobs.until(lambda: "joined" in {event.kind for event in ledger.events})
         server = psutil.Process(aggregator.process.pid)
         with silent_connections(endpoint.rpartition(":")[2]):
-            (line,) = jobs.until(lambda: [text for text in ledger.event_texts("refused") if "connect" in text])
+            (line,) = jobs.until(lambda: [text for text in ledger.event_texts("rejected") if "connect" in text])
             second = start(1)
             jobs.until(lambda: server.num_fds() < 120)  # files can still be opened
             before, began_s = server.cpu_times(), time.monotonic()
@@ -185,4 +185,4 @@ def test_exhausted_descriptors_use_no_core_and_recover(launch):
     assert line == "no further rank can connect: Too many open files; the limit of open files (ulimit -n) is 120"
     assert busy < 0.2  # it was 0.77 when the aggregator kept polling
     assert_whole(ledger, {0: first.output(), 1: second.output()})
-    assert sum("no further rank can connect" in text for text in ledger.event_texts("refused")) == 1
+    assert sum("no further rank can connect" in text for text in ledger.event_texts("rejected")) == 1

@@ -126,4 +126,4 @@ def test_lost_host_is_missing_and_the_job_ends(job):
     assert summary.energy.measured_joules == pytest.approx(
         sum(row.energy_j for row in ledger.ranks if row.energy_j is not None), rel=1e-6
     )
-    assert any("2" in text for text in ledger.event_texts("missing") + ledger.event_texts("silent"))
+    assert any("2" in text for text in ledger.event_texts("missing") + ledger.event_texts("rank_lost"))

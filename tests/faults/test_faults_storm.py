@@ -206,4 +206,4 @@ def test_million_memory_errors_delay_no_window(aggregator):
     assert (ledger.folder / "events.jsonl").stat().st_size < 10e6
     assert [report.window for report in ledger.windows] == list(range(1, windows + 1))
     assert {report.coverage.ranks_reporting for report in ledger.windows} == {4}
-    assert not ledger.summary.events.keys() & {"missing", "late", "lost", "throttled"}
+    assert not ledger.summary.events.keys() & {"missing", "late", "reports_lost", "throttled"}

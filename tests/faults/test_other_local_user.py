@@ -69,7 +69,7 @@ def test_other_local_user_does_not_take_the_place_of_a_rank(launch, intruder, re
 
     def rejected():
         intrude_again()
-        return [text for text in first.ledger.event_texts("refused") if "was rejected" in text]
+        return [text for text in first.ledger.event_texts("rejected") if "was rejected" in text]
 
     jobs.until(rejected)
     second = rank_of_job(launch, 1)

@@ -277,7 +277,7 @@ def test_unauthenticated_peers_are_rejected_counted_and_named(hosts, launch):
     assert answers == ["refused"] * 4
 
     def rejections():
-        return sorted(text for text in nodes[0].ledger.event_texts("refused") if text.startswith("a peer at "))
+        return sorted(text for text in nodes[0].ledger.event_texts("rejected") if text.startswith("a peer at "))
 
     jobs.until(lambda: len({text.split()[3] for text in rejections()}) >= 4)
     for node in nodes:

@@ -314,7 +314,7 @@ def test_hostile_bytes_at_the_port_do_not_change_the_job(launch):
             "lies outside a world",
             "its LOG_INTERVAL is 7, the job's is 10",
         ):
-            jobs.until(lambda reason=reason: any(reason in text for text in ledger.event_texts("refused")))
+            jobs.until(lambda reason=reason: any(reason in text for text in ledger.event_texts("rejected")))
         jobs.until(lambda: len(ledger.event_texts("garbage")) >= 5)
         count = rank.finish()
         assert not aggregator.job.left()
@@ -337,7 +337,7 @@ def test_huge_world_size_is_rejected_without_using_memory(launch):
 
     assert aggregator.ledger.summary.tokens == 2000
     assert any(
-        "a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.event_texts("refused")
+        "a world of 1099511627776 ranks is beyond reason" in text for text in aggregator.ledger.event_texts("rejected")
     )
 
 

@@ -66,6 +66,6 @@ def test_ending_job_does_not_wait_for_lost_ranks():
     assert aggregator.finished(8.0)
     assert aggregator.presence.is_deserted
     assert aggregator.summary(1008.0, ended=True).status == "killed"
-    assert [event.text for event in aggregator.events.take() if event.kind == "silent"] == [
-        "rank 1: its agent has gone without a farewell"
+    assert [event.text for event in aggregator.events.take() if event.kind == "rank_lost"] == [
+        "rank 1 is lost: its agent ended without a BYE"
     ]

@@ -78,7 +78,7 @@ def test_message_for_another_rank_or_agent_is_rejected_and_named(peers, message)
     assert peers.objection(b"a", message)
 
     (event,) = peers.take_events()
-    assert (event.kind, event.rank) == ("refused", 0)
+    assert (event.kind, event.rank) == ("rejected", 0)
     assert "node-0" in event.text
     assert peers.rejected == {WRONG_RANK: 2}
 
@@ -102,7 +102,7 @@ def test_message_before_hello_is_rejected(peers, message):
     assert all(refused)
     assert peers.rejected == {NO_HELLO: 5}
     (event,) = peers.take_events()
-    assert (event.kind, event.rank) == ("refused", None)
+    assert (event.kind, event.rank) == ("rejected", None)
     assert event.text == "a connection without a HELLO sent another message first"
 
 
@@ -319,9 +319,9 @@ def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, hand_a
     assert (summary.status, summary.tokens) == ("completed", 2000)
     assert summary.events[WRONG_RANK] == 2
     assert summary.events[REJECTED_HELLO] == 2
-    assert any("lies outside a world of 2" in text for text in aggregator.ledger.event_texts("refused"))
-    assert any("belongs to another job" in text for text in aggregator.ledger.event_texts("refused"))
-    assert any("sent a message of rank 1" in text for text in aggregator.ledger.event_texts("refused"))
+    assert any("lies outside a world of 2" in text for text in aggregator.ledger.event_texts("rejected"))
+    assert any("belongs to another job" in text for text in aggregator.ledger.event_texts("rejected"))
+    assert any("sent a message of rank 1" in text for text in aggregator.ledger.event_texts("rejected"))
 
 
 @pytest.mark.faults

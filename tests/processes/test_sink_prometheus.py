@@ -300,7 +300,7 @@ def test_collective_event_adds_its_count(sink):
 def test_rules_use_served_metrics(sink):
     run = complete_totals(100)
     sink.write(msgspec.structs.replace(make_report(100), values=metrics.evaluate(run, run, run)))
-    sink.event(Event(1.0, "refused", "rank 0 sent a message of rank 1"))
+    sink.event(Event(1.0, "rejected", "rank 0 sent a message of rank 1"))
     asked = set(re.findall(r"\befficientllm_\w+", (CONFIGS / "prometheus_rules.yml").read_text()))
 
     assert len(asked) >= 6

@@ -162,7 +162,7 @@ def test_silent_rank_is_not_waited_for_and_may_return():
     job.wait(1, 0)
 
     assert [report.window for report in job.closed()] == [1]
-    assert [event.rank for event in job.events("silent")] == [1]
+    assert [event.rank for event in job.events("rank_lost")] == [1]
     job.beat(1)
     assert [event.rank for event in job.events("back")] == [1]
     job.send(row(0, 2))
@@ -400,7 +400,7 @@ def test_lost_reports_of_an_agent_are_counted_once():
     job.send(row(1), agent_cpu_s=1.5)
 
     assert job.closed()[0].coverage.reports_lost == 4
-    assert [event.text[:20] for event in job.events("lost")] == ["rank 0 lost 3 report", "rank 0 lost 1 report"]
+    assert [event.text[:20] for event in job.events("reports_lost")] == ["rank 0 lost 3 report", "rank 0 lost 1 report"]
     assert job.summary().overhead.agents_cpu_s == 1.5
 
 
@@ -420,7 +420,7 @@ def test_rank_of_another_job_is_rejected_with_the_reason():
     assert job.refused(1, log_interval=0) == "its LOG_INTERVAL is 0, the job's is 10"
     assert job.refused(0, world_size=0) == "rank 0 lies outside a world of 0"
     assert job.refused(0, world_size=2**40) == f"a world of {2**40} ranks is beyond reason"
-    assert len(job.events("refused")) == 10
+    assert len(job.events("rejected")) == 10
     assert job.refused(1, offset=30) == "", "boundaries agree"
 
 
@@ -916,7 +916,7 @@ def test_gap_in_reports_is_counted_once_over_a_replacement():
     job = Job().join()
     job.send(row(0, 1), row(1, 1))
     job.send(row(0, 4))  # two are missing before it; its window is open
-    assert [event.text for event in job.events("lost")] == [
+    assert [event.text for event in job.events("reports_lost")] == [
         "rank 0 lost 2 reports: an aggregator died before they were written"
     ]
     second = Job(snapshot=restore(job.aggregator.snapshot())).join()

@@ -46,7 +46,7 @@ def numbers_of(totals):
 
 
 def test_written_records_are_read_back(folder):
-    report, event = make_report(100), Event(1.0, "lost", "rank 3 is gone", 3)
+    report, event = make_report(100), Event(1.0, "reports_lost", "rank 3 is gone", 3)
     store = open_run_folder(folder, {})
     store.write(report, [make_row(rank) for rank in range(8)])
     store.write_events([event])
@@ -76,7 +76,7 @@ def test_every_file_has_its_schema_version_once(folder):
     store = open_run_folder(folder, {})
     for iteration in (100, 110):
         store.write(make_report(iteration), [make_row(iteration=iteration)])
-        store.write_events([Event(1.0, "lost", f"rank {iteration} is gone")])
+        store.write_events([Event(1.0, "reports_lost", f"rank {iteration} is gone")])
     store.write_summary(make_summary())
     store.close()
 
@@ -247,7 +247,7 @@ def test_segments_rotate_and_are_read_in_order(folder):
 def test_oldest_detail_is_removed_at_the_size_limit(folder):
     warnings = []
     store = RunFolder(folder, {"model": "7B"}, limit_mb=1, warn=warnings.append)
-    store.write_events([Event(1.0, "lost", "rank 3 is gone", 3)])
+    store.write_events([Event(1.0, "reports_lost", "rank 3 is gone", 3)])
     for iteration in range(10, 4010, 10):
         store.write(make_report(iteration), [make_row(rank, iteration) for rank in range(4)])
     store.write_summary(make_summary("completed"))
@@ -261,7 +261,7 @@ def test_oldest_detail_is_removed_at_the_size_limit(folder):
     rows = [row.iteration_last for row in read_ranks(folder)]
     assert rows[0] > 10
     assert rows[-1] == 4000
-    assert [event.kind for event in read_events(folder)] == ["lost"]
+    assert [event.kind for event in read_events(folder)] == ["reports_lost"]
     assert (folder / "summary.json").exists()
     assert json.loads((folder / "run.json").read_text())["model"] == "7B"
     (line,) = [line for line in warnings if "1 MB" in line]
@@ -377,7 +377,7 @@ def test_lines_of_a_full_disk_are_written_later_with_one_warning(folder):
     with largest_file(0):
         for iteration in (110, 120):
             store.write(make_report(iteration), [make_row(iteration=iteration)])
-        store.write_events([Event(1.0, "lost", "rank 3 is gone")])
+        store.write_events([Event(1.0, "reports_lost", "rank 3 is gone")])
         store.write_summary(make_summary("completed"))
         assert not store.save_state(b"state")
     assert [report.iteration for report in read_windows(folder)] == [100]
@@ -445,7 +445,7 @@ def test_removed_folder_is_made_again_with_its_facts(folder):
     store.write(make_report(100), ())
     shutil.rmtree(folder.parent)
     store.write(make_report(110), [make_row(iteration=110)])
-    store.write_events([Event(1.0, "lost", "rank 3 is gone")])
+    store.write_events([Event(1.0, "reports_lost", "rank 3 is gone")])
     assert store.save_state(b"state")
     store.write_summary(make_summary())
 
@@ -679,7 +679,7 @@ def test_empty_folder_has_no_records(tmp_path):
     assert (list(read_windows(tmp_path)), list(read_ranks(tmp_path)), list(read_events(tmp_path))) == ([], [], [])
 
 
-WHOLE = msgspec.json.encode(Event(1.0, "lost", "rank 3 is gone"))
+WHOLE = msgspec.json.encode(Event(1.0, "reports_lost", "rank 3 is gone"))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)

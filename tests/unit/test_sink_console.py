@@ -307,8 +307,8 @@ def test_notable_events_print_once_without_control_characters():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for kind, text in [
-        ("silent", "rank 3 \x1b[31mis\ngone"),
-        ("silent", "rank 3 \x1b[31mis\ngone"),
+        ("rank_lost", "rank 3 \x1b[31mis\ngone"),
+        ("rank_lost", "rank 3 \x1b[31mis\ngone"),
         ("joined", "rank 4"),
     ]:
         sink.event(Event(0.0, kind, text))
@@ -320,7 +320,7 @@ def test_after_twenty_events_one_line_names_the_event_file():
     stream = Stream()
     sink = open_sink("console", make_run(stdout=stream))
     for number in range(100):
-        sink.event(Event(0.0, "silent", f"rank {number} is gone"))
+        sink.event(Event(0.0, "rank_lost", f"rank {number} is gone"))
     sink.event(Event(0.0, "xid", "GPU 0: Xid 79"))
 
     lines = stream.getvalue().splitlines()
