@@ -1,4 +1,4 @@
-"""The connections of a listening socket: exhausted descriptors, and failed handshakes with their addresses."""
+"""Monitors the connections of a listening socket: failed handshakes with their addresses, exhausted descriptors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import zmq
 
 from effllm.network.descriptors import Reserve
 from effllm.network.intake import Intake
-from effllm.network.monitor import receive_event
 from effllm.network.rejections import NO_KEY, NO_PROTOCOL, OTHER_SECRET, Rejections
+from effllm.network.transport import receive_event
 
-_MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, which pyzmq does not name
-_MAX_EVENTS = 200  # of one call: a few ms
+_MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH of zmq.h, missing in pyzmq
+_MAX_EVENTS = 200  # per call: a few ms
 _RETRY_EVERY_S = 1.0
 _FIND_TIMEOUT_S = 0.1
 _HANDSHAKES = (
@@ -26,10 +26,10 @@ _HANDSHAKES = (
 
 
 class Connections:
-    """Watches a socket that listens, by ZeroMQ's monitor.
+    """Watches a listening socket with a ZeroMQ monitor.
 
     Args:
-        watched: the socket, which listens already and so has a port.
+        watched: the socket; it already listens on a port.
         rejections: counts failed handshakes; without it they are not watched.
     """
 
@@ -39,8 +39,8 @@ class Connections:
         self._events = _HANDSHAKES if rejections is not None else 0
         self._addresses: dict[int, str] = {}  # by descriptor
         self._unread: list[tuple[int, int]] = []
-        self._why = ""  # reason of the failure whose disconnection comes next
-        self.decided = 0  # connections that the gate admitted or rejected, and that may end
+        self._why = ""  # reason of the last failed handshake, until its disconnection is reported
+        self.decided = 0  # open connections that the gate has admitted or rejected
         self.accept_error = 0  # errno of the first connection that could not be accepted
         self._retry_at_s = 0.0
         self.socket: zmq.Socket[bytes] | None = None
@@ -62,7 +62,7 @@ class Connections:
         self.socket = monitor
 
     def poll(self, now_s: float) -> None:
-        """Process the events since the last call; afterwards the socket to wait on may be another one, or none."""
+        """Process the events since the last call; this may replace or remove `socket`."""
         if self._intake.is_held and now_s >= self._retry_at_s:
             self._retry_at_s = now_s + _RETRY_EVERY_S
             if self._reserve.take():
@@ -75,7 +75,8 @@ class Connections:
         while taken < _MAX_EVENTS and (events := self._unread or self._receive()):
             taken += len(events)
             found = {value: _peer_address(value) for event, value in events if event == zmq.EVENT_ACCEPTED}
-            # ZeroMQ reports an end before it closes the descriptor: without one, the address is this connection's.
+            # ZeroMQ reports a disconnection before it closes the descriptor.  So an address belongs to this
+            # connection unless a disconnection of its descriptor was reported.
             self._unread = self._receive()
             for event, value in events:
                 self._take(event, value, now_s)
@@ -99,17 +100,17 @@ class Connections:
             self._why = NO_PROTOCOL
         elif event == zmq.EVENT_DISCONNECTED and self._rejections is not None:
             address = self._addresses.pop(value, "")
-            # ZeroMQ's thread reports the reason of a failed handshake first, and its end directly afterwards.
-            if self._why or not self.decided:  # more have ended than the gate decided on: this one ended before it
+            # ZeroMQ's thread reports the reason of a failed handshake first, and the disconnection directly afterwards.
+            if self._why or not self.decided:  # more have ended than the gate decided on: this one never reached it
                 self._rejections.reject(address, self._why or NO_PROTOCOL)
                 self._why = ""
             else:
                 self.decided -= 1
 
     def _hold(self, now_s: float) -> None:
-        """Accept no connection for a second: ZeroMQ tries one that cannot be accepted 100,000 times a second."""
+        """Accept no connection for a second: ZeroMQ retries a failed accept 100,000 times a second."""
         if self._intake.is_held:
-            return  # the event is older
+            return  # the event is from before the hold
         is_held = self._intake.hold()
         self._reserve.release()  # for files
         if not is_held and not (self._intake.find() and self._intake.hold()):
@@ -128,7 +129,7 @@ class Connections:
 
 
 def _peer_address(descriptor: int) -> str:
-    """Return the address of a connection's other end; empty where it has ended."""
+    """Return the address of a connection's peer; empty if the connection has ended."""
     try:
         with socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM) as copy:
             name = copy.getpeername()

@@ -1,8 +1,8 @@
-"""CURVE on ZeroMQ's sockets: the keys, derived from the user's secret, and the list of admitted peers.
+"""CURVE on ZeroMQ's sockets: the keys, derived from the user's secret, and the list of admitted keys.
 
-Without the list CURVE encrypts and admits any key that a peer makes up (RFC 26 leaves that to ZAP, RFC 27).  It has
-one key: that of this job's agents, which all have the secret.  The server's key is the user's, not the job's, so
-that an agent of another job reaches the list and can be distinguished from an unauthenticated peer.
+Without the list CURVE encrypts but admits any key that a peer makes up (RFC 26 leaves admission to ZAP, RFC 27).
+The list has one key, shared by all agents of this job and derived from the secret.  The server's key belongs to
+the user, not to the job: an agent of another job reaches the list and is distinguished from an unauthenticated peer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from effllm.network.secret import derive
 
 DOMAIN = b"effllm"
 _ZAP = "inproc://zeromq.zap.01"
-_MAX_REQUESTS = 100  # of one call: a few ms
+_MAX_REQUESTS = 100  # per call: a few ms
 _FRAMES = 9  # of a request: two of the router's, then version, id, domain, address, identity, mechanism, key
 
 
@@ -42,7 +42,7 @@ class AgentKeys:
 
     @classmethod
     def of(cls, secret: bytes, job: str) -> AgentKeys:
-        """Return the keys of a job's agents; an aggregator without a job has the empty one."""
+        """Return the keys of a job's agents; the job is empty for an aggregator without a job."""
         return cls(KeyPair.of(derive(secret, "agents", job)), KeyPair.of(derive(secret, "server")).public)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
@@ -71,9 +71,9 @@ class ServerKeys:
 
 
 class Gate:
-    """Answers ZeroMQ's requests for authentication (ZAP): peers with the agents' key are admitted, no others.
+    """Answers ZeroMQ's requests for authentication (ZAP): only peers with the agents' key are admitted.
 
-    One per context, made before the socket that uses it; its socket is served by that socket's poller.
+    One per context, made before the socket that uses it.  Its socket belongs into the same poller.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> None:
@@ -83,7 +83,7 @@ class Gate:
         self.socket.bind(_ZAP)
 
     def answer(self) -> list[tuple[str, bool]]:
-        """Answer all waiting peers; return their addresses, and whether they were admitted."""
+        """Answer all waiting peers; return the address of each, and whether it was admitted."""
         answered = []
         for _ in range(_MAX_REQUESTS):
             try:
@@ -91,7 +91,7 @@ class Gate:
             except zmq.Again:
                 break
             if len(frames) < 5 or frames[2] != b"1.0":
-                continue  # not a request of this protocol: ZeroMQ sends no other
+                continue  # not a ZAP request; ZeroMQ sends no other
             mechanism, key = (frames[7], frames[8]) if len(frames) == _FRAMES else (b"", b"")
             is_admitted = frames[4] == DOMAIN and mechanism == b"CURVE" and key == self._admitted
             answered.append((frames[5].decode(errors="replace").removeprefix("::ffff:"), is_admitted))

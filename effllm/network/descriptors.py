@@ -1,4 +1,4 @@
-"""The limit of open files of a process: a connection is one.  Standard library alone."""
+"""The limit of open files of a process; each connection takes one.  Standard library only."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 import resource
 
 _UNLIMITED = resource.RLIM_INFINITY
-_OWN = 256  # that are no rank's: of sinks, ZeroMQ, connections before their handshake
-_OWN_AT_LEAST = 96  # an aggregator of two ranks has 21 open
-HELD_BACK = 16  # a window and its summary take six at once
+_OWN = 256  # for sinks, ZeroMQ, and connections before their handshake
+_MIN_OWN = 96  # an aggregator of two ranks has 21 open
+RESERVED = 16  # a window and its summary need six at once
 
 
 def needed(peers: int) -> int:
-    """Return the limit that an aggregator of so many peers needs: a fifth more, for reconnections, and its own."""
-    return peers + -(-peers // 5) + min(_OWN, _OWN_AT_LEAST + peers)
+    """Return the limit that an aggregator needs: one per peer, a fifth more for reconnections, and its own files."""
+    return peers + -(-peers // 5) + min(_OWN, _MIN_OWN + peers)
 
 
 def shortage(peers: int) -> str:
-    """Return why our limits do not suffice for an aggregator of so many peers, or an empty string.
+    """Return why the limits of this process do not suffice for an aggregator of ``peers``, or an empty string.
 
-    They are not changed: the caller is a trainer.  The aggregator raises its own.
+    The limits stay unchanged, since the caller is a trainer.  The aggregator raises its own.
     """
     least = needed(peers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -35,10 +35,12 @@ def shortage(peers: int) -> str:
 
 
 def raise_limit(least: int = 0) -> str:
-    """Raise the soft limit to the hard one, and that too where permitted; return why it does not suffice, or empty.
+    """Raise the soft limit to the hard limit, and the hard limit if permitted.
+
+    Return an empty string, or why the limit does not suffice.
 
     Args:
-        least: the number of files that are needed.
+        least: the required number of files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != _UNLIMITED and hard < least:
@@ -62,25 +64,25 @@ def _line(least: int, allowed: int) -> str:
 
 
 class Reserve:
-    """Descriptors that are held back from connections, so that files can still be opened when those use all others."""
+    """Reserved descriptors, so that files can still be opened when connections use all others."""
 
     def __init__(self) -> None:
-        self._held: list[int] = []
+        self._descriptors: list[int] = []
 
     def take(self) -> bool:
-        """Hold them back; where fewer than these and one more are free, hold none and return ``False``."""
-        if self._held:
+        """Reserve them, all or none; ``False`` if fewer than RESERVED and one more are free."""
+        if self._descriptors:
             return True
         try:
-            self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-            while len(self._held) <= HELD_BACK:
-                self._held.append(os.dup(self._held[0]))
+            self._descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            while len(self._descriptors) <= RESERVED:
+                self._descriptors.append(os.dup(self._descriptors[0]))
         except OSError:
             self.release()
             return False
-        os.close(self._held.pop())
+        os.close(self._descriptors.pop())
         return True
 
     def release(self) -> None:
-        while self._held:
-            os.close(self._held.pop())
+        while self._descriptors:
+            os.close(self._descriptors.pop())

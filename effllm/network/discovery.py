@@ -1,8 +1,9 @@
-"""How the ranks of a job find their aggregator.  Standard library, and torch where it already is.
+"""How the ranks of a job find their aggregator.  Standard library, and torch if the trainer has imported it.
 
-``EFFICIENTLLM_ENDPOINT``, else the store that torchrun runs, else (srun, mpirun) a file beside the run folders, else a
-single process on loopback.  A record found there may be of an earlier attempt, so a rank goes on looking until its
-agent has been welcomed.  A record counts only with the signature of the user's secret.
+The address comes from ``EFFICIENTLLM_ENDPOINT``, else from torchrun's store, else (srun, mpirun) from a file beside
+the run folders; a job of one process uses loopback.  A record in the store or file may be of an earlier attempt.
+So a rank continues its search until the aggregator has welcomed its agent.  A record is valid only with a signature
+by the user's secret.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from effllm.store import own_files
 PROBE_S = 0.5
 STORE_S = 5.0
 GIVE_UP_S = 300.0
-LOOK_AGAIN_S, LOOK_AGAIN_MOST_S = 0.5, 10.0  # whether an address that was found is still rank 0's
+MIN_RECHECK_S, MAX_RECHECK_S = 0.5, 10.0  # period of the check whether a found address is still rank 0's
 MAX_RECORD_BYTES = 4096
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - for a folder in them that is checked
 
@@ -40,18 +41,18 @@ is_loopback = interface.is_loopback
 
 
 def is_secured(config: Config) -> bool:
-    """Whether reports are to be encrypted and peers without the key rejected; on loopback too: it is all users'."""
+    """Whether reports are encrypted and peers without the key rejected; on loopback too, which all users share."""
     return config.security != "none"
 
 
 def find_secret(config: Config) -> Config:
-    """Make the user's secret where there is none, for a job on one host; return the settings that lead to it.
+    """Make the user's secret if it is missing, for a job on one host; return settings with its path.
 
-    Where it cannot be in the home (read-only, missing, without hard links) it is in a folder of the user's alone for
-    temporary files, which all ranks on the host find.
+    If the home folder cannot hold it (read-only, missing, without hard links), it is put into a private folder for
+    temporary files, where all ranks on the host find it.
 
     Raises:
-        SecretError: it can be in none of them; the message names the first.
+        SecretError: no folder can hold it; the message names the first.
     """
     try:
         secret.create(secret_path(config))
@@ -85,29 +86,29 @@ def openness(endpoint: str) -> str:
 
 
 class RecordSource(Protocol):
-    """Where rank 0's record is published and looked for."""
+    """A place where rank 0 publishes its record and other ranks read it."""
 
-    key: str  # what a signature of the record holds for
+    key: str  # signed with the record, which so is valid in this place only
 
     def connect(self) -> bool:
-        """Connect if that is possible now; never waits long."""
+        """Connect without a long wait; ``False`` if that is not possible now."""
 
     def publish(self, record: dict[str, str]) -> bool:
-        """Set the record; ``False`` where that does not work now."""
+        """Set the record; ``False`` if that is not possible now."""
 
-    def look(self) -> dict[str, str] | None:
-        """Return the record if there is one."""
+    def read(self) -> dict[str, str] | None:
+        """Return the record, if it exists."""
 
 
 class Store:
-    """The key-value store that torchrun already runs, as one more client of it.
+    """A client of torchrun's key-value store.
 
     Raises:
         DiscoveryError: torch is not in this process, so there is no client.
     """
 
     def __init__(self, place: Place, generation: int) -> None:
-        # torchrun's restart count is per node, so it only names an attempt where there is one node.
+        # torchrun's restart count is per node, so it identifies an attempt only in a job of one node.
         attempt = place.restart_count if place.one_host else 0
         self.key = f"efficientllm/{place.run_id}/{attempt}/{generation}/endpoint"
         self._place = place
@@ -117,7 +118,6 @@ class Store:
             raise DiscoveryError("the store of torchrun needs torch imported first, or EFFICIENTLLM_ENDPOINT set")
 
     def connect(self) -> bool:
-        """Connect if the port is open now; never waits long."""
         address, port = self._place.master_addr, self._place.master_port
         try:
             socket.create_connection((address, port), PROBE_S).close()  # TCPStore would wait for minutes
@@ -135,7 +135,7 @@ class Store:
             return False
         return True
 
-    def look(self) -> dict[str, str] | None:
+    def read(self) -> dict[str, str] | None:
         try:
             if not self._store.check([self.key]):
                 return None
@@ -145,10 +145,10 @@ class Store:
 
 
 class SharedFile:
-    """A file beside the run folders, for launchers that run no store: srun and mpirun.
+    """A file beside the run folders, for launchers without a store: srun and mpirun.
 
     Raises:
-        DiscoveryError: this launch has no id, so the file would have no name.
+        DiscoveryError: this launch has no id, from which the file's name is made.
     """
 
     def __init__(self, place: Place, config: Config, generation: int) -> None:
@@ -163,11 +163,10 @@ class SharedFile:
         self.path = Path(config.run_dir).absolute() / f".address-{name}-{generation}"
 
     def connect(self) -> bool:
-        """Need nothing."""
         return True
 
     def publish(self, record: dict[str, str]) -> bool:
-        """Write the record, whole; ``False`` where the folder cannot be written."""
+        """Write the record atomically; ``False`` if the folder is not writable."""
         temporary = self.path.with_name(f"{self.path.name}-{secrets.token_hex(4)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
@@ -181,13 +180,13 @@ class SharedFile:
             return False
         return True
 
-    def look(self) -> dict[str, str] | None:
-        """Return the record if rank 0 has written it; a file of another user is none."""
+    def read(self) -> dict[str, str] | None:
+        """Return the record if rank 0 has written it; files of other users are ignored."""
         return _read(self.path)
 
 
 def remove(path: Path, job: str) -> None:
-    """Take a job's record away, unless another's has taken its place."""
+    """Delete a job's record, unless another job has replaced it."""
     record = _read(path)
     if record is not None and record.get("job") == job:
         with contextlib.suppress(OSError):
@@ -195,19 +194,19 @@ def remove(path: Path, job: str) -> None:
 
 
 def source(place: Place, config: Config, generation: int) -> RecordSource | None:
-    """Return where the ranks of a job meet, or ``None`` for a job of one rank.
+    """Return the place of rank 0's record, or ``None`` for a job of one rank.
 
     Raises:
         DiscoveryError: there is no such place.
     """
     if place.world_size == 1:
         return None
-    has_store = place.launcher in ("torchrun", "torch.distributed")  # the second: of the process group that is there
+    has_store = place.launcher in ("torchrun", "torch.distributed")  # the second: from an existing process group
     return Store(place, generation) if has_store else SharedFile(place, config, generation)
 
 
 def publish(source: RecordSource, record: dict[str, str], failed: Callable[[str], None]) -> None:
-    """Publish rank 0's record, at once or as soon as that is possible."""
+    """Publish rank 0's record at once, or else in a thread that retries."""
     if source.connect() and source.publish(record):
         return
 
@@ -219,15 +218,15 @@ def publish(source: RecordSource, record: dict[str, str], failed: Callable[[str]
 
 
 class Search:
-    """A rank's search for rank 0's record, until its agent has been welcomed.
+    """A rank's search for rank 0's record, until the aggregator has welcomed its agent.
 
     Args:
-        source: where to look.
+        source: the place of the record.
         config: the job's settings.
-        is_secured: whether a record counts only with a signature.
-        found: is called with each new record, and with why rank 0 refuses where it does.
+        is_secured: whether a record needs a signature.
+        found: is called with each new record, or with rank 0's reason why there is no aggregator.
         failed: is called with one line for the user.
-        is_welcome: whether the agent has been welcomed at an endpoint.
+        is_welcome: whether the aggregator at an endpoint has welcomed the agent.
     """
 
     def __init__(
@@ -243,12 +242,12 @@ class Search:
         self._found, self._failed, self._is_welcome = found, failed, is_welcome
         self._is_connected = self._is_refused = False
         self._record: dict[str, str] = {}
-        self._look_s, self._pause_s = 0.0, LOOK_AGAIN_S
+        self._read_at_s, self._pause_s = 0.0, MIN_RECHECK_S
         self._reported: set[str] = set()
 
     def start(self) -> None:
-        """Look at once, and go on in a daemon thread: the one thread that a trainer ever has of us, at start-up."""
-        self._look()
+        """Search at once, then in a daemon thread, the only thread of effllm in a trainer: it ends after start-up."""
+        self._read()
         _in_thread(self._run)
 
     def _run(self) -> None:
@@ -258,27 +257,27 @@ class Search:
     def _step(self) -> bool:
         if self._record and self._is_welcome(self._record["endpoint"]):
             return True
-        if time.monotonic() >= self._look_s:
-            self._look()
+        if time.monotonic() >= self._read_at_s:
+            self._read()
         return False
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         self._is_connected = self._is_connected or self._source.connect()
-        record = self._source.look() if self._is_connected else None
-        if self._record:  # ten thousand ranks may be waiting to be welcomed
-            self._look_s = time.monotonic() + self._pause_s
-            self._pause_s = min(self._pause_s * 1.5, LOOK_AGAIN_MOST_S)
+        record = self._source.read() if self._is_connected else None
+        if self._record:  # up to ten thousand ranks may wait for their welcome: they read less and less often
+            self._read_at_s = time.monotonic() + self._pause_s
+            self._pause_s = min(self._pause_s * 1.5, MAX_RECHECK_S)
         if record is None or record == self._record:
             return
         if "endpoint" not in record:
             if not self._is_refused and "refused" in record:
                 self._is_refused = True
-                self._found({"refused": record["refused"]})  # once: rank 0 has logged it
+                self._found({"refused": record["refused"]})  # once, since rank 0 has logged it
             return
         objection = self._objection(record)
         if not objection:
             self._record = record
-            self._pause_s = LOOK_AGAIN_S
+            self._pause_s = MIN_RECHECK_S
             self._found({"endpoint": record["endpoint"], "job": record.get("job", "")})
         elif objection not in self._reported:
             self._reported.add(objection)
@@ -292,7 +291,7 @@ class Search:
             address = f"rank 0's address, {endpoint},"
             return f"no metrics of this rank: {address} is not on this host: another user or job wrote it"
         try:
-            known = secret.read(secret_path(self._config))  # anew each time: it may come late, over a slow file system
+            known = secret.read(secret_path(self._config))  # each time: a slow file system may show it late
         except secret.SecretError as error:
             return f"no metrics of this rank: {error}"
         if secret.is_signed(known, record, self._source.key):
@@ -304,7 +303,7 @@ class Search:
 
 
 def _record(content: bytes | str) -> dict[str, str] | None:
-    """Return a record: a flat object of text; any other content is none."""
+    """Decode a record, a flat object of text; ``None`` for any other content."""
     if len(content) > MAX_RECORD_BYTES:
         return None
     try:
@@ -333,7 +332,7 @@ def _read(path: Path) -> dict[str, str] | None:
 
 
 def _until(attempt: Callable[[], bool]) -> bool:
-    """Try again and again, a little slower each time; return whether it worked in time."""
+    """Retry with growing pauses; return whether an attempt succeeded before the deadline."""
     deadline_s = time.monotonic() + GIVE_UP_S
     pause_s = 0.02
     while time.monotonic() < deadline_s:

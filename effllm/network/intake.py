@@ -1,10 +1,10 @@
-"""Stops and resumes that ZeroMQ accepts connections of a listening socket, while accept fails.
+"""Pauses and resumes the accepting of connections on a ZeroMQ listening socket, while accept fails.
 
-libzmq has no such switch.  Where accept fails, without descriptors, it polls its epoll at once, which reports the same
-connection again: 0.77 of a core until descriptors are free.  To unbind would end every connection that was accepted
-by the socket: they are its children.  So the socket's entry in that epoll, which is this process's as much as
-libzmq's, is set to wait for no events, and back again.  Its data, which is libzmq's, is read from /proc/self/fdinfo
-and not changed.  Peers that connect meanwhile wait in the kernel's queue.
+libzmq has no such switch.  When accept fails without free descriptors, libzmq polls its epoll again at once, and
+the epoll reports the same connection again: this takes 0.77 of a core until descriptors are free.  An unbind would
+end every connection that the socket has accepted, because they are its children.  So the socket's entry in libzmq's
+epoll, a descriptor of this process, is set to no events, and later back.  The entry's data is read from
+/proc/self/fdinfo and kept.  Peers that connect meanwhile wait in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MODIFY = 3  # EPOLL_CTL_MOD
-_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event, which is packed there alone
+_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # struct epoll_event, packed on x86_64 only
 _DESCRIPTORS, _ABOUT = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 
 
@@ -32,7 +32,7 @@ class _Entry(NamedTuple):
 
 
 class Intake:
-    """Holds and resumes the intake of a socket that listens on a port, while ZeroMQ has it open."""
+    """Pauses and resumes the intake of ZeroMQ's listening socket on a port."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -41,19 +41,19 @@ class Intake:
         self.is_held = False
 
     def find(self) -> bool:
-        """Whether the socket's entry is found; ZeroMQ's own thread makes it shortly after the socket was bound."""
+        """Find the socket's entry; ZeroMQ's own thread makes it shortly after the bind.  Return whether it exists."""
         if self._entry is None:
             found = [one for one in _entries() if one.events & select.EPOLLIN and _listens(one.descriptor, self._port)]
             self._entry = found[0] if len(found) == 1 else None
         return self._entry is not None
 
     def hold(self) -> bool:
-        """Accept no connection; ``False`` where that is not possible."""
+        """Accept no connection; ``False`` if that is not possible."""
         self.is_held = self.is_held or self._set(0)
         return self.is_held
 
     def resume(self) -> None:
-        """Accept connections again, those that wait too."""
+        """Accept connections again, including the waiting ones."""
         if self.is_held and self._entry and self._set(self._entry.events):
             self.is_held = False
 
@@ -65,7 +65,7 @@ class Intake:
 
 
 def _entries() -> Iterator[_Entry]:
-    """Yield the entries of this process's epolls; none where /proc does not list them."""
+    """Yield the entries of this process's epolls; none if /proc does not list them."""
     try:
         numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]  # noqa: PTH208 - Path makes an object of each
     except OSError:
@@ -93,7 +93,7 @@ def _listens(descriptor: int, port: int) -> bool:
     try:
         copy = os.dup(descriptor)
         one = socket.socket(fileno=copy)
-    except OSError:  # it has ended, or is no socket
+    except OSError:  # closed meanwhile, or not a socket
         if copy >= 0:
             os.close(copy)
         return False

@@ -1,4 +1,4 @@
-"""The address of this host that the other hosts of a job can reach, never a wildcard.  Standard library alone."""
+"""The address under which other hosts of a job reach this one, never a wildcard.  Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ANY_PORT = 9  # nothing is sent to it
-_REMOTE = ("192.0.2.1", "2001:db8::1")  # addresses of documentation, which only a default route leads to
+_REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: only a default route matches them
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
 
@@ -25,10 +25,10 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback() -> str:
-    """Return the loopback address of this host: IPv6's where IPv4 has none; empty where the interface is down."""
+    """Return the loopback address of this host, IPv4 if possible; empty if the interface is down."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.suppress(OSError):
-            return _source(family, (address, _ANY_PORT))  # a socket can be bound there even where none can connect
+            return _source(family, (address, _ANY_PORT))  # connects: a bind succeeds on an interface that is down too
     return ""
 
 
@@ -45,7 +45,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def towards(host: str) -> str:
-    """Return this host's address on the way to another host, or to itself; empty where only loopback leads there.
+    """Return this host's address on the route to a host, itself included; empty if the route is loopback only.
 
     Raises:
         OSError: the name is unknown, or there is no route.
@@ -67,7 +67,7 @@ def towards(host: str) -> str:
 
 
 def by_default_route() -> str:
-    """Return this host's address on the default route, or an empty string where there is none."""
+    """Return this host's address on the default route; empty if there is none."""
     for family, address in zip((socket.AF_INET, socket.AF_INET6), _REMOTE, strict=True):
         try:
             own = _source(family, (address, _ANY_PORT))
@@ -79,7 +79,7 @@ def by_default_route() -> str:
 
 
 def of(name: str) -> str:
-    """Return the address of an interface, or an address as it is given; empty where there is no such interface."""
+    """Return the address of an interface, or a given address unchanged; empty if there is no such interface."""
     try:
         return str(ipaddress.ip_address(name.strip("[]")))
     except ValueError:
@@ -97,7 +97,7 @@ def is_here(name: str) -> bool:
         return False
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((address, 0))  # only an address of its own
+            probe.bind((address, 0))  # succeeds only for an address of this host
         except OSError:
             return False
     return True
@@ -115,7 +115,7 @@ def _is_usable(address: str) -> bool:
 
 
 def _addresses(name: str) -> Iterator[str]:
-    """Yield the addresses of an interface, IPv4 first; without link-local ones, which other hosts cannot use."""
+    """Yield the addresses of an interface, IPv4 first, without link-local ones: other hosts cannot use them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

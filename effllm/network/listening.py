@@ -1,4 +1,4 @@
-"""Where rank 0 of a job listens: its address, and the socket.  Standard library alone."""
+"""The address and the socket on which rank 0 of a job listens.  Standard library only."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from effllm.config.place import Place
 from effllm.config.settings import Config
 from effllm.network import interface
 
-BACKLOG = 4096  # 4000 agents come back at once when an aggregator is replaced
+BACKLOG = 4096  # 4000 agents reconnect at once when an aggregator is replaced
 _PORT_TAKEN = (98, 13)  # EADDRINUSE; EACCES, below 1024
 
 
 class DiscoveryError(RuntimeError):
-    """There is no way to the aggregator; the message is one line with what to do."""
+    """The aggregator cannot be found or cannot listen; the message is one line with the remedy."""
 
 
 def own_address(place: Place, config: Config) -> str:
-    """Return the address on which rank 0 listens: one that the other ranks can reach, never all of them.
+    """Return the address on which rank 0 listens: reachable from the other ranks, never a wildcard.
 
     Raises:
-        DiscoveryError: there is none; the message has the setting that names it.
+        DiscoveryError: there is none; the message names the setting to use.
     """
     if place.one_host:
-        # Whatever is named: nothing listens elsewhere without keys.
+        # Settings are ignored here: without keys the aggregator listens on loopback only.
         if not (loopback := interface.loopback()):
             raise DiscoveryError(
                 "the loopback interface of this host is down: `ip link set lo up` (as root) sets it up"
@@ -46,7 +46,7 @@ def own_address(place: Place, config: Config) -> str:
             ) from error
         if address:
             return address
-    # Debian writes 127.0.1.1 into /etc/hosts, so that a host's own name may lead to no other host.
+    # Debian writes 127.0.1.1 into /etc/hosts, so a host's own name may resolve to loopback.
     address = interface.by_default_route()
     if not address:
         raise DiscoveryError(
@@ -57,18 +57,18 @@ def own_address(place: Place, config: Config) -> str:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on a port; 0 is any that is free.
+    """Return a socket that listens on a port; 0 means any free port.
 
     Raises:
         OSError: the address is not this host's, or the port is in use.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        if port:  # an aggregator that served on it a minute ago must not keep it
+        if port:  # connections of an earlier aggregator on this port may still be closing
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        # Accepted connections inherit it, so that their ends do not keep the next aggregator off this port; before the
-        # choice of a free port it would let that fall on one that another process is about to listen on.
+        # Accepted connections inherit the option, so that closing ones do not block this port for the next aggregator.
+        # It is set after bind: before it, port 0 could return a port on which another process is about to listen.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -78,7 +78,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def listen_within(address: str, ports: str) -> socket.socket:
-    """Return a socket that listens on the first free port of ``lo-hi``, or on any where none are given.
+    """Return a socket that listens on the first free port of ``lo-hi``, or on any free port for an empty range.
 
     Raises:
         DiscoveryError: all of them are in use.

@@ -16,8 +16,8 @@ class PeerAdmission:
     """Admission of the connections of one listening socket.
 
     Args:
-        context: the aggregator's; this is made before its socket.
-        keys: of the job; without them every peer is admitted.
+        context: the aggregator's; its socket is made after this object.
+        keys: the job's; without them every peer is admitted.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys | None) -> None:
@@ -31,7 +31,7 @@ class PeerAdmission:
         self._connections = Connections(listening, self._rejections if self._gate else None)
 
     def wait_with(self, poller: zmq.Poller) -> None:
-        """Register the sockets of authentication and monitoring with a poller; to be called before each poll."""
+        """Register the sockets of authentication and monitoring with a poller; call it before each poll."""
         sockets = [one.socket for one in (self._gate, self._connections) if one is not None and one.socket is not None]
         for socket in self._waited_on:
             if socket not in sockets:
@@ -42,7 +42,7 @@ class PeerAdmission:
         self._waited_on = sockets
 
     def poll(self, now_s: float) -> list[str]:
-        """Admit or reject the peers that wait, and return the lines to report."""
+        """Admit or reject the waiting peers, and return the lines to report."""
         answers = self._gate.answer() if self._gate else []  # before the ends of the same connections
         for address, is_admitted in answers:
             if is_admitted:
@@ -65,11 +65,11 @@ class PeerAdmission:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rejected connections, by the name of the count."""
+        """The numbers of rejected connections, by kind."""
         return {"unauthenticated": self._rejections.count} if self._rejections.count else {}
 
     def close(self) -> None:
-        """Close its own sockets; the watched socket stays open."""
+        """Close the sockets of authentication and monitoring; the watched socket stays open."""
         if self._connections:
             self._connections.close()
         if self._gate:

@@ -1,8 +1,8 @@
-"""The identity of each connection, by its HELLO, and its allowance of frames and bytes; pure.
+"""The identity of each connection, taken from its HELLO, and its rate limit for frames and bytes; pure.
 
 A connection sends for one rank and one agent.  Messages before its HELLO, for another rank or beyond its rate are
-rejected, counted by kind and reported with the host of its HELLO.  The frames of a throttled peer are dropped until
-it has sent another HELLO and the dropped reports again: so no honest report is lost.
+rejected, counted by kind, and reported with the host of its HELLO.  The frames of a throttled peer are dropped until
+it has sent another HELLO and the dropped reports again, so no honest report is lost.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import time
 from effllm.records.rank import Event
 from effllm.records.wire import FromAgent, Hello, Reports, Supersede
 
-# An honest agent sends a frame in 50 ms at most, and after an outage all that it kept, in frames of up to 128 kB.
+# An honest agent sends at most one frame in 50 ms, and after an outage all kept reports, in frames of up to 128 kB.
 FRAMES_PER_S = 50.0
 BYTES_PER_S = 4.0 * 2**20
 BURST_FRAMES = 512
 BURST_BYTES = 16 * 2**20
 ROW_BYTES = 16 * 1024  # a row with all gauges, phases and a wide histogram has 10 kB
-NO_HELLO_FRAMES = 32  # allowance before the HELLO, which takes one
+NO_HELLO_FRAMES = 32  # allowance before the HELLO, including it
 NO_HELLO_BYTES = 2**20
 MAX_PEERS_WITHOUT_HELLO = 4096
 AGAIN_EVERY_S = 1.0
-AGAIN_FRAMES = 64  # of the allowance are free before a throttled peer is requested to send again
-REPORTED_FROM = 3  # a reconnecting agent may send a message before its HELLO, and sends it again after it
+AGAIN_FRAMES = 64  # free frames of the allowance before a throttled peer is requested to send again
+REPORTED_FROM = 3  # the first two are not reported: a reconnecting agent may send a message before its HELLO
 
 NO_HELLO, WRONG_RANK, THROTTLED, GARBAGE = "no_hello", "wrong_rank", "throttled", "garbage"
 REJECTED_HELLO = "rejected_hello"
@@ -32,7 +32,7 @@ UNKNOWN_PEER = "a connection without a HELLO"
 
 
 class _Peer:
-    """A connection: its rank and agent, and the rest of its allowance before the next refill."""
+    """A connection: its rank and agent, and its remaining allowance."""
 
     __slots__ = ("again_s", "agent", "frames", "host", "is_held", "num_bytes", "rank", "rejected", "since_s")
 
@@ -42,8 +42,8 @@ class _Peer:
         self.host = ""
         self.frames = NO_HELLO_FRAMES
         self.num_bytes = NO_HELLO_BYTES
-        self.since_s = now_s  # of the allowance
-        self.is_held = False  # only a HELLO is accepted, since a frame was dropped
+        self.since_s = now_s  # time of the last refill
+        self.is_held = False  # only a HELLO is accepted, after a dropped frame
         self.again_s = -AGAIN_EVERY_S + now_s
         self.rejected: dict[str, int] = {}  # by kind
 
@@ -65,27 +65,27 @@ class Peers:
         self._peers: dict[bytes, _Peer] = {}
         self._of_rank: dict[int, bytes] = {}  # those with a HELLO
         self._events: list[Event] = []
-        self._repeated = 0  # rejections without an event, since `take_repeated`
+        self._repeated = 0  # rejections without an event since the last `take_repeated`
         self.rejected: dict[str, int] = {}  # messages and dropped frames by kind
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def admits(self, peer: bytes, num_bytes: int, now_s: float, is_hello: bool = False) -> bool:
-        """Return whether a frame may be decoded: not one of a throttled peer before its next HELLO."""
+        """Return whether a frame may be decoded; of a throttled peer only the next HELLO is."""
         one = self._peers.get(peer) or self._add(peer, now_s)
         if one.is_held and not is_hello:
             self._reject(one, THROTTLED, NOT_RESENT)
-            return False  # a dropped frame does not count
+            return False  # dropped frames are not charged
         one.frames -= 1
         one.num_bytes -= num_bytes
         return (one.frames >= 0 <= one.num_bytes) or self._is_refilled(one, num_bytes, now_s)
 
     def objection(self, peer: bytes, message: FromAgent) -> str:
-        """Return why a message is rejected, or an empty string: it must be of the rank of its connection's HELLO."""
+        """Return why a message is rejected, or an empty string: its rank must be that of the connection's HELLO."""
         one = self._peers.get(peer)
         if isinstance(message, Reports) and one is not None and one.agent and not one.is_held:
-            rank, agent = one.rank, one.agent  # for ten thousand calls a second
+            rank, agent = one.rank, one.agent  # local names: ten thousand calls a second
             for row in message.rows:
                 if row.rank != rank or row.agent != agent:
                     return self._wrong_rank(one, row.rank)
@@ -109,20 +109,20 @@ class Peers:
         return self._reject(one, WRONG_RANK, f"sent a message of {whose}")
 
     def introduce(self, peer: bytes, message: Hello, now_s: float) -> None:
-        """Set the rank and agent of a connection by its HELLO; it replaces an earlier connection of the rank."""
+        """Set the rank and agent of a connection from its HELLO; it replaces an earlier connection of the rank."""
         earlier = self._of_rank.get(message.rank)
         before = self._peers.pop(earlier, None) if earlier is not None and earlier != peer else None
         one = self._peers.get(peer) or self._add(peer, now_s)
         if not one.agent:
             one.frames, one.num_bytes, one.since_s = self._burst_frames, self._burst_bytes, now_s
-            if before is not None:  # a new connection has no new allowance
+            if before is not None:  # a reconnection keeps the earlier allowance
                 one.frames, one.num_bytes, one.since_s = before.frames, before.num_bytes, before.since_s
         one.agent, one.rank, one.host = message.agent, message.rank, message.host
         one.is_held = False
         self._of_rank[message.rank] = peer
 
     def hold(self, peer: bytes) -> None:
-        """Accept only a HELLO of a connection, after which it sends the dropped reports again."""
+        """Accept only a HELLO from a connection; after it the agent sends the dropped reports again."""
         if (one := self._peers.get(peer)) is not None:
             one.is_held = True
             self._reject(one, THROTTLED, "has more reports that wait for others than an agent keeps")
@@ -131,7 +131,7 @@ class Peers:
         self.rejected[REJECTED_HELLO] = self.rejected.get(REJECTED_HELLO, 0) + 1
 
     def garbage(self, peer: bytes, reason: str) -> str:
-        """Count a frame that was no message; return the reason with the name of its peer."""
+        """Count a frame that could not be decoded; return the reason with the name of its peer."""
         one = self._peers.get(peer)
         if one is None:
             return f"{reason} (from {UNKNOWN_PEER})"
@@ -142,7 +142,7 @@ class Peers:
         return self._of_rank.get(rank)
 
     def is_to_send_again(self, peer: bytes, now_s: float) -> bool:
-        """Whether to request the dropped frames of a peer again; once a second at most."""
+        """Whether to request the dropped frames of a peer again; at most once a second."""
         one = self._peers.get(peer)
         if one is None or not one.is_held or now_s - one.again_s < AGAIN_EVERY_S:
             return False
@@ -163,7 +163,7 @@ class Peers:
 
     def _add(self, peer: bytes, now_s: float) -> _Peer:
         if len(self._peers) - len(self._of_rank) >= MAX_PEERS_WITHOUT_HELLO:
-            # The oldest half, so that a flood does not cost this with every connection.
+            # The oldest half is dropped, so that in a flood not every connection pays for this scan.
             without_hello = [known for known, one in self._peers.items() if not one.agent]
             for known in without_hello[: MAX_PEERS_WITHOUT_HELLO // 2]:
                 del self._peers[known]
@@ -171,7 +171,7 @@ class Peers:
         return one
 
     def _is_refilled(self, one: _Peer, num_bytes: int, now_s: float) -> bool:
-        """Refill the allowance by the time that has passed; return whether a frame that exceeded it fits now."""
+        """Refill the allowance by the elapsed time; return whether a frame that exceeded it fits now."""
         passed_s = max(now_s - one.since_s, 0.0)
         max_frames = self._burst_frames if one.agent else NO_HELLO_FRAMES
         max_bytes = self._burst_bytes if one.agent else NO_HELLO_BYTES
@@ -181,7 +181,7 @@ class Peers:
         if is_enough:
             one.frames, one.num_bytes, one.since_s = frames - 1, left_bytes - num_bytes, now_s
             return True
-        one.frames += 1  # a dropped frame does not count
+        one.frames += 1  # dropped frames are not charged
         one.num_bytes += num_bytes
         one.is_held = one.is_held or bool(one.agent)
         self._reject(one, THROTTLED, "sends too much; its frames are dropped for a while")

@@ -1,4 +1,4 @@
-"""Peers that were rejected: each is counted, and reported once for each address and reason; pure."""
+"""Rejected peers: each is counted; each address and reason is reported once; pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NO_KEY = "no key"
 NO_PROTOCOL = "not the protocol of agents"
 
 MAX_ADDRESSES = 1000
-MAX_UNSEEN = 10  # connections from unknown addresses that end in their handshake and may be those of killed agents
+MAX_UNSEEN = 10  # uncounted failed handshakes from unknown addresses: they may be those of killed agents
 MAX_ADMITTED = 2**20
 
 
@@ -18,7 +18,7 @@ class Rejections:
     def __init__(self) -> None:
         self.count = 0
         self._unseen = 0
-        self._repeated = 0  # of them, without a line of their own, since `take_repeated`
+        self._repeated = 0  # rejections without a line of their own since the last `take_repeated`
         self._reported: set[tuple[str, str]] = set()
         self._admitted: set[str] = set()
         self._lines: list[str] = []
@@ -28,12 +28,14 @@ class Rejections:
             self._admitted.add(address)
 
     def reject(self, address: str, why: str) -> None:
-        """Count a peer that was rejected.
+        """Count a rejected peer.
+
+        A connection from the host of an admitted agent that ends in its handshake is not counted: an agent was
+        killed.  The first MAX_UNSEEN from unknown addresses are not counted either.
 
         Args:
-            address: of the peer; empty where it is unknown.
-            why: one of this module's reasons.  From the host of an admitted agent a connection that ends in its
-                handshake is no rejection: an agent was killed.  Neither are the first few from unknown addresses.
+            address: the peer's; empty if unknown.
+            why: one of this module's reasons.
         """
         if why == NO_PROTOCOL and address in self._admitted:
             return

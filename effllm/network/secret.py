@@ -1,8 +1,8 @@
-"""The secret of a user: a file that its owner alone can read, and the keys derived from it.
+"""The secret of a user: a file that only its owner can read, and the keys derived from it.
 
-Only this file is secret.  Keys and signatures are derived from it (HKDF, RFC 5869) by each process that needs
-them, so that none is ever in a store, an argument, an environment or a log.  Standard library alone, because the
-training process imports it.
+Only this file is secret.  Each process derives the keys and signatures that it needs (HKDF, RFC 5869), so no key
+is ever in a store, an argument, an environment or a log.  Standard library only, because the training process
+imports it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read(path: Path) -> bytes:
 
 
 def create(path: Path) -> bytes:
-    """Return the secret in a file, which is made where there is none; two concurrent calls return the same.
+    """Return the secret in a file, which is created if missing; concurrent calls return the same secret.
 
     Raises:
         SecretError: it cannot be made, or the existing file is not usable.
@@ -72,7 +72,7 @@ def create(path: Path) -> bytes:
 
 
 def _place(path: Path, content: bytes) -> None:
-    """Create a file with its whole content or not at all; an existing one is kept."""
+    """Create a file atomically with its content; an existing file is kept."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -80,25 +80,25 @@ def _place(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # another process was quicker: its secret is used
+        with contextlib.suppress(FileExistsError):  # another process was faster: its secret is used
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def derive(secret: bytes, purpose: str, job: str = "") -> bytes:
-    """Return 32 bytes for one purpose in one job, whose id is the salt."""
+    """Return 32 bytes for one purpose in one job; the job's id is the salt."""
     return hkdf(secret, job.encode(), f"effllm 1 {purpose}".encode())
 
 
 def hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
-    """Return the first 32 bytes of HKDF with SHA-256 (RFC 5869), which are one block of it."""
+    """Return the first block, 32 bytes, of HKDF with SHA-256 (RFC 5869)."""
     extracted = hmac.digest(salt or bytes(32), secret, hashlib.sha256)
     return hmac.digest(extracted, info + b"\x01", hashlib.sha256)
 
 
 def sign(secret: bytes, record: Mapping[str, str], place: str) -> dict[str, str]:
-    """Return the record with a signature that is valid in one place alone: one run's key of the store."""
+    """Return the record with a signature that is valid in one place only: one run's key of the store."""
     return {**record, _SIGNATURE: _signature(secret, record, place)}
 
 

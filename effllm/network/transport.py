@@ -1,4 +1,4 @@
-"""Messages over ZeroMQ: frames, the socket options, and the agent's outbox.
+"""Messages over ZeroMQ: frames, socket options, and the agent's outbox.
 
 Frames are typed, versioned and bounded; nothing is ever unpickled.  ``Outbox`` is pure.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import random
+import struct
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -16,7 +17,6 @@ import msgspec
 import zmq
 
 from effllm.network.curve import AgentKeys, ServerKeys
-from effllm.network.monitor import receive_event
 from effllm.records.rank import RankReport
 from effllm.records.timeline import KINDS
 from effllm.records.wire import MAX_ROWS, FromAgent, FromAggregator, Hello, Reports
@@ -30,6 +30,8 @@ KINDS_KNOWN = frozenset(KINDS)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
+_EVENT = struct.Struct("=hi")  # zmq_socket_monitor(3); the endpoint is a second frame
+
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _from_aggregator: msgspec.msgpack.Decoder[FromAggregator] = msgspec.msgpack.Decoder(FromAggregator)
@@ -38,7 +40,7 @@ Message = TypeVar("Message")
 
 
 class FrameError(ValueError):
-    """A frame that is not ours, not of this version, or has impossible values."""
+    """A frame that is foreign, of another version, or has impossible values."""
 
 
 def encode(message: FromAgent | FromAggregator) -> bytes:
@@ -49,7 +51,7 @@ def decode_from_agent(frame: bytes) -> FromAgent:
     """Return the message of an agent's frame.
 
     Raises:
-        FrameError: it is no such frame, or has impossible values: a negative count, infinite seconds, ...
+        FrameError: it is not such a frame, or has impossible values: a negative count, infinite seconds, ...
     """
     message = _decode(_from_agent, frame)  # the bounds of every field are in the schema
     if isinstance(message, Reports):
@@ -64,7 +66,7 @@ def decode_from_agent(frame: bytes) -> FromAgent:
 
 
 def is_hello(frame: bytes) -> bool:
-    """Whether a frame is a HELLO, by its first bytes alone: a msgpack array of more than 15, and its tag."""
+    """Whether a frame is a HELLO, by its first bytes only: a msgpack array of more than 15 items, and its tag."""
     return frame[4:5] == b"\xdc" and frame[7:8] == b"\x01"
 
 
@@ -72,7 +74,7 @@ def decode_from_aggregator(frame: bytes) -> FromAggregator:
     """Return the message of an aggregator's frame.
 
     Raises:
-        FrameError: it is no such frame.
+        FrameError: it is not such a frame.
     """
     return _decode(_from_aggregator, frame)
 
@@ -92,12 +94,12 @@ def _is_plain(message: Hello) -> bool:
 
 
 class Outbox:
-    """The reports of one agent that are not acknowledged yet, oldest first, bounded, each encoded once."""
+    """The unacknowledged reports of one agent, oldest first, bounded, each encoded once."""
 
     def __init__(self, max_reports: int) -> None:
         self._rows: deque[tuple[int, msgspec.Raw]] = deque()  # sequence, and the encoded report
         self._max_reports = max_reports
-        self._sent = 0  # the number of them, from the oldest, that are in flight
+        self._sent = 0  # number of reports in flight, counted from the oldest
         self._newest_sent = 0  # sequence
         self.lost = 0
 
@@ -105,9 +107,9 @@ class Outbox:
         return len(self._rows)
 
     def add(self, row: RankReport) -> None:
-        """Append a report; a full outbox drops the oldest, which is counted as lost if it was never sent.
+        """Append a report; a full outbox drops the oldest and counts it as lost if it was never sent.
 
-        A report that was sent may have arrived: if it has not, the aggregator detects the gap.
+        A sent report may have arrived; if not, the aggregator detects the gap.
         """
         if len(self._rows) >= self._max_reports:
             oldest, _ = self._rows.popleft()
@@ -120,8 +122,8 @@ class Outbox:
         return len(self._rows) - self._sent
 
     def unsent(self) -> Sequence[RankReport]:
-        """Return the next reports that are not in flight, encoded, as many as one frame takes."""
-        rows: list[Any] = []  # which msgspec puts into a frame unchanged
+        """Return the next reports that are not in flight, encoded, as many as fit into one frame."""
+        rows: list[Any] = []  # msgspec puts them into a frame unchanged
         left_bytes = MAX_ROWS_BYTES
         for _, encoded in islice(self._rows, self._sent, self._sent + MAX_ROWS):
             left_bytes -= len(memoryview(encoded))
@@ -131,24 +133,24 @@ class Outbox:
         return rows
 
     def sent(self, count: int) -> None:
-        """Mark that many more as in flight."""
+        """Mark ``count`` more reports as in flight."""
         self._sent = min(self._sent + count, len(self._rows))
         if self._sent:
             self._newest_sent = max(self._newest_sent, self._rows[self._sent - 1][0])
 
     def acknowledged(self, sequence: int) -> None:
-        """Drop the reports up to ``sequence``: they are stored."""
+        """Drop the reports up to ``sequence``: the aggregator has stored them."""
         while self._rows and self._rows[0][0] <= sequence:
             self._rows.popleft()
             self._sent = max(self._sent - 1, 0)
 
     def send_again(self) -> None:
-        """Mark no report as in flight: the connection is new."""
+        """Mark no report as in flight, for a new connection."""
         self._sent = 0
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a context whose end never blocks."""
+    """Return a context whose termination never blocks."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.BLOCKY, 0)
     return context
@@ -156,14 +158,14 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 def _set_common(socket: zmq.Socket[bytes]) -> None:
     options = {
-        zmq.IPV6: 1,  # a v6 address without it fails silently
-        zmq.MAXMSGSIZE: MAX_BYTES,  # the default lets one peer take all memory
+        zmq.IPV6: 1,  # without it a v6 address fails silently
+        zmq.MAXMSGSIZE: MAX_BYTES,  # with the default one peer can take all memory
         zmq.TCP_KEEPALIVE: 1,
         zmq.TCP_KEEPALIVE_IDLE: 30,
         zmq.TCP_KEEPALIVE_INTVL: 10,
         zmq.TCP_KEEPALIVE_CNT: 3,
-        zmq.TCP_MAXRT: 60_000,  # while data is in flight, there are no probes
-        zmq.HANDSHAKE_IVL: 30_000,  # ten thousand with keys at once take seconds of processor time
+        zmq.TCP_MAXRT: 60_000,  # keep-alive sends no probes while data is in flight
+        zmq.HANDSHAKE_IVL: 30_000,  # ten thousand concurrent handshakes with keys take seconds of processor time
         zmq.SNDBUF: 64 * 1024,  # bounds the messages of a peer in the kernel to about 200
         zmq.RCVBUF: 64 * 1024,
     }
@@ -171,8 +173,17 @@ def _set_common(socket: zmq.Socket[bytes]) -> None:
         socket.set(option, value)
 
 
+def receive_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """Wait for the next event of a monitored socket; return one of ``zmq.Event`` and its value.
+
+    pyzmq's own reader imports asyncio, which takes a third of the time of an agent's imports.
+    """
+    event, value = _EVENT.unpack(monitor.recv_multipart()[0])
+    return event, value
+
+
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits; mostly none does, and an exception for that costs three times as much."""
+    """Whether a message waits; usually none does, and an exception instead would cost three times as much."""
     return bool(socket.getsockopt(_EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
@@ -184,18 +195,18 @@ class Link:
         _set_common(self.socket)
         if keys:
             keys.secure(self.socket)
-        # The kernel's probes find a connection that is gone, not ZeroMQ's heartbeats: libzmq 4.3.5 looks through all
-        # its timers to stop one, which for ten thousand peers took half a core, and it aborts (`!_io_error`) where a
-        # connection whose queue is full breaks with a heartbeat behind its messages.
+        # The kernel's probes detect a lost connection.  ZeroMQ's heartbeats are not used: libzmq 4.3.5 scans all its
+        # timers to stop one, half a core for ten thousand peers.  It also aborts (`!_io_error`) when a connection with
+        # a full queue breaks while a heartbeat waits behind its messages.
         self.socket.set(zmq.TCP_KEEPALIVE_IDLE, 10)
         self.socket.set(zmq.TCP_KEEPALIVE_INTVL, 5)
         self.socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
         self.socket.set(zmq.TCP_MAXRT, 30_000)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.IMMEDIATE, 1)  # nothing queues for a connection that does not exist
-        self.socket.set(zmq.SNDHWM, 8)  # ZeroMQ keeps the oldest when full; the outbox decides instead
+        self.socket.set(zmq.SNDHWM, 8)  # a full ZeroMQ queue keeps the oldest messages; the outbox keeps the newest
         self.socket.set(zmq.RCVHWM, 32)
-        self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads a storm, hides nothing
+        self.socket.set(zmq.RECONNECT_IVL, random.randint(100, 500))  # noqa: S311 - spreads the load, protects nothing
         self.socket.set(zmq.RECONNECT_IVL_MAX, 5000)
         self._endpoint = endpoint
         self.sent_bytes = 0
@@ -204,7 +215,7 @@ class Link:
         self.socket.connect(self._endpoint)
 
     def send(self, message: FromAgent) -> bool:
-        """Send a message; ``False`` where it cannot go at once."""
+        """Send a message; ``False`` if that is not possible at once."""
         frame = encode(message)
         try:
             self.socket.send(frame, _NOBLOCK)
@@ -214,7 +225,7 @@ class Link:
         return True
 
     def receive(self) -> list[FromAggregator]:
-        """Return the messages that have arrived; frames that are not ours are dropped."""
+        """Return the messages that have arrived; foreign frames are dropped."""
         messages = []
         while _has_message(self.socket):
             try:
@@ -231,7 +242,7 @@ class Link:
 
 
 class AgentLink(Link):
-    """A link that reports a new connection."""
+    """A link that detects new connections."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: AgentKeys | None = None) -> None:
         super().__init__(context, endpoint, keys)
@@ -282,13 +293,13 @@ class ServerSocket:
         return address.decode().rstrip("\0") if isinstance(address, bytes) else endpoint
 
     def receive(self) -> tuple[bytes, bytes] | None:
-        """Return (peer, frame), or ``None`` where none waits; malformed parts become an empty frame."""
-        # A part as an object has a flag whether another follows.  The socket's option for that takes pyzmq 2 us,
-        # four times as long as to receive, and recv_multipart reads it twice.
+        """Return (peer, frame), or ``None`` if none waits; malformed parts become an empty frame."""
+        # A frame object has a flag for a following part.  The socket option for it takes 2 us in pyzmq, four times
+        # as long as the receive itself, and recv_multipart reads it twice.
         recv = self.socket.recv
         try:
             peer = recv(_NOBLOCK)
-            part = recv(_NOBLOCK, False)  # a router's message is complete, and has a part after its peer
+            part = recv(_NOBLOCK, False)  # a router delivers complete messages, with a part after the peer
         except zmq.Again:
             return None
         frame = part.bytes
@@ -300,11 +311,11 @@ class ServerSocket:
         return peer, frame
 
     def send(self, peer: bytes, message: FromAggregator) -> bool:
-        """Answer a peer; the message is dropped where it is disconnected (``False``) or does not read."""
+        """Answer a peer; the message is dropped if the peer is disconnected (``False``) or does not read."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> bool:
-        """Answer a peer with an encoded message: one that goes to ten thousand peers is encoded once."""
+        """Answer a peer with an encoded message; a message to ten thousand peers is encoded once."""
         try:
             self.socket.send(peer, _NOBLOCK_MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -317,5 +328,5 @@ class ServerSocket:
         return True
 
     def close(self) -> None:
-        """Close the socket; unsent answers get half a second."""
+        """Close the socket; unsent messages get half a second."""
         self.socket.close()

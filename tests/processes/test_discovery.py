@@ -35,7 +35,7 @@ class Source:
         self.record = record
         return True
 
-    def look(self):
+    def read(self):
         return self.record
 
 
@@ -191,12 +191,12 @@ def test_search_goes_on_until_the_agent_is_welcome(monkeypatch):
 def test_rejection_by_rank_0_is_no_address():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
-    rank.search._look()
-    rank.search._look()
+    rank.search._read()
+    rank.search._read()
     assert (rank.records, rank.lines) == ([{"refused": "no way"}], []), "given once, and only to the agent"
 
     source.record = FIRST
-    rank.search._look()
+    rank.search._read()
     assert rank.records[1:] == [FIRST], "of the next start"
 
 
@@ -204,20 +204,20 @@ def test_only_records_signed_for_this_run_are_valid(tmp_path):
     config = Config(secret_file=str(tmp_path / "secret"))
     source = Source(FIRST)
     rank = Found(source, True, config)
-    rank.search._look()
-    rank.search._look()
+    rank.search._read()
+    rank.search._read()
     assert (rank.records, len(rank.lines)) == ([], 1)
     assert "there is no secret" in rank.lines[0]
 
     known = secret.create(secret_path(config))
     for forged in (FIRST, secret.sign(b"x" * 64, FIRST, source.key), secret.sign(known, FIRST, "run/2")):
         source.record = forged
-        rank.search._look()
+        rank.search._read()
     assert (rank.records, len(rank.lines)) == ([], 2)
     assert "is not signed with the secret" in rank.lines[1]
 
     source.record = secret.sign(known, SECOND, source.key)
-    rank.search._look()
+    rank.search._read()
     assert rank.records == [SECOND]
 
 
@@ -228,16 +228,16 @@ def test_address_file_is_private_and_removed_with_its_job(tmp_path):
     config = Config(run_dir=str(tmp_path / "runs"))
     source = SharedFile(OVER_HOSTS, config, 1)
 
-    assert source.look() is None
+    assert source.read() is None
     assert source.publish(FIRST)
     assert source.path.name == ".address-4711.0-1"
     assert stat.S_IMODE(source.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(source.path.parent.stat().st_mode) == 0o700
-    assert SharedFile(OVER_HOSTS, config, 1).look() == FIRST
+    assert SharedFile(OVER_HOSTS, config, 1).read() == FIRST
     assert source.publish(SECOND)
 
     discovery.remove(source.path, "first")
-    assert source.look() == SECOND, "another job's by now"
+    assert source.read() == SECOND, "another job's by now"
     discovery.remove(source.path, "second")
     assert list(source.path.parent.iterdir()) == []
 
@@ -273,18 +273,18 @@ def test_invalid_record_is_none(tmp_path, content):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_bytes(content.encode(errors="surrogatepass"))
 
-    assert source.look() is None
+    assert source.read() is None
 
 
 def test_symlink_and_pipe_are_no_records(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     (tmp_path / "real").write_text(json.dumps(FIRST))
     source.path.symlink_to("real")
-    assert source.look() is None
+    assert source.read() is None
 
     source.path.unlink()
     os.mkfifo(source.path)
-    assert source.look() is None
+    assert source.read() is None
 
 
 @pytest.mark.faults
@@ -292,10 +292,10 @@ def test_symlink_and_pipe_are_no_records(tmp_path):
 def test_file_of_another_user_is_no_record(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_text(json.dumps(FIRST))
-    assert source.look() is not None
+    assert source.read() is not None
 
     os.chown(source.path, 12345, 12345)
-    assert source.look() is None
+    assert source.read() is None
 
 
 def test_loopback_and_wildcard_are_found_in_any_spelling():

@@ -17,15 +17,15 @@ class Place:
     def connect(self):
         return True
 
-    def look(self):
+    def read(self):
         return self.record
 
 
 def looked(record, security="auto"):
     found, lines = [], []
     search = Search(Place(record), Config(security=security), False, found.append, lines.append, lambda _: False)
-    search._look()
-    search._look()
+    search._read()
+    search._read()
     return found, lines
 
 
