@@ -170,7 +170,7 @@ def test_first_free_port_of_the_range_is_taken():
 
 
 def test_search_goes_on_until_the_agent_is_welcome(monkeypatch):
-    monkeypatch.setattr(discovery, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(discovery, "MIN_RECHECK_S", 0.01)
     source = Source(FIRST)
     rank = Found(source)
     rank.search.start()
