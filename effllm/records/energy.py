@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+MAX_AMOUNT = 1e30
 #: A sum that no frame may bring below zero, to nan or to infinity: see the bounds in effllm.records.rank.
-Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
+Amount = Annotated[float, Meta(ge=0.0, le=MAX_AMOUNT)]
 
 #: Half-width of a 95 % interval over the standard deviation of a normal distribution.
 NORMAL_95 = 1.96

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from msgspec import Struct, defstruct
+from msgspec.structs import fields
 
 from effllm.records.counters import FIELDS, Counters
 from effllm.records.energy import EnergyAmount
@@ -16,8 +17,17 @@ SCHEMA_VERSION = 3
 
 if TYPE_CHECKING:
     Counted = Counters
-else:  # base of a record with counters, which come after its own fields; over all ranks they are not bounded
+    SummedEnergy = EnergyAmount
+else:  # sums over all ranks: they have no bounds, for many amounts within those of a frame add up to more
+    # Counters come after the record's own fields.
     Counted = defstruct("Counted", [(name, int, 0) for name in FIELDS], kw_only=True)
+    _PLAIN = get_type_hints(EnergyAmount)
+    SummedEnergy = defstruct(
+        "SummedEnergy",
+        [(one.name, _PLAIN[one.name], one.default) for one in fields(EnergyAmount)],
+        bases=(EnergyAmount,),
+        frozen=True,
+    )
 
 
 class JobConstants(Struct, frozen=True, omit_defaults=True):
@@ -56,7 +66,7 @@ class LoopTimes(Struct, frozen=True):
     device_step_s: float = 0.0  # ... and their time there
 
 
-class JobEnergy(EnergyAmount, frozen=True, array_like=False, kw_only=True):
+class JobEnergy(SummedEnergy, frozen=True, array_like=False, kw_only=True):
     """The energy of the windows of which enough was measured, and what these windows did."""
 
     time_s: float = 0.0  # T of these windows

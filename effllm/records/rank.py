@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec import Meta, Struct, defstruct
 
 from effllm.records.counters import FIELDS, Counters
-from effllm.records.energy import MIN_COVERED_S, NOT_MEASURED, Amount, EnergyAmount
+from effllm.records.energy import MAX_AMOUNT, MIN_COVERED_S, NOT_MEASURED, Amount, EnergyAmount
 
 # What may come over the wire: bounds are checked as a frame is decoded, at next to no cost.  Every comparison with
 # nan is false, so a bounded number is never nan; and sums of what is below 1e30 never become infinite.
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
+MAX_COUNT = 2**62 - 1
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 MAX_EVENT_COUNT = 2**32  # of one event from an agent
 EventCount = Annotated[int, Meta(ge=1, lt=2**62)]
 Position = Annotated[int, Meta(gt=-(2**62), lt=2**62)]  # a number that people count iterations by
@@ -268,18 +269,18 @@ class Profile(Struct, frozen=True):
     kinds: Annotated[dict[Word, tuple[Amount, Amount]], Meta(max_length=32)] = {}
 
     def __add__(self, other: Profile) -> Profile:
-        """Return the sums of both."""
+        """Return the sums of both, within the bounds of the fields: what is written with them is read again."""
         kinds = dict(self.kinds)
         for kind, (communication_s, exposed_s) in other.kinds.items():
             before = kinds.get(kind, (0.0, 0.0))
-            kinds[kind] = (before[0] + communication_s, before[1] + exposed_s)
+            kinds[kind] = (min(before[0] + communication_s, MAX_AMOUNT), min(before[1] + exposed_s, MAX_AMOUNT))
         return Profile(
-            iterations=self.iterations + other.iterations,
-            time_s=self.time_s + other.time_s,
-            communication_s=self.communication_s + other.communication_s,
-            exposed_s=self.exposed_s + other.exposed_s,
-            computing_s=self.computing_s + other.computing_s,
-            cost_s=self.cost_s + other.cost_s,
+            iterations=min(self.iterations + other.iterations, MAX_COUNT),
+            time_s=min(self.time_s + other.time_s, MAX_AMOUNT),
+            communication_s=min(self.communication_s + other.communication_s, MAX_AMOUNT),
+            exposed_s=min(self.exposed_s + other.exposed_s, MAX_AMOUNT),
+            computing_s=min(self.computing_s + other.computing_s, MAX_AMOUNT),
+            cost_s=min(self.cost_s + other.cost_s, MAX_AMOUNT),
             kinds=kinds,
         )
 
