@@ -150,24 +150,14 @@ def report_of(
 ) -> ClusterReport:
     """Return the report of a window that has closed, or its correction by a late row."""
     rows = window.ordered
-    account = Account()
-    account.add_rows(rows)
-    if window.merged is not None:
-        account.add_devices(window.merged)
-    if window.energy:
-        account.add_energy(window.number, window.energy, rows, least_coverage)
     lacks = bool(ledger.reports_lost or ledger.unfinished(is_over=False))
     run, whole = to_date(ledger, roster, ledger.goodput.summary(measures_energy=roster.job.measures_energy), lacks)
     waited = ledger.waited
-    own = replace(
-        account.totals(run.constants, roster.config.collection_interval_s),
-        health=replace(
-            run.health,
-            straggling_s=waited.seconds,
-            straggling_gpu_s=waited.rank_seconds,
-            straggling_j=waited.joules,
-        ),
+    health = replace(
+        run.health, straggling_s=waited.seconds, straggling_gpu_s=waited.rank_seconds, straggling_j=waited.joules
     )
+    account = _account_of(window, least_coverage)
+    own = replace(account.totals(run.constants, roster.config.collection_interval_s), health=health)
     shown_of_window = own if own.counts.iterations > 0 and not correction else ClusterTotals()
     numbers = rows.numbers
     coverage = coverage_of(window, ledger, roster)
@@ -202,6 +192,17 @@ def report_of(
         spread={} if correction else window_spread(rows, window.merged, roster.expected(window.ranks)),
         energy_doubtful=(metrics.energy.timing_error_ratio(own) or 0.0) > MAX_RANDOM_ERROR,
     )
+
+
+def _account_of(window: Window, least_coverage: float) -> Account:
+    """Return the sums of a window alone."""
+    account = Account()
+    account.add_rows(window.ordered)
+    if window.merged is not None:
+        account.add_devices(window.merged)
+    if window.energy:
+        account.add_energy(window.number, window.energy, window.ordered, least_coverage)
+    return account
 
 
 def coverage_of(window: Window | None, ledger: Ledger, roster: Roster) -> Coverage:

@@ -335,8 +335,7 @@ def initialize_efficientllm_metrics(
     if len(positional) == 1:
         collection_interval = positional[0]
     elif positional:
-        sequence_length, batch_size = positional[:2]
-        collection_interval = positional[2] if len(positional) > 2 else collection_interval
+        sequence_length, batch_size, collection_interval = (*positional, collection_interval)[:3]
     collector = get_metrics_collector()
     collector.lifecycle.configure(collection_interval, place)
     collector.end_requests()
