@@ -14,7 +14,7 @@ CHECK_EVERY_S = 0.02
 COUNTER_TOLERANCE = 0.25
 
 
-class Reading(NamedTuple):
+class CounterReading(NamedTuple):
     """The counter and the power at one moment, and the driver's own time of the reading."""
 
     time_s: float
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     is_stale: bool = False  # no value that is read changes, not the counter alone
 
 
-def judge_counter(readings: Sequence[Reading]) -> Verdict:
+def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     """Return whether an energy counter agrees with power, from readings of both over half a second.
 
     Counters had a wrong rate (ROCm/amdsmi#38), did not change (#22) and decreased (#115).
@@ -60,7 +60,7 @@ def judge_counter(readings: Sequence[Reading]) -> Verdict:
     return Verdict(True)
 
 
-def _integral_of_power(readings: Sequence[Reading]) -> float | None:
+def _integral_of_power(readings: Sequence[CounterReading]) -> float | None:
     joules = 0.0
     for first, second in pairwise(readings):
         if first.power_w is None or second.power_w is None:

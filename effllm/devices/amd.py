@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from effllm.devices import DeviceUnavailable, Site
-from effllm.devices._amd_counter import CHECK_EVERY_S, CHECK_S, Reading, Verdict, judge_counter
+from effllm.devices._amd_counter import CHECK_EVERY_S, CHECK_S, CounterReading, Verdict, judge_counter
 from effllm.devices._amd_identity import Processor, find, first_die, is_second_die, list_processors, whole
 from effllm.devices._amd_library import LACKING, advice, ask, driver_of, errors_of, import_library, sentence
 from effllm.devices._amd_readings import (
@@ -152,8 +152,8 @@ class AmdReader:
             return _Source(None, missing=missing)
         return _Source(method, f"power is integrated, for the energy counter is not used: {verdict.reason}")
 
-    def _read_counter(self) -> list[Reading]:
-        readings: list[Reading] = []
+    def _read_counter(self) -> list[CounterReading]:
+        readings: list[CounterReading] = []
         while not readings or readings[-1].time_s + CHECK_EVERY_S < readings[0].time_s + CHECK_S:
             if readings:
                 self._sleep(CHECK_EVERY_S)
@@ -162,7 +162,7 @@ class AmdReader:
             time_s = (before_s + self._clock()) / 2
             with_power = ask_group(self._smi, power, self._handle)
             power_w = with_power.get("power_w", with_power.get("power_average_w"))
-            readings.append(Reading(time_s, joules_of(answer), power_w, number(answer.get("timestamp"), (64,))))
+            readings.append(CounterReading(time_s, joules_of(answer), power_w, number(answer.get("timestamp"), (64,))))
         return readings
 
     def _describe(self, processor: Processor, source: _Source) -> Device:

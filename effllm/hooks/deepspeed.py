@@ -60,7 +60,7 @@ def attach_pipeline(module: ModuleType) -> None:
     around(engine, "eval_batch", _GUARD, before=_LOOP.pipeline_evaluates)
 
 
-class _Loop:
+class _DeepSpeedLoop:
     """The steps of the engine that leads."""
 
     def __init__(self) -> None:
@@ -214,4 +214,4 @@ def _rank_in(engine: Any) -> int:
     return _size(engine, "get_tensor_model_parallel_rank", "get_model_parallel_rank")
 
 
-_LOOP = _Loop()
+_LOOP = _DeepSpeedLoop()

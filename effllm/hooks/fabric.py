@@ -76,7 +76,7 @@ def _see_forward(model: Any) -> None:
     model.forward = seen
 
 
-class _Loop:
+class _FabricLoop:
     """The steps of a loop around Fabric's models and optimizers."""
 
     def __init__(self) -> None:
@@ -206,4 +206,4 @@ def _alive(reference: Any) -> Any:
     return reference() if reference is not None else None
 
 
-_LOOP = _Loop()
+_LOOP = _FabricLoop()

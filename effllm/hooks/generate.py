@@ -13,7 +13,7 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
-from effllm.trainer.inference import Process, Requests
+from effllm.trainer.inference import InferenceProcess, Requests
 
 _GUARD = Guard("generate of transformers")
 _REQUESTS = Requests(ownership.GENERATION, "generation")
@@ -32,13 +32,13 @@ def _begins(call: Call) -> Any:
     return _REQUESTS.begin(lambda: _describe(model))
 
 
-def _describe(model: Any) -> Process:
+def _describe(model: Any) -> InferenceProcess:
     parameters = list(model.parameters()) if hasattr(model, "parameters") else []
     gpus = {one.device.index or 0 for one in parameters if one.device.type == "cuda"}
     if len(gpus) == 1 and gpus == {sys.modules["torch"].cuda.current_device()}:
         gpus = set()  # CUDA's current device
     count = getattr(model, "num_parameters", None)  # which considers quantised storage
-    return Process(
+    return InferenceProcess(
         {"framework": "transformers", "model": type(model).__name__},
         count() if count is not None else sum(one.numel() for one in parameters) or None,
         sorted(gpus),

@@ -67,7 +67,7 @@ class _Callback:
     package = ""
 
     def __init__(self) -> None:
-        self._training: Training | None = None
+        self._training: LightningTraining | None = None
 
     def __reduce__(self) -> Any:
         return callback_of, (self.package,)  # a Trainer that spawns its ranks sends its callbacks to them
@@ -82,7 +82,7 @@ class _Callback:
 
     def _begin(self, trainer: Any, module: Any) -> None:
         if self._training is None:
-            training = Training(trainer, module)
+            training = LightningTraining(trainer, module)
             if _GUARD(training.begin):
                 self._training = training
 
@@ -117,7 +117,7 @@ class _Callback:
             _GUARD(training.finish, status)
 
 
-class Training:
+class LightningTraining:
     """One ``fit`` of a Trainer.
 
     Args:

@@ -53,14 +53,14 @@ def _attach_if_there(module: Any) -> bool:
     )
 
 
-_training: Training | None = None
+_training: TitanTraining | None = None
 
 
 def _before_step(call: Call) -> Any:
     global _training
     trainer = call.args[0]
     if _training is None or _training.trainer is not trainer:
-        _training = Training(trainer)
+        _training = TitanTraining(trainer)
         _training.begin()
     _training.start()
     return _training
@@ -101,7 +101,7 @@ def _finish(status: str) -> None:
     _STEPS.finish(status)
 
 
-class Training:
+class TitanTraining:
     """One ``Trainer.train``.
 
     Args:

@@ -67,7 +67,7 @@ def _attach_recipe(recipe: Any) -> None:
             _LOOP.mark_phase(recipe, name, phase)
 
 
-class _Loop:
+class _TorchtuneLoop:
     """The steps of the recipe that trains."""
 
     def __init__(self) -> None:
@@ -173,4 +173,4 @@ def _read(batch: Mapping[str, Any], recipe: Any) -> Batch:
     )
 
 
-_LOOP = _Loop()
+_LOOP = _TorchtuneLoop()

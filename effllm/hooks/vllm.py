@@ -8,7 +8,7 @@ from typing import Any
 from effllm.hooks import Unknown
 from effllm.hooks._wrap import Call, Guard, around
 from effllm.trainer import ownership
-from effllm.trainer.inference import Process, Requests
+from effllm.trainer.inference import InferenceProcess, Requests
 
 _GUARD = Guard("vLLM")
 _REQUESTS = Requests(ownership.GENERATION, "generation")
@@ -25,10 +25,10 @@ def _begins(call: Call) -> Any:
     return _REQUESTS.begin(lambda: _describe(call.args[0] if call.args else None))
 
 
-def _describe(engine: Any) -> Process:
+def _describe(engine: Any) -> InferenceProcess:
     config = getattr(getattr(engine, "llm_engine", None), "vllm_config", None)
     workers = getattr(getattr(config, "parallel_config", None), "world_size", 1)
-    return Process({"framework": "vllm"}, gpus=range(workers if isinstance(workers, int) else 1))
+    return InferenceProcess({"framework": "vllm"}, gpus=range(workers if isinstance(workers, int) else 1))
 
 
 def _generated(begun: Any, call: Call, result: Any) -> None:

@@ -22,7 +22,7 @@ from effllm.trainer.recorder import Recorder
 _has_warned = False
 
 
-class Process(NamedTuple):
+class InferenceProcess(NamedTuple):
     """Facts of a process that infers, for the start of its metrics."""
 
     facts: Mapping[str, Any] = {}
@@ -46,7 +46,7 @@ class Requests:
         """Whether it is these requests that are the iterations."""
         return ownership.holds(self.level, self.name)
 
-    def ready(self, describe: Callable[[], Process] | None = None) -> Recorder | None:
+    def ready(self, describe: Callable[[], InferenceProcess] | None = None) -> Recorder | None:
         """Return the recorder, started for requests where nothing is collected yet; ``None`` where nothing can be.
 
         Of several ranks none starts by itself: one that generates does not mean that all will.
@@ -66,7 +66,7 @@ class Requests:
             return None
         if not (is_alone or self.level == ownership.EXPLICIT) or not ownership.claim(self.level, self.name):
             return None
-        process = describe() if describe is not None else Process()
+        process = describe() if describe is not None else InferenceProcess()
         if process.parameters is not None and not collector.declared.has_parameters:
             collector.set_model_parameters(process.parameters)
         collector.lifecycle.start_for_requests(
@@ -74,7 +74,7 @@ class Requests:
         )
         return collector.recorder
 
-    def begin(self, describe: Callable[[], Process] | None = None) -> _Open | None:
+    def begin(self, describe: Callable[[], InferenceProcess] | None = None) -> _Open | None:
         """Begin a request; one inside another belongs to the outer."""
         recorder = self.ready(describe)
         if recorder is None:

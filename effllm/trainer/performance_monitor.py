@@ -18,7 +18,7 @@ from typing import Any
 
 from effllm.config.switches import this_process
 from effllm.trainer.collector import get_metrics_collector
-from effllm.trainer.inference import DECLARED, Process, record_request
+from effllm.trainer.inference import DECLARED, InferenceProcess, record_request
 
 NAN = float("nan")
 
@@ -60,7 +60,7 @@ class PerformanceMonitor:
         if self._started_s is not None:
             return
         was_collecting = get_metrics_collector().is_collecting
-        DECLARED.ready(lambda: Process({"framework": "PerformanceMonitor"}, self._parameters, self._gpus()))
+        DECLARED.ready(lambda: InferenceProcess({"framework": "PerformanceMonitor"}, self._parameters, self._gpus()))
         self._is_ours = not was_collecting and get_metrics_collector().is_collecting
         self._started_s = self._last_s = time.monotonic()
 

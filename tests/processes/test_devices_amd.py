@@ -13,7 +13,7 @@ from effllm import devices
 from effllm.agent.gpu_energy import GpuEnergy
 from effllm.devices import DeviceUnavailable, Site, _amd_library, device_names, nvml, open_gpu
 from effllm.devices import open_device as open_named
-from effllm.devices._amd_counter import CHECK_S, Reading, judge_counter
+from effllm.devices._amd_counter import CHECK_S, CounterReading, judge_counter
 from effllm.devices.amd import open_device
 from effllm.records.rank import AVERAGE, COUNTER, GAUGES, GPU, INSTANT, MODULE
 
@@ -403,7 +403,10 @@ def test_unreadable_limits_are_a_failure(library):
 
 def readings(joules, watts=100.0, every_s=0.1, stamps=None):
     stamps = stamps or range(1, len(joules) + 1)
-    return [Reading(i * every_s, joules[i], watts, stamp) for i, stamp in zip(range(len(joules)), stamps, strict=True)]
+    return [
+        CounterReading(i * every_s, joules[i], watts, stamp)
+        for i, stamp in zip(range(len(joules)), stamps, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from decimal import Decimal
 from msgspec import Struct, field
 
 
-class Link(Struct):
+class ResourceLink(Struct):
     """A pointer to another resource."""
 
     path: str = field(name="@odata.id")
@@ -16,13 +16,13 @@ class Link(Struct):
 class Root(Struct):
     """The service itself."""
 
-    chassis: Link | None = field(name="Chassis", default=None)
+    chassis: ResourceLink | None = field(name="Chassis", default=None)
 
 
 class Collection(Struct):
     """Pointers to resources of one kind."""
 
-    members: list[Link] = field(name="Members", default_factory=list)
+    members: list[ResourceLink] = field(name="Members", default_factory=list)
 
 
 class Status(Struct):
@@ -41,8 +41,8 @@ class Reading(Struct):
 class ChassisLinks(Struct):
     """The parents of a chassis."""
 
-    contained_by: Link | None = field(name="ContainedBy", default=None)
-    systems: list[Link] = field(name="ComputerSystems", default_factory=list)
+    contained_by: ResourceLink | None = field(name="ContainedBy", default=None)
+    systems: list[ResourceLink] = field(name="ComputerSystems", default_factory=list)
 
 
 class Chassis(Struct):
@@ -51,23 +51,23 @@ class Chassis(Struct):
     id: str = field(name="Id")
     manufacturer: str | None = field(name="Manufacturer", default=None)
     model: str | None = field(name="Model", default=None)
-    subsystem: Link | None = field(name="PowerSubsystem", default=None)
-    power: Link | None = field(name="Power", default=None)
-    environment: Link | None = field(name="EnvironmentMetrics", default=None)
+    subsystem: ResourceLink | None = field(name="PowerSubsystem", default=None)
+    power: ResourceLink | None = field(name="Power", default=None)
+    environment: ResourceLink | None = field(name="EnvironmentMetrics", default=None)
     links: ChassisLinks | None = field(name="Links", default=None)
 
 
 class Subsystem(Struct):
     """The power subsystem of a chassis."""
 
-    supplies: Link | None = field(name="PowerSupplies", default=None)
+    supplies: ResourceLink | None = field(name="PowerSupplies", default=None)
 
 
 class Supply(Struct):
     """A power supply."""
 
     id: str = field(name="Id")
-    metrics: Link | None = field(name="Metrics", default=None)
+    metrics: ResourceLink | None = field(name="Metrics", default=None)
     serial: str | None = field(name="SerialNumber", default=None)
     status: Status | None = field(name="Status", default=None)
     line: str | None = field(name="LineInputStatus", default=None)
