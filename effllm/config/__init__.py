@@ -1,1 +1,1 @@
-"""What the environment states: the settings of a run, and the place of this process in its job."""
+"""The settings of a run, and the place of this process in its job, from environment variables."""

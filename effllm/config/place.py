@@ -1,6 +1,6 @@
 """The place of a rank in its job, from the variables of torchrun, Open MPI or Slurm.
 
-Standard library alone, because the training process imports it.
+Standard library only, because the training process imports it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Place:
     launcher: str = "none"
     run_id: str = ""
     restart_count: int = 0
-    launch_id: str = ""  # of one srun or mpirun, where the launcher has one
+    launch_id: str = ""  # of one srun or mpirun, if the launcher sets one
 
     @property
     def one_host(self) -> bool:
@@ -33,7 +33,6 @@ class Place:
         return self.world_size == self.local_world_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -66,11 +65,11 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 def read_place(environ: Mapping[str, str]) -> Place:
     """Return this process's rank and world from torchrun's, Open MPI's or Slurm's variables, in this order.
 
-    Slurm's count only in a task of ``srun``: a batch script has ``SLURM_PROCID=0`` and the number of tasks that it
-    asked for, though none of them has started, and a program in it, or in the shell of ``salloc``, is one rank.
+    Slurm's variables are used only in a task of ``srun``. A batch script has ``SLURM_PROCID=0`` and the requested
+    number of tasks before any task has started; a program in it, or in the shell of ``salloc``, is one rank.
 
     Raises:
-        ConfigError: a variable is no number, or the rank lies outside the world.
+        ConfigError: a variable is not a number, or the rank is not below the world size.
     """
     for launcher, (rank_name, local_rank_name, world_name, local_world_name) in _LAUNCHERS.items():
         if not (environ.get(rank_name, "").strip() and environ.get(world_name, "").strip()):
@@ -81,7 +80,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
         if rank >= max(world_size, 1):
             raise ConfigError(rank_name, rank, f"must be below {world_name}={world_size}")
         local_world_size = _integer(environ, local_world_name, 1 if world_size == 1 else 0)
-        if launcher == "slurm":  # exact where it is set, unlike SLURM_NTASKS_PER_NODE, which is the number asked for
+        if launcher == "slurm":  # exact if set; SLURM_NTASKS_PER_NODE is the requested number
             local_world_size = _integer(environ, "SLURM_STEP_TASKS_PER_NODE", local_world_size)
         return Place(
             rank=rank,

@@ -1,6 +1,6 @@
-"""Types of settings and of options of sinks: how a text is read, and the words for what is allowed.
+"""Types of settings and of options of sinks: parsers, and descriptions of the allowed values.
 
-Standard library alone, because the training process imports it.
+Standard library only, because the training process imports it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ class ValueType(NamedTuple):
 
 
 def number(least: float, most: float = math.inf, what: str = "a number", unit: str = "") -> ValueType:
-    """Return the type of finite numbers from ``least`` to ``most``."""
-
     def read(text: str) -> float:
         value = float(text)
         if not least <= value <= most or math.isinf(value):
@@ -38,8 +36,6 @@ def number(least: float, most: float = math.inf, what: str = "a number", unit: s
 
 
 def whole(least: int, most: int | None = None, what: str = "a whole number") -> ValueType:
-    """Return the type of whole numbers from ``least`` to ``most``."""
-
     def read(text: str) -> int:
         value = int(text)
         if not least <= value <= (_MAX_WHOLE if most is None else most):
@@ -50,8 +46,6 @@ def whole(least: int, most: int | None = None, what: str = "a whole number") -> 
 
 
 def matching(pattern: str, allowed: str) -> ValueType:
-    """Return the type of texts that a regular expression matches."""
-
     def read(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError
@@ -61,17 +55,16 @@ def matching(pattern: str, allowed: str) -> ValueType:
 
 
 def one_of(*allowed: str) -> ValueType:
-    """Return the type of a few words."""
     return matching("|".join(map(re.escape, allowed)), f"{', '.join(allowed[:-1])} or {allowed[-1]}")
 
 
 def parse_sinks(entries: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return sinks with the options that are given, as texts: ``prometheus:port=9788`` is ``{"port": "9788"}``.
+    """Return the sinks with their options as texts: ``prometheus:port=9788`` has ``{"port": "9788"}``.
 
-    A colon begins an option only before ``name=``: a folder may have one in its name.
+    A colon begins an option only before ``name=``, because a folder's name may contain a colon.
 
     Raises:
-        ValueError: an entry is no name with options, or a sink has two entries.
+        ValueError: an entry is not a name with options, or a sink has two entries.
     """
     sinks: dict[str, dict[str, str]] = {}
     for entry in entries:
@@ -133,7 +126,7 @@ SINKS = ValueType(
     "names of files in effllm/sinks/, each once, separated by commas, with options as in console:format=full, or none",
 )
 DEVICE = matching(_NAME.pattern, "auto, or the name of a file in effllm/devices/")
-# Credentials are in a file, never in an address.
+# An address with credentials is not allowed: they belong in a file.
 NODE_POWER = matching(
     r"auto|none|ipmi|https?://[^\s@]+", "auto, none, ipmi, or the https:// address of a Redfish service"
 )

@@ -1,6 +1,6 @@
-"""The settings: `Config` holds each of them, and `read_config` reads them from the environment.
+"""The settings: `Config` has a field for each, and `read_config` reads them from the environment.
 
-Standard library alone, because the training process imports it.
+Standard library only, because the training process imports it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from effllm.config.switches import ATTACH, PREFIX, this_process
 
 
 class ConfigError(ValueError):
-    """A wrong setting: names the variable, its value and what is wrong with it, as in "must be a whole number"."""
+    """An invalid setting, with the variable, its value and the reason, such as "must be a whole number"."""
 
     def __init__(self, variable: str, value: object, reason: str) -> None:
         super().__init__(f"{variable}={value!r} is not usable: {reason}")
 
 
-#: Seconds that a window lasts at least where LOG_INTERVAL is not set.
+#: Minimum duration of a window if LOG_INTERVAL is not set.
 MIN_WINDOW_S = 1.0
 
-# The groups, as `effllm env` and docs/configuration.md have them: the settings that most people need come first.
+# Groups of `effllm env` and docs/configuration.md, the most used settings first.
 MOST = "What most jobs set"
 COST = "Cost and CO2"
 MEASURED = "What is measured"
@@ -36,20 +36,20 @@ CLUSTER = "Jobs on a cluster"
 
 
 class Variable(NamedTuple):
-    """One environment variable: its name without the prefix, its type, its group, and one sentence or two about it."""
+    """One environment variable: its name without the prefix, its type, its group, and its help text."""
 
     name: str
     value_type: ValueType
     meaning: str
     group: str
-    field: str = ""  #: of `Config`; empty for a variable that is no setting of a run
-    word: str = ""  #: for a default that is more than the field's value
+    field: str = ""  #: of `Config`; empty for a variable that is not a setting of a run
+    word: str = ""  #: text of the default, if it is not the field's value
 
     def read(self, given: object, name: str = "") -> Any:
-        """Return the value of what is given for the variable, or for an argument called ``name``.
+        """Parse the value ``given`` for the variable, or for an argument called ``name``.
 
         Raises:
-            ConfigError: it is not allowed.
+            ConfigError: the value is not allowed.
         """
         try:
             return self.value_type.read(str(given))
@@ -58,22 +58,22 @@ class Variable(NamedTuple):
 
     @property
     def default(self) -> str:
-        """The default as one would write it in a shell; empty where there is none."""
+        """The default in shell form; empty if there is none."""
         return self.word or _text(getattr(Config(), self.field))
 
     def value(self, config: Config) -> str:
-        """Return the setting in ``config`` as one would write it in a shell."""
+        """Return the setting of ``config`` in shell form."""
         return self.word if self.word and config.min_window_s else _text(getattr(config, self.field))
 
 
 def _setting(default: Any, group: str, value_type: ValueType, meaning: str, name: str = "", word: str = "") -> Any:
-    """Return a field of `Config` with its variable; the name is the field's in capitals unless one is given."""
+    """Return a field of `Config` with its variable; by default its name is the field's in capitals."""
     return field(default=default, metadata={"variable": Variable(name, value_type, meaning, group, word=word)})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting, in the order of docs/configuration.md, which is made from it, as is `effllm env`."""
+    """All settings; docs/configuration.md and `effllm env` are generated from this class, in its order."""
 
     metrics_enabled: bool = _setting(
         True,
@@ -235,24 +235,24 @@ class Config:
         "Keys are made from the secret in this file. The default is efficientllm/secret in the user's config folder.",
     )
 
-    min_window_s: float = 0.0  # no setting: windows are joined until they last so long; see `read_config`
+    min_window_s: float = 0.0  # not a setting: windows are joined until they last this long; see `read_config`
 
     @property
     def warmup_iterations(self) -> int:
-        """The iterations of the warm-up; 0 where it is given in seconds."""
+        """The iterations of the warm-up; 0 if it is given in seconds."""
         return 0 if self.warmup.endswith("s") else int(self.warmup)
 
     @property
     def warmup_seconds(self) -> float:
-        """The seconds of the warm-up; 0 where it is given in iterations."""
+        """The seconds of the warm-up; 0 if it is given in iterations."""
         return float(self.warmup[:-1]) if self.warmup.endswith("s") else 0.0
 
     def sink_options(self) -> dict[str, dict[str, str]]:
-        """Return the options that are given of each sink, as texts."""
+        """Return each sink with its given options as texts."""
         return parse_sinks(self.sinks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as the agent and the run folder keep them."""
+        """Return plain values, for the agent and the run folder."""
         return {**asdict(self), "sinks": list(self.sinks)}
 
     @classmethod
@@ -262,7 +262,7 @@ class Config:
 
 
 def _text(value: Any) -> str:
-    """Return a value as one would write it in a shell; empty for ``None``."""
+    """Return a value in shell form; empty for ``None``."""
     if value is None:
         return ""
     if isinstance(value, tuple):
@@ -278,17 +278,17 @@ def _variables() -> Iterator[Variable]:
 
 #: The variables of the settings.
 VARIABLES = tuple(_variables())
-#: Read where torch is imported: no setting of a run.
+#: Read when torch is imported; not a setting of a run.
 ATTACH_SWITCH = Variable(
     ATTACH.removeprefix(PREFIX),
     values.SWITCH,
     "Where this is on, known training loops are hooked when torch is imported.",
     MOST,
 )
-#: Every variable that is read, in the order in which they are shown.
+#: All variables that are read, in display order.
 ALL_VARIABLES = (VARIABLES[0], ATTACH_SWITCH, *VARIABLES[1:])
 
-#: Names of earlier versions: the variable that replaces each, and what its value becomes there.
+#: Names of earlier versions: the variable that replaces each, and the form of its value.
 OLD_NAMES = {
     "WARMUP_ITERATIONS": ("WARMUP", "{}"),
     "WARMUP_SECONDS": ("WARMUP", "{}s"),
@@ -297,7 +297,7 @@ OLD_NAMES = {
     "PROMETHEUS_PORT": ("SINKS", "prometheus:port={}"),
 }
 
-#: What is written for `PREFIX` by mistake.
+#: Common mistakes for `PREFIX`.
 _WRONG_PREFIXES = ("EFFLLM_", "EFFICIENT_LLM_", "EFFICENTLLM_")
 
 
@@ -314,12 +314,12 @@ def read_config(environ: Mapping[str, str]) -> Config:
         text = environ.get(PREFIX + variable.name, "").strip()
         if text and text != variable.word:
             found[variable.field] = variable.read(text)
-    # A LOG_INTERVAL that is set is used as it is; without it there is at most one window a second.
+    # If LOG_INTERVAL is set, windows are not joined; without it there is at most one window a second.
     return Config(**found, min_window_s=0.0 if "log_interval" in found else MIN_WINDOW_S)
 
 
 def old_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield each variable of an earlier version that is set, with what to write instead."""
+    """Yield each variable of an earlier version that is set, with an error that names its replacement."""
     for old, (new, form) in OLD_NAMES.items():
         if text := environ.get(PREFIX + old, "").strip():
             value = form.format(text)
@@ -329,14 +329,14 @@ def old_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]
 
 
 def _with_option(sinks: str, entry: str) -> str:
-    """Return a value of SINKS with an entry that has an option."""
+    """Return a value of SINKS in which ``entry``, which has an option, is added or replaces the sink's entry."""
     entries = [one.strip() for one in sinks.split(",") if one.strip() not in ("", "none")] or list(Config().sinks)
     name = entry.partition(":")[0]
     return ",".join([entry if one == name else one for one in entries] + [entry] * (name not in entries))
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each variable that has our prefix, or one like it, and is not read, with the nearest name."""
+    """Return a line for each unknown variable with our prefix or a similar one, with the nearest known name."""
     known = [variable.name for variable in ALL_VARIABLES]
     lines = []
     for name in sorted(environ):
@@ -349,7 +349,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def secret_path(config: Config) -> Path:
-    """Return where the user's secret is."""
+    """Return the path of the user's secret."""
     if config.secret_file:
         return Path(config.secret_file).expanduser().absolute()
     base = this_process().get("XDG_CONFIG_HOME", "").strip()
@@ -357,19 +357,19 @@ def secret_path(config: Config) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the user's own folder for what can be measured anew: how sensors behave."""
+    """Return the user's cache folder: for calibrations of sensors, which can be measured again."""
     base = this_process().get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else _home() / ".cache") / "efficientllm"
 
 
 def state_folder() -> Path:
-    """Return the user's own folder for logs of agents that have no run folder yet."""
+    """Return the user's state folder: for logs of agents that have no run folder yet."""
     base = this_process().get("XDG_STATE_HOME", "").strip()
     return (Path(base) if base else _home() / ".local" / "state") / "efficientllm"
 
 
 def _home() -> Path:
-    """Return the user's home; where there is none, a path that can hold no file."""
+    """Return the user's home folder; without one, a path that cannot contain a file."""
     try:
         return Path.home()
     except RuntimeError:

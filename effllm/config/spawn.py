@@ -1,4 +1,4 @@
-"""Starts our own processes: exec'ed, without the current folder on their path."""
+"""Starts effllm's own processes, without the current folder on their module path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ _PROGRAM = (
 def spawn(
     module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start ``module.main(arguments)`` in a session of its own, with these descriptors and our stderr.
+    """Start ``module.main(arguments)`` in its own session, with these descriptors and our stderr.
 
-    Its environment is ours where none is given; the options by which our interpreter ignores variables are passed on.
-
-    A session of its own, because launchers kill process groups, and the rest of a job's last window is read after
-    that.
+    The default environment is ours. Interpreter options that ignore variables are passed on. The process has its own
+    session because launchers kill process groups, and the rest of a job's last window is read after that.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -41,7 +39,7 @@ def spawn(
 
 
 def _interpreter_options() -> list[str]:
-    """Return the options of this interpreter that set the paths of modules."""
+    """Return the options of this interpreter that affect its module path."""
     flags = sys.flags
     if flags.isolated:
         return ["-I"]
@@ -54,7 +52,7 @@ def _interpreter_options() -> list[str]:
 
 
 def pidfd(pid: int) -> int:
-    """Return a descriptor that is readable when the process has ended, or -1 where the kernel has none."""
+    """Return a descriptor that becomes readable when the process ends, or -1 if the kernel has no pidfd."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):

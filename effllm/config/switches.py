@@ -1,6 +1,6 @@
-"""The only access to the environment, and whether metrics are on, which every ``import torch`` reads.
+"""The only access to the environment, and the switches that every ``import torch`` reads.
 
-The settings are in `config`, which takes milliseconds to import.  Standard library alone.
+The other settings are in `settings`, whose import takes milliseconds.  Standard library only.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def set_default(name: str, value: str) -> None:
 
 
 def is_on(text: str) -> bool:
-    """Whether a switch is on: true, 1, yes or on; anything else is off, see `unclear`."""
+    """Whether a switch is on: true, 1, yes or on; every other text is off, see `unclear`."""
     return text.strip().lower() in _ON
 
 
 def is_unclear(text: str) -> bool:
-    """Whether a switch is set, and to neither on nor off."""
+    """Whether a switch is set to a text that is neither on nor off."""
     return text.strip().lower() not in (*_ON, *_OFF, "")
 
 
 def unclear(environ: Mapping[str, str], *names: str) -> str:
-    """Return what is wrong with the first of these switches that is neither on nor off; empty where none is."""
+    """Return an error text for the first of these switches that is neither on nor off, or an empty string."""
     for name in names:
         if is_unclear(text := environ.get(name, "")):
             return f"{name}={text!r} is not usable: must be {ALLOWED}"
@@ -47,15 +47,15 @@ def unclear(environ: Mapping[str, str], *names: str) -> str:
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Whether metrics are on: the one setting that is read before all others."""
+    """Whether metrics are on; read before all other settings."""
     return is_on(environ.get(METRICS_ENABLED, "").strip() or "true")
 
 
 def is_off(environ: Mapping[str, str]) -> bool:
-    """Whether metrics are set to off; a value that is neither on nor off is an error, which `config` names."""
+    """Whether metrics are set to off; a value that is neither on nor off is an error, raised by `read_config`."""
     return not is_enabled(environ) and not is_unclear(environ.get(METRICS_ENABLED, ""))
 
 
 def is_attached(environ: Mapping[str, str]) -> bool:
-    """Whether frameworks are hooked as they are imported, as the config script sets it."""
+    """Whether frameworks are hooked when they are imported; the config scripts set this."""
     return is_on(environ.get(ATTACH, "")) and is_enabled(environ)

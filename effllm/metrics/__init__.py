@@ -1,10 +1,9 @@
 """Every metric, one function each: totals of the cluster in, a number or ``None`` (not measured) out.
 
-The name of a function is the metric's name and its TensorBoard tag, its docstring the help, its
-decorator the unit.  Console, TensorBoard, run folder and command line all use `METRICS`.
+A function's name is the name and the TensorBoard tag of its metric, its docstring the help text; its decorator has the
+unit.  Console, TensorBoard, run folder and command line all use `METRICS`.
 
-Definitions: EfficientLLM, arXiv 2505.13840, section 5.1, equations 1 to 12; docs/metrics.md extends
-them to a cluster.
+Definitions: EfficientLLM, arXiv 2505.13840, section 5.1, equations 1 to 12; docs/metrics.md extends them to a cluster.
 """
 
 # Every output has the metrics in the order of these imports.

@@ -58,14 +58,14 @@ def it_tokens_per_sec(totals: ClusterTotals) -> float | None:
 
 
 def inference_throughput(generated_tokens: float, time_s: float) -> float | None:
-    """Return IT in tokens/s (Eq. 6); ``None`` where nothing was generated or no time passed."""
+    """Return IT in tokens/s (Eq. 6); ``None`` if nothing was generated or no time passed."""
     return counted_quotient(generated_tokens, time_s)
 
 
 def model_compression_ratio(
     original_bytes: float, compressed_bytes: float, original_score: float, compressed_score: float
 ) -> float:
-    """Return MCR (Eq. 9): how much smaller, times the share of the performance that was kept.
+    """Return MCR (Eq. 9): the ratio of the sizes times the share of the score that was kept.
 
     Raises:
         ValueError: a size or the original's score is not above 0.

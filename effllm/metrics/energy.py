@@ -1,4 +1,4 @@
-"""Energy, power and what they cost."""
+"""Energy, power and their cost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ J_PER_WH = 3600.0
 
 @metric("W", group="energy", bases=("window",))
 def watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Mean power of one GPU, whatever else the scope of AEC holds. What rankings use."""
+    """Mean power of one GPU, for any power scope of AEC. Rankings use it."""
     power = energy_quotient(totals, totals.energy.gpus_j, totals.energy.time_s)
     return None if power is None else quotient(power, totals.constants.gpus)
 
 
 @metric("W", group="energy", bases=("run",))
 def p95_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds in a twentieth of the time, run to date: middle of a step of 10 W, at most the peak."""
+    """Power that a GPU exceeds in 5 % of the time, run to date: middle of a step of 10 W, at most the peak."""
     return power_percentile(totals, 0.95)
 
 
 @metric("W", group="energy", bases=("run",), chart=False)
 def median_watts_per_gpu(totals: ClusterTotals) -> float | None:
-    """Power that a GPU exceeds half of the time, run to date: middle of a step of 10 W, at most the peak."""
+    """Power that a GPU exceeds in half of the time, run to date: middle of a step of 10 W, at most the peak."""
     return power_percentile(totals, 0.5)
 
 
@@ -44,7 +44,7 @@ def power_limit_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="energy", bases=("run",), chart=False)
 def timing_error_ratio(totals: ClusterTotals) -> float | None:
-    """Random part of the error of energy, run to date: where edges fall between readings (95 %)."""
+    """Random part of the error of energy, run to date: from window edges between two readings (95 %)."""
     return error_share(totals.energy.error_j, totals.energy.joules)
 
 
@@ -56,57 +56,57 @@ def sensor_error_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="energy", bases=("job",))
 def total_joules(totals: ClusterTotals) -> float | None:
-    """Energy of the run so far; no value where a part of it was not measured."""
+    """Energy of the run so far; no value if a part of it was not measured."""
     return totals.energy.joules if totals.energy.is_complete else None
 
 
 @metric("J", group="energy", bases=("job",))
 def measured_joules(totals: ClusterTotals) -> float | None:
-    """Energy that was measured, which is less than the total where there are holes."""
+    """Measured energy of the run so far; less than the total if a part was not measured."""
     return totals.energy.measured_j
 
 
 @metric("J/token", group="energy", bases=("window", "run"))
 def joules_per_token(totals: ClusterTotals) -> float | None:
-    """Energy of a token: the same windows above and below the line."""
+    """Energy per token, both over the same windows."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.counts.tokens)
 
 
 @metric("J/iteration", group="energy", bases=("window",), chart=False)
 def joules_per_iteration(totals: ClusterTotals) -> float | None:
-    """Energy of an iteration of the whole job."""
+    """Energy per iteration of the whole job."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.counts.iterations)
 
 
 @metric("J/sample", group="energy", bases=("window",), chart=False)
 def joules_per_sample(totals: ClusterTotals) -> float | None:
-    """Energy of a sample."""
+    """Energy per sample."""
     return energy_quotient(totals, totals.energy.joules, totals.energy.counts.samples)
 
 
 @metric("J/token", group="energy", bases=("job",), chart=False)
 def joules_per_generated_token(totals: ClusterTotals) -> float | None:
-    """Energy of the whole run over the tokens that it generated; no value where a part of it was not measured."""
+    """Energy of the whole run per generated token; no value if a part of the energy was not measured."""
     return measured_quotient(total_joules(totals), totals.counts.generated_tokens)
 
 
 @metric("Wh", group="energy", bases=("job",), chart=False, in_windows=False)
 def total_wh(totals: ClusterTotals) -> float | None:
-    """Energy of the run so far in watt-hours; no value where a part of it was not measured."""
+    """Energy of the run so far in watt-hours; no value if a part of it was not measured."""
     joules = total_joules(totals)
     return None if joules is None else joules / J_PER_WH
 
 
 @metric("J/10k tokens", group="energy", bases=("window",), chart=False, in_windows=False)
 def joules_per_10k_tokens(totals: ClusterTotals) -> float | None:
-    """Energy of ten thousand tokens."""
+    """Energy per ten thousand tokens."""
     joules = joules_per_token(totals)
     return None if joules is None else 1e4 * joules
 
 
 @metric("tokens/J", group="energy", bases=("window",), chart=False, in_windows=False)
 def tokens_per_joule(totals: ClusterTotals) -> float | None:
-    """Tokens of a joule."""
+    """Tokens per joule."""
     return (
         quotient(totals.energy.counts.tokens, totals.energy.joules)
         if totals.energy.counts.tokens and totals.energy.joules
@@ -116,7 +116,7 @@ def tokens_per_joule(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="energy", bases=("run",), chart=False)
 def joules_above_baseline(totals: ClusterTotals) -> float | None:
-    """Energy above what the idle devices drew before the first iteration; beside the energy, never instead of it."""
+    """Energy above the idle power measured before the first iteration; reported in addition to the energy."""
     if totals.energy.joules is None or totals.constants.baseline_w is None:
         return None
     return totals.energy.joules - totals.constants.baseline_w * totals.energy.time_s
@@ -124,7 +124,7 @@ def joules_above_baseline(totals: ClusterTotals) -> float | None:
 
 @metric("kg CO2e", group="energy", bases=("job",))
 def co2_kg(totals: ClusterTotals) -> float | None:
-    """Emissions of the energy so far: kWh times PUE times the carbon intensity that was given."""
+    """Emissions of the energy so far: kWh times PUE times the carbon intensity in the settings."""
     if total_joules(totals) is None or totals.constants.carbon_g_per_kwh is None:
         return None
     return _site_kwh(totals) * totals.constants.carbon_g_per_kwh / 1e3
@@ -132,7 +132,7 @@ def co2_kg(totals: ClusterTotals) -> float | None:
 
 @metric("money", group="energy", bases=("job",), chart=False)
 def electricity_cost(totals: ClusterTotals) -> float | None:
-    """Price of the energy so far, in the currency of the price that was given: kWh times PUE times it."""
+    """Cost of the energy so far: kWh times PUE times the price in the settings, in its currency."""
     if total_joules(totals) is None or totals.constants.price_per_kwh is None:
         return None
     return _site_kwh(totals) * totals.constants.price_per_kwh
@@ -140,14 +140,14 @@ def electricity_cost(totals: ClusterTotals) -> float | None:
 
 @metric("money", group="energy", bases=("job",), chart=False)
 def gpu_cost(totals: ClusterTotals) -> float | None:
-    """Rent of the GPUs so far, in the currency of the price that was given."""
+    """Rent of the GPUs so far, in the currency of the price in the settings."""
     if totals.constants.price_per_gpu_hour is None or not totals.constants.gpus:
         return None
     return totals.constants.gpus * totals.loop.time_s / 3600 * totals.constants.price_per_gpu_hour
 
 
 def power_percentile(totals: ClusterTotals, share: float) -> float | None:
-    """Return the power below which GPUs spent a share of their time: the middle of a bar, at most the peak."""
+    """Return the power below which GPUs were for a share of their time: the middle of a bar, at most the peak."""
     whole_s = sum(totals.devices.power_histogram_s.values())
     passed_s = 0.0
     for step, seconds in sorted(totals.devices.power_histogram_s.items()):

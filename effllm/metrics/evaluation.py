@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from effllm.metrics.table import METRICS, Formula
 from effllm.records.job import ClusterTotals
 
-#: Floats that are computed in two ways may differ by this share.
+#: Rounding error of a float that is computed in two ways, as a share.
 ROUNDING = 1e-9
 
 
 def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
-    """Return what a window shows, every metric on each of its bases: tag -> value, without what is not measured."""
+    """Return a window's values of every metric on each of its bases: tag -> value, if measured."""
     bases = {"run": run, "window": window, "job": job}
     shown = [(entry, base) for entry in METRICS.values() if entry.in_windows for base in entry.bases]
     values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
@@ -20,7 +20,7 @@ def evaluate(run: ClusterTotals, window: ClusterTotals, job: ClusterTotals) -> d
 
 
 def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
-    """Return what a summary shows: tag -> value, without what is not measured."""
+    """Return a summary's values: tag -> value, if measured."""
     bases = {"run": run, "job": job}
     shown = [(entry, base) for entry in METRICS.values() for base in entry.run_bases]
     values = {entry.tag(base): entry.formula(bases[base]) for entry, base in shown}
@@ -28,10 +28,10 @@ def evaluate_run(run: ClusterTotals, job: ClusterTotals) -> dict[str, float]:
 
 
 def errors(run: ClusterTotals, job: ClusterTotals) -> dict[str, tuple[float, float]]:
-    """Return the random and the systematic error of what a summary shows: tag -> half-widths, 95 %.
+    """Return the random and the systematic error of a summary's values: tag -> half-widths, 95 %.
 
-    Of energy and power each is what the metric would change by if the energy were off by its own error; means of
-    samples have a random error alone.
+    For energy and power, each error is the change of the metric when the energy changes by its own error. Means of
+    samples only have a random error.
     """
     bases = {"run": run, "job": job}
     found: dict[str, tuple[float, float]] = {}
@@ -67,7 +67,7 @@ def _moved(formula: Formula, totals: ClusterTotals, value: float, share: float, 
             inside_j2=energy.inside_j2 * scale**2,
         ),
     )
-    if gain:  # the power readings of the same sensors have the same factor
+    if gain:  # power readings of the same sensors have the same gain
         moved = replace(
             moved,
             constants=replace(totals.constants, baseline_w=_scaled(totals.constants.baseline_w, scale)),

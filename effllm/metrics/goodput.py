@@ -1,4 +1,4 @@
-"""The elapsed time of the job by class (docs/goodput.md), and the waiting for stragglers."""
+"""The elapsed time of the job by class (docs/goodput.md), and the time spent waiting for stragglers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="goodput", bases=("job",), chart=False)
 def redone_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the elapsed time in iterations that were lost and done again after a restart."""
+    """Share of the elapsed time in iterations that were lost and repeated after a restart."""
     return _share_of_elapsed(totals, "redone")
 
 
@@ -47,14 +47,14 @@ def unknown_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="goodput", bases=("job",), chart=False)
 def lost_joules(totals: ClusterTotals) -> float | None:
-    """Measured energy of what was lost: iterations done again, straggling, hangs."""
+    """Measured energy of lost time: repeated iterations, straggling, hangs."""
     lost = [totals.goodput.class_j.get(name) for name in ("redone", "straggling", "hang")]
     return None if None in lost else sum(joules for joules in lost if joules is not None)
 
 
 @metric("ranks", group="straggler", bases=("window",), chart=False)
 def named_ranks(totals: ClusterTotals) -> float | None:
-    """Ranks that are named as stragglers at the end of the window; no value where no rank has a sync point."""
+    """Ranks that are named as stragglers at the end of the window; no value if no rank has a sync point."""
     return None if totals.health.straggling_s is None else float(totals.health.stragglers)
 
 
@@ -72,7 +72,7 @@ def waiting_gpu_seconds(totals: ClusterTotals) -> float | None:
 
 @metric("J", group="straggler", bases=("job",), chart=False)
 def waiting_joules(totals: ClusterTotals) -> float | None:
-    """What the devices of those that waited have drawn for it, by their mean power in those windows."""
+    """Energy of the devices of waiting ranks in this time, by their mean power in these windows."""
     return None if totals.health.straggling_s is None else totals.health.straggling_j
 
 

@@ -1,4 +1,4 @@
-"""Memory and state of the devices, clocks, stalls, and what measuring costs."""
+"""Memory and state of the devices, clocks, stalls, and the cost of measuring."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def peak_gb(totals: ClusterTotals) -> float | None:
 
 @metric("GB", group="memory", bases=("window",))
 def smallest_mean_gb(totals: ClusterTotals) -> float | None:
-    """Memory of the device that uses least of it, mean over the window (2^30 bytes)."""
+    """Memory of the device with the smallest mean over the window (2^30 bytes)."""
     return None if totals.devices.memory_min_bytes is None else totals.devices.memory_min_bytes / GIB
 
 
 @metric("GB", group="memory", bases=("window",))
 def largest_mean_gb(totals: ClusterTotals) -> float | None:
-    """Memory of the device that uses most of it, mean over the window (2^30 bytes)."""
+    """Memory of the device with the largest mean over the window (2^30 bytes)."""
     return None if totals.devices.memory_max_bytes is None else totals.devices.memory_max_bytes / GIB
 
 
@@ -33,7 +33,7 @@ def least_utilization_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("window",))
 def throttled_ratio(totals: ClusterTotals) -> float | None:
-    """Share of GPU time in which heat or the board slowed a clock down; the power limit does not count."""
+    """Share of GPU time in which heat or the board lowered a clock; the power limit does not count."""
     return measured_quotient(totals.devices.throttled_s, totals.devices.throttle_covered_s)
 
 
@@ -69,7 +69,7 @@ def dram_activity_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("s", group="health", bases=("window",), chart=False)
 def clock_error_s(totals: ClusterTotals) -> float | None:
-    """Bound of the error of clocks' offsets to the aggregator's, of the rank where it is largest."""
+    """Largest error bound of a rank's clock offset to the aggregator."""
     return totals.health.clock_error_s
 
 
@@ -81,14 +81,14 @@ def stalled_s(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def agent_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds of the agents over the elapsed time of their ranks: a share of one core each."""
+    """CPU seconds of the agents over the elapsed time of their ranks: the mean share of a core per agent."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.agents_cpu_s, totals.goodput.rank_seconds)
 
 
 @metric("ratio", group="health", bases=("job",), chart=False)
 def recorder_cpu_ratio(totals: ClusterTotals) -> float | None:
-    """CPU seconds in the loops' own calls, estimated from what one took at the start, over the ranks' elapsed time."""
+    """CPU seconds in recorder calls, estimated from the cost of a call at the start, over the ranks' elapsed time."""
     spent = totals.overhead
     return None if spent is None else measured_quotient(spent.recorder_cpu_s, totals.goodput.rank_seconds)
 

@@ -52,7 +52,7 @@ _COMPLETE = ClusterTotals(
     overhead=Overhead(1.0, 1.0, 1.0, 1, 1),
 )  # fmt: skip
 
-#: Fields of `ClusterTotals`, or of one of its groups by the group's name, as they are without something.
+#: Fields of `ClusterTotals`, or of its groups by name, with their values when an input is missing.
 Lack = dict[str, Any]
 
 GAUGES: dict[str, Lack] = {
@@ -64,7 +64,7 @@ GAUGES: dict[str, Lack] = {
     "activity": {"devices": {"sm_activity": None, "tensor_activity": None, "dram_activity": None}},
 }
 
-#: What a metric may need -> the totals without it.
+#: Input of a metric -> the totals without it.
 NEEDS: dict[str, Lack] = {
     "gpu": {
         "constants": {"gpus": 0, "power_limit_w": None},
@@ -101,10 +101,10 @@ NEEDS: dict[str, Lack] = {
     "clocks of ranks": {"health": {"clock_error_s": None}},
 }
 
-#: Read from the device, beside its gauges.
+#: Read from the device, in addition to its gauges.
 READ = ("gpu", "memory", "utilization", "energy")
 
-#: Given by the training loop, not measured by us.
+#: Given by the training loop, not measured.
 FROM_LOOP = (
     "iterations",
     "tokens",
@@ -118,28 +118,28 @@ FROM_LOOP = (
     "own time",
 )
 
-#: Given by effllm's own processes, of any job.
+#: Given by effllm's own processes in every job.
 OWN = ("elapsed time", "own cost", "clocks of ranks")
 
-#: Given by the settings: the variable, and what to set it to.
+#: Given by the settings: the variable, and the meaning of its value.
 SET: dict[str, tuple[str, str]] = {
-    "profile": ("PROFILE_EVERY", "how many iterations lie between two that are profiled, 200 say"),
+    "profile": ("PROFILE_EVERY", "N to profile every Nth iteration, such as 200"),
     "baseline": ("BASELINE_SECONDS", "the seconds before the first iteration in which idle power is measured"),
-    "carbon intensity": ("CARBON_INTENSITY", "that of your electricity, in g CO2e per kWh"),
-    "price": ("PRICE_PER_KWH", "that of your electricity"),
-    "rent": ("PRICE_PER_GPU_HOUR", "that of your GPUs"),
+    "carbon intensity": ("CARBON_INTENSITY", "the carbon intensity of your electricity, in g CO2e per kWh"),
+    "price": ("PRICE_PER_KWH", "the price of your electricity"),
+    "rent": ("PRICE_PER_GPU_HOUR", "the price of your GPUs"),
 }
 
 
 class InputSource(Struct, frozen=True):
-    """Where a quantity comes from here, or why it does not, and what to do."""
+    """The source of a quantity on this machine, or the reason why it is missing, and the remedy."""
 
     by: str = ""
     why_not: str = ""
 
 
 class Measurable(Struct, frozen=True):
-    """Whether a metric can be measured here."""
+    """Whether a metric can be measured on this machine."""
 
     metric: str
     tag: str
@@ -151,7 +151,7 @@ class Measurable(Struct, frozen=True):
 
 
 def needs_of(name: str) -> list[str]:
-    """Return what a metric cannot do without.
+    """Return the inputs that a metric needs.
 
     >>> needs_of("tt_tokens_per_param_per_sec")
     ['iterations', 'tokens', 'parameters']
@@ -168,11 +168,11 @@ def _without(lack: Lack) -> ClusterTotals:
 
 
 def measurable(name: str, sources: Mapping[str, InputSource]) -> Measurable:
-    """Return whether a metric can be measured, by what, or why not; ``sources`` has one for each of `NEEDS`."""
+    """Return whether and how a metric can be measured, or why not; ``sources`` has an entry for each of `NEEDS`."""
     entry, needs = METRICS[name], needs_of(name)
     lacking = [need for need in needs if sources[need].why_not]
     if "gpu" in lacking:
-        lacking = ["gpu"]  # whatever else a GPU would have to give
+        lacking = ["gpu"]  # the others would come from the GPU
     why_not = list(dict.fromkeys(sources[need].why_not for need in lacking))
     by = [sources[need].by for need in needs if sources[need].by]
     return Measurable(name, entry.tag(entry.bases[0]), entry.unit, not why_not, needs, by, why_not)

@@ -1,4 +1,4 @@
-"""The table of metrics: what a metric is, and the decorator that enters one."""
+"""The table of metrics, and the decorator that adds a metric to it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ Formula = Callable[[ClusterTotals], float | None]
 
 @dataclass(frozen=True)
 class Metric:
-    """A formula with what every output needs to show it."""
+    """A formula with its description for all outputs."""
 
     name: str
     unit: str
     help: str
     formula: Formula
-    console: str | None  # label and format of its line in the block, for the contract's metrics
+    console: str | None  # label and format of its line in the console block, for the contract's metrics
     group: str  # TensorBoard group; empty for the contract's own tags
-    bases: tuple[str, ...]  # which totals it is shown on: run, window, job
-    chart: bool  # False: another form of something that has a chart, or a part of it, for summaries alone
+    bases: tuple[str, ...]  # totals that it is evaluated on: run, window, job
+    chart: bool  # False: a form or a part of a metric that has a chart; only in summaries
     error: Formula | None = None  # of a mean of samples: its random error, half-width, 95 %
-    in_windows: bool = True  # False: another unit of a metric, for summaries alone
+    in_windows: bool = True  # False: another unit of a metric; only in summaries
 
     def tag(self, base: str) -> str:
-        """Return the tag, without the prefix ``efficientllm/``, of this metric on one base: no two bases have one."""
+        """Return the tag of this metric on one base, without the prefix ``efficientllm/``; each base has its own."""
         if self.group:
             return f"{self.group}/{self.name}" if base == self.bases[0] else f"{base}_{self.group}/{self.name}"
         return self.name if base == "run" else f"{base}/{self.name}"
 
     @property
     def run_bases(self) -> tuple[str, ...]:
-        """The bases in a summary, which has no window: what windows show is of the run to date there."""
+        """The bases in a summary: the base window of a grouped metric becomes the run to date."""
         return tuple(
             dict.fromkeys(
                 "run" if self.group and base == "window" else base
@@ -56,12 +56,12 @@ def metric(
     error: Formula | None = None,
     in_windows: bool = True,
 ) -> Callable[[Formula], Formula]:
-    """Enter a formula into the table that every sink walks.
+    """Add a formula to the table that all sinks use.
 
     A metric of a ``group`` has the tag ``group/name`` on the first of its bases, and ``base_group/name`` on others.
 
     Raises:
-        ValueError: the name is taken, or the function explains nothing.
+        ValueError: the name is taken, or the function has no docstring.
     """
 
     def enter(formula: Formula) -> Formula:
@@ -79,10 +79,10 @@ def metric(
 
 
 def headline() -> Iterable[Metric]:
-    """Yield the metrics of the contract, in the order of the block."""
+    """Return the metrics of the contract, in the order of the console block."""
     return (entry for entry in METRICS.values() if entry.console)
 
 
 def describe(tag: str) -> Metric | None:
-    """Return the metric behind a tag, or ``None`` for a tag that is not a metric's."""
+    """Return the metric of a tag, or ``None`` if it has none."""
     return METRICS.get(tag.rpartition("/")[2])

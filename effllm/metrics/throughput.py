@@ -10,13 +10,13 @@ from effllm.records.job import ClusterTotals
 
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second(totals: ClusterTotals) -> float | None:
-    """Tokens of the whole job per second, padding left out where the loop counts it."""
+    """Tokens of the whole job per second, without padding if the loop counts it."""
     return counted_quotient(totals.counts.tokens, totals.loop.time_s)
 
 
 @metric("tokens/s", group="throughput", bases=("window",))
 def tokens_per_second_per_gpu(totals: ClusterTotals) -> float | None:
-    """Tokens per second and GPU; per rank where there are no GPUs."""
+    """Tokens per second and GPU; per rank if there are no GPUs."""
     return counted_quotient(
         totals.counts.tokens, totals.loop.time_s * (totals.constants.gpus or totals.constants.world_size)
     )
@@ -42,26 +42,26 @@ def data_wait_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def exposed_communication_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the profiled iterations' time in which communication ran and no computation, over all ranks."""
+    """Share of the profiled iterations' time with communication and without computation, over all ranks."""
     return None if totals.profile is None else quotient(totals.profile.exposed_s, totals.profile.time_s)
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def exposed_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL in which communication runs and no computation: AL times its share of the profiled iterations."""
+    """Part of AL with communication and without computation: AL times its share of the profiled iterations."""
     return _part_of_al(totals, exposed_communication_ratio(totals))
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def computation_seconds(totals: ClusterTotals) -> float | None:
-    """AL less exposed communication, so that the two add up; what is idle and no communication is in it."""
+    """AL minus exposed communication, so that the two add up to AL; it includes idle time."""
     exposed = exposed_communication_ratio(totals)
     return None if exposed is None else _part_of_al(totals, 1.0 - exposed)
 
 
 @metric("s/iteration", group="throughput", bases=("window",), chart=False)
 def communication_seconds(totals: ClusterTotals) -> float | None:
-    """Part of AL in which communication runs, hidden by computation or not; never to be added to computation."""
+    """Part of AL with communication, hidden by computation or not; it overlaps computation: do not add the two."""
     profile = totals.profile
     return None if profile is None else _part_of_al(totals, quotient(profile.communication_s, profile.time_s))
 
@@ -74,13 +74,13 @@ def device_step_seconds(totals: ClusterTotals) -> float | None:
 
 @metric("s", group="throughput", bases=("window",), chart=False)
 def profiling_seconds(totals: ClusterTotals) -> float | None:
-    """What a profiled iteration costs its rank beside itself: starting, stopping and reading the profiler."""
+    """Additional cost of a profiled iteration for its rank: starting, stopping and reading the profiler."""
     return None if totals.profile is None else quotient(totals.profile.cost_s, totals.profile.iterations)
 
 
 @metric("ratio", group="throughput", bases=("window",))
 def padding_ratio(totals: ClusterTotals) -> float | None:
-    """Share of the processed positions that are padding; no value where the loop counted no padding."""
+    """Share of the processed positions that are padding; no value if the loop counted no padding."""
     if not totals.counts.tokens or totals.counts.tokens_processed <= totals.counts.tokens:
         return None
     return 1.0 - totals.counts.tokens / totals.counts.tokens_processed
@@ -104,12 +104,12 @@ def mfu_ratio(totals: ClusterTotals) -> float | None:
 
 @metric("ratio", group="throughput", bases=("window",))
 def hfu_ratio(totals: ClusterTotals) -> float | None:
-    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): recomputation counts as well."""
+    """Hardware FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): includes recomputation."""
     return _possible(share_of_peak(totals, totals.constants.hardware_flops_per_token))
 
 
 def share_of_peak(totals: ClusterTotals, flops_per_token: float | None) -> float | None:
-    """Return FLOP/s over the job's peak, by the FLOPs of a token: a utilization, unless one of these is wrong."""
+    """Return FLOP/s over the job's peak, from the FLOPs per token; above 1 if one of these is wrong."""
     rate = counted_quotient(totals.counts.tokens, totals.loop.time_s)
     if rate is None or flops_per_token is None or not totals.constants.peak_flops_per_s:
         return None

@@ -1,4 +1,7 @@
-"""The board: the newest values of the job, from the agent to its training process; standard library alone."""
+"""The board: shared memory in which the agent publishes the job's newest values to its training process.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ BOARD_BYTES = 32 * 1024
 
 @dataclass(frozen=True)
 class JobState:
-    """What an agent has received of the job."""
+    """The job's newest state that an agent has received."""
 
     report: int = 0  # number of the newest report; 0 before the first
-    iteration: int = 0  # the last of that report
+    iteration: int = 0  # last iteration of that report
     values: Mapping[str, float] = field(default_factory=dict)  # by tag
     welcome: str = ""  # endpoint of the aggregator that has admitted the agent
 
 
 class Board:
-    """The map of one `JobState`.
+    """A shared map with one `JobState`.
 
     Args:
-        descriptor: of the map; a new one is made where not given.
+        descriptor: of the map; by default a new map is made.
 
     Raises:
-        RingError: there is no memory for it, or the descriptor is of something else.
+        RingError: there is not enough memory, or the descriptor is not a board.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -42,11 +45,11 @@ class Board:
         self._state = JobState()
 
     def write(self, state: JobState) -> bool:
-        """Replace the state; ``False`` where it is too large."""
+        """Replace the state; ``False`` if it is too large."""
         return self._document.write(to_document(state))
 
     def read(self) -> JobState:
-        """Return the newest whole state, at once."""
+        """Return the newest complete state, without waiting."""
         if (document := self._document.take()) is not None:
             self._state = from_document(JobState, document)
         return self._state

@@ -1,4 +1,4 @@
-"""One moment on both clocks of a process."""
+"""The current time on both clocks of a process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from msgspec import Struct
 
 
 class Now(Struct, frozen=True, gc=False):
-    """One moment by the clock that no one sets, for durations, and by the one that is shown and sent."""
+    """One moment on the monotonic clock, for durations, and on the unix clock, which is shown and sent."""
 
     mono_s: float
     unix_s: float
 
     @classmethod
     def read(cls) -> Now:
-        """Return the present."""
         return cls(time.monotonic(), time.time())

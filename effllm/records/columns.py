@@ -1,6 +1,6 @@
-"""Running sums of many ranks or devices side by side: a row for each, a column for each quantity; pure.
+"""Running sums of many ranks or devices in one array: a row for each, a column for each quantity; pure.
 
-Ten thousand objects of eight floats take a hundred times as long to add up as one array of them does.
+Summing ten thousand objects of eight floats takes a hundred times as long as summing one array.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ Array: TypeAlias = NDArray[np.float64]
 Positions: TypeAlias = NDArray[np.intp]
 Key: TypeAlias = int | str
 
-#: How arrays are kept in state.json: exactly, on whatever machine.
+#: Array format in state.json: exact, and the same on every machine.
 _STORED = np.dtype("<f8")
 
 
 def fields_of(items: Sequence[Any], names: Sequence[str]) -> Array:
-    """Return numbers of objects as an array, a row for each; ``None`` becomes nan."""
+    """Return attributes of objects as an array, one row per object; ``None`` becomes nan."""
     if len(names) == 1:
         return np.array(list(map(attrgetter(*names), items)), np.float64).reshape(-1, 1)
     rows = map(attrgetter(*names), items)
     try:
         flat = np.fromiter(chain.from_iterable(rows), np.float64, len(items) * len(names))
-    except TypeError:  # one of them is None
+    except TypeError:  # an attribute is None
         return np.array([attrgetter(*names)(item) for item in items], np.float64).reshape(len(items), len(names))
     return flat.reshape(len(items), len(names))
 
 
 def means(sums: Array, covered_s: Array) -> Array:
-    """Return means over time, of those that cover any."""
+    """Return means over time; rows that cover no time are left out."""
     there = covered_s > 0
     found: Array = sums[there] / covered_s[there]
     return found
 
 
 class Table:
-    """Numbers by key and name, which grow with their keys."""
+    """Numbers by key (row) and name (column); a new key adds a row."""
 
     NAMES: ClassVar[tuple[str, ...]] = ()
-    EMPTY: ClassVar[tuple[float, ...]] = ()  # a new row; zeros where it is empty
+    EMPTY: ClassVar[tuple[float, ...]] = ()  # values of a new row; zeros if empty
 
     def __init__(self) -> None:
         self._positions: dict[Key, int] = {}
@@ -57,7 +57,7 @@ class Table:
 
     @property
     def keys(self) -> Iterable[Key]:
-        """The keys, in the order in which they came."""
+        """The keys, in the order of their rows."""
         return self._positions.keys()
 
     @property
@@ -66,12 +66,12 @@ class Table:
         return self._values[: len(self._positions)]
 
     def column(self, name: str) -> Array:
-        """Return a view of the numbers of one name."""
+        """Return a view of one column."""
         return self.values[:, self.NAMES.index(name)]
 
     def find(self, keys: Sequence[Key]) -> Positions:
-        """Return the rows of keys; those that are new get one."""
-        asked, found = self._found  # the same from window to window, as a rule
+        """Return the rows of keys; a new key gets a row."""
+        asked, found = self._found  # usually the same keys in every window
         if asked is keys or asked == keys:
             return found
         if not self._positions:
@@ -88,7 +88,7 @@ class Table:
         return found
 
     def position(self, key: Key) -> int:
-        """Return the row of one key, which gets one if it is new; `find` remembers those of a whole world."""
+        """Return the row of one key; a new key gets a row.  Does not replace the keys that `find` has cached."""
         at = self._positions.get(key)
         if at is None:
             at = self._positions[key] = len(self._positions)
@@ -108,10 +108,10 @@ class Table:
 
     @classmethod
     def unpacked(cls, stored: Mapping[str, Any]) -> Table:
-        """Undo `packed`, after JSON has made text of bytes.
+        """Undo `packed`; JSON has turned its bytes into Base64 text.
 
         Raises:
-            ValueError: these are no such values.
+            ValueError: the stored values are not a table.
         """
         table = cls()
         try:
@@ -123,23 +123,23 @@ class Table:
 
 
 def array_of(text: str) -> Array:
-    """Return the array that bytes in Base64 hold.
+    """Decode an array from Base64.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: the text is not an array.
     """
     return np.frombuffer(base64.b64decode(text), _STORED).astype(np.float64)
 
 
 def to_json(value: Any) -> Any:
-    """Encode the types that msgspec has no form for."""
+    """Encode types that msgspec does not support."""
     if isinstance(value, Table):
         return value.packed()
     raise NotImplementedError(f"{type(value).__name__} is in no state")
 
 
 def from_json(kind: type, value: Any) -> Any:
-    """Decode the types that msgspec has no form for."""
+    """Decode types that msgspec does not support."""
     if issubclass(kind, Table):
         return kind.unpacked(value)
     raise NotImplementedError(f"{kind.__name__} is in no state")

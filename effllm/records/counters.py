@@ -1,7 +1,7 @@
-"""What a training loop counts.  Standard library alone, because the training process imports it.
+"""The counters of a training loop.  Standard library only, because the training process imports it.
 
-A new counter is a field of `Counters`, at the end, and its increment in the recorder: the ring, the report of
-a window, the totals and the files have the fields of this class.
+To add a counter, append a field to `Counters` and increment it in the recorder: the ring, the reports, the totals and
+the files take their fields from this class.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 
 class Counters:
-    """Counts of one rank: running totals in the recorder and the ring, of one window or of all ranks elsewhere."""
+    """Counts of one rank: running totals in the recorder and the ring; elsewhere of one window, or of all ranks."""
 
-    # These may change in every iteration: `RingWriter` packs them by name.
+    # May change in every iteration: `RingWriter` packs them by name.
     tokens: int = 0  # positions without padding
     tokens_processed: int = 0  # all positions
     tokens_loss: int = 0  # positions with a label
     samples: int = 0
-    # These change less often: `RingWriter.take` packs them when they do.
+    # Change less often: `RingWriter.take` packs them only then.
     generated_tokens: int = 0  # without prompts
-    prompt_tokens: int = 0  # of what was generated
+    prompt_tokens: int = 0  # prompts of generated text
 
 
 FIELDS = tuple(Counters.__annotations__)
@@ -30,5 +30,5 @@ _values = attrgetter(*FIELDS)
 
 
 def by_name(record: Counters) -> dict[str, Any]:
-    """Return the counters of a record that has them, as keyword arguments for another."""
+    """Return a record's counters as keyword arguments for another record."""
     return dict(zip(FIELDS, _values(record), strict=True))

@@ -1,7 +1,7 @@
-"""The limit of lines of events: pure.
+"""Rate limit for lines of events; pure.
 
-Every event is counted by its kind. In a storm only the first lines of a minute are passed on; the rest is one line with
-its number, so that the counts of all lines add up to the number of events.
+Every event is counted by its kind. In a storm only the first lines of a minute are passed on. The others become one
+line with their number, so that the counts of all lines add up to the number of events.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from effllm.records.rank import Event
 #: Lines of one kind and rank in a minute.
 MAX_PER_MINUTE = 100
 MINUTE_S = 60.0
-#: Lines of one kind over all ranks: at once, and how many more each minute.
+#: Lines of one kind over all ranks: the burst, and how many more each minute.
 MAX_OF_KIND, MORE_OF_KIND = 20_000, 300
-#: A text counts as one line for each such part of it.
+#: A longer text counts as several lines of this many bytes.
 LINE_BYTES = 500
 
 
 class EventLimit:
-    """Decides which events become lines.
+    """Selects the events that become lines.
 
     Args:
         max_per_minute: lines of one kind and rank in a minute.
@@ -31,10 +31,10 @@ class EventLimit:
         self._since_s: float | None = None
         self._lines: dict[tuple[str, int | None], int] = {}  # in this minute
         self._left: dict[str, int] = {}  # lines that a kind may still have
-        self._left_out: dict[tuple[str, int | None], Event] = {}  # the last of each, with the count of all
+        self._left_out: dict[tuple[str, int | None], Event] = {}  # the newest of each, with the count of all
 
     def admits(self, event: Event) -> bool:
-        """Return whether an event becomes a line; one that does not is counted."""
+        """Return whether an event becomes a line; if not, count it."""
         key, lines = (event.kind, event.rank), 1 + len(event.text) // LINE_BYTES
         used, left = self._lines.get(key, 0), self._left.get(event.kind, MAX_OF_KIND)
         if used + 1 > self._max_per_minute or left < 1:
@@ -54,7 +54,7 @@ class EventLimit:
         self._left_out[key] = Event(event.time_s, event.kind, text, key[1], attempt=event.attempt, count=count)
 
     def roll(self, now_s: float) -> list[Event]:
-        """Return, after each minute, one line for each kind and rank with events that were left out.
+        """Return, once a minute, one line for each kind and rank whose events were left out.
 
         Args:
             now_s: monotonic time; ``math.inf`` at the end.

@@ -1,14 +1,14 @@
-"""The registry of the kinds of events: where they are shown, and their meaning.
+"""The registry of event kinds: where each is shown, and its meaning.
 
-A kind that is not listed here is shown on the console, so that a forgotten entry is noticed and never silent.
+A kind that is not listed here is shown on the console, so that a missing entry is noticed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Levels: where an event is shown.  Every event is counted, and written to events.jsonl.
-FILE = "file"  # in events.jsonl alone
+#: Levels: where an event is shown.  Every event is counted and written to events.jsonl.
+FILE = "file"  # only in events.jsonl
 ONCE = "console, each text once"
 ALWAYS = "console, every time"
 

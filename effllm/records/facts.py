@@ -1,7 +1,7 @@
-"""What a rank states of itself, from its training process to its agent; standard library alone.
+"""The facts of a rank, from its training process to its agent; standard library only.
 
-These records travel as JSON through shared memory, which is not trusted. `from_document` ignores unknown names, and
-gives a field that is missing or has another type its default.
+The records are JSON in shared memory, which is not trusted. `from_document` ignores unknown names. A field that is
+missing or has another type gets its default.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-_MAX_WHOLE = 2**63  # what the wire can carry
+_MAX_WHOLE = 2**63  # the limit of the wire format
 
 
 @dataclass(frozen=True)
 class DeclaredParameters:
-    """Parameters of the whole model, or (``is_share``) of what this rank alone contributes."""
+    """Parameters of the whole model, or (``is_share``) of this rank's share of it."""
 
     total: int | None = None
     trainable: int | None = None
@@ -25,7 +25,7 @@ class DeclaredParameters:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank states of itself; ``None``, 0 or empty is not known."""
+    """The facts of a rank; ``None``, 0 or empty means unknown."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # fields of `Config`
     place: Mapping[str, Any] = field(default_factory=dict)  # fields of `Place`
@@ -35,23 +35,23 @@ class RankFacts:
     endpoint: str = ""  # of the aggregator
     secured: bool = False  # with keys from the user's secret
     run_folder: str = ""
-    address_file: str = ""  # that rank 0 has published its address in
+    address_file: str = ""  # in which rank 0 has published its address
     listen_descriptor: int = -1  # of the aggregator's socket, at rank 0 ...
     stdout_descriptor: int = -1  # ... and of the job's stdout
     # The rank's devices.
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     hip_visible_devices: str | None = None
     rocr_visible_devices: str | None = None
-    cuda_uuid: str = ""  # of torch's current device ...
-    cuda_pci_bus_id: str = ""  # ... by either name
-    gpus: tuple[int, ...] = ()  # those of a process that infers, by their places in CUDA_VISIBLE_DEVICES
+    cuda_uuid: str = ""  # of torch's current device
+    cuda_pci_bus_id: str = ""  # of the same device
+    gpus: tuple[int, ...] = ()  # of an inference process: positions in CUDA_VISIBLE_DEVICES
     baseline_ns: tuple[int, ...] = ()  # start and end of the idle time before the first iteration
-    recorder_pair_s: float | None = None  # that a start and an end of an iteration take
-    # What the training script and the hooks have declared.
+    recorder_pair_s: float | None = None  # cost of one call at the start and one at the end of an iteration
+    # Declared by the training script and the hooks.
     parameters: DeclaredParameters = DeclaredParameters()
     run: Mapping[str, Any] = field(default_factory=dict)  # facts of the run, for run.json
-    first_iteration: int = 0  # iterations that earlier runs of the job have done
-    is_numbered: bool = False  # whether that is known, and not guessed
+    first_iteration: int = 0  # iterations completed by earlier attempts of the job
+    is_numbered: bool = False  # whether first_iteration was given, not assumed
     total_iterations: int | None = None
     flops_per_token: float | None = None
     hardware_flops_per_token: float | None = None
@@ -63,26 +63,26 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class FoundAddress:
-    """What the search for the aggregator's address came to: an endpoint and its job, or why there is none."""
+    """The result of the search for the aggregator's address: an endpoint and its job, or a reason."""
 
     endpoint: str = ""
     job: str = ""
-    failed: str = ""  # on this rank
-    refused: str = ""  # by rank 0
+    failed: str = ""  # reason, on this rank
+    refused: str = ""  # reason, from rank 0
 
 
 T = TypeVar("T")
 
 
 def to_document(record: Any) -> dict[str, Any]:
-    """Return a record of dataclasses as what JSON can carry."""
+    """Return a dataclass, and the dataclasses in it, as plain values for JSON."""
     return {name: to_document(value) if is_dataclass(value) else value for name, value in vars(record).items()}
 
 
 def from_document(kind: type[T], document: Mapping[str, Any]) -> T:
-    """Return a record of a kind; a field that is missing, or has another type, has its default."""
+    """Return a dataclass from its document; a field that is missing or has another type gets its default."""
     found = {}
-    for one in fields(kind):  # type: ignore[arg-type] # which kinds are dataclasses, mypy cannot express
+    for one in fields(kind):  # type: ignore[arg-type] # mypy has no type for dataclasses
         value = document.get(one.name)
         if value is not None and (read := _READERS[str(one.type).removesuffix(" | None")](value)) is not None:
             found[one.name] = read
@@ -125,7 +125,7 @@ def _tuple_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | N
     return read_all
 
 
-#: By the annotation of a field: returns a value of this type, or ``None`` for one of another.
+#: By the annotation of a field: a function that returns a value of this type, and ``None`` for other types.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "bool": _bool,
     "int": _int,

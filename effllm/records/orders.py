@@ -1,4 +1,4 @@
-"""What an aggregator is started with; apart from it, because an agent that starts one needs nothing else of it."""
+"""The arguments of an aggregator process, in a module that an agent can import without the aggregator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Orders(Struct, frozen=True):
-    """What an aggregator is started with."""
+    """The arguments of an aggregator process."""
 
     config: dict[str, Any]
     job: str
@@ -18,7 +18,7 @@ class Orders(Struct, frozen=True):
     stdout_descriptor: int = 1
     trainer_descriptor: int = -1  # pidfd of rank 0's trainer
     facts: dict[str, Any] = {}
-    run: str = ""  # what all attempts of the job have in common, by effllm/store/run_lock.py
+    run: str = ""  # identifies the job over all its attempts: effllm/store/run_lock.py
     secured: bool = False  # with keys from the user's secret ...
-    salt: str = ""  # ... and this: the job's id where its agents know it
-    by_agent: bool = False  # it was started by rank 0's agent, its parent
+    salt: str = ""  # ... and this salt: the job's id, if its agents have it
+    by_agent: bool = False  # rank 0's agent started it and is its parent

@@ -1,4 +1,4 @@
-"""Text from elsewhere as one plain line: it moves no cursor and forges no line."""
+"""Untrusted text as one printable line, without control of the cursor and without forged lines."""
 
 from __future__ import annotations
 

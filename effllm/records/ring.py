@@ -1,6 +1,6 @@
-"""The ring: records of a training process for its agent, which can still read those of a killed one.
+"""The ring: records of a training process in memory shared with its agent, which outlives a killed process.
 
-A reader that meets a half-written record sees a wrong checksum and reads again later.  Standard library alone.
+A half-written record has a wrong checksum, and the agent reads it again later.  Standard library only.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from effllm.records.shared_memory import RingError, SharedDocument, make_memory
 
 MAGIC = b"EFFLRNG2"
 ITERATION, PHASE, LOSS, RESET, END, PROFILE, DEVICE_TIME, OWN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
-#: How a loop may end: the record END has an index into these.
+#: Final statuses of a loop: the record END has an index into these.
 STATUSES = ("completed", "failed", "killed", "interrupted")
 
-#: What a PROFILE is about, where it is not an index into timeline.KINDS.
+#: Values of `Slot.what` in a PROFILE that are not an index into timeline.KINDS.
 WHOLE, COMPUTING = -1, -2
 _KINDS = 12  # of timeline.KINDS
 
@@ -31,7 +31,7 @@ STARTUP, BETWEEN, STEP, PHASE_STATE, FINISHED = 0, 1, 2, 3, 4
 STATE_NAMES = ("startup", "between iterations", "in an iteration", "in a marked phase", "finished")
 
 _PHASES = 4  # of records.rank.MARKED_PHASES: a record has a total of each
-#: What a record may be about, by its kind: from the first number to below the second.
+#: Range of `Slot.what` by kind: from the first number to below the second.
 _WHAT = {
     ITERATION: (0, 1),
     PHASE: (0, _PHASES),
@@ -44,7 +44,7 @@ _WHAT = {
 }
 
 _HEADER = struct.Struct("<8sIII")
-# What is written in every iteration has native longs: from 2**30 on, a "q" takes CPython 3.11 three times as long.
+# Fields that change in every iteration are native longs: from 2**30 on, a "q" takes CPython 3.11 three times as long.
 _STATUS = struct.Struct("@llll")  # state, ordinal, since_ns, what (index of the phase)
 _STATUS_AT = 64
 _NEWEST = struct.Struct("@L")
@@ -60,32 +60,32 @@ _SLOT_BYTES = 192
 
 
 class Slot(NamedTuple):
-    """One record of the ring: times of the monotonic clock, and running totals."""
+    """One record of the ring: times on the monotonic clock, and running totals."""
 
     sequence: int
     kind: int
     # PHASE: index into records.rank.MARKED_PHASES; END: into STATUSES; PROFILE: into timeline.KINDS, or see above;
-    # LOSS: 1 where none was given.
+    # LOSS: 1 if none was given.
     what: int
     ordinal: int
     # ITERATION: own time in ns, 0 unknown; LOSS: the iteration as the caller numbers it; PROFILE: ns; DEVICE_TIME and
-    # OWN_TIME: iterations that were timed.
+    # OWN_TIME: number of timed iterations.
     number: int
     start_ns: int
     end_ns: int
-    # ITERATION: when it came to its sync point, in ns; LOSS: the loss; PROFILE: seconds of it exposed, or of cost;
-    # DEVICE_TIME and OWN_TIME: their seconds.
+    # ITERATION: arrival at its sync point, in ns; LOSS: the loss; PROFILE: its exposed seconds, or its cost;
+    # DEVICE_TIME and OWN_TIME: seconds of these iterations.
     value: float
     step_ns: int
     wait_ns: int
     phases_ns: tuple[int, ...]  # in the order of records.rank.MARKED_PHASES
-    generation_ns: int  # wherever it lay; the phase of that name is only a part of it
+    generation_ns: int  # all generation; the phase of that name is only a part of it
     counts: tuple[int, ...]  # in the order of the fields of `Counters`
 
 
-# A record consists of what changes in every iteration, what it is about, and the totals that rarely change.  The last
-# two are packed only when they change.  Their checksum is the start of the checksum of the first, so that one checksum
-# covers all three and is computed over the first alone.
+# A record has three parts: fields that change in every iteration, fields about its kind, and totals that rarely change.
+# The last two are packed only when they change.  The checksum of the first part continues theirs, so that it covers all
+# three parts but is computed over the first alone.
 _OFTEN = struct.Struct(f"@L{5 + NUM_FREQUENT}l")  # sequence, ordinal, start and end, step and wait, counters
 _ABOUT = struct.Struct("@hhld")  # kind, what, number, value
 _RARE = struct.Struct(f"@{_PHASES + 1 + len(FIELDS) - NUM_FREQUENT}l")  # phases, generation, the other counters
@@ -99,7 +99,7 @@ def ring_bytes(slots: int) -> int:
     return _SLOTS_AT + slots * _SLOT_BYTES
 
 
-# Bound here because looking a method up costs as much as the checksum.
+# Bound here because a method lookup costs as much as the checksum.
 _pack_often, _pack_about, _pack_status = _OFTEN.pack, _ABOUT.pack, _STATUS.pack_into
 _seal, _publish, _crc32 = _SEALED.pack_into, _STATUS_AND_NEWEST.pack_into, zlib.crc32
 
@@ -155,7 +155,7 @@ class RingWriter:
         own_ns: int = 0,
         arrival_ns: int = 0,
     ) -> None:
-        """Write the record of an iteration, as `put` would, and the state after it."""
+        """Write the record of an iteration, like `put`, and the state after it."""
         self._sequence = sequence = self._sequence + 1
         often = _pack_often(
             sequence, ordinal, start_ns, end_ns, step_ns, wait_ns,
@@ -194,19 +194,19 @@ class RingWriter:
         _NEWEST.pack_into(self._map, _NEWEST_AT, sequence)
 
     def state(self, state: int, ordinal: int, since_ns: int, what: int = 0) -> None:
-        """Publish the training loop's position, which the agent reads while the loop does not move."""
+        """Publish the training loop's position, from which the agent detects stalls."""
         _pack_status(self._map, _STATUS_AT, state, ordinal, since_ns, what)
 
     def write_facts(self, facts: RankFacts) -> bool:
-        """Replace the facts; ``False`` where they are too large for their area, which then keeps the old."""
+        """Replace the facts; ``False`` if they are too large: the old ones stay."""
         return self._facts.write(to_document(facts))
 
     def write_address(self, address: FoundAddress) -> bool:
-        """Publish where the aggregator is; apart from the facts, because another thread may find it."""
+        """Publish the aggregator's address; separate from the facts, because another thread may find it."""
         return self._address.write(to_document(address))
 
     def close(self) -> None:
-        """Give up the map and the descriptor; may be called twice."""
+        """Close the map and the descriptor; may be called twice."""
         if self.descriptor >= 0:
             self._map.close()
             os.close(self.descriptor)
@@ -229,13 +229,12 @@ class RingReader:
         self._facts = SharedDocument(self._map, _FACTS_AT, _FACTS_BYTES)
         self._address = SharedDocument(self._map, _ADDRESS_AT, _ADDRESS_BYTES)
         self._look: tuple[int, int, int, int] = (STARTUP, 0, 0, 0)
-        self.overrun = 0  # records that were overwritten before they were read, or hold what cannot be
+        self.overrun = 0  # records that were overwritten before they were read, or are not valid
 
     def read(self) -> list[Slot]:
         """Return the records since the last call, oldest first.
 
-        Records that were overwritten in the meantime are counted in `overrun`; their totals are in
-        every later record.
+        Records that were overwritten before this call are counted in `overrun`; later records include their totals.
         """
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
         if newest - self._next >= self._slots:
@@ -245,8 +244,8 @@ class RingReader:
         while self._next <= newest:
             slot = self._slot(self._next)
             if slot is None or slot.sequence < self._next:
-                break  # not whole yet: next time
-            if slot.sequence > self._next or not _is_possible(slot):  # overtaken while reading, or no record of ours
+                break  # not complete yet: read it at the next call
+            if slot.sequence > self._next or not _is_valid(slot):  # overwritten while reading, or not a recorder's
                 self.overrun += 1
             else:
                 records.append(slot)
@@ -254,7 +253,7 @@ class RingReader:
         return records
 
     def skip_torn(self) -> None:
-        """Give up the record that never becomes whole: its writer died in the middle of it."""
+        """Skip a record that will never be complete, because its writer died while writing it."""
         newest = int(_NEWEST.unpack_from(self._map, _NEWEST_AT)[0])
         if self._next <= newest and self._slot(self._next) is None:
             self.overrun += 1
@@ -274,7 +273,7 @@ class RingReader:
         )  # fmt: skip
 
     def state(self) -> tuple[int, int, int, int]:
-        """Return (state, ordinal, since_ns, phase), the same in two looks, or the last of four that can be."""
+        """Return (state, ordinal, since_ns, phase): two equal reads in a row, or the last of four if it is valid."""
         look: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
         for _ in range(3):
             again: tuple[int, int, int, int] = _STATUS.unpack_from(self._map, _STATUS_AT)
@@ -287,22 +286,22 @@ class RingReader:
         return self._look
 
     def facts(self) -> RankFacts | None:
-        """Return the facts if they changed since the last call and are whole, else ``None``."""
+        """Return the facts if they are complete and have changed since the last call, else ``None``."""
         document = self._facts.take()
         return None if document is None else from_document(RankFacts, document)
 
     def address(self) -> FoundAddress | None:
-        """Return what was found out about the aggregator's address since the last call, else ``None``."""
+        """Return the aggregator's address if it has changed since the last call, else ``None``."""
         document = self._address.take()
         return None if document is None else from_document(FoundAddress, document)
 
     def close(self) -> None:
-        """Give up the map; may be called twice."""
+        """Close the map; may be called twice."""
         self._map.close()
 
 
-def _is_possible(slot: Slot) -> bool:
-    """Whether a record is one that a recorder writes: its kind, its indices, and counts that are not negative."""
+def _is_valid(slot: Slot) -> bool:
+    """Whether a recorder could have written the record: its kind, its indices, and counts that are not negative."""
     first, end = _WHAT.get(slot.kind, (0, 0))
     if not first <= slot.what < end or not slot.start_ns <= slot.end_ns or slot.start_ns < 0:
         return False

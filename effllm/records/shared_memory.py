@@ -1,8 +1,7 @@
-"""Memory that a training process and its agent share, and documents in it; standard library alone.
+"""Memory shared by a training process and its agent, and documents in it; standard library only.
 
-Each piece is a memfd that the agent inherits, so that it has no name and leaves nothing behind. Neither side waits for
-the other: a reader that meets a half-written document sees a wrong checksum (ARM may reorder stores, and Python has no
-fences) and reads again later.
+Each piece is a memfd that the agent inherits: it has no name and leaves no file. Neither process waits for the other:
+a half-written document has a wrong checksum (ARM may reorder stores, and Python has no fences) and is read again later.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ DOCUMENT_HEADER = struct.Struct("<QII")  # version, length, checksum
 
 
 class RingError(OSError):
-    """The maps could not be made, so there can be no metrics; the message has the reason."""
+    """Shared memory could not be made, so the rank has no metrics; the message has the reason."""
 
 
 def make_memory(name: str, size: int) -> int:
     """Return the descriptor of a memfd whose pages are all reserved.
 
-    Without the reservation, a full tmpfs would be a SIGBUS at some later store: a dead trainer.
+    Without the reservation, a full tmpfs would kill the trainer with a SIGBUS at a later store.
 
     Raises:
-        RingError: there is no memory for it.
+        RingError: there is not enough memory.
     """
     try:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -37,7 +36,7 @@ def make_memory(name: str, size: int) -> int:
         raise RingError(f"no shared memory for metrics: {error}") from error
     try:
         os.posix_fallocate(descriptor, 0, size)
-        # From now on it cannot shrink, which would be a SIGBUS at the next store of a process that maps it.
+        # Sealed: if it shrank, the next store of a process that maps it would be a SIGBUS.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(descriptor)
@@ -46,12 +45,12 @@ def make_memory(name: str, size: int) -> int:
 
 
 class SharedDocument:
-    """An object of JSON in a part of a map.
+    """A JSON object in a part of a map.
 
     Args:
         memory: the map.
-        at: where the part begins.
-        room: its bytes.
+        at: offset of the part.
+        room: size of the part in bytes.
     """
 
     def __init__(self, memory: mmap.mmap, at: int, room: int) -> None:
@@ -59,7 +58,7 @@ class SharedDocument:
         self._version = 0  # of the newest document that `take` has returned
 
     def write(self, document: Mapping[str, Any]) -> bool:
-        """Replace the document; ``False`` where it is too large, and the old one stays."""
+        """Replace the document; ``False`` if it is too large: the old one stays."""
         payload = json.dumps(document, separators=(",", ":")).encode()
         if len(payload) > self._room - DOCUMENT_HEADER.size:
             return False
@@ -70,14 +69,14 @@ class SharedDocument:
         return True
 
     def take(self) -> dict[str, Any] | None:
-        """Return the document if it has changed since the last call and is whole, else ``None``."""
+        """Return the document if it is complete and has changed since the last call, else ``None``."""
         version, document = self._read(self._version)
         if document is not None:
             self._version = version
         return document
 
     def read(self) -> dict[str, Any] | None:
-        """Return the document if it is whole, changed or not; any thread may call this."""
+        """Return the document if it is complete, changed or not; any thread may call this."""
         return self._read(0)[1]
 
     def _read(self, seen: int) -> tuple[int, dict[str, Any] | None]:
@@ -87,7 +86,7 @@ class SharedDocument:
         start = self._at + DOCUMENT_HEADER.size
         payload = self._memory[start : start + length]
         if checksum(version, payload) != expected:
-            return seen, None  # being written at this moment: the caller reads again
+            return seen, None  # half-written: the caller reads again
         try:
             document = json.loads(payload)
         except (ValueError, RecursionError):
@@ -98,7 +97,7 @@ class SharedDocument:
 def checksum(version: int, payload: bytes) -> int:
     """Return the checksum of a document.
 
-    The version and the length are in it, for a header is stored field by field: half of a first one, its version with
-    no length and no checksum yet, is what an empty payload would look like.
+    It includes the version and the length, because a header is stored field by field: a first header with a version,
+    but no length and no checksum yet, would otherwise be that of a valid empty document.
     """
     return zlib.crc32(payload, zlib.crc32(version.to_bytes(8, "little") + len(payload).to_bytes(4, "little")))

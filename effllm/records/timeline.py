@@ -1,7 +1,7 @@
-"""Splits an iteration into computation, communication that no computation hides, and idle time: pure.
+"""Splits an iteration into computation, exposed communication and idle time; pure.
 
-Standard library alone, since the training process computes it, once in many iterations.  All times are whole
-nanoseconds, so that sums are exact.
+Standard library only, because the training process runs it for profiled iterations.  All times are whole nanoseconds,
+so that sums are exact.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from typing import NamedTuple
 
 Interval = tuple[int, int]
 
-#: Kinds of communication: its group where the profiler reports one, else its operation.
+#: Kinds of communication: the group if the profiler reports one, else the operation.
 KINDS = (
     "dp", "tp", "pp", "cp", "ep",
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv", "broadcast", "other",
 )  # fmt: skip
 
-#: Parts of names of groups, the first that fits: Megatron's descriptions, and device meshes' dimensions.
+#: Parts of group names, the first match counts: Megatron's descriptions, and dimensions of device meshes.
 _GROUPS = (
     ("expert_data", "dp"), ("expert_tensor", "tp"), ("tensor_model", "tp"), ("pipeline", "pp"), ("context", "cp"),
     ("embedding", "pp"), ("expert", "ep"), ("data_parallel", "dp"), ("mesh_dp", "dp"), ("mesh_tp", "tp"),
     ("mesh_pp", "pp"), ("mesh_cp", "cp"), ("mesh_ep", "ep"),
 )  # fmt: skip
 
-#: Parts of names of operations, without underscores: NCCL writes ``AllReduce``, gloo ``all_reduce``.
+#: Parts of operation names, without underscores: NCCL writes ``AllReduce``, gloo ``all_reduce``.
 _OPERATIONS = (
     ("allreduce", "all_reduce"), ("reducescatter", "reduce_scatter"), ("allgather", "all_gather"),
     ("alltoall", "all_to_all"), ("sendrecv", "send_recv"), ("send", "send_recv"), ("recv", "send_recv"),
     ("broadcast", "broadcast"),
 )  # fmt: skip
 
-#: Parts of names of kernels that move data between devices; of NCCL, RCCL, NVSHMEM, DeepEP, Transformer Engine,
-#: PyTorch's symmetric memory, and the all-reduce of inference engines.  A kernel that computes and communicates
-#: counts by its name.
+#: Parts of names of kernels that move data between devices: of NCCL, RCCL, NVSHMEM, DeepEP, Transformer Engine,
+#: PyTorch's symmetric memory, and the all-reduce of inference engines.  A kernel that both computes and communicates
+#: is classified by its name.
 _DEVICE_COMMUNICATION = (
     "nccl", "rccl", "nvshmem", "deep_ep", "userbuffers", "multimem_", "shot_all_reduce", "cross_device_reduce",
 )  # fmt: skip
 
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:")
 
-#: Operators of a host under which it may wait, or which only call others: the work is in their callees.
+#: Host operators that may wait or only call others: the work is in their callees.
 _NOT_COMPUTING = ("autograd::", "torch::", "torch.", "c10d", "_c10d", "record_param_comms", "symm_mem::")
 
 
@@ -48,23 +48,23 @@ class Split(NamedTuple):
     """One iteration: ``duration_ns == exposed_ns + computing_ns + idle_ns``, and exposed is part of communication."""
 
     duration_ns: int
-    communication_ns: int  # some communication ran
-    exposed_ns: int  # ... and no computation did
-    computing_ns: int  # some computation ran
-    idle_ns: int  # neither
-    kinds: dict[str, tuple[int, int]]  # communication and exposed, of each kind alone: kinds may overlap
+    communication_ns: int  # with communication
+    exposed_ns: int  # with communication and without computation
+    computing_ns: int  # with computation
+    idle_ns: int  # with neither
+    kinds: dict[str, tuple[int, int]]  # communication and exposed of each kind; kinds may overlap
 
 
 def split(
     start_ns: int, end_ns: int, computing: Iterable[Interval], communicating: Iterable[tuple[str, int, int]]
 ) -> Split:
-    """Return the split of the iteration ``[start_ns, end_ns]``; time outside of it does not count.
+    """Return the split of the iteration ``[start_ns, end_ns]``; intervals are clipped to it.
 
     Args:
-        start_ns: its start, in the time of the intervals.
+        start_ns: its start, on the clock of the intervals.
         end_ns: its end.
         computing: intervals of computation, in any order, of any number of streams.
-        communicating: intervals of communication, each with its kind of `KINDS`.
+        communicating: intervals of communication, each with its kind from `KINDS`.
 
     >>> split(0, 100, [(0, 40), (30, 60)], [("dp", 50, 80)])
     Split(duration_ns=100, communication_ns=30, exposed_ns=20, computing_ns=60, idle_ns=20, kinds={'dp': (30, 20)})
@@ -136,7 +136,7 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> int:
 
 
 def device_kind(name: str) -> str:
-    """Return the kind of a device's record: one of `KINDS`, or "" for computation, copies included."""
+    """Return the kind of a device's record: one of `KINDS`, or "" for computation and copies."""
     lowered = name.lower()
     return _operation(lowered) if any(part in lowered for part in _DEVICE_COMMUNICATION) else ""
 
@@ -144,7 +144,7 @@ def device_kind(name: str) -> str:
 def host_kind(name: str) -> str | None:
     """Return the kind of a host's record: one of `KINDS`, "" for computation, ``None`` for neither.
 
-    Neither are Python's functions, annotations, and the operators that only call others: some of them wait.
+    Python functions, annotations and operators that only call others are neither: some of them wait.
     """
     if name.startswith(_BACKENDS):
         return _operation(name.lower())
@@ -152,7 +152,7 @@ def host_kind(name: str) -> str | None:
 
 
 def group_kind(description: str) -> str | None:
-    """Return the kind of a group by its description, ``None`` where that has none."""
+    """Return the kind of a group from its description, or ``None``."""
     lowered = description.lower()
     return next((kind for part, kind in _GROUPS if part in lowered), None)
 

@@ -1,4 +1,4 @@
-"""The messages between agents and the aggregator, which are encoded as arrays: fields may only be appended."""
+"""The messages between agents and the aggregator. They are encoded as arrays, so fields may only be appended."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from effllm.records.rank import (
     Word,
 )
 
-MAX_ROWS = 256  # rows in one frame: about 110 kB of plain ones
+MAX_ROWS = 256  # reports in one frame: about 110 kB without details
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1):
-    """An agent introduces its rank; sent again whenever a fact changes or the connection is new."""
+    """An agent registers its rank; sent again on every new connection and when a fact changes."""
 
     job: Word
     agent: Word
@@ -44,11 +44,11 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     facts: Annotated[dict[Word, Fact], Meta(max_length=500)] = {}
     version: Word = ""
     hardware_flops_per_token: Amount | None = None
-    peer_group: Word = ""  # ranks of one role and group do equal work: those of a pipeline stage
-    replica: Word = ""  # ranks of one replica wait for each other inside of an iteration: it is the model's
+    peer_group: Word = ""  # ranks of one role and group do equal work, such as those of a pipeline stage
+    replica: Word = ""  # replica of the model: its ranks wait for each other inside an iteration
     is_numbered: bool = False  # the loop or a hook has given the number of the first iteration
-    time_s: Number | None = None  # when it was sent, by the clock that its rows are stamped with
-    start_time_s: Number | None = None  # when its first row begins, by the same
+    time_s: Number | None = None  # time of sending, on the clock of its reports
+    start_time_s: Number | None = None  # start of its first report, on the same clock
 
 
 class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
@@ -57,7 +57,7 @@ class Reports(Struct, frozen=True, array_like=True, tag=2, gc=False):
     rows: Annotated[tuple[RankReport, ...], Meta(max_length=MAX_ROWS)]
     lost: Count = 0  # reports that the agent's full buffer dropped so far
     agent_cpu_s: Amount = 0.0
-    sent_bytes: Count = 0  # so far, as are these
+    sent_bytes: Count = 0  # totals, like those around it
     recorder_cpu_s: Amount | None = None
 
 
@@ -70,13 +70,13 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag=3, gc=False):
     state: Word
     since_s: Amount
     lost: Count = 0
-    sent_ns: Count = 0  # when, by the agent's clock, if the aggregator is to answer with its own; else 0
-    offset_s: Number | None = None  # the aggregator's clock less the agent's, as the agent has it by now ...
-    offset_error_s: Amount | None = None  # ... and a bound of the error of that
-    utilization: Amount | None = None  # the newest of the rank's first device
+    sent_ns: Count = 0  # time of sending on the agent's clock, if it requests a `Clock`; else 0
+    offset_s: Number | None = None  # the aggregator's clock minus the agent's, estimated by the agent ...
+    offset_error_s: Amount | None = None  # ... and a bound of its error
+    utilization: Amount | None = None  # newest reading of the rank's first device
     power_w: Amount | None = None
-    process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process, as /proc has it: R, S, D, T, ...
-    time_s: Number | None = None  # when it was sent, by the clock that rows are stamped with
+    process: Annotated[str, Meta(max_length=1)] = ""  # state of the trainer's process in /proc: R, S, D, T, ...
+    time_s: Number | None = None  # time of sending, on the clock of reports
 
 
 class AgentEvent(Struct, frozen=True, array_like=True, tag=4):
@@ -88,7 +88,7 @@ class AgentEvent(Struct, frozen=True, array_like=True, tag=4):
 
 
 class Bye(Struct, frozen=True, array_like=True, tag=5):
-    """The rank is over; every report it could send has been acknowledged or given up."""
+    """The rank has ended, and each of its reports was acknowledged or dropped."""
 
     agent: Word
     rank: Count
@@ -98,43 +98,43 @@ class Bye(Struct, frozen=True, array_like=True, tag=5):
     agent_cpu_s: Amount = 0.0
     sent_bytes: Count = 0
     recorder_cpu_s: Amount | None = None
-    end_time_s: Number | None = None  # when its last row ends, by the clock that rows are stamped with
+    end_time_s: Number | None = None  # end of its last report, on the clock of reports
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=6):
-    """The aggregator's answer to HELLO: the attempt is its to assign."""
+    """The aggregator's answer to HELLO, with the attempt that it assigns."""
 
     attempt: int
     run_folder: str = ""
-    again: bool = False  # something was dropped: send HELLO again, and what is not acknowledged
-    report_every_s: Amount = 0.0  # to be left between two frames of reports, beside what the agent leaves itself
+    again: bool = False  # a frame was dropped: send HELLO and all reports without acknowledgement again
+    report_every_s: Amount = 0.0  # additional pause between two frames of reports
 
 
 class Ack(Struct, frozen=True, array_like=True, tag=7):
-    """Every report of this agent up to ``sequence`` is safe; with it the newest headline values."""
+    """Acknowledges every report of this agent up to ``sequence``; carries the newest headline values."""
 
     sequence: int
     iteration: int = 0
     values: dict[str, float] = {}
-    report: int = 0  # counts cluster reports, so that each is shown once
+    report: int = 0  # number of the cluster report, so that each is shown once
 
 
 class Rejected(Struct, frozen=True, array_like=True, tag=8):
     """The aggregator rejects this agent, with the reason."""
 
     reason: str
-    again: bool = False  # not here and now: the agent waits for another address
-    whole_job: bool = False  # every agent of the job: rank 0 logs it, and the connection is of no use
+    again: bool = False  # temporary: the agent waits for another address
+    whole_job: bool = False  # applies to every agent of the job: rank 0 logs it, and the agent closes the connection
 
 
 class ByeSeen(Struct, frozen=True, array_like=True, tag=9):
-    """The aggregator has the rank's BYE: its agent may go."""
+    """Acknowledges the rank's BYE: its agent may exit."""
 
     rank: int
 
 
 class Clock(Struct, frozen=True, array_like=True, tag=10):
-    """The aggregator's answer to a heartbeat that asks for it; effllm/job/health/clock.py has each stamp's clock."""
+    """The answer to a heartbeat with ``sent_ns``; effllm/job/health/clock.py documents the clock of each stamp."""
 
     sent_ns: Count  # of the heartbeat
     received_ns: Count
@@ -142,30 +142,30 @@ class Clock(Struct, frozen=True, array_like=True, tag=10):
 
 
 class Supersede(Struct, frozen=True, array_like=True, tag=12):
-    """An aggregator of the next attempt asks the one that holds the run folder to write its summary and let go."""
+    """Sent by the next attempt's aggregator: the one that holds the run folder writes its summary and releases it."""
 
     run: Word  # identifies the job, from the lock file
-    job: Word  # of the one that asks
+    job: Word  # of the sender
 
 
 class Inspect(Struct, frozen=True, array_like=True, tag=11):
-    """The aggregator asks for the stacks of an agent's trainer; the answer is a `Stack`."""
+    """A request for the stacks of an agent's trainer; the answer is a `Stack`."""
 
     reason: str
 
 
-#: Of the text of a `Stack`, in letters: with what MessagePack adds it fits into a frame.
+#: Length of the text of a `Stack` in letters: it fits into a frame of MessagePack.
 MAX_STACK = 64 * 1024
 
 
 class Stack(Struct, frozen=True, array_like=True, tag=13):
-    """The state of a stalled trainer and the stacks of its threads, or why there are none."""
+    """The state of a stalled trainer and the stacks of its threads, or the reason why they are missing."""
 
     agent: Word
     rank: Count
     ordinal: Count
     text: Annotated[str, Meta(max_length=MAX_STACK)]
-    top: Sentence = ""  # the position of its main thread, in a few words
+    top: Sentence = ""  # short form of the position of its main thread
 
 
 FromAgent = Hello | Reports | Heartbeat | AgentEvent | Bye | Supersede | Stack
