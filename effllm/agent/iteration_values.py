@@ -1,4 +1,4 @@
-"""What is recorded of iterations beside their times: losses, profiles, own times, times on the device; pure."""
+"""What is recorded of iterations beside their times: losses, profiles, own times, times on the device. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of one device over time, and their sums over any stretch; pure.
+"""The samples of one device over time, and their sums over any stretch. No I/O.
 
 Integrals are time-weighted over irregular samples.  A stretch next to a failed reading, or one in which no sample was
 taken for long, is not covered, and the seconds that an integral covers are less by it.

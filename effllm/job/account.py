@@ -1,4 +1,4 @@
-"""The running sums of a job, and the totals that metrics are computed from; pure."""
+"""The running sums of a job, and the totals that metrics are computed from. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows that have closed: they enter the totals, are judged and reported, and completed by late reports; pure."""
+"""Windows that have closed: they enter the totals, are judged and reported, and completed by late reports. No I/O."""
 
 from __future__ import annotations
 

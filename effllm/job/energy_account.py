@@ -1,4 +1,4 @@
-"""The energy of windows and of runs, with its errors, in columns; each joule is counted once; pure.
+"""The energy of windows and of runs, with its errors, in columns; each joule is counted once. No I/O.
 
 Consecutive windows share an edge, at which their random errors cancel.  So a sum of windows keeps the
 variances at its open ends, and drops them where two windows meet.

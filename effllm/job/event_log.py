@@ -1,4 +1,4 @@
-"""The events of a job: all are counted, and as many are handed on as a reader can use; pure."""
+"""The events of a job: all are counted, and as many are handed on as a reader can use. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readings of devices beside energy, memory and utilization, added up as their rows come: pure.
+"""Readings of devices beside energy, memory and utilization, added up as their rows come. No I/O.
 
 The processor time is the same when the window closes, 1.1 us a row; but then frames wait for it, 11 ms for ten
 thousand ranks.

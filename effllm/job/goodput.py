@@ -1,4 +1,4 @@
-"""Where the elapsed time of a job went, and its joules, over restarts; pure.
+"""Where the elapsed time of a job went, and its joules, over restarts. No I/O.
 
 The reports of every rank tile its wall time.  What no report covers of the time between the first start and now is
 idle where the rank had not come or had left, else unknown; what lies between two attempts is the restart gap.  So

@@ -1,4 +1,4 @@
-"""One start of a job: its rank-seconds and joules by class, and what of them a later start does again; pure."""
+"""One start of a job: its rank-seconds and joules by class, and what of them a later start does again. No I/O."""
 
 from __future__ import annotations
 

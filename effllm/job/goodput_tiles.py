@@ -1,4 +1,4 @@
-"""The time of a run: one axis over its restarts, and what the reports of each rank cover of it; pure."""
+"""The time of a run: one axis over its restarts, and what the reports of each rank cover of it. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the introductions of all ranks add up to: parameters, peak, power, scope of energy, gaps; pure."""
+"""What the introductions of all ranks add up to: parameters, peak, power, scope of energy, gaps. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of short windows to rows of windows that last a second or longer: pure.
+"""Rows of short windows to rows of windows that last a second or longer. No I/O.
 
 The aggregator decides where a joined window ends, and no agent: so it ends at the same iteration on all ranks.
 """

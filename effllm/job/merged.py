@@ -1,4 +1,4 @@
-"""The devices of a window, each once and side by side, from the rows of all ranks that sit on them; pure.
+"""The devices of a window, each once and side by side, from the rows of all ranks that sit on them. No I/O.
 
 A device is identified by its key alone, so one that several ranks sit on enters once.
 """

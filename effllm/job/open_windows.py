@@ -1,4 +1,4 @@
-"""Reports on their way into the totals: in windows that are open, or late for one that has closed; pure.
+"""Reports on their way into the totals: in windows that are open, or late for one that has closed. No I/O.
 
 A window is keyed by its number, which is equal on all ranks, never by wall clock.  Windows close in
 order and once: when every live rank has passed them, or when their deadline has.

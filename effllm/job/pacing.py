@@ -1,4 +1,4 @@
-"""How often the aggregator of a large world writes its state, acknowledges and receives: pure.
+"""How often the aggregator of a large world writes its state, acknowledges and receives. No I/O.
 
 In a world of up to a thousand ranks the state is kept, and acknowledged, after every window.  Ten thousand
 acknowledgements a second would cost as much as what they acknowledge; agents have room for a thousand reports.

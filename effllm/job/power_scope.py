@@ -1,4 +1,4 @@
-"""The scope of the job's energy: the widest one that every node has, each joule in it once; pure.
+"""The scope of the job's energy: the widest one that every node has, each joule in it once. No I/O.
 
 From the narrowest to the widest: the GPUs alone; the modules that hold them (Grace-Hopper counts GPU,
 CPU and memory in one); GPUs and CPUs; the power supplies, which alone measure a node's power.

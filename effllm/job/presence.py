@@ -1,4 +1,4 @@
-"""Which ranks of a job are alive, silent or gone, and which of them a window waits for; pure."""
+"""Which ranks of a job are alive, silent or gone, and which of them a window waits for. No I/O."""
 
 from __future__ import annotations
 

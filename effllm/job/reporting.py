@@ -1,4 +1,4 @@
-"""The ledger and the roster to what sinks are given: reports of windows, and the summary; pure."""
+"""The ledger and the roster to what sinks are given: reports of windows, and the summary. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks and devices of a job by their introductions; pure."""
+"""The ranks and devices of a job by their introductions. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a window by rank, with what they come to; pure."""
+"""The rows of a window by rank, with what they come to. No I/O."""
 
 from __future__ import annotations
 

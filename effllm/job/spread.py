@@ -1,4 +1,4 @@
-"""Percentiles of a window's values over ranks and GPUs: of all of them, never of a sample or a sketch; pure."""
+"""Percentiles of a window's values over ranks and GPUs: of all of them, never of a sample or a sketch. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The energy of one window of the job, and how much of it was measured; pure."""
+"""The energy of one window of the job, and how much of it was measured. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running sums of many ranks or devices in one array: a row for each, a column for each quantity; pure.
+"""Running sums of many ranks or devices in one array: a row for each, a column for each quantity. No I/O.
 
 Summing ten thousand objects of eight floats takes a hundred times as long as summing one array.
 """

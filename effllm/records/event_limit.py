@@ -1,4 +1,4 @@
-"""Rate limit for lines of events; pure.
+"""Rate limit for lines of events. No I/O.
 
 Every event is counted by its kind. In a storm only the first lines of a minute are passed on. The others become one
 line with their number, so that the counts of all lines add up to the number of events.

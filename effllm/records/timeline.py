@@ -1,4 +1,4 @@
-"""Splits an iteration into computation, exposed communication and idle time; pure.
+"""Splits an iteration into computation, exposed communication and idle time. No I/O.
 
 Standard library only, because the training process runs it for profiled iterations.  All times are whole nanoseconds,
 so that sums are exact.

@@ -1,4 +1,4 @@
-"""When iterations became slower: a change point on the medians of windows, by two cumulative sums; pure.
+"""When iterations became slower: a change point on the medians of windows, by two cumulative sums. No I/O.
 
 Page's CUSUM (Biometrika 41, 1954): what windows lie above the level, in robust standard deviations and less an
 allowance, is summed up; from a threshold on the level has changed, and it did so where the sum began to grow.

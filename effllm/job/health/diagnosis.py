@@ -1,4 +1,4 @@
-"""Why a rank is slow: its device's window against those of its peers and of its node; pure.
+"""Why a rank is slow: its device's window against those of its peers and of its node. No I/O.
 
 A rank that waits for others spins in a communication kernel, at full utilization, a full clock and low power; so a
 low clock, a clocks event reason that the peers do not have, a lower power limit or an idle GPU speak of the culprit.

@@ -1,4 +1,4 @@
-"""The part of a window that is a rank's own and can be compared with its peers: four kinds of evidence; pure."""
+"""The part of a window that is a rank's own and can be compared with its peers: four kinds of evidence. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are NaN or infinite, of all ranks, window by window: pure."""
+"""Losses that are NaN or infinite, of all ranks, window by window. No I/O."""
 
 from __future__ import annotations
 

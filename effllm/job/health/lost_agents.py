@@ -1,4 +1,4 @@
-"""Agents that ended without a BYE: the kernel of a killed one closes its connection; pure.
+"""Agents that ended without a BYE: the kernel of a killed one closes its connection. No I/O.
 
 Used when a job ends, which shall not wait for three heartbeats of a dead agent.
 """

@@ -1,4 +1,4 @@
-"""Outliers among the ranks of a group, by robust z, in more windows than noise reaches; pure.
+"""Outliers among the ranks of a group, by robust z, in more windows than noise reaches. No I/O.
 
 Thresholds, and how rarely noise passes them: docs/stragglers.md.
 """

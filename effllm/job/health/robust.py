@@ -1,4 +1,4 @@
-"""Medians, and distances from them, of values that are in order already: one sort serves both; pure."""
+"""Medians, and distances from them, of values that are in order already: one sort serves both. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank is the slowest of a window: by own times, where it is slow in window after window; pure.
+"""Which rank is the slowest of a window: by own times, where it is slow in window after window. No I/O.
 
 How often it names a slow rank, and how rarely a healthy one: docs/stragglers.md.
 """

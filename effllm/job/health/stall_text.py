@@ -1,4 +1,4 @@
-"""The line of a stall, with the positions of the ranks: pure."""
+"""The line of a stall, with the positions of the ranks. No I/O."""
 
 from __future__ import annotations
 

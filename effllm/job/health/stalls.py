@@ -1,4 +1,4 @@
-"""What follows from a stall: it is reported, agents are asked for stacks, and its time is counted; pure."""
+"""What follows from a stall: it is reported, agents are asked for stacks, and its time is counted. No I/O."""
 
 from __future__ import annotations
 

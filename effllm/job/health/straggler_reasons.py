@@ -1,4 +1,4 @@
-"""Why a straggler is slow, and what power waits for it: windows of devices in, words and watts out; pure."""
+"""Why a straggler is slow, and what power waits for it: windows of devices in, words and watts out. No I/O."""
 
 from __future__ import annotations
 

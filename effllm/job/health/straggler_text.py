@@ -1,4 +1,4 @@
-"""The lines of stragglers: one for each, one for a whole node where all of its ranks are slow; pure."""
+"""The lines of stragglers: one for each, one for a whole node where all of its ranks are slow. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks hold the others up, why, and what that costs: windows of ranks in, verdicts out; pure.
+"""Which ranks hold the others up, why, and what that costs: windows of ranks in, verdicts out. No I/O.
 
 In synchronous training every rank's iterations take equally long, for the others wait.  So a rank is judged by what is
 its own: the time until it first waits for others, computation in profiled iterations, waiting for data, and the order

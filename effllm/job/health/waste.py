@@ -1,4 +1,4 @@
-"""Idle GPUs, and tokens that are not counted any more: one event at the begin, one at the end; pure."""
+"""Idle GPUs, and tokens that are not counted any more: one event at the begin, one at the end. No I/O."""
 
 from __future__ import annotations
 
