@@ -65,7 +65,7 @@ def _wait_for_our_name() -> None:
 
 
 class _Doorbell:
-    """Finds nothing, but once: the module in which we may be asked for, after our hooks have been told of it."""
+    """Finds no module but `_ASKED_IN`: at its first import our hooks are registered, and their finder finds it."""
 
     def __init__(self) -> None:
         self._has_rung = False

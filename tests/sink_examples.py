@@ -220,7 +220,7 @@ def make_summary(status: str = "completed", **changes: Any) -> Summary:
         time_by_class={"iterations": 2060.0, "evaluation": 40.0, "startup": 20.0},
         not_measured=(
             "Inference throughput: nothing was generated.",
-            "SM and tensor activity: the driver of this machine does not tell them to a process without "
+            "SM and tensor activity: the driver of this machine does not report them to a process without "
             "administrator's rights.",
         ),
         tokens=327_680_000,

@@ -49,7 +49,7 @@ POSSIBLE = """
     gauge-negative good-beat good-bye good-clock-beat good-hello good-note good-own-times good-reports
     good-stack good-supersede groups largest-amounts largest-clock-beat largest-flops largest-own-times largest-profile
     log-interval-zero loss-1_7e308 memory-zero note-escapes note-long offset-negative ordinals-of-2-61
-    parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts stands-for-ever start_time_s--1e30
+    parameters-zero profile rank-of-2-61 row-reset-and-final smallest-amounts stalled-for-ever start_time_s--1e30
     window-of-2-61 world-of-2-61
 """
 

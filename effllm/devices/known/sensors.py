@@ -38,7 +38,7 @@ _OLD = KnownSensor(
 )
 _RADEON = KnownSensor(
     update_s=None, window_s=None, power_usage=None, counter=True, source="ROCm/amdsmi issues 38 and 115",
-    note="the counter ran at a wrong rate, stood still or went backwards under some ROCm: check it against "
+    note="the counter ran at a wrong rate, did not move or went backwards under some ROCm: check it against "
     "integrated power; of a module with two dies, one shows the power of both",
 )
 

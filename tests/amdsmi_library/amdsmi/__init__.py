@@ -16,7 +16,7 @@ from pathlib import Path
 
 GPU = {
     "bdf": "0000:c1:00.0",
-    "serial": 0x1234567890ABCDEF,  # None: the GPU tells none
+    "serial": 0x1234567890ABCDEF,  # None: the GPU has none
     "name": "AMD Instinct MI300X",
     "device_id": 0x74A1,
     "hip_id": 0,
@@ -33,7 +33,7 @@ GPU = {
     "rate": 1.0,  # of the energy counter, against the truth
     "tick_s": 0.0,  # in which it moves
     "residencies": {},  # limit -> share of the time that it holds the GPU back
-    "throttled": None,  # as GPUs before MI300 tell it, without a reason
+    "throttled": None,  # as GPUs before MI300 report it, without a reason
     "second_die": False,
     "max_bandwidth": {},  # to other GPUs, by position
     "lacking": [],  # calls
