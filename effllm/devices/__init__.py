@@ -1,8 +1,7 @@
 """The devices that a rank can sample.  A name in ``EFFICIENTLLM_DEVICE`` is a file in this folder.
 
-Each file has one function, ``open_device(site: Site) -> Reader``, which raises `DeviceUnavailable`
-with one sentence where the device cannot be read here.  An optional library is imported only by the
-file that needs it.
+Each file has one function, ``open_device(site: Site) -> Reader``.  It raises `DeviceUnavailable` with one sentence
+if the device cannot be read here.  An optional library is imported only by the file that needs it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 
 from effllm.records.rank import Device, Sample
 
-#: The GPUs that ``auto`` tries, in this order, and the file that exists where the driver of such a GPU is loaded.
+#: The GPUs that ``auto`` tries, in this order, each with the file that exists while its driver is loaded.
 _GPUS = {"nvml": Path("/dev/nvidiactl"), "amd": Path("/dev/kfd")}
 
 
@@ -37,13 +36,13 @@ class Site:
     local_rank: int = 0
     trainer_pid: int = 0
     host: str = ""
-    cuda_uuid: str = ""  # torch's current device, where the trainer has one
+    cuda_uuid: str = ""  # torch's current device, if the trainer has one
     cuda_pci_bus_id: str = ""
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None where unset
-    rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES, within which the next one counts
-    hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES, which outranks CUDA_VISIBLE_DEVICES on ROCm
-    power_scope: str = "auto"  # the scope to use where a device has more than one
-    excluded_pids: frozenset[int] = field(default_factory=frozenset)  # our own processes
+    rocr_visible_devices: str | None = None  # ROCR_VISIBLE_DEVICES; the next list counts within its devices
+    hip_visible_devices: str | None = None  # HIP_VISIBLE_DEVICES; on ROCm it overrides CUDA_VISIBLE_DEVICES
+    power_scope: str = "auto"  # the scope to use if a device has more than one
+    excluded_pids: frozenset[int] = field(default_factory=frozenset)  # effllm's own processes
 
 
 class Reader(Protocol):
@@ -52,15 +51,15 @@ class Reader(Protocol):
     device: Device
 
     def read(self) -> tuple[Sample, dict[str, str]]:
-        """Return a sample, and for each quantity that failed to read this time, its field's name and the reason.
+        """Return a sample, and the failed reads: the reason by the field's name.
 
-        A quantity that the device does not have is ``None`` and no failure.  Never raises.
+        A quantity that the device does not have is ``None`` and not a failure.  Never raises.
         """
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
-        """Return energy and power alone, as cheaply as can be, in a sample marked ``energy_only``.
+        """Return only energy and power, as cheaply as possible, in a sample marked ``energy_only``.
 
-        Optional: without it `read` is used.
+        Optional: without this method `read` is used.
         """
 
     def close(self) -> None:
@@ -75,7 +74,7 @@ def device_names() -> list[str]:
 
 
 def open_device(name: str, site: Site) -> Reader:
-    """Open the device ``name``; ``auto`` is the GPU where one can be read, else the host.
+    """Open the device ``name``; ``auto`` is a GPU if one can be read, else the host.
 
     Raises:
         DeviceUnavailable: no such file, its library is missing, or the device cannot be read here.
@@ -100,12 +99,12 @@ def open_device(name: str, site: Site) -> Reader:
 
 
 def shown_to_rank(shown: Sequence[_T], num_entries: int, site: Site, source: str, num_here: int) -> _T:
-    """Return the device of a rank among those that its environment shows.
+    """Return the device of a rank among the devices visible in its environment.
 
-    A launcher may show each rank its own GPU alone (``num_entries`` is 1): the local rank then counts ranks, not GPUs.
+    A launcher may show each rank only its own GPU (``num_entries`` is 1): the local rank then counts ranks, not GPUs.
 
     Raises:
-        DeviceUnavailable: there is none for this rank.
+        DeviceUnavailable: there is no device for this rank.
     """
     position = 0 if num_entries == 1 else site.local_rank
     if position < len(shown):
@@ -118,7 +117,7 @@ def open_gpu(name: str, site: Site) -> Reader:
     """Open the device ``name``, where ``auto`` is a GPU of any vendor and never the host.
 
     Raises:
-        DeviceUnavailable: as `open_device`; of ``auto``, with the reason of the vendor whose driver is loaded.
+        DeviceUnavailable: as `open_device`; for ``auto``, with the reason of the vendor whose driver is loaded.
     """
     if name != "auto":
         return open_device(name, site)

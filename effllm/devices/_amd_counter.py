@@ -9,13 +9,13 @@ from typing import NamedTuple
 #: Duration and period of the comparison when a device is opened.
 CHECK_S = 0.5
 CHECK_EVERY_S = 0.02
-#: The counter is not used where they differ by more.  Power read as a mean of 100 ms lags by up to 13 % of half a
-#: second in which it rises fivefold; counters were found slow by a factor of 100, constant, and decreasing.
+#: The counter is not used if it and power differ by more.  A power reading that is a mean of 100 ms is up to 13 % low
+#: over half a second with a fivefold rise; faulty counters were slow by a factor of 100, constant, or decreasing.
 COUNTER_TOLERANCE = 0.25
 
 
 class CounterReading(NamedTuple):
-    """The counter and the power at one moment, and the driver's own time of the reading."""
+    """The counter and the power at one moment, and the driver's timestamp."""
 
     time_s: float
     energy_j: float | None
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
 
     is_good: bool
     reason: str = ""
-    is_stale: bool = False  # no value that is read changes, not the counter alone
+    is_stale: bool = False  # no value changes, neither the counter nor any other
 
 
 def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
@@ -49,7 +49,7 @@ def judge_counter(readings: Sequence[CounterReading]) -> Verdict:
     moves = [index for index, step in enumerate(steps, 1) if step > 0]
     if len(moves) < 2:
         return Verdict(False, f"it {'changed once' if moves else 'did not change'} in {span_s:.1f} s")
-    # From change to change, so that it does not matter where between two readings the counter ticks.
+    # From change to change: the position of the counter's ticks between two readings then does not matter.
     first, last = moves[0], moves[-1]
     counted_j, span_s = joules[last] - joules[first], counted[last].time_s - counted[first].time_s
     power_j = _integral_of_power(counted[first : last + 1])

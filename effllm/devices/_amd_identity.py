@@ -1,4 +1,4 @@
-"""Finds the AMD GPU of a rank, and the die of a card that reports for both."""
+"""Finds the AMD GPU of a rank, and the die that reports the power of a two-die card."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _FOUR_LINKS_MB_PER_S = 200_000
 
 @dataclass(frozen=True)
 class Processor:
-    """A GPU, one die of a two-die card, or a partition of a GPU: anything with a handle in AMD SMI."""
+    """A device with a handle in AMD SMI: a GPU, one die of a two-die card, or a partition of a GPU."""
 
     handle: Any
     bus: tuple[int, int, int, int]  # domain, bus, device, function
-    serial: str  # 16 hexadecimal digits: the id that ROCm's UUIDs are made of; empty where the GPU has none
+    serial: str  # 16 hexadecimal digits, the id in ROCm's UUIDs; empty if the GPU has no id
     names: frozenset[str]  # its UUIDs in the environment and in torch
     model: str
     is_half: bool  # one die of an MI250 or MI250X
-    has_cpu: bool  # an MI300A, whose socket, and so its power and energy, has CPU and GPU in it
+    has_cpu: bool  # an MI300A: its power and energy are those of the socket with CPU and GPU
 
     def key(self, host: str) -> str:
-        """Return the UUID that rocminfo shows and ROCR_VISIBLE_DEVICES takes, else the place in this host."""
+        """Return the UUID of rocminfo and ROCR_VISIBLE_DEVICES, or else the PCI bus id with the host's name."""
         domain, bus, device, function = self.bus
         return f"GPU-{self.serial}" if self.serial else f"{host}-{domain:04x}:{bus:02x}:{device:02x}.{function:x}"
 
@@ -48,7 +48,7 @@ def _plain(uuid: str) -> str:
 
 
 def _without_ascii(plain: str) -> str:
-    """Return the 16 digits that HIP, and so torch, gives as 16 letters instead of as a number of 16 bytes."""
+    """Return the 16 hexadecimal digits of an id that HIP, and so torch, encodes as 16 ASCII letters."""
     try:
         letters = bytes.fromhex(plain).decode("ascii").lower()
     except ValueError:
@@ -71,24 +71,24 @@ def _identify(smi: Any, handle: Any) -> Processor:
     asic = ask(smi, "amdsmi_get_gpu_asic_info", handle)
     serial = _serial(asic.get("asic_serial"))
     names = {serial}
-    if serial:  # else the UUID is made of the model alone, and all GPUs of a model have the same
+    if serial:  # without it the UUID contains only the model, and all GPUs of a model have the same UUID
         names |= {_plain(str(ask(smi, "amdsmi_get_gpu_device_uuid", handle) or ""))}
     model = str(asic.get("market_name", "")).replace("N/A", "")
-    device_id = str(asic.get("device_id")).lower()  # a number up to ROCm 6.0, hexadecimal text since
+    device_id = str(asic.get("device_id")).lower()  # a number up to ROCm 6.0, hexadecimal text since then
     is_half = "MI250" in model or device_id in {"0x7408", "0x740c", str(0x7408), str(0x740C)}
     has_cpu = "MI300A" in model or device_id in {"0x74a0", str(0x74A0)}
     return Processor(handle, bus, serial, frozenset(names - {""}), model, is_half, has_cpu)
 
 
 def list_processors(smi: Any) -> list[Processor]:
-    """Return all processors in the order in which HIP counts them.
+    """Return all processors in HIP's order.
 
-    That is the order of the driver's KFD nodes, not that of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's own
-    number, 6.3 the node's; before that the PCI bus is used, which is the same order on most machines.
+    This is the order of the driver's KFD nodes, not of AMD SMI (pytorch#178398).  ROCm 6.4 reports HIP's number,
+    ROCm 6.3 the node's number.  For earlier releases the PCI bus order is used, the same order on most machines.
     """
     found = []
     for handle in smi.amdsmi_get_processor_handles():
-        with contextlib.suppress(*errors_of(smi)):  # hidden from this container, or fallen off the bus
+        with contextlib.suppress(*errors_of(smi)):  # hidden from this container, or lost from the bus
             found.append(_identify(smi, handle))
     found.sort(key=lambda one: one.bus)
     for call, field in (("amdsmi_get_gpu_enumeration_info", "hip_id"), ("amdsmi_get_gpu_kfd_info", "node_id")):
@@ -100,7 +100,7 @@ def list_processors(smi: Any) -> list[Processor]:
 
 
 def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Processor], int]:
-    """Return what a list of indices and UUIDs shows, up to its first invalid entry, and how long it is."""
+    """Return the processors in a list of indices and UUIDs, up to the first invalid entry, and the list's length."""
     if listed is None:
         return list(processors), len(processors)
     shown: list[Processor] = []
@@ -116,16 +116,16 @@ def _shown(listed: str | None, processors: Sequence[Processor]) -> tuple[list[Pr
 
 
 def find(site: Site, processors: Sequence[Processor]) -> Processor:
-    """Return the processor of the rank: the one that torch uses, else by the processors shown to the rank.
+    """Return the processor of the rank: torch's current one, else chosen among the processors visible to the rank.
 
     Raises:
-        DeviceUnavailable: there is none for this rank.
+        DeviceUnavailable: there is no processor for this rank.
     """
     if not processors:
         raise DeviceUnavailable(advice(None))
     if site.cuda_pci_bus_id or site.cuda_uuid:
         return _find_by_torch(site, processors)
-    # ROCm's runtime hides first, HIP counts among the rest, and reads CUDA's variable like its own.
+    # ROCm's runtime applies its list first.  HIP numbers the remaining devices, and accepts CUDA's variable as its own.
     shown, entries = _shown(site.rocr_visible_devices, processors)
     hip = site.hip_visible_devices if site.hip_visible_devices is not None else site.visible_devices
     if hip is not None:
@@ -149,17 +149,14 @@ def _find_by_torch(site: Site, processors: Sequence[Processor]) -> Processor:
 
 
 def whole(processor: Processor, processors: Sequence[Processor]) -> Processor:
-    """Return the GPU of a partition: they differ in the function of their bus id only, and share its sensors."""
+    """Return the GPU of a partition; partitions share its sensors, and differ only in the function of the bus id."""
     return min((one for one in processors if one.bus[:3] == processor.bus[:3]), key=lambda one: one.bus)
 
 
-# --- whose energy
-
-
 def is_second_die(smi: Any, processor: Processor) -> bool:
-    """Whether this is the die of a card that reports neither power nor energy: the other reports both dies'.
+    """Whether this is the die of a card without power and energy readings: the first die reports those of both.
 
-    The driver sets them to 0 there (aldebaran_get_gpu_metrics); rocm-smi, too, uses the zero of the counter.
+    The driver sets both to 0 on the second die (aldebaran_get_gpu_metrics); rocm-smi also detects it by counter 0.
     """
     if not processor.is_half:
         return False
@@ -168,11 +165,11 @@ def is_second_die(smi: Any, processor: Processor) -> bool:
 
 
 def first_die(smi: Any, second: Processor, processors: Sequence[Processor]) -> Processor | None:
-    """Return the die that reports for a second one, where it is visible.
+    """Return the die that reports the power of a second one, if it is visible.
 
-    AMD SMI has no name for the card, but the dies of a card are joined by four links, and no others by more
-    than two; the driver reports 50 GB/s a link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Where it does not, the
-    die before on the PCI bus is assumed, as on machines that were described (ml-energy/zeus#203).
+    AMD SMI has no id of the card.  But the dies of a card have four links between them, all others at most two, and
+    the driver reports 50 GB/s a link (amdgpu_amdkfd_get_xgmi_bandwidth_mbytes).  Without that report the preceding
+    die on the PCI bus is assumed, as on the machines of ml-energy/zeus#203.
     """
     others = [one for one in processors if one.is_half and one.bus != second.bus]
     call = "amdsmi_get_minmax_bandwidth_between_processors"

@@ -1,4 +1,4 @@
-"""AMD SMI itself: the import, the errors of its calls, and the calls that not every release has."""
+"""The AMD SMI library: its import, its errors, and calls that some releases lack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_ACCESS = "this user may not open the AMD GPUs: grant access to /dev/kfd and 
 
 def import_library() -> Any:
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # where it does not find its C library, it prints so
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a message if its C library is missing
             import amdsmi
     except ImportError as error:
         raise DeviceUnavailable(
@@ -28,7 +28,7 @@ def import_library() -> Any:
             "from /opt/rocm/share/amd_smi, or effllm[amd]"
         ) from error
     except (AttributeError, KeyError, OSError) as error:
-        # The first two: libamd_smi.so is not found, or is another release's.
+        # AttributeError and KeyError: libamd_smi.so is missing, or of another release.
         raise DeviceUnavailable(
             f"the Python package amdsmi cannot use libamd_smi.so ({type(error).__name__}: {error}): "
             "install ROCm's amd-smi-lib, of the package's release"
@@ -37,7 +37,7 @@ def import_library() -> Any:
 
 
 def advice(error: Exception | None) -> str:
-    """Return why there is no GPU, in a sentence."""
+    """Return one sentence why there is no GPU."""
     code = getattr(error, "err_code", None)
     nodes = [_DEVICE_NODES / "kfd", *sorted((_DEVICE_NODES / "dri").glob("renderD*"))]
     present = [node for node in nodes if node.exists()]
@@ -53,8 +53,8 @@ def advice(error: Exception | None) -> str:
 def errors_of(smi: Any) -> tuple[type[Exception], ...]:
     """Return the exceptions that a call may raise.
 
-    Beside the library's own: a function that this release lacks, and the errors that its wrapper makes of
-    answers that it did not expect (5.7 cannot even raise its AmdSmiRetryException).
+    Beside the library's own exception these are errors for a function missing in this release, and errors in its
+    wrapper after unexpected answers (5.7 fails to raise its AmdSmiRetryException).
     """
     return (smi.AmdSmiException, AttributeError, KeyError, OSError, TypeError, ValueError)
 
@@ -64,7 +64,7 @@ def sentence(error: Exception) -> str:
 
 
 def ask(smi: Any, call: str, *arguments: Any) -> Any:
-    """Return the answer of a call that not every release or GPU has: empty where it fails."""
+    """Return the answer of a call that some releases or GPUs lack; empty if the call fails."""
     with contextlib.suppress(*errors_of(smi)):
         return getattr(smi, call)(*arguments)
     return {}

@@ -1,4 +1,4 @@
-"""The readings of an AMD GPU: a function for each call of AMD SMI, and the fields that it may fill."""
+"""The readings of an AMD GPU: a function for each AMD SMI call, with the fields that it returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from effllm.devices._amd_library import ask, errors_of
 
-#: Accumulated times in which a limit held the GPU back, MI300 and later.
+#: Accumulated time under each limit, on MI300 and later.
 _RESIDENCIES = {
     "prochot": "prochot_residency_acc",
     "power_cap": "ppt_residency_acc",
@@ -19,9 +19,9 @@ _RESIDENCIES = {
 
 
 def number(value: Any, bits: Sequence[int] = (16, 32, 64)) -> float | None:
-    """Return a reading as a number.
+    """Return a reading as a number, or ``None`` if AMD SMI has no value.
 
-    Where there is none AMD SMI gives "N/A", or up to ROCm 6.0 all bits of the driver's field set.
+    A missing value is "N/A", or up to ROCm 6.0 a number with all bits of the driver's field set.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -46,7 +46,7 @@ def energy(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def power(smi: Any, handle: Any) -> dict[str, float]:
-    # MI300 and later give "current", all before them "average"; 7.0 adds "socket_power", either of them.
+    # MI300 and later return "current", earlier GPUs "average"; 7.0 adds "socket_power" with either value.
     info = smi.amdsmi_get_power_info(handle)
     named = _scaled(1.0, power_w=info.get("current_socket_power"), power_average_w=info.get("average_socket_power"))
     return named or _scaled(1.0, power_w=info.get("socket_power"))
@@ -65,8 +65,8 @@ def activity(smi: Any, handle: Any) -> dict[str, float]:
 
 
 def _temperature(smi: Any, handle: Any) -> dict[str, float]:
-    # In degrees, whatever the documentation of 6.x says: the library divides the driver's by 1000.
-    # The hottest spot, for MI300 has no other.
+    # In degrees, contrary to the documentation of 6.x: the library divides the driver's value by 1000.
+    # The hottest spot is read, because MI300 has no other sensor.
     sensor, metric = smi.AmdSmiTemperatureType.JUNCTION, smi.AmdSmiTemperatureMetric.CURRENT
     return _scaled(1.0, temperature_c=smi.amdsmi_get_temp_metric(handle, sensor, metric))
 
@@ -83,15 +83,15 @@ def _memory_clock(smi: Any, handle: Any) -> dict[str, float]:
 
 def power_limit(smi: Any, handle: Any) -> dict[str, float]:
     cap = number(smi.amdsmi_get_power_cap_info(handle).get("power_cap"), (32, 64))
-    if not cap:  # 0 on the second die of a card, whose limit is the first one's
+    if not cap:  # 0 on the second die of a card; the limit of both is on the first
         return {}
-    # Watts up to ROCm 6.1, microwatts since; no limit lies between 0.1 W and 100 kW in the other unit.
+    # Watts up to ROCm 6.1, microwatts since then.  Limits are above 0.1 W and below 100 kW, so 1e5 separates the units.
     return {"power_limit_w": cap / 1e6 if cap >= 1e5 else cap}
 
 
 Group = Callable[[Any, Any], dict[str, float]]
 
-#: The calls, and the fields that each may fill.  Energy and power come first: their time is the sample's.
+#: The calls, and the fields that each may return.  Energy and power come first: their time is the sample's.
 GROUPS: dict[Group, tuple[str, ...]] = {
     energy: ("energy_j",),
     power: ("power_w", "power_average_w"),
@@ -102,7 +102,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
     _memory_clock: ("memory_clock_hz",),
     power_limit: ("power_limit_w",),
 }
-#: The calls that read one table of the driver, and repeat their answers while the table does not change.
+#: The calls that read one common table of the driver: a stale table repeats the answers of all of them.
 FROM_TABLE = (energy, power, activity, _gfx_clock, _memory_clock)
 
 
@@ -113,12 +113,12 @@ def ask_group(smi: Any, group: Group, handle: Any) -> dict[str, float]:
 
 
 def throttle(smi: Any, handle: Any) -> tuple[dict[str, float], bool | None]:
-    """Return how long each limit has held the GPU back, and before MI300 whether any does now.
+    """Return the accumulated time under each limit, and for GPUs before MI300 whether any limit is active now.
 
-    Not by amdsmi_get_violation_status, which sleeps for a tenth of a second to compare two of these.
+    amdsmi_get_violation_status is not used: it sleeps for a tenth of a second between two such readings.
     """
     metrics = ask(smi, "amdsmi_get_gpu_metrics_info", handle)
     residencies = {reason: number(metrics.get(field), (64,)) for reason, field in _RESIDENCIES.items()}
-    status = metrics.get("indep_throttle_status")  # the bits themselves up to ROCm 6.0, any of them since
+    status = metrics.get("indep_throttle_status")  # a bit mask up to ROCm 6.0, a Boolean since then
     known = status if isinstance(status, bool) else None if (bits := number(status, (64,))) is None else bits > 0
     return {reason: time for reason, time in residencies.items() if time is not None}, known

@@ -1,7 +1,7 @@
-"""Calls of NVML whose arguments are built beforehand, so that a reading costs little more than the driver does.
+"""Prepared NVML calls: their arguments are built once, so that a reading costs little more than the driver's work.
 
-pynvml builds arrays and structures anew for every call; that alone took as long as the calls.  Answers are
-unpacked from the memory that NVML writes, in a quarter of the time of an attribute of ctypes.
+pynvml builds arrays and structures for every call, which took as long as the calls themselves.  Answers are
+unpacked from the memory that NVML writes, in a quarter of the time of a ctypes attribute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-#: Codes for something that a GPU or its driver does not have; a driver calls what is newer than itself invalid.
+#: Codes for features that a GPU or its driver lacks; for newer features a driver returns "invalid argument".
 LACKING_CODES = frozenset({
     pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION,
     pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
@@ -27,7 +27,7 @@ MAX_VALUE_32, MAX_VALUE_64 = 2**32 - 2, 2**64 - 2
 
 
 def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
-    """Return a call without arguments that returns NVML's return code.
+    """Return a function without arguments that makes the call and returns NVML's return code.
 
     Raises:
         pynvml.NVMLError: this driver does not have the function.
@@ -39,12 +39,12 @@ def prepare(function: str, handle: Any, *arguments: Any) -> Callable[[], int]:
 
 
 def repoint(handle: Any, found: Any) -> None:
-    """Overwrite a handle by another one, in every call that was prepared with it."""
+    """Overwrite a handle in place, so that every call prepared with it uses the new one."""
     ctypes.memmove(ctypes.byref(handle), ctypes.byref(found), ctypes.sizeof(handle))
 
 
 def why(code: int, number: int) -> str:
-    """Return the reason why an answer is no value: from its code, else from its number."""
+    """Return why an answer has no valid value: from its return code, else from its number."""
     if code:
         return str(pynvml.NVMLError(code))
     if number in (MAX_VALUE_32 + 1, MAX_VALUE_64 + 1):
@@ -56,15 +56,15 @@ class Quantity:
     """One number of a GPU: the call that returns it, and its conversion to base units.
 
     Args:
-        name: under which its failures are reported.
-        function: of NVML.
+        name: the name in values and failures.
+        function: NVML's function.
         handle: the GPU's, or the slice's.
-        arguments: of the call, before the buffer.
-        buffer: where NVML puts its answer.
+        arguments: the call's arguments before the buffer.
+        buffer: receives NVML's answer.
         part: the member of the structure.
-        beside: the name of another number of the same structure, and its member; not reported where it is missing.
+        beside: the name of another number of the same structure, and its member; its failures are not reported.
         maximum: the largest possible value, in NVML's unit.
-        divisor: how many of NVML's units make one of ours.
+        divisor: the number of NVML's units in one base unit.
     """
 
     __slots__ = ("_arguments", "_function", "_handle", "beside", "buffer", "call", "divisor", "maximum", "name", "part")
@@ -104,10 +104,10 @@ class _Number(NamedTuple):
 
 
 class Readout:
-    """Numbers of a GPU that are read together: their calls one after the other, then all answers in one step.
+    """Numbers of a GPU that are read together: first all calls, then all answers in one step.
 
     Args:
-        quantities: the numbers; their answers go into one memory from now on.
+        quantities: the numbers; their answers are moved into one common buffer.
     """
 
     def __init__(self, quantities: Iterable[Quantity]) -> None:
@@ -129,7 +129,7 @@ class Readout:
         self.names = frozenset(number.name for number in numbers)
 
     def read(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return the numbers in base units by name; the reason of a missing one goes into ``failures``."""
+        """Return the numbers in base units by name; reasons for missing ones are added to ``failures``."""
         codes = [call() for call in self._calls]
         raws = self._take()
         values = {
@@ -153,7 +153,7 @@ class Readout:
 
 
 def _buffer_bytes(quantity: Quantity) -> int:
-    return -(-ctypes.sizeof(quantity.buffer) // 8) * 8  # so that each begins aligned
+    return -(-ctypes.sizeof(quantity.buffer) // 8) * 8  # a multiple of 8, so that each buffer is aligned
 
 
 def _place(buffer: Any, part: str) -> tuple[int, int]:
@@ -171,7 +171,7 @@ def _format(numbers: Iterable[_Number]) -> str:
 
 
 def offered(*ways: Callable[[], Quantity]) -> Quantity | None:
-    """Return the first of these quantities that this GPU and its driver have, even if it fails just now."""
+    """Return the first quantity that this GPU and its driver support, even if its call fails at the moment."""
     for way in ways:
         with suppress(pynvml.NVMLError_FunctionNotFound):
             quantity = way()

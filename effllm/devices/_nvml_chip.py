@@ -11,7 +11,7 @@ import pynvml
 
 from effllm.devices._nvml_call import MAX_VALUE_64, Quantity, Readout, offered
 
-#: Clocks event reasons that slow a GPU down; being idle, or set to a clock, does not.
+#: Clocks event reasons of a throttled GPU; an idle GPU and a clock set by the user have others.
 _THROTTLES = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
     pynvml.nvmlClocksEventReasonHwSlowdown: "hw_slowdown",
@@ -23,7 +23,7 @@ _THROTTLES = {
 
 
 class Chip:
-    """The readings of a GPU; of a slice its own memory, and all else of its GPU.
+    """The readings of a GPU; for a slice its own memory, and the other readings of its GPU.
 
     Args:
         own: handle of the GPU or the slice.
@@ -47,10 +47,10 @@ class Chip:
         self.memory_total_bytes = total_bytes if 0 < total_bytes <= MAX_VALUE_64 else None
 
     def read(self, failures: dict[str, str]) -> dict[str, float]:
-        """Return memory and utilization by their names in `Sample`; reasons of failures go into ``failures``.
+        """Return memory and utilization by their names in `Sample`; reasons for failures are added to ``failures``.
 
-        ``utilization`` is the share of time in which anything ran, the mean over the driver's last 1/6 s to 1 s,
-        by model: at one sample per second close to the mean since the sample before.
+        ``utilization`` is the share of time with a running kernel, averaged by the driver over 1/6 s to 1 s,
+        depending on the model.  With one sample per second it is close to the mean since the last sample.
         """
         return self._own.read(failures)
 
@@ -64,13 +64,13 @@ def throttles(reasons: float) -> tuple[str, ...]:
 
 
 def _memory(handle: Any) -> Quantity | None:
-    """Return the memory in use, with the driver's own share of it beside."""
+    """Return the memory in use, and beside it the driver's own share."""
     memory = partial(Quantity, "memory_bytes", part="used", maximum=MAX_VALUE_64)
     apart = pynvml.c_nvmlMemory_v2_t(version=pynvml.nvmlMemory_v2)
     beside = ("memory_reserved_bytes", "reserved")
     return offered(
         partial(memory, "nvmlDeviceGetMemoryInfo_v2", handle, buffer=apart, beside=beside),
-        # A driver before 510, which counts its own share as used.
+        # Drivers before 510, which count their own share as used.
         partial(memory, "nvmlDeviceGetMemoryInfo", handle, buffer=pynvml.c_nvmlMemory_t()),
     )
 

@@ -1,6 +1,6 @@
-"""GPM: the activity of SMs, tensor cores and memory of a Hopper or later GPU, from pairs of NVML's samples.
+"""GPM: the activity of SMs, tensor cores and memory of a Hopper or later GPU, from pairs of NVML samples.
 
-It is a unit of its own in the GPU and takes no lock that a profiler needs.
+GPM is a separate unit in the GPU and takes no lock that a profiler needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pynvml
 
 NS = 1e-9
 
-#: Samples nearer than this give no metrics (NVML documentation of nvmlGpmMetricsGet).
+#: Samples closer together give no metrics (NVML documentation of nvmlGpmMetricsGet).
 MIN_APART_S = 0.1
 
 _METRICS = {
@@ -23,11 +23,11 @@ _METRICS = {
 
 
 class Gpm:
-    """The activity of a GPU, or of one GPU instance of it, since the read before.
+    """The activity of a GPU, or of one of its GPU instances, since the last read.
 
     Args:
         handle: the GPU's.
-        instance: id of the GPU instance, for a MIG slice; where it has several compute instances, they share it.
+        instance: id of the GPU instance, for a MIG slice; all its compute instances share one activity.
     """
 
     def __init__(self, handle: Any, instance: int | None) -> None:
@@ -47,7 +47,7 @@ class Gpm:
             self._samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
 
     def enter(self, gauges: dict[str, float], failures: dict[str, str], time_ns: int) -> None:
-        """Enter the activities since the read before; nothing at the first read or too soon after one."""
+        """Add the activities since the last read to ``gauges``; none at the first read or too soon after the last."""
         now_s = time_ns * NS
         if not self._samples or (self._last_s is not None and now_s - self._last_s < MIN_APART_S):
             return
@@ -75,7 +75,7 @@ class Gpm:
     def _take(self, gauges: dict[str, float]) -> None:
         for answer, name in self._answers:
             percent = answer.value
-            if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= 100.0:  # which nan is not
+            if answer.nvmlReturn == pynvml.NVML_SUCCESS and 0.0 <= percent <= 100.0:  # false for nan
                 gauges[name] = percent / 100
 
 

@@ -1,4 +1,4 @@
-"""Finds the GPU, or the slice of one, of a rank: by UUID and bus id, never by index."""
+"""Finds the GPU or MIG slice of a rank, by UUID and bus id, never by index."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from effllm.devices import DeviceUnavailable, Site, shown_to_rank
 
 
 def choose_uuid(site: Site, uuids: Sequence[str]) -> str:
-    """Return the UUID of the device that CUDA_VISIBLE_DEVICES gives to a rank.
+    """Return the UUID of the device that CUDA_VISIBLE_DEVICES assigns to a rank.
 
-    ``uuids`` are those of all GPUs in PCI bus order, which is CUDA's own under
-    CUDA_DEVICE_ORDER=PCI_BUS_ID; its default, fastest first, is the same order on a node of equal GPUs.
+    ``uuids`` are the UUIDs of all GPUs in PCI bus order, CUDA's order under CUDA_DEVICE_ORDER=PCI_BUS_ID.  CUDA's
+    default, fastest first, is the same order on a node of equal GPUs.
 
     Raises:
         DeviceUnavailable: no GPU is visible to this rank.
@@ -39,13 +39,13 @@ def _until_invalid(entries: Sequence[str], uuids: Sequence[str]) -> Iterator[str
 
 
 def text_of(answer: str | bytes) -> str:
-    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml give bytes
+    return answer.decode() if isinstance(answer, bytes) else answer  # older releases of pynvml return bytes
 
 
 def _uuids_in_bus_order() -> list[str]:
     found = []
     for index in range(pynvml.nvmlDeviceGetCount()):
-        # A GPU that is hidden by the container, or broken, is not in CUDA's order either.
+        # CUDA skips GPUs that are broken or hidden by the container, too.
         with suppress(pynvml.NVMLError):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             pci = pynvml.nvmlDeviceGetPciInfo(handle)
@@ -54,8 +54,8 @@ def _uuids_in_bus_order() -> list[str]:
 
 
 def find(site: Site) -> Any:
-    """Return the handle of the rank's device: the one that torch uses, else by CUDA_VISIBLE_DEVICES."""
-    # The UUID that torch gives for a slice is its GPU's under some CUDA versions, so a slice is found by its own.
+    """Return the handle of the rank's device: torch's current one, else chosen by CUDA_VISIBLE_DEVICES."""
+    # Under some CUDA versions torch returns the GPU's UUID for a slice, so a slice is found by CUDA_VISIBLE_DEVICES.
     if (site.cuda_uuid or site.cuda_pci_bus_id) and not (site.visible_devices or "").strip().startswith("MIG-"):
         return _find_by_torch(site)
     return pynvml.nvmlDeviceGetHandleByUUID(choose_uuid(site, _uuids_in_bus_order()))
@@ -73,10 +73,10 @@ def _find_by_torch(site: Site) -> Any:
 
 
 def module_of(handle: Any, host: str) -> str:
-    """Return the key that all GPUs of a module share, by which its energy is counted once.
+    """Return the key that all GPUs of a module share, so that its energy is counted once.
 
-    They have one serial number, the board's, and module ids of their own (GB200 and GB300 trays,
-    NVIDIA/k8s-test-infra#727).  Without it: better once per host than once per GPU.
+    The GPUs of a module have one serial number, the board's, but different module ids (GB200 and GB300 trays,
+    NVIDIA/k8s-test-infra#727).  Without a serial number the energy is counted once per host, not once per GPU.
     """
     try:
         return f"module:{text_of(pynvml.nvmlDeviceGetSerial(handle))}"

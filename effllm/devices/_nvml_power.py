@@ -1,4 +1,4 @@
-"""Energy and power of a GPU, in one batched call; their scope is measured, not assumed."""
+"""Energy and power of a GPU, read in one batched call; their scope is measured, not assumed."""
 
 from __future__ import annotations
 
@@ -33,45 +33,45 @@ class NvmlField(NamedTuple):
 _ENERGY = NvmlField("energy_j", pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, bits=64)
 _POWERS = (NvmlField("power_w", _INSTANT_ID), NvmlField("power_average_w", _AVERAGE_ID))
 _MODULE_POWERS = (NvmlField("power_w", _INSTANT_ID, _OF_MODULE), NvmlField("power_average_w", _AVERAGE_ID, _OF_MODULE))
-_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no board was seen with the instant one
+_MEMORY_POWER = NvmlField("memory_power_w", _AVERAGE_ID, _OF_MEMORY)  # no known board has the instant power
 
-#: Duration and period of the comparison of the counter with the powers of GPU and module, which finds its scope:
-#: a few of its ticks, timed to a few percent.
+#: Duration and period of the comparison that finds the counter's scope, by the powers of GPU and module: the
+#: duration has a few of the counter's ticks, and the period times them to a few percent.
 PROBE_S, _PROBE_EVERY_S = 0.5, 0.01
 
 
 class FieldBatch:
-    """Fields of a GPU that are read in one call, and unpacked at once from the memory that NVML writes.
+    """Fields of a GPU that are read in one call, and unpacked together from the memory that NVML writes.
 
     Args:
         handle: the GPU's.
-        fields: to read.
-        required: names whose failure is reported.
-        share: the slice's part of the GPU's energy.
+        fields: the fields.
+        required: names of the fields whose failures are reported.
+        share: the slice's share of the GPU's energy.
     """
 
     def __init__(self, handle: Any, fields: Sequence[NvmlField], required: frozenset[str], share: float = 1.0) -> None:
-        self._fields = [(field.name, 2**field.bits - 1) for field in fields]  # all bits mark no value
+        self._fields = [(field.name, 2**field.bits - 1) for field in fields]  # all bits set: no value
         self._required = required
         self._divisor = 1e3 / share  # mW and mJ
         answers = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for answer, field in zip(answers, fields, strict=True):
             answer.fieldId, answer.scopeId = field.id, field.scope
         self._call = prepare("nvmlDeviceGetFieldValues", handle, c_int(len(fields)), byref(answers))
-        # An answer ends with its return code and the union of its value.
+        # An answer ends with the return code and the union with the value.
         code = f"{pynvml.c_nvmlFieldValue_t.nvmlReturn.offset}xI"
         form = "=" + "".join(code + ("Q" if field.bits == 64 else "I4x") for field in fields)
         self._unpack = partial(struct.Struct(form).unpack_from, answers)
 
     def read(self, failures: dict[str, str]) -> tuple[dict[str, float], int]:
-        """Return the values in base units and their time; reasons of failures go into ``failures``."""
+        """Return the values in base units and their time; reasons for failures are added to ``failures``."""
         before_ns = time.monotonic_ns()
         code = self._call()
         time_ns = (before_ns + time.monotonic_ns()) // 2
         if code:
             failures.update(dict.fromkeys(self._required, str(pynvml.NVMLError(code))))
             return {}, time_ns
-        divisor, numbers = self._divisor, self._unpack()  # the return code of each field, and its value
+        divisor, numbers = self._divisor, self._unpack()  # return code and value of each field
         values = {
             name: raw / divisor
             for (name, lacking), code, raw in zip(self._fields, numbers[::2], numbers[1::2], strict=True)
@@ -92,9 +92,9 @@ class NvmlPower:
 
     Args:
         handle: the GPU's.
-        name: its product name, by which the meaning of nvmlDeviceGetPowerUsage is looked up.
-        wanted: the scope to use where it has more than one.
-        share: the slice's part of the GPU's energy.
+        name: its product name; the hardware table has the meaning of nvmlDeviceGetPowerUsage for it.
+        wanted: the scope to use if the GPU has more than one.
+        share: the slice's share of the GPU's energy.
     """
 
     def __init__(self, handle: Any, name: str, wanted: str, share: float = 1.0) -> None:
@@ -113,7 +113,7 @@ class NvmlPower:
         self.method = next((method for method, name in _METHODS if name in self.names), None)
 
     def read(self, failures: dict[str, str], *, energy_only: bool = False) -> tuple[dict[str, float], int]:
-        """Return the values in base units and their time; reasons of failures go into ``failures``."""
+        """Return the values in base units and their time; reasons for failures are added to ``failures``."""
         batch = self._essential if energy_only else self._everything
         values, time_ns = batch.read(failures) if batch is not None else ({}, 0)
         for single in self._singles:
@@ -128,19 +128,19 @@ _METHODS = ((COUNTER, "energy_j"), (INSTANT, "power_w"), (AVERAGE, "power_averag
 
 
 class _Offer(NamedTuple):
-    """The fields of the energy and the power of the scope that is used."""
+    """The chosen scope, with its fields of energy and power."""
 
     scope: str
     counter: tuple[NvmlField, ...]
     powers: tuple[NvmlField, ...]
-    beside: tuple[NvmlField, ...] = ()  # of the other scope
+    beside: tuple[NvmlField, ...] = ()  # fields of the other scope
     note: str = ""
 
 
 def _choose(
     handle: Any, wanted: str, own: Iterable[NvmlField], of_module: Iterable[NvmlField], *, has_counter: bool
 ) -> _Offer:
-    """Choose the scope: ``wanted`` where the GPU has it, else the counter's."""
+    """Choose the scope: ``wanted`` if the GPU has it, else the counter's."""
     powers, module_powers = tuple(own), tuple(of_module)
     counted = GPU
     if has_counter and powers and module_powers:
@@ -155,7 +155,7 @@ def _choose(
 
 
 def _has(handle: Any, field: NvmlField) -> bool:
-    """Whether a GPU and its driver have a field, even if it fails just now."""
+    """Whether a GPU and its driver support a field, even if the call fails at the moment."""
     scopes = (field.scope,) if field.scope == _OF_GPU else (field.scope, _OF_GPU)
     try:
         answer, *of_gpu = pynvml.nvmlDeviceGetFieldValues(handle, [(field.id, scope) for scope in scopes])
@@ -165,7 +165,7 @@ def _has(handle: Any, field: NvmlField) -> bool:
         return field in (_ENERGY, _POWERS[0])
     if answer.nvmlReturn != pynvml.NVML_SUCCESS:
         return answer.nvmlReturn not in LACKING_CODES
-    # Boards without such a sensor were seen to return 0, and a driver older than the scope may return the GPU's power.
+    # Some boards without such a sensor return 0, and a driver older than the scope may return the GPU's power.
     return not of_gpu or answer.value.uiVal not in (0, of_gpu[0].value.uiVal)
 
 

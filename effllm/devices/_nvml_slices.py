@@ -11,9 +11,9 @@ import pynvml
 from effllm.devices._nvml_call import LACKING
 from effllm.devices._nvml_identity import text_of
 
-#: A GPU with less free memory than this share has no space for another slice: the smallest takes an eighth.
+#: A GPU with a smaller share of free memory has no space for another slice: the smallest slice takes an eighth.
 _SMALLEST = 1 / 8
-#: Compute slices of a GPU where NVML does not report them: all have as many but the A30, which has 4.
+#: Compute slices of a GPU if NVML does not report them: all models have 7, except the A30 with 4.
 _USUAL = 7
 
 
@@ -21,9 +21,9 @@ _USUAL = 7
 class Slice:
     """A slice in its GPU.
 
-    NVML counts no energy per slice.  That of the GPU is divided among its slices by their compute slices (or
-    evenly, where NVML does not report them), so that no joule belongs to two.  A container is shown its own slices
-    only: where there may be others, the GPU has as many compute slices as it can have.
+    NVML counts no energy per slice.  The GPU's energy is divided among its slices in proportion to their compute
+    slices (or evenly, if NVML does not report them), so that each joule is counted once.  A container sees only its
+    own slices.  If the GPU has memory for other slices, the maximal number of compute slices is used for the GPU.
     """
 
     gpu: Any
@@ -33,7 +33,7 @@ class Slice:
 
 
 def slice_of(handle: Any) -> Slice | None:
-    """Return the slice that a handle is of, or ``None`` for a whole GPU."""
+    """Return the slice of a handle, or ``None`` for a whole GPU."""
     try:
         answer = pynvml.nvmlDeviceIsMigDeviceHandle(handle)
     except LACKING:
@@ -58,7 +58,7 @@ def _instance_of(handle: Any) -> int | None:
 
 
 def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
-    """Return the weight of a slice, that of its whole GPU, and their unit."""
+    """Return the weight of a slice, the weight of its GPU, and their unit."""
     most, total_bytes = _capacity(gpu)
     own = text_of(pynvml.nvmlDeviceGetUUID(handle))
     slices = _slices(gpu, most) | {own: handle}
@@ -74,7 +74,7 @@ def _weigh(handle: Any, gpu: Any) -> tuple[int, int, str]:
 
 
 def _capacity(gpu: Any) -> tuple[int, int]:
-    """Return the number of slices that a GPU can have, also that of its compute slices, and its bytes of memory."""
+    """Return the maximal number of slices of a GPU, equal to that of its compute slices, and its bytes of memory."""
     most, total_bytes = _USUAL, 2**64
     with suppress(pynvml.NVMLError):
         most = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
@@ -85,14 +85,14 @@ def _capacity(gpu: Any) -> tuple[int, int]:
 def _slices(gpu: Any, most: int) -> dict[str, Any]:
     found = {}
     for index in range(most):
-        with suppress(pynvml.NVMLError):  # as many places as there could be slices, not all of them taken
+        with suppress(pynvml.NVMLError):  # there is an index for every possible slice, and some are unused
             one = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
             found[text_of(pynvml.nvmlDeviceGetUUID(one))] = one
     return found
 
 
 def _shape(handle: Any) -> tuple[int, int | None, int]:
-    """Return the compute slices of a slice, its GPU instance, and the bytes of that; zeros where NVML has none."""
+    """Return the compute slices of a slice, its GPU instance, and the instance's bytes; zeros if NVML reports none."""
     try:
         attributes = pynvml.nvmlDeviceGetAttributes_v2(handle)
     except pynvml.NVMLError:

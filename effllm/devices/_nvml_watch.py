@@ -1,4 +1,4 @@
-"""Events of a GPU, reported once: critical errors (Xid), memory errors (ECC), another power limit."""
+"""Events of a GPU, each reported once: critical errors (Xid), memory errors (ECC), changes of the power limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watch:
 
         Args:
             now_s: the time.
-            is_there: whether the GPU answers; the last events of one that does not are read at once.
+            is_there: whether the GPU answers; the last events of a lost GPU are read at once.
         """
         if now_s < self._xid_at_s and is_there:
             return ()
@@ -71,7 +71,7 @@ class Watch:
 
     def _critical(self) -> list[Event]:
         numbers: Counter[int] = Counter()
-        with suppress(pynvml.NVMLError):  # a time-out: nothing more has happened
+        with suppress(pynvml.NVMLError):  # a timeout: there are no more events
             while self._events is not None and numbers.total() < _MAX_AT_ONCE:
                 numbers[pynvml.nvmlEventSetWait_v2(self._events, 0).eventData] += 1
         return [
@@ -91,7 +91,7 @@ class Watch:
         before, errors = self._num_errors, _read(self._errors)
         if errors is None:
             return []
-        self._num_errors = errors  # which start from none with the driver
+        self._num_errors = errors  # reset when the driver is loaded
         new = int(errors - before) if before is not None else 0
         return [Event(time.time(), "ecc", f"{new} uncorrected memory errors", count=new)] if new > 0 else []
 

@@ -1,7 +1,7 @@
 """An AMD GPU, read through AMD SMI and identified by its unique id, never by an index.
 
-Not run on an AMD GPU.  Names, units and shapes are those of the sources of the Python package amdsmi, ROCm 5.7
-to 7.0, of its C library, and of the amdgpu driver; comments name what they leave open.
+Not tested on an AMD GPU.  Names, units and shapes are taken from the sources of the Python package amdsmi, ROCm 5.7
+to 7.0, of its C library, and of the amdgpu driver; comments name open points.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 
 class _Source(NamedTuple):
-    """The source of a device's energy: fields of nearly the same names as in `Device`."""
+    """The source of a device's energy; the fields correspond to those of `Device`."""
 
     method: str | None
     note: str = ""
@@ -47,7 +47,7 @@ class _Source(NamedTuple):
 
 
 class AmdReader:
-    """An open GPU; while it is lost every quantity fails, and AMD SMI is initialised again from time to time."""
+    """An open GPU; while it is lost every quantity fails, and `_reopen` retries with growing delays."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class AmdReader:
         return sample, failures
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
-        """Return energy and power alone: two calls instead of nine."""
+        """Return only energy and power: two calls instead of nine."""
         time_ns, values, failures = self._read_offered((energy, power))
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
         sample = Sample(time_ns, power_w=power_w, energy_j=energy_j, power_average_w=average_w, energy_only=True)
@@ -101,10 +101,10 @@ class AmdReader:
             with contextlib.suppress(*self._errors):
                 self._smi.amdsmi_shut_down()
 
-    # --- at the opening ---
+    # --- once, when the GPU is opened ---
 
     def _try_all(self, processor: Processor) -> dict[Group, tuple[str, ...]]:
-        """Return the fields that the GPU has, by group; a field that only fails just now is among them."""
+        """Return the supported fields by group, including fields whose read fails only at the moment."""
         offered = {}
         for group, fields in GROUPS.items():
             try:
@@ -115,7 +115,7 @@ class AmdReader:
             else:
                 offered[group] = tuple(field for field in fields if field in answer)
         if "MI3" not in processor.model:
-            # On MI300 of the bandwidth (DramBandwidthUtilization), before it of the clock's domain.
+            # On MI300 it is the share of the bandwidth (DramBandwidthUtilization), earlier that of the clock's domain.
             offered[activity] = tuple(field for field in offered[activity] if field != "dram_activity_ratio")
         return offered
 
@@ -192,7 +192,7 @@ class AmdReader:
     # --- at every reading ---
 
     def _read_offered(self, groups: Iterable[Group]) -> tuple[int, dict[str, float], dict[str, str]]:
-        """Return the time of the energy, or else of the power, the values, and the reasons of missing ones."""
+        """Return the time of the energy (or else of the power), the values, and the reasons for missing values."""
         values: dict[str, float] = {}
         failures: dict[str, str] = {}
         began_s = self._clock()
@@ -213,7 +213,7 @@ class AmdReader:
         return round((began_s if middle_s is None else middle_s) * 1e9), values, failures
 
     def _throttled_by(self, failures: dict[str, str]) -> tuple[str, ...] | None:
-        """Return the limits that held the GPU back at any time since the reading before."""
+        """Return the limits that were active at any time since the last reading."""
         before = self._residencies
         self._residencies, status = throttle(self._smi, self._handle)
         if self._residencies:
@@ -226,7 +226,7 @@ class AmdReader:
         return ("unspecified",) if status else ()
 
     def _reopen(self) -> bool:
-        """Initialise AMD SMI again when the retry is due: a handle does not outlive its GPU's loss."""
+        """Initialise AMD SMI again when a retry is due: the handle of a lost GPU never works again."""
         now_s = self._clock()
         if not self._open or now_s < self._retry_at_s:
             return False
@@ -238,7 +238,7 @@ class AmdReader:
             self._smi.amdsmi_init(self._smi.AmdSmiInitFlags.INIT_AMD_GPUS)
             processors = list_processors(self._smi)
         except self._errors:
-            return False  # the failures that led here are reported already
+            return False  # the caller reports the failures of the reading
         same = [one for one in processors if one.key(self._host) == self.device.key]
         if same:
             self._handle = whole(same[0], processors).handle
@@ -251,7 +251,7 @@ def open_device(
     """Open the GPU that this rank computes on, and compare its energy counter with its power for half a second.
 
     Raises:
-        DeviceUnavailable: there is no AMD SMI here, or no GPU for this rank.
+        DeviceUnavailable: AMD SMI does not work here, or there is no GPU for this rank.
     """
     smi = import_library()
     errors = errors_of(smi)

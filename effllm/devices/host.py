@@ -1,4 +1,4 @@
-"""The host itself, for training without a GPU: this rank's process tree, and the CPUs' RAPL energy counters."""
+"""The host as a device, for training without a GPU: the rank's process tree, and the CPUs' RAPL energy counters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Usage(NamedTuple):
-    """The usage of one process; ``reaped_s`` is the CPU time of its children that it has waited for."""
+    """The usage of one process; ``reaped_s`` is the CPU time of ended children that the process has waited for."""
 
-    has_ended: bool  # and has not been waited for yet, so its times can still be read
+    has_ended: bool  # its parent has not waited for it yet, so its times are still readable
     cpu_s: float
     reaped_s: float
     rss_bytes: int
@@ -34,9 +34,9 @@ class Usage(NamedTuple):
 
 
 class Process:
-    """A process by its open /proc files, which can never mean another one of the same number.
+    """A process by its open /proc files; they never refer to a later process with the same pid.
 
-    Reading them takes 5 microseconds where psutil takes 25, and an agent may have a hundred to read.
+    Reading them takes 5 microseconds, psutil takes 25, and an agent may have a hundred processes to read.
     """
 
     def __init__(self, pid: int) -> None:
@@ -49,13 +49,13 @@ class Process:
             raise
 
     def usage(self) -> Usage | None:
-        """Return its usage, ``None`` after its end."""
+        """Return the usage, or ``None`` after the process has ended."""
         try:
             stat = os.pread(self._stat, 2048, 0)
             statm = os.pread(self._statm, 256, 0).split()
         except ProcessLookupError:
             return None
-        fields = stat[stat.rindex(b")") + 2 :].split()  # the name before may hold spaces and brackets
+        fields = stat[stat.rindex(b")") + 2 :].split()  # the preceding name may contain spaces and brackets
         user, system, reaped_user, reaped_system = map(int, fields[11:15])
         return Usage(
             has_ended=fields[0] in b"ZX",
@@ -66,9 +66,9 @@ class Process:
         )
 
     def own_bytes(self, usage: Usage) -> int:
-        """Return the bytes of a descendant alone: its shared pages, files and shared memory, are the trainer's too."""
+        """Return the private bytes of a descendant: the trainer has its shared pages, files and shared memory, too."""
         unshared_bytes = usage.rss_bytes - usage.shared_bytes
-        # Never more than its own: a process that becomes another program by exec has inherited nothing.
+        # At most the unshared bytes: after exec a process has no inherited pages.
         self.inherited_bytes = min(self.inherited_bytes, unshared_bytes)
         return unshared_bytes - self.inherited_bytes
 
@@ -78,7 +78,7 @@ class Process:
 
 
 def _children(pid: int) -> list[int]:
-    # psutil would read the stat of every process of the host: 16 microseconds each, of thousands.
+    # psutil would read the stat of every process of the host, thousands at 16 microseconds each.
     if not _CHILDREN_OF_THIS_THREAD.exists():  # a kernel without CONFIG_PROC_CHILDREN
         with suppress(psutil.Error):
             return [child.pid for child in psutil.Process(pid).children()]
@@ -97,11 +97,11 @@ def _descendants(pid: int, excluded: frozenset[int]) -> Iterator[int]:
 
 
 def _inherited_bytes(pid: int, usage: Usage) -> int:
-    """Return the pages that a forked process still shares, copy-on-write, with the one it came from.
+    """Return the bytes that a forked process still shares, copy-on-write, with its parent.
 
-    They are its parent's, but neither rss nor the shared pages of statm show it: only smaps_rollup does,
-    which walks all page tables (0.16 ms for 14 MB), so it is read once per process.  It does not show
-    the other process: pages that two descendants share without the trainer are counted for neither.
+    They are counted for the parent.  Neither rss nor the shared pages of statm distinguish them, only smaps_rollup
+    does; it walks all page tables (0.16 ms for 14 MB), so it is read once per process.  It does not name the other
+    process: pages that two descendants share without the trainer are counted for neither.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
@@ -113,9 +113,9 @@ def _inherited_bytes(pid: int, usage: Usage) -> int:
 
 
 class ProcessTree:
-    """A trainer and its descendants, without those that belong to the measurement itself.
+    """A trainer and its descendants, without effllm's own processes.
 
-    Descendants are listed every ten seconds, their usage is read every time.
+    Descendants are listed every ten seconds; their usage is read every time.
     """
 
     def __init__(self, pid: int, excluded: frozenset[int], clock: Callable[[], float]) -> None:
@@ -129,7 +129,7 @@ class ProcessTree:
             self._processes[pid] = Process(pid)
 
     def read(self) -> tuple[int, float | None]:
-        """Return the bytes in use, and the CPU seconds since the read before.
+        """Return the bytes in use, and the CPU seconds since the last read.
 
         Raises:
             ProcessLookupError: the trainer has ended.
@@ -149,7 +149,7 @@ class ProcessTree:
             self._remove(pid)
 
     def _usages(self) -> dict[int, Usage]:
-        """Return the usages; all again when a process ends meanwhile, since its parent then has its CPU time."""
+        """Return the usages; all are read again if a process ends meanwhile, since its parent then has its CPU time."""
         while True:
             usages = {pid: process.usage() for pid, process in self._processes.items()}
             present = {pid: usage for pid, usage in usages.items() if usage is not None}
@@ -181,9 +181,8 @@ class ProcessTree:
 def _cpu_s(last: dict[int, Usage], now: dict[int, Usage]) -> float:
     """Return the CPU seconds between two reads of a tree.
 
-    A child that ends passes all its time on to the parent that waits for it, so the sum over the tree
-    goes on; without a wait the time is lost and the sum may fall, but the tree never uses less
-    than its living processes.
+    The CPU time of an ended child is added to the parent that waits for it, so it stays in the sum over the tree.
+    Without a wait it is lost and the sum may decrease; the sum over the running processes is then a lower bound.
     """
     total = sum(usage.cpu_s + usage.reaped_s for usage in now.values())
     total_before = sum(usage.cpu_s + usage.reaped_s for usage in last.values())
@@ -211,7 +210,7 @@ def _cpu_name() -> str:
 
 
 class HostReader:
-    """The open host, as far as it is this rank's."""
+    """The open host, restricted to one rank."""
 
     def __init__(self, device: Device, tree: ProcessTree, rapl: Rapl | None) -> None:
         self.device = device
@@ -275,7 +274,7 @@ def open_device(
         energy_method=COUNTER if rapl else None,
         power_scope=CPU if rapl else None,
         not_measured=(why_not,) if why_not else (),
-        energy_key=f"cpu:{site.host}" if rapl else "",  # that of the node's own sensor of its CPUs: counted once
+        energy_key=f"cpu:{site.host}" if rapl else "",  # the key of the node's CPU sensor too, so it is counted once
         energy_note=rapl.note if rapl else "",
         sensor=SENSOR if rapl else Sensor(),
     )

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU, or a MIG slice of one, read through NVML and identified by its UUID alone."""
+"""An NVIDIA GPU or MIG slice, read through NVML and identified by its UUID."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 
 
 class NvmlReader:
-    """An open GPU; while it is lost every quantity fails, and NVML is initialised again from time to time."""
+    """An open GPU; while it is lost every quantity fails, and `_reopen` retries with growing delays."""
 
     def __init__(self, handle: Any, site: Site, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class NvmlReader:
         self._gpu = self._slice.gpu if self._slice else handle
         self._share = self._slice.share if self._slice else 1.0
         self._chip = Chip(handle, self._gpu)
-        # No other part of a module belongs to a slice.
+        # The other parts of a module belong to no slice.
         wanted = GPU if self._slice else site.power_scope
         self._power = NvmlPower(self._gpu, text_of(pynvml.nvmlDeviceGetName(self._gpu)), wanted, self._share)
         self._gpm = self._open_gpm()
@@ -63,7 +63,7 @@ class NvmlReader:
         return sample, failures
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
-        """Return energy and power alone, in one call, for the edges of windows."""
+        """Return only energy and power, in one call, for the edges of windows."""
         failures: dict[str, str] = {}
         values, time_ns = self._power.read(failures, energy_only=True)
         power_w, average_w, energy_j = (values.get(field) for field in ("power_w", "power_average_w", "energy_j"))
@@ -75,7 +75,7 @@ class NvmlReader:
             self._open = False
             self._shut_down()
 
-    # --- what it is ---
+    # --- description ---
 
     def _describe(self, site: Site) -> Device:
         power, limit_w = self._power, self._watch.limit_w
@@ -86,7 +86,7 @@ class NvmlReader:
             kind="nvml",
             name=text_of(pynvml.nvmlDeviceGetName(self._handle)),
             memory_total_bytes=self._chip.memory_total_bytes,
-            # NVML's limit is the GPU's, of which its module may draw more.
+            # NVML's limit applies to the GPU; its module may draw more.
             power_limit_w=None if limit_w is None or is_module else limit_w * self._share,
             energy_method=power.method,
             power_scope=power.scope if power.method else None,
@@ -123,7 +123,7 @@ class NvmlReader:
         power_w = values.get("power_w")
         values |= self._chip.read(failures)
         is_there = bool(values) or not failures
-        if is_there:  # else there is nothing more to read
+        if is_there:  # a lost GPU has no further readings
             values |= self._chip.read_gauges(failures)
             self._enter_gauges(values, power_w, failures, time_ns)
         reasons = values.pop("throttled_by", None)
@@ -134,7 +134,7 @@ class NvmlReader:
             power_w=values.pop("power_w", None),
             energy_j=values.pop("energy_j", None),
             power_average_w=values.pop("power_average_w", None),
-            gauges=values,  # all that is left
+            gauges=values,  # all remaining values
             throttled_by=None if reasons is None else throttles(reasons),
             events=events + self._watch.poll(self._clock(), is_there),
         )
@@ -153,7 +153,7 @@ class NvmlReader:
     # --- a lost GPU ---
 
     def _reopen(self) -> bool:
-        """Initialise NVML again when the retry is due, since a lost GPU's handle never works again."""
+        """Initialise NVML again when a retry is due: the handle of a lost GPU never works again."""
         now_s = self._clock()
         if not self._open or now_s < self._retry_at_s:
             return False
@@ -165,9 +165,9 @@ class NvmlReader:
             found = pynvml.nvmlDeviceGetHandleByUUID(self.device.key)
             gpu = gpu_of(found) if self._slice else found
         except pynvml.NVMLError:
-            self._shut_down()  # the handle is of a library that is gone: nothing may use it
-            return False  # the failures that led here are reported already
-        # The quantities stay those of the first opening: a driver that is just coming back denies much.
+            self._shut_down()  # the old handle is invalid after nvmlShutdown: no call may use it
+            return False  # the caller reports the failures of the reading
+        # The quantities of the first opening are kept: a restarting driver rejects many calls at first.
         repoint(self._handle, found)
         repoint(self._gpu, gpu)
         self._watch.open()
@@ -184,10 +184,10 @@ class NvmlReader:
 
 
 def open_device(site: Site, *, clock: Callable[[], float] = time.monotonic) -> NvmlReader:
-    """Open the GPU, or the slice, that this rank computes on.
+    """Open the GPU or slice that this rank computes on.
 
     Raises:
-        DeviceUnavailable: there is no NVML here, or no GPU for this rank.
+        DeviceUnavailable: NVML does not work here, or there is no GPU for this rank.
     """
     try:
         pynvml.nvmlInit()

@@ -1,4 +1,4 @@
-"""A simulated GPU, whose power, memory and utilization are known functions of the monotonic clock."""
+"""A simulated GPU: its power, memory and utilization are known functions of the monotonic clock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Waveform:
-    """Three sine waves of one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
+    """Three sine waves with one period: each value is ``mean + amplitude * sin(2 pi t / period + phase)``.
 
-    Times are seconds of the host's monotonic clock, so that every process of the host can compute the exact values.
+    Times are seconds of the host's monotonic clock, so every process on the host can compute the exact values.
     """
 
     period_s: float = 10.0
@@ -51,13 +51,13 @@ class Waveform:
         return math.sin(2 * math.pi * t / self.period_s + self.phase)
 
     def _sine_seconds(self, t0: float, t1: float) -> float:
-        # As a product, because the difference of two cosines loses its digits over a short stretch.
+        # A product, because the difference of two cosines loses precision for short times.
         middle, half_turn = (t0 + t1) / 2, math.pi * (t1 - t0) / self.period_s
         return self.period_s / math.pi * self._sine(middle) * math.sin(half_turn)
 
 
 def waveform_of(local_rank: int) -> Waveform:
-    """Return the wave of a local rank: an eighth of a turn behind its neighbour's, so that ranks differ."""
+    """Return the wave of a local rank: an eighth of a turn behind that of the preceding rank, so that ranks differ."""
     return Waveform(phase=-local_rank * math.pi / 4)
 
 

@@ -1,7 +1,7 @@
-"""What a device can do at most and how its power sensor behaves, by the name that the driver prints.
+"""The peak performance and the power sensor of devices, by the name that the driver reports.
 
-A peak is the vendor's: dense, at boost clock, of one device, on the fastest unit that takes the
-precision, adding up in FP32 or wider.  Conventions and the whole table: docs/hardware.md.
+Peaks are the vendor's: dense, at boost clock, of one device, on the fastest unit for the precision,
+accumulated in FP32 or wider.  Conventions and the whole table: docs/hardware.md.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from effllm.devices.known.sensors import SENSORS, KnownSensor
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
-# What was seen of a source: the document itself, a text that copies its numbers, or neither.
+# How a source was checked: the document was read, another text quotes its numbers, or neither.
 Evidence = Literal["read", "quoted", "unconfirmed"]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The document that has a row's numbers."""
+    """The document with a row's numbers."""
 
     title: str
     url: str
@@ -31,25 +31,25 @@ class Origin:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device as the driver counts devices: a GPU, or one die of a module with two."""
+    """One device in the driver's count: a GPU, or one die of a module with two."""
 
-    names: tuple[str, ...]  # the driver's first
+    names: tuple[str, ...]  # the driver's name first
     architecture: str
-    flops_per_s: Mapping[str, float]  # by precision; the device lacks one that is missing, or it was never published
+    flops_per_s: Mapping[str, float]  # by precision; only supported and published ones
     memory_bytes: int
     memory_bytes_per_s: float
     tdp_w: float | None
     source: Origin
     sensor: KnownSensor
     note: str = ""
-    gain_measured: tuple[float, float] | None = None  # relative error of its readings against a meter, where measured
-    sliced: bool = False  # the name was that of a slice; all else is the whole device's
+    gain_measured: tuple[float, float] | None = None  # relative error of its readings against a meter, if measured
+    sliced: bool = False  # the name was a slice's; all other values are the whole device's
 
 
 def find(name: str) -> Hardware | None:
-    """Return the device of a name as NVML or amdsmi prints it, or ``None`` for one that is not in the table.
+    """Return the device of a name from NVML or amdsmi, or ``None`` if the table does not have it.
 
-    Every word counts, in any order and case: an H800 PCIe is no H800 and a laptop's 4090 no 4090.
+    All words must match, in any order and case: an H800 PCIe is not an H800, and a laptop's 4090 is not a 4090.
     """
     whole = _SLICE.sub("", name)
     row = _BY_WORDS.get(_words(whole))
@@ -57,10 +57,10 @@ def find(name: str) -> Hardware | None:
 
 
 def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
-    """Return the dense peak of a device; ``None`` for an unknown one, a slice, and a precision that it lacks.
+    """Return the dense peak of a device; ``None`` for an unknown device, a slice, or a precision without a peak.
 
     Raises:
-        ValueError: no such precision.
+        ValueError: there is no such precision.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, not one of {', '.join(PRECISIONS)}")
@@ -73,7 +73,7 @@ def peak_flops_per_s(name: str, precision: str = "bf16") -> float | None:
 # "... MIG 1g.10gb", and a virtual GPU's profile as in "NVIDIA A40-48Q"
 _SLICE = re.compile(r"\s*(\bMIG\b.*|-\d+(-\d+)?[ABCQ])$", re.IGNORECASE)
 
-# Words that do not depend on the silicon; two boards that differ in any other word differ.
+# Words that do not depend on the silicon; boards with a difference in any other word are different devices.
 _NOISE = {
     *("nvidia", "tesla", "geforce", "generation", "edition", "graphics", "gpu"),
     *("amd", "instinct", "accelerator", "oam", "mcm", "mba", "ac", "vf"),
@@ -187,7 +187,7 @@ _MI355X = Origin("AMD Instinct MI355X brochure; Introducing AMD CDNA 4 Architect
 
 
 def _peaks(**tflops: float) -> Mapping[str, float]:
-    # By way of text, for 989.4 * 1e12 is not 989.4e12 to the last bit.
+    # From text, because 989.4 * 1e12 and 989.4e12 differ in the last bit.
     return MappingProxyType({precision: float(f"{rate}e12") for precision, rate in tflops.items()})
 
 

@@ -1,4 +1,4 @@
-"""What is known of power sensors by the architecture of a GPU, before a device's own was measured."""
+"""Published data of power sensors by GPU architecture, used until a device's own sensor is measured."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class KnownSensor:
-    """What is known of a generation's power sensor, before a device's own was measured; ``None`` is unknown."""
+    """The published data of an architecture's power sensor; ``None`` is unknown."""
 
-    update_s: float | None  # a new value this often
-    window_s: float | None  # of which so much is measured
+    update_s: float | None  # period of new values
+    window_s: float | None  # measured part of each period
     power_usage: Literal["instant", "1-s mean"] | None  # what nvmlDeviceGetPowerUsage returns
     counter: bool  # whether the driver counts energy
-    rise_s: tuple[float, float] | None = None  # until a step of power shows in the instantaneous reading
+    rise_s: tuple[float, float] | None = None  # delay of a power step in the instantaneous reading
     lag_s: float | None = None  # constant delay of the energy counter
-    gain_error: float = 0.05  # at 95 %, common to all readings of a board: it does not average out
+    gain_error: float = 0.05  # at 95 %, common to all readings of a board, so it does not average out
     source: str = ""
     note: str = ""
 

@@ -1,8 +1,8 @@
-"""The power of a node beyond its GPUs, read once per node.
+"""The power of a node's CPUs and of the whole node, read once per node.
 
 A sensor is an `effllm.devices.Reader` with an ``interval_s`` between readings.  Its device has the scope CPU or
-NODE_PSU, computes nothing, and describes its source and its error in its note and its sensor.  Reading may take
-seconds, and so may opening: both belong into a thread of their own.
+NODE_PSU and measures only power; its note and sensor describe the source and the error.  Opening and reading may
+take seconds, so both run in a separate thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALLOWED = "auto, none, ipmi, or the URL of a Redfish service or one of its chass
 
 
 class Opener(NamedTuple):
-    """A sensor that is not open yet."""
+    """A sensor before it is opened."""
 
     name: str  # "cpu" or "psu"
     interval_s: float
@@ -29,17 +29,17 @@ class Opener(NamedTuple):
 
 
 def openers(choice: str, host: str, credentials: Path | None = None) -> list[Opener]:
-    """Return the sensors that this node may have, none of them open.
+    """Return the sensors that this node may have, not opened yet.
 
     Args:
-        choice: ``auto`` is the CPUs, and the management controller in-band; it never uses the network.
-            ``none`` is nothing.  ``ipmi``, or the URL of a Redfish service, is the source of the power of the
-            node as a whole; the CPUs are read beside it.
+        choice: ``auto`` means the CPUs and the management controller in-band, without use of the network; ``none``
+            means no sensor; ``ipmi`` or the URL of a Redfish service names the source of the whole node's power,
+            and the CPUs are read too.
         host: the node's name, part of the devices' keys.
-        credentials: file of the Redfish service's user and password.
+        credentials: file with the user and the password for the Redfish service.
 
     Raises:
-        ValueError: the choice is none of these; a wrong URL is reported when it is opened.
+        ValueError: the choice is invalid; a wrong URL is reported when the sensor is opened.
     """
     if choice == NONE:
         return []
@@ -60,7 +60,7 @@ def openers(choice: str, host: str, credentials: Path | None = None) -> list[Ope
 
 
 def missing(choice: str) -> str:
-    """Return the package that a choice needs and that is not installed, with its installation; else an empty string."""
+    """Return which package the choice needs and how to install it; empty if it is installed or not needed."""
     if choice.startswith(("https://", "http://")):
         try:
             importlib.import_module("urllib3")
@@ -73,7 +73,7 @@ def open_cpu(host: str) -> NodeReader:
     """Open the CPUs by RAPL, else by hwmon.
 
     Raises:
-        DeviceUnavailable: neither can be read; the text is hwmon's where it has a sensor, else RAPL's.
+        DeviceUnavailable: neither can be read; the text is hwmon's if hwmon has a sensor, else RAPL's.
     """
     try:
         return rapl.open_reader(host)
@@ -85,6 +85,6 @@ def open_cpu(host: str) -> NodeReader:
 
 
 def _open(name: str, *arguments: object) -> NodeReader:
-    # Imported when needed: TLS alone takes as much memory as a small process.
+    # Imported on demand: TLS takes as much memory as a small process.
     sensor: NodeReader = importlib.import_module(f"{__name__}.{name}").open_reader(*arguments)
     return sensor

@@ -1,4 +1,4 @@
-"""User, password and certificate of a Redfish service: a file that its owner alone can read."""
+"""User, password and certificate for a Redfish service, in a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Credentials:
     password: str = field(repr=False)
     authentication: str = BASIC
     ca_file: Path | None = None  # authorities instead of the system's
-    fingerprint: bytes | None = None  # SHA-256 of the only accepted certificate, whatever its name and issuer
+    fingerprint: bytes | None = None  # SHA-256 of the only accepted certificate; name and issuer are ignored
 
     @classmethod
     def read(cls, path: Path) -> Credentials:
-        """Read lines of the form ``key = value``; blank lines and those that begin with ``#`` are left out.
+        """Read lines of the form ``key = value``; blank lines and lines that begin with ``#`` are ignored.
 
         Raises:
             CredentialsError: others may read the file, or a key is wrong or missing.

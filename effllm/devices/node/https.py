@@ -1,8 +1,8 @@
-"""Requests to one HTTPS service over one connection: bounded in time and size, and to no other host.
+"""Requests to one HTTPS service over one connection, with limits of time and size, and never to another host.
 
-urllib3's connection, and not its pools: those take redirects, retries and time limits per attempt.  The time limit of a
-socket is one per packet, so that a service that sends a byte every four seconds would hold a reader for ever: a timer
-ends the connection at the deadline.
+urllib3's connection is used without its pools, which follow redirects, retry, and have timeouts per attempt only.
+A socket's timeout applies to each packet: a service that sends a byte every four seconds would block a reader for
+ever.  So a timer ends the connection at the deadline.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from effllm.devices.node.credentials import SESSION, Credentials
 LIMIT_S = 5.0
 MAX_BYTES = 1024 * 1024
 MAX_REDIRECTS = 3
-#: Time without another attempt after a user was rejected: services lock accounts.
+#: Pause after a rejected login: services lock accounts after several attempts.
 LOCKED_OUT_S = 600.0
-_GOODBYE_S = 1.0
+_LOGOUT_S = 1.0
 _SESSIONS = "/redfish/v1/SessionService/Sessions"
 _REDIRECTS = (301, 302, 307, 308)
 
@@ -53,7 +53,7 @@ class Address(NamedTuple):
         """Return the parts of a URL.
 
         Raises:
-            ValueError: it is no URL, has a password in it, or would send one in the clear over a network.
+            ValueError: it is not a URL, contains a password, or would send one in the clear over a network.
         """
         try:
             parts = urlsplit(url)
@@ -72,7 +72,7 @@ class Address(NamedTuple):
 
 
 def is_own(host: str, link_local: bool = True) -> bool:
-    """Whether a name or address means another machine on every node: a loopback one, or link-local unless excluded."""
+    """Whether a name or address means another machine on every node: loopback, or link-local unless excluded."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -87,13 +87,13 @@ class _Answer(NamedTuple):
 
 
 class Service:
-    """One service, requested by one user; nothing is sent before the first request.
+    """One service and one user; the connection is opened by the first request.
 
     Args:
-        address: of the service.
-        credentials: of the user; ``None`` for requests without a user.
-        limit_s: timeout of one request, connection and redirects included; only the resolution of
-            the host's name has the system's own timeout.
+        address: the service's.
+        credentials: the user's; ``None`` for requests without a user.
+        limit_s: timeout of one request including connection and redirects; the resolution of the host's name
+            has the system's timeout instead.
     """
 
     def __init__(self, address: Address, credentials: Credentials | None, limit_s: float = LIMIT_S) -> None:
@@ -110,7 +110,7 @@ class Service:
         Raises:
             NotFound: it does not exist.
             PermissionError: the user may not read it.
-            OSError, ValueError: no answer in time, or no usable one.
+            OSError, ValueError: there was no answer in time, or no usable one.
         """
         if not path.startswith("/") or path.startswith("//"):
             raise ValueError(f"the service points to {path[:100]!r}, which is no path on it")
@@ -144,7 +144,7 @@ class Service:
         """End the session, if there is one, and the connection; may be called twice."""
         if self._session:
             with contextlib.suppress(OSError, ValueError, HTTPException, HTTPError):
-                self._exchange("DELETE", self._session, self._authorization(), b"", time.monotonic() + _GOODBYE_S)
+                self._exchange("DELETE", self._session, self._authorization(), b"", time.monotonic() + _LOGOUT_S)
             self._token = self._session = ""
         self._connection.close()
 
@@ -224,7 +224,7 @@ class Service:
         fixed = {"Accept": "application/json", "Accept-Encoding": "identity", "OData-Version": "4.0"}
         connection = self._connection
         try:
-            connection.timeout = max(until_s - time.monotonic(), 0.001)  # 0 is another mode of sockets
+            connection.timeout = max(until_s - time.monotonic(), 0.001)  # 0 would mean a non-blocking socket
             if connection.is_closed:
                 connection.connect()
             with _ended_at(until_s, connection.sock):
@@ -247,17 +247,17 @@ def _content(path: str, response: HTTPResponse) -> bytes:
 
 @contextlib.contextmanager
 def _ended_at(until_s: float, sock: socket.socket) -> Iterator[None]:
-    """Shut a connection down at a deadline, also while it is read.
+    """Shut a connection down at a deadline, also during a read.
 
     Raises:
-        TimeoutError: it was shut down.
+        TimeoutError: the deadline has passed.
     """
     is_over = threading.Event()
 
     def end() -> None:
         is_over.set()
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, which is in use by the reader
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, whose object the reader is using
 
     timer = threading.Timer(until_s - time.monotonic(), end)
     timer.daemon = True
@@ -271,10 +271,10 @@ def _ended_at(until_s: float, sock: socket.socket) -> Iterator[None]:
 
 
 def _connection(address: Address, credentials: Credentials | None) -> HTTPConnection:
-    """Return a connection that is not open yet.
+    """Return a connection, not opened yet.
 
     Raises:
-        ValueError: the file of authorities cannot be used.
+        ValueError: the file with the authorities is not usable.
     """
     if address.scheme == "http":
         return HTTPConnection(address.host, address.port)
@@ -283,7 +283,7 @@ def _connection(address: Address, credentials: Credentials | None) -> HTTPConnec
     except OSError as error:
         raise ValueError(f"ca_file of the credentials file cannot be used: {error.strerror or error}") from error
     pinned = credentials.fingerprint if credentials else None
-    if pinned is not None:  # then name and issuer do not matter, and are mostly wrong
+    if pinned is not None:  # name and issuer are not checked: with a pinned certificate they are often wrong
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     return HTTPSConnection(
         address.host, address.port, ssl_context=tls, assert_fingerprint=pinned.hex() if pinned else None

@@ -1,23 +1,23 @@
-"""Power of the CPUs through hwmon: NVIDIA's Grace, and AMD's EPYC where RAPL is closed.
+"""Power of the CPUs through hwmon: NVIDIA's Grace, and AMD's EPYC if RAPL is not readable.
 
-Grace has power and no energy counter.  Its firmware describes ACPI power meters, one per rail, identified by
+Grace has power readings but no energy counter.  Its firmware describes ACPI power meters, one per rail, identified by
 ``power1_oem_info`` (Documentation/hwmon/acpi_power_meter.rst, and NVIDIA's Grace Performance Tuning Guide):
 
 ==========================  ==============================================================================
 ``Module Power Socket 0``   the whole module: Grace, GPU, HBM, regulators.  Never read here.
-``Grace Power Socket 0``    the whole CPU side of the socket, which contains the two below.  This is read.
+``Grace Power Socket 0``    the whole CPU side of the socket, including the two rails below.  This is read.
 ``CPU Power Socket 0``      the rail of the cores
 ``SysIO Power Socket 0``    the rail of the SoC
 ==========================  ==============================================================================
 
 CPU and SysIO are *not* added to Grace: they are parts of it, 53 to 58 W of 93 to 104 W in NVIDIA's own traces
-(srt-slurm, ``cpu_rails.py``).  They are summed where there is no Grace meter, and the note names the missing parts.
+(srt-slurm, ``cpu_rails.py``).  Without a Grace meter they are summed, and the note names the missing parts.
 
-Where there is a Module meter too, the GPU shares the module, and NVML's counter may be the module's,
-which contains this CPU.  Its device then has the energy key ``module-cpu:<host>``: a sum over devices
-leaves it out on hosts whose GPUs have the scope MODULE.
+If there is a Module meter too, the GPU is in the same module, and NVML's counter may count the whole module
+including this CPU.  The CPU's device then has the energy key ``module-cpu:<host>``, and sums over devices leave
+it out on hosts whose GPUs have the scope MODULE.
 
-Not run on real hardware so far.
+Not tested on real hardware.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Meter(NamedTuple):
         """Return the power.
 
         Raises:
-            OSError, ValueError: it cannot be read, or cannot be the power of a running CPU.
+            OSError, ValueError: it cannot be read, or is not a possible power of a running CPU.
         """
         watts = int(self.path.read_text()) / 1e6
         if not 0.0 < watts < _MAX_W:
@@ -102,7 +102,7 @@ def open_reader(host: str, root: Path = HWMON) -> NodeReader:
     """Open the CPUs of a node.
 
     Raises:
-        DeviceUnavailable: no sensor shows their power, or it cannot be read.
+        DeviceUnavailable: no sensor has their power, or it cannot be read.
     """
     try:
         rails = grace_meters(root)

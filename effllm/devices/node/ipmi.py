@@ -1,7 +1,7 @@
-"""The power of a node by its own management controller, in-band: DCMI's reading through ipmi-dcmi or ipmitool.
+"""The power of a node from its management controller, in-band: the DCMI reading of ipmi-dcmi or ipmitool.
 
-Sensors named by vendors are not read: DCMI's reading alone has one meaning everywhere, though not an exact one.
-Not run on real hardware so far: the arguments and the text are those of freeipmi 1.6.10 and ipmitool 1.8.19.
+Vendor-specific sensors are not read: only DCMI's reading has the same meaning everywhere, though not an exact one.
+Not tested on real hardware; the arguments and the output are those of freeipmi 1.6.10 and ipmitool 1.8.19.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEVICES = (Path("/dev/ipmi0"), Path("/dev/ipmi/0"), Path("/dev/ipmidev/0"))
 
 LIMIT_S = 5.0
 MAX_BYTES = 64 * 1024
-_ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not on the path of ordinary users
+_ADMIN_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"  # not in the PATH of ordinary users
 
 SENSOR = Sensor(
     tick_s=5.0,
@@ -52,7 +52,7 @@ NO_TOOL = "node power: neither ipmi-dcmi (freeipmi) nor ipmitool is installed"
 
 
 class Tool(NamedTuple):
-    """An executable that prints DCMI's power reading, and the patterns of its text."""
+    """An executable that prints DCMI's power reading, and the patterns of its output."""
 
     name: str
     arguments: tuple[str, ...]
@@ -80,20 +80,20 @@ def watts(tool: Tool, text: str) -> float:
     """Return the power in the output of a tool.
 
     Raises:
-        ValueError: it has no power in it.
+        ValueError: the output has no power.
     """
     reading, state = tool.watts.search(text), tool.state.search(text)
     if reading is None:
         raise ValueError(f"{tool.name} shows no power: {_last_line(text)}")
     if state is not None and state[1] is None:
         raise ValueError(f"{tool.name} shows no power: the measurement is off ({state[0].strip()})")
-    if int(reading[1]) == 0:  # a controller that has the command and no meter behind it
+    if int(reading[1]) == 0:  # a controller with the command but without a meter
         raise ValueError(f"{tool.name} shows 0 W, which a running node cannot draw")
     return float(reading[1])
 
 
 class Command:
-    """An executable that is run repeatedly, never for longer than its timeout, one at a time."""
+    """An executable that runs repeatedly, one process at a time, each with a timeout."""
 
     def __init__(self, arguments: Sequence[str], limit_s: float = LIMIT_S) -> None:
         self._arguments = arguments
@@ -102,10 +102,10 @@ class Command:
         self._stuck: subprocess.Popen[bytes] | None = None
 
     def run(self) -> str:
-        """Return its output, errors included.
+        """Return the output, including error messages.
 
         Raises:
-            OSError: it cannot be started, failed, did not end in time, or printed too much.
+            OSError: the executable cannot be started, failed, timed out, or printed too much.
         """
         if self._stuck is not None and self._stuck.poll() is None:
             raise OSError(f"{self._name} hangs in the kernel and is not started again")
@@ -126,7 +126,6 @@ class Command:
         return text
 
     def _read_all(self, process: subprocess.Popen[bytes]) -> bytes:
-        """Return its output until it has ended."""
         assert process.stdout is not None
         output, until_s = bytearray(), time.monotonic() + self._limit_s
         while piece := self._wait(process.stdout.fileno(), until_s) and os.read(process.stdout.fileno(), 8192):
@@ -148,7 +147,7 @@ class Command:
         return True
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End it and its children; it is reaped last, since until then the number of its group cannot be reused."""
+        """Kill the process and its children; it is reaped last: until then its group's number cannot be reused."""
         assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(ProcessLookupError):
@@ -170,10 +169,10 @@ def open_reader(
     which: Callable[[str], str | None] = lambda name: shutil.which(name) or shutil.which(name, path=_ADMIN_FOLDERS),
     limit_s: float = LIMIT_S,
 ) -> NodeReader:
-    """Open the node's power by the first tool that prints it.
+    """Open the node's power with the first tool that prints it.
 
     Raises:
-        DeviceUnavailable: no device, no permission, no tool, or no tool that prints power.
+        DeviceUnavailable: there is no device, no permission, no tool, or no tool that prints power.
     """
     present = [device for device in devices if device.exists()]
     if not present:

@@ -1,4 +1,4 @@
-"""Counters of the kernel's perf subsystem, through the one system call that opens them."""
+"""Counters of the kernel's perf subsystem, opened by the system call perf_event_open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PerfEvent:
         """Return the count.
 
         Raises:
-            OSError: it cannot be read, or is closed.
+            OSError: the counter cannot be read, or is closed.
         """
         count: int = struct.unpack("=Q", os.read(self._descriptor, 8))[0]
         return count

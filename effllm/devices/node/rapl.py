@@ -1,6 +1,6 @@
-"""RAPL, the energy counters of Intel's and AMD's CPUs, through powercap or, where that is closed, through perf.
+"""RAPL, the energy counters of Intel's and AMD's CPUs, read through powercap, or through perf if powercap is closed.
 
-Never an estimate from a TDP.  Not run on real hardware so far; the tests have recorded trees.
+Energy is never estimated from a TDP.  Not tested on real hardware; the tests use recorded trees.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from effllm.devices.node.rapl_counters import PERF, POWERCAP, Counter, OpenEvent
 from effllm.devices.node.reader import CPU_INTERVAL_S, Measured, NodeReader, node_device
 from effllm.records.rank import COUNTER, CPU, Sensor
 
-# No CPU package draws more: a counter that rose faster was reset, and a counter that was not read for
-# longer than its range lasts at this power may have wrapped twice.
+# No CPU package draws more.  A counter that rose faster was reset.  A counter that was not read for longer than its
+# range lasts at this power may have wrapped twice.
 _PACKAGE_MAX_W = 1000.0
 
-# The start of the total, and its decrease after an unknown period: more than can flow until the next reading,
-# so that the difference across that period is not taken for energy.
+# The start of the total, and its decrease after an unknown period: larger than the energy until the next reading,
+# so that the difference across that period is negative and is not counted as energy.
 _START_J, _BACK_J = 1e9, 1e6
 
 # Dies that mirror one counter agree in each of these comparisons; counters of two sockets differ in the first.
@@ -47,7 +47,7 @@ RAPL_UNREADABLE = (
 
 
 class Rapl:
-    """The energy counters of all CPU packages and their DRAM, as one that neither wraps nor jumps."""
+    """The sum of the energy counters of all CPU packages and their DRAM, without wraps and jumps."""
 
     def __init__(self, counters: Sequence[Counter], clock: Callable[[], float], note: str = "") -> None:
         self.note = note
@@ -61,8 +61,8 @@ class Rapl:
     def energy_j(self) -> float:
         """Return a total; only its differences have a meaning.
 
-        A read that fails changes nothing, so the next one includes the energy meanwhile.  After an unknown
-        period the total is lower than before.
+        A failed read does not change the total, and the next read includes its energy.  After an unknown period
+        the total is lower than before.
 
         Raises:
             OSError, ValueError: a counter cannot be read, or its count since the last read is unknown.
@@ -93,18 +93,18 @@ class Rapl:
 
 
 class _TwoReads(NamedTuple):
-    """All packages read one after the other, twice: equal counters have a common value between the two."""
+    """All counters read in order, twice: mirrored counters have a common value between the two reads."""
 
     first: list[int]
     second: list[int]
 
 
 def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[int]:
-    """Return the indices of the packages that show the counter of an earlier one.
+    """Return the indices of the packages that repeat the counter of an earlier package.
 
-    Linux shows one package per die, and on some AMD processors every die shows the whole socket: a sum
-    over them is twice the energy, or twelve times (CodeCarbon issues 1274 and 1379; kernel commits
-    26096aed255f and 8d72eba1cf8c).
+    Linux lists one package per die, and on some AMD processors every die has the counter of the whole socket: their
+    sum is twice the energy, or twelve times (CodeCarbon issues 1274 and 1379; kernel commits 26096aed255f and
+    8d72eba1cf8c).
     """
     packages = [index for index, counter in enumerate(counters) if counter.is_package]
     pairs = {
@@ -121,7 +121,7 @@ def mirrors(counters: Sequence[Counter], pause: Callable[[float], None]) -> set[
         now = _read_twice(counters)
         for (one, other), moves in list(pairs.items()):
             size = counters[one].range
-            least = now.first[one] - last.second[one]  # the least that the one has counted, and how much more at most
+            least = now.first[one] - last.second[one]  # minimal count of `one`; `width` is the possible excess
             width = (now.second[one] - now.first[one]) % size + (last.second[one] - last.first[one]) % size
             counted = (now.first[other] - last.first[other]) % size
             if (counted - least) % size <= width:
@@ -146,7 +146,7 @@ def open_rapl(
     """Open the counters of all packages and their DRAM, through powercap or else through perf.
 
     Raises:
-        DeviceUnavailable: there are none, or they may not be read.
+        DeviceUnavailable: there are no counters, or they are not readable.
     """
     ways: dict[str, Callable[[], Sequence[Counter]]] = {
         "powercap": lambda: powercap_zones(powercap),
@@ -192,10 +192,10 @@ def _note(counters: Sequence[Counter], num_copies: int, way: str) -> str:
 
 
 def open_reader(host: str, rapl: Rapl | None = None) -> NodeReader:
-    """Open the CPUs of a node, with their DRAM where it has counters.
+    """Open the CPUs of a node, with their DRAM if it has counters.
 
     Raises:
-        DeviceUnavailable: there are no counters, or they may not be read.
+        DeviceUnavailable: there are no counters, or they are not readable.
     """
     if rapl is None:
         rapl = open_rapl()

@@ -1,4 +1,4 @@
-"""RAPL's counters one by one, as powercap's tree and perf's power PMU show them."""
+"""The single RAPL counters, from powercap's tree or from perf's power PMU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Counter(NamedTuple):
 
 
 def powercap_zones(root: Path) -> list[Counter]:
-    """Return the packages and their DRAM; not psys, which contains them, nor cores, which they contain."""
+    """Return the packages and their DRAM, without psys (it contains them) and cores (they are contained)."""
     zones = []
     for path in sorted(root.glob("intel-rapl:*")):  # the same names on AMD; intel-rapl-mmio shows a package twice
         try:
             name = (path / "name").read_text().strip()
-        except FileNotFoundError:  # a container that masks the zones shows their folders
+        except FileNotFoundError:  # in a container with masked zones only the folders are visible
             continue
         if name.startswith("package") or name == "dram":
             size = int((path / "max_energy_range_uj").read_text())
@@ -47,10 +47,10 @@ def _read_count(path: Path) -> int:
 
 
 def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Counter]:
-    """Return the packages and their DRAM as counters of the power PMU, none where there is no such PMU.
+    """Return the packages and their DRAM as counters of the power PMU; an empty list without such a PMU.
 
     Raises:
-        OSError, ValueError: it may not be used, or is not as documented.
+        OSError, ValueError: the PMU may not be used, or is not as documented.
     """
     if not (root / "type").exists():
         return []
@@ -63,7 +63,7 @@ def perf_events(root: Path, open_event: OpenEvent = PerfEvent) -> list[Counter]:
                 for cpu in cpus:
                     event = open_event(kind, config, cpu)
                     opened.callback(event.close)
-                    # The kernel keeps these from wrapping.
+                    # The kernel extends these counters, so that they do not wrap.
                     events.append(Counter(name == "energy-pkg", 2**64, per_joule, event.read, event.close))
         opened.pop_all()
     return events
@@ -80,7 +80,7 @@ def _event(folder: Path, name: str) -> tuple[int, float]:
 
 
 def _cpus(mask: str) -> list[int]:
-    """Return the CPUs of a list as ``0,28`` or ``0-1``: the kernel names one per package, or per die."""
+    """Return the CPUs in a list such as ``0,28`` or ``0-1``: the kernel names one per package or die."""
     cpus: list[int] = []
     for part in mask.strip().split(","):
         first, _, last = part.partition("-")

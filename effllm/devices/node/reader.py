@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from effllm.records.rank import AVERAGE, COUNTER, CPU, INSTANT, Device, Sample, Sensor
 
-#: Seconds between readings of the CPUs, and of the power supplies, whose controller is a slow computer with other work.
+#: Seconds between readings of the CPUs, and of the power supplies: their controller is a slow, shared computer.
 CPU_INTERVAL_S, PSU_INTERVAL_S = 1.0, 10.0
 
 _FIELDS = {COUNTER: "energy_j", INSTANT: "power_w", AVERAGE: "power_average_w"}
@@ -55,9 +55,9 @@ class NodeReader:
     """An open sensor of the node, an `effllm.devices.Reader`.
 
     Args:
-        device: of the sensor; its energy method gives the field that a failure is reported for.
+        device: the sensor's; its energy method names the field in reported failures.
         interval_s: between readings, at least the sensor's own period.
-        measure: takes one reading; raises OSError or ValueError, whose text is the reason, where it cannot.
+        measure: takes one reading, or raises OSError or ValueError with the reason.
         close: releases the sensor; may be called twice.
     """
 
@@ -88,6 +88,6 @@ class NodeReader:
         return sample, failures
 
     def read_energy(self) -> tuple[Sample, dict[str, str]]:
-        """Return all values, since energy and power are all of them."""
+        """Return all values: these sensors have only energy and power."""
         sample, failures = self.read()
         return replace(sample, energy_only=True), failures

@@ -1,8 +1,8 @@
-"""The power of a node by its management controller's Redfish service, over HTTPS.
+"""The power of a node from its management controller's Redfish service, over HTTPS.
 
-The inputs of the power supplies are the power of a node, so their sum is taken where the service has it; else
-the chassis' own figure, whatever the vendor counts into it.  A supply that is present and gives no reading fails
-the whole reading: a sum without it would be wrong.  Not run on real hardware so far.
+The power of a node is the sum of the inputs of its power supplies, if the service has them; else the chassis'
+power value is used, whose content is the vendor's choice.  A supply that is present but has no reading fails the
+whole reading, since a sum without it would be wrong.  Not tested on real hardware.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_CHASSIS = 128
 MAX_SUPPLIES = 64
 
 ROOT = "/redfish/v1/"
-_TICK_S = 5.0  # where the service does not state its period
+_TICK_S = 5.0  # assumed if the service does not state its period
 
 
 # --- the search ---
@@ -93,7 +93,7 @@ def find_source(get: Get, path: str) -> tuple[Source, str]:
 
 
 def _chassis_paths(get: Get, path: str) -> list[str]:
-    """Return the chassis of a URL: all of the service's, or the one that it names."""
+    """Return the paths of the chassis: the chassis in the URL, or all of the service."""
     if re.fullmatch(r"/redfish/v1/Chassis/[^/]+", path):
         return [path]
     if path not in ("", "/redfish", "/redfish/v1", "/redfish/v1/Chassis"):
@@ -124,7 +124,7 @@ def _supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _supply_paths(get: Get, chassis: Chassis) -> list[str]:
-    """Return the supplies of a chassis, with empty slots: a supply that is inserted later counts."""
+    """Return the supplies of a chassis including empty slots: a supply may be inserted later."""
     subsystem = optional(get, chassis.subsystem.path, Subsystem) if chassis.subsystem is not None else None
     if subsystem is None or subsystem.supplies is None:
         return []
@@ -146,7 +146,7 @@ def _old_supplies(get: Get, found: Iterable[Found]) -> Source | None:
 
 
 def _of_chassis(get: Get, one: Found) -> list[Source]:
-    """Return the source of the power of a chassis as a whole: the newer form, else the older, else none."""
+    """Return the source of a whole chassis' power, in the newer form or else the older; empty if it has neither."""
     if one.chassis.environment is not None:
         environment = optional(get, one.chassis.environment.path, Environment)
         if environment is not None and environment.watts is not None and environment.watts.value is not None:
@@ -167,12 +167,12 @@ def _shared_by(found: Iterable[Found]) -> str:
 
 
 def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[float, float, str]:
-    """Return the period and the relative error of a source's sensors, and where these are from."""
+    """Return the period and the relative error of a source's sensors, and a text with their origin."""
     intervals_s: list[float | None] = []
     errors: list[float | None] = []
     for path in sensors:
         sensor = SensorResource()
-        with contextlib.suppress(OSError, ValueError):  # many point to sensors that they do not have
+        with contextlib.suppress(OSError, ValueError):  # many services have links to missing sensors
             sensor = get(path, SensorResource) if path else sensor
         intervals_s.append(_seconds(sensor.interval))
         errors.append(_relative_error(sensor))
@@ -186,7 +186,7 @@ def describe(get: Get, source: Source, sensors: Iterable[str | None]) -> tuple[f
 
 
 def _worst(values: Sequence[float | None]) -> float | None:
-    """Return the largest, ``None`` where not all are known."""
+    """Return the largest value, or ``None`` if any is unknown."""
     known = [value for value in values if value is not None]
     return max(known) if known and len(known) == len(values) else None
 
@@ -198,7 +198,7 @@ def _relative_error(sensor: SensorResource) -> float | None:
 
 
 def _seconds(duration: str | None) -> float | None:
-    """Return the seconds of a duration of ISO 8601, such as PT0.5S or PT1M."""
+    """Return the seconds of an ISO 8601 duration such as PT0.5S or PT1M."""
     parts = re.fullmatch(r"PT(?:(\d+)M)?(?:(\d+(?:\.\d+)?)S)?", duration or "")
     seconds = 60 * float(parts[1] or 0) + float(parts[2] or 0) if parts else 0.0
     return seconds or None
@@ -211,7 +211,7 @@ def open_reader(host: str, url: str, credentials_file: Path | None = None, limit
     """Open the power of a node; ``{host}`` in the URL is replaced by the node's name up to its first dot.
 
     Raises:
-        DeviceUnavailable: the URL or the credentials file is not usable, or the service shows no power.
+        DeviceUnavailable: the URL or the credentials file is not usable, or the service has no power readings.
     """
     try:
         address = Address.parse(url.replace("{host}", host.partition(".")[0]))
@@ -233,7 +233,7 @@ def _open(host: str, address: Address, service: Service) -> NodeReader:
     power = source.read(Get(service, READ_LIMIT_S))
     call_s = time.monotonic() - began_s
     tick_s, gain_error, where_from = describe(search, source, power.sensors)
-    # A counter whose step takes longer than the time between two readings is less exact than power.
+    # If the counter steps less often than it is read, integrated power is more exact.
     is_counted = power.joules is not None and 0 < power.step_j / power.watts <= PSU_INTERVAL_S
     device = node_device(
         host,

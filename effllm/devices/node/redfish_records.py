@@ -1,4 +1,4 @@
-"""The Redfish resources of power, with the properties that are read: each of them may be missing."""
+"""The Redfish resources of power, with the properties that are read; any property may be missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Status(Struct):
 
 
 class Reading(Struct):
-    """A sensor's value in brief, and where the whole sensor is."""
+    """A sensor's value, and the path of the whole sensor."""
 
     value: Decimal | None = field(name="Reading", default=None)
     sensor: str | None = field(name="DataSourceUri", default=None)
@@ -109,7 +109,7 @@ class OldSupply(Struct):
 
 
 class OldPower(Struct):
-    """The power of a chassis in the older form, all in one resource."""
+    """The power of a chassis in the older form, in one resource."""
 
     controls: list[Control] = field(name="PowerControl", default_factory=list)
     supplies: list[OldSupply] = field(name="PowerSupplies", default_factory=list)

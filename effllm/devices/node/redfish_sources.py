@@ -1,4 +1,4 @@
-"""Sources of the power of a node in a Redfish service: its supplies, or the chassis."""
+"""Sources of a node's power in a Redfish service: the power supplies, or the chassis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import Struct
 from effllm.devices.node.https import NotFound, Service
 from effllm.devices.node.redfish_records import Control, Environment, OldPower, Status, Supply, SupplyMetrics
 
-#: Of a supply's own meter, above a fifth of its load; below that 15 % are allowed.
+#: Relative error of a supply's meter above a fifth of its load; below, 15 % are allowed.
 SUPPLY_ERROR = 0.05
 _SUPPLY_SOURCE = "5 % is required of the meters of server supplies (Intel E72797-009, table 17)"
 CHASSIS_ERROR = 0.10
@@ -30,7 +30,7 @@ Resource = TypeVar("Resource", bound=Struct)
 
 
 class Get:
-    """Gets resources, all of them before one deadline."""
+    """Gets resources before one common deadline."""
 
     def __init__(self, service: Service, limit_s: float) -> None:
         self._service = service
@@ -63,9 +63,9 @@ class Power(NamedTuple):
     """One reading of a source."""
 
     watts: float
-    joules: float | None = None  # so far, where there is a counter
-    step_j: float = 0.0  # of that counter
-    sensors: tuple[str | None, ...] = (None,)  # path of the sensor of each addend, where the service has one
+    joules: float | None = None  # running total, if there is a counter
+    step_j: float = 0.0  # resolution of the counter
+    sensors: tuple[str | None, ...] = (None,)  # path of each addend's sensor, if the service has one
 
 
 class Source(Protocol):
@@ -76,7 +76,7 @@ class Source(Protocol):
     error_source: str
 
     def read(self, get: Get) -> Power:
-        """Return the power; raises OSError or ValueError where not all of it can be read."""
+        """Return the power; raises OSError or ValueError if a part of it cannot be read."""
 
 
 class SupplyPath(NamedTuple):
@@ -95,12 +95,12 @@ class SupplyInputs:
 
     def __init__(self, supplies: Sequence[SupplyPath]) -> None:
         self._supplies = supplies
-        self._joules: dict[str, float] = {}  # of a supply that was removed, its last value
+        self._joules: dict[str, float] = {}  # by supply; a removed supply keeps its last value
         self._has_energy = True
         self.note = f"sum of the inputs of {len(supplies)} power supplies"
 
     def read(self, get: Get) -> Power:
-        """Return the sum; a supply that is removed or has no line draws nothing, one without a reading fails it."""
+        """Return the sum; a removed or unplugged supply counts as 0 W, any other missing reading is an error."""
         watts, step_j, sensors = 0.0, 0.0, []
         for one in self._supplies:
             metrics = optional(get, one.metrics, SupplyMetrics)
@@ -166,7 +166,7 @@ class ControlPower:
 
     def __init__(self, path: str, chassis: str, controls: Sequence[Control]) -> None:
         self._path = path
-        # Beside the whole some list its parts (CPU, memory): these are not added to it.
+        # Some services also list parts (CPU, memory) beside the whole; parts are not added to it.
         named = [control for control in controls if control.context == "Chassis"] or controls
         self._place, chosen = max(
             ((place, control) for place, control in enumerate(controls) if control in named),
@@ -198,7 +198,7 @@ def _drawn(watts: float) -> float:
 
 
 def _energy(value: Decimal, unit_j: float) -> tuple[float, float]:
-    """Return a counter's joules, and the smallest step of its digits."""
+    """Return a counter's joules, and its resolution in joules."""
     exponent = value.as_tuple().exponent
     if not isinstance(exponent, int) or not 0 <= value < _MAX_COUNT:
         raise ValueError(f"{value} is no energy")
@@ -206,7 +206,7 @@ def _energy(value: Decimal, unit_j: float) -> tuple[float, float]:
 
 
 def is_off(status: Status | None, has_no_line: bool) -> bool:
-    """Whether a supply draws nothing, so that its missing reading does not matter."""
+    """Whether a supply draws no power, so that it needs no reading."""
     return has_no_line or (status is not None and status.state == "Absent")
 
 
