@@ -1,9 +1,9 @@
-"""Where reports go.  A name in ``EFFICIENTLLM_SINKS`` is a file in this folder.
+"""The sinks of reports.  A name in ``EFFICIENTLLM_SINKS`` is a file in this folder.
 
-Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one sentence where it
-cannot work.  A sink with options has ``OPTIONS`` as well, a table of `Option`: with ``SINKS=prometheus:port=9788`` it
-reads ``run.options["port"]``.  Every sink is called from a thread of its own (effllm/server/writer.py), so it may
-block; what it raises becomes an event, and the other sinks go on.
+Each file has one function, ``open_sink(run: Run) -> Sink``, which raises `SinkUnavailable` with one sentence if the
+sink cannot work.  A sink with options also has ``OPTIONS``, a table of `Option`: with ``SINKS=prometheus:port=9788`` it
+reads ``run.options["port"]``.  Every sink is called from its own thread (effllm/server/writer.py), so it may block.
+Its exceptions become events, and the other sinks continue.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from effllm.records.job import ClusterReport, Summary
 
 
 class SinkUnavailable(Exception):
-    """The sink cannot work here; the message is one sentence with the reason and what to do."""
+    """The sink cannot work here; the message is one sentence with the reason and the remedy."""
 
 
 class Option(NamedTuple):
-    """One option of a sink: its default as a text, its type, and one sentence or two about it."""
+    """One option of a sink: its default as a text, its type, and its help text."""
 
     default: str
     value_type: ValueType
@@ -35,30 +35,30 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The run that a sink is opened for."""
+    """The run for which a sink is opened."""
 
     config: Config
     attempt: int
-    folder: Path | None  # the run folder, None where there is none
-    tensorboard_dir: Path | None  # where event files go; None where there is no place for them, or no such sink
+    folder: Path | None  # the run folder, if there is one
+    tensorboard_dir: Path | None  # folder of event files; None without a usable folder or without this sink
     stdout: TextIO
-    facts: dict[str, Any] = field(default_factory=dict)  # what run.json holds
-    log: Callable[[str], None] = lambda _: None  # makes an event of one line about the sink itself
-    summary: Callable[[], Summary | None] = lambda: None  # of the job, once it has ended: before sinks are closed
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the sink, with their defaults; see `open_sink`
+    facts: dict[str, Any] = field(default_factory=dict)  # content of run.json
+    log: Callable[[str], None] = lambda _: None  # reports an event about the sink itself
+    summary: Callable[[], Summary | None] = lambda: None  # of the ended job; available before sinks are closed
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the sink, including defaults; see `open_sink`
 
 
 class Sink(Protocol):
-    """A place that reports go to.
+    """An output for reports.
 
-    A sink that also has a method ``event(event: Event) -> None`` gets every event as well.
+    A sink with a method ``event(event: Event) -> None`` also receives every event.
     """
 
     def write(self, report: ClusterReport) -> None:
         """Write one window of the job."""
 
     def close(self) -> None:
-        """Finish what was begun; may be called twice."""
+        """Write buffered data and release resources; may be called twice."""
 
 
 def sink_names() -> list[str]:
@@ -67,12 +67,12 @@ def sink_names() -> list[str]:
 
 
 def no_such_sink(name: str) -> str:
-    """Return what is wrong with the name of a sink for which there is no file."""
+    """Return the error text for a sink without a file."""
     return f"there is no sink {name!r}; there are: {', '.join(sink_names())} (the run folder is always written)"
 
 
 def open_sink(name: str, run: Run) -> Sink:
-    """Open the sink ``name`` with the options that the run's settings give it.
+    """Open the sink ``name`` with its options from the run's settings.
 
     Raises:
         SinkUnavailable: no such file, its library is missing, an option is wrong, or it cannot work here.
@@ -85,7 +85,7 @@ def open_sink(name: str, run: Run) -> Sink:
 
 
 def options_of(name: str) -> dict[str, Option]:
-    """Return the options that the file of a sink declares.
+    """Return the options declared in the file of a sink.
 
     Raises:
         SinkUnavailable: its library is missing.
@@ -95,7 +95,7 @@ def options_of(name: str) -> dict[str, Option]:
 
 
 def read_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return every option of a sink, read, from the texts of those that are given.
+    """Return the values of all options of a sink, from the given texts and the defaults.
 
     Raises:
         SinkUnavailable: its library is missing, it has no such option, or the value is not allowed.

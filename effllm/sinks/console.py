@@ -1,4 +1,4 @@
-"""The console: two or three lines a window on a terminal, elsewhere the block that scripts parse."""
+"""The console: two or three lines per window on a terminal, elsewhere the block for scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ _ASCII = str.maketrans({"·": "|", "…": "...", "±": "+-", "µ": "u"})
 
 
 def open_sink(run: Run) -> Console:
-    """Open the console."""
     return Console(run)
 
 
@@ -52,7 +51,7 @@ class Console:
         self._is_closed = False
 
     def write(self, report: ClusterReport) -> None:
-        """Print one window, unless it holds no iteration or corrects one that was printed."""
+        """Print one window, unless it has no iteration or is a correction."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
         width = _width(self._out) if self._terminal else 0
@@ -65,7 +64,7 @@ class Console:
         self._lost = report.coverage.reports_lost
 
     def event(self, event: Event) -> None:
-        """Print an event as often as the registry has it for its kind."""
+        """Print an event, according to the level of its kind."""
         level = level_of(event.kind)
         text = " ".join("".join(c if c.isprintable() else " " for c in event.text).split())
         if level != ALWAYS:
@@ -79,7 +78,7 @@ class Console:
         self._put([self._coloured(_PROBLEM, line) if is_problem(event.kind) else line])
 
     def close(self) -> None:
-        """Print the closing table; the stream stays open, as it is the training's."""
+        """Print the closing table; the stream stays open, because it belongs to the training."""
         summary = None if self._is_closed else self._run.summary()
         self._is_closed = True
         if summary is not None:

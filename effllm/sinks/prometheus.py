@@ -1,6 +1,6 @@
-"""Prometheus: the newest values of the job as gauges, its totals as counters, on loopback alone.
+"""Prometheus: the newest values of the job as gauges, its totals as counters, only on loopback.
 
-What is not measured any more has no sample, so that no alert has a value of an hour ago.
+A value that is no longer measured has no sample, so that no alert uses an old value.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ OPTIONS = {
     ),
 }
 
-ADDRESS = "127.0.0.1"  # what is served is neither encrypted nor authenticated
+ADDRESS = "127.0.0.1"  # the page is neither encrypted nor authenticated
 PREFIX = "efficientllm"
-BASE = "over"  # the label with the totals that a value is of: run, window or job
+BASE = "over"  # label with the base of a value: run, window or job
 
-#: A report is shown for so many of its window's lengths, and for so long at least.
+#: A report is shown for this many lengths of its window, and at least for FRESH_S.
 FRESH_WINDOWS = 3.0
 FRESH_S = 60.0
 MAX_AT_ONCE = 16  # requests
 TIMEOUT_S = 5.0  # for each
 POLL_S = 0.1
-#: What is shown of how values lie over ranks and GPUs.
+#: Fields of a `Spread` over ranks or GPUs: name -> start of the help text.
 PARTS = {"least": "Smallest", "p5": "Fifth percentile", "median": "Median", "p95": "95th percentile", "most": "Largest"}
-MAX_KINDS = len(KINDS) + 10  # of events; what a name is made of comes from ranks
+MAX_KINDS = len(KINDS) + 10  # limit of event kinds, because their names come from ranks
 
-#: Prometheus uses base units: a word of a name -> the word instead, and the factor of the value.
+#: Base units for Prometheus: unit -> (part of the metric's name, its replacement, factor of the value).
 UNITS: dict[str, tuple[str, str, float]] = {
     "GB": ("gb", "bytes", 2.0**30),
     "MHz": ("mhz", "hertz", 1e6),
@@ -86,11 +86,11 @@ class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing: stderr is the job's."""
+        """Do not log: stderr belongs to the job."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request, but never many: every user of this host may connect."""
+    """A thread for each request, up to a limit, because every user of this host may connect."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -112,11 +112,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, *_: Any) -> None:
-        """Log no connection that ends in the middle."""
+        """Do not log interrupted connections."""
 
 
 class Prometheus:
-    """Holds the newest report for the requests."""
+    """Serves the newest report."""
 
     def __init__(self, values: _Values, server: Any, thread: threading.Thread) -> None:
         self._values = values
@@ -125,11 +125,10 @@ class Prometheus:
         self.port: int = server.server_port
 
     def write(self, report: ClusterReport) -> None:
-        """Show a report from now on."""
         self._values.take(report)
 
     def event(self, event: Event) -> None:
-        """Count an event, or all that its line represents."""
+        """Count an event, or all events that its line represents."""
         self._values.count(event.kind, event.count)
 
     def close(self) -> None:
@@ -141,7 +140,7 @@ class Prometheus:
 
 
 class _Values(Collector):
-    """What is served: read by the server's threads, set by the sink's."""
+    """The served values: read by the server's threads, set by the sink's thread."""
 
     def __init__(self, run: str, job: str, clock: Callable[[], float]) -> None:
         self._labels = {"run": run, "run_id": job}
@@ -149,7 +148,7 @@ class _Values(Collector):
         self._lock = threading.Lock()
         self._report: ClusterReport | None = None
         self._since_s = 0.0
-        self._events = dict.fromkeys(KINDS, 0)  # served from the start, so that increase() has the first event too
+        self._events = dict.fromkeys(KINDS, 0)  # served from the start, so that increase() includes the first event
 
     def take(self, report: ClusterReport) -> None:
         with self._lock:
@@ -161,7 +160,7 @@ class _Values(Collector):
             self._events[kind] = self._events.get(kind, 0) + count
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what Prometheus is to see at this moment."""
+        """Yield the current metrics."""
         with self._lock:
             report, age_s, events = self._report, self._clock() - self._since_s, dict(self._events)
         is_fresh = report is not None and age_s <= max(FRESH_WINDOWS * report.last.loop.time_s, FRESH_S)
@@ -203,7 +202,7 @@ class _Values(Collector):
 
 
 def name_of(entry: metrics.Metric) -> tuple[str, float]:
-    """Return what a metric is called here, in base units, and what its values are multiplied by."""
+    """Return a metric's name in base units, and the factor of its values."""
     word, base, factor = UNITS.get(entry.unit, ("", "", 1.0))
     words = [base if base and part == word else part for part in entry.name.split("_")]
     return "_".join([entry.group, *words] if entry.group else words), factor
@@ -217,12 +216,12 @@ def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
         ("samples", "Samples.", job.counts.samples),
         ("generated_tokens", "Tokens that were generated.", job.counts.generated_tokens),
     )
-    yield from (one for one in counts if one[2])  # what the loop does not count is not known to be 0
+    yield from (one for one in counts if one[2])  # a counter that the loop does not use is unknown, not 0
     yield "losses_not_finite", "Losses that were NaN or infinite, of all ranks.", job.counts.losses_not_finite
     if job.energy.measured_j is not None:
         yield (
             "energy_measured_joules",
-            "Energy that was measured: of all GPUs only at full coverage.",
+            "Measured energy: of all GPUs only at full coverage.",
             job.energy.measured_j,
         )
     yield "reports_lost", "Reports lost.", report.coverage.reports_lost
@@ -230,7 +229,7 @@ def _totals(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
 
 
 def _beside(report: ClusterReport) -> Iterator[tuple[str, str, float]]:
-    """Yield what is no metric of the job but shows how far to trust one."""
+    """Yield values beside the job's metrics: its progress, its coverage and its slowest rank."""
     seen, slowest = report.coverage, report.straggler
     yield "iteration", "The number of the newest iteration.", report.iteration
     yield "attempt", "Which start of the job this is.", report.attempt

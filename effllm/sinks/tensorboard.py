@@ -1,7 +1,6 @@
 """TensorBoard: one event file, written with TensorBoard's own record writer; no torch, no TensorFlow.
 
-Its ``EventFileWriter`` is not used: it writes from a thread that dies of the first full disk, and what
-it had half written then hides everything after it from readers.
+Its ``EventFileWriter`` is not used: its thread ends at the first full disk, and readers stop at a half-written record.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OPTIONS = {
 PREFIX = "efficientllm/"
 SUFFIX = "efficientllm"
 
-#: What is no metric of the job but shows how far to trust one: tag -> (unit, help).
+#: Values beside the job's metrics, about its coverage and its slowest rank: tag -> (unit, help).
 BESIDE: dict[str, tuple[str, str]] = {
     "health/ranks_reporting": ("ranks", "Ranks whose report of the window came."),
     "health/gpus_measured": ("GPUs", "GPUs that were measured in the window."),
@@ -48,21 +47,21 @@ BESIDE: dict[str, tuple[str, str]] = {
     "health/simulated": ("1 if so", "The devices are simulated: no number here was measured."),
     "straggler/worst_rank": (
         "rank",
-        "The slowest rank of the window by own time; no point where no rank is slower than noise explains.",
+        "The slowest rank of the window by own time; no point if no rank is slower than noise explains.",
     ),
     "straggler/worst_rank_slowdown_ratio": (
         "ratio",
         "Own time of the slowest rank over the median rank's.",
     ),
-    "straggler/p95_step_seconds": ("s/iteration", "Mean step that a twentieth of the ranks exceed in the window."),
-    "health/p5_utilization_ratio": ("ratio", "Utilization that a twentieth of the GPUs fall short of in the window."),
+    "straggler/p95_step_seconds": ("s/iteration", "95th percentile over ranks of the mean step in the window."),
+    "health/p5_utilization_ratio": ("ratio", "5th percentile over GPUs of the utilization in the window."),
 }
 
 _BASES = {"run": "Run to date", "window": "The last window", "job": "The whole wall time"}
 
 
 def open_sink(run: Run) -> TensorBoard:
-    """Open an event file of our own.
+    """Open a new event file.
 
     Raises:
         SinkUnavailable: there is no folder for it, or it cannot be written.
@@ -83,7 +82,7 @@ def open_sink(run: Run) -> TensorBoard:
 
 
 class TensorBoard:
-    """Writes each report as one event, so that a job that is killed has all of its points on disk."""
+    """Writes each report at once, so that a killed job has all of its points on disk."""
 
     def __init__(self, file: _EventFile) -> None:
         self._file = file
@@ -100,17 +99,17 @@ class TensorBoard:
         values = {tag: value for tag, value in {**shown, **_beside(report)}.items() if math.isfinite(value)}
         step = report.iteration
         if self._step is None:
-            # An attempt that starts behind the last one's end takes back the points after its own first.
+            # TensorBoard removes points of the previous attempt from the first iteration of this one on.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(event_pb2.Event(wall_time=report.time_s, step=step, session_log=start))
         elif report.correction:
-            # A step before the last one would make TensorBoard forget what lies between.
+            # A step before the last one would make TensorBoard drop the points between them.
             step = max(step, self._step)
             values = {tag: value for tag, value in values.items() if _is_cumulative(tag)}
         new = {tag: value for tag, value in values.items() if tag not in self._described}
         if new:
-            # TensorBoard takes a tag's name and help from tensors alone, but most scripts that read
-            # event files see plain values alone: each tag starts as both, on one step.
+            # TensorBoard reads a tag's name and help only from tensors, but most scripts read only plain values from
+            # event files: the first point of each tag is written as both.
             described = [_described(tag, value, simulated=report.simulated) for tag, value in new.items()]
             self._add_summary(report.time_s, step, [*described, _layout(self._described | new.keys())])
             self._described |= new.keys()
@@ -119,7 +118,6 @@ class TensorBoard:
         self._step = step
 
     def close(self) -> None:
-        """Close the event file."""
         self._file.close()
 
     def _add_summary(self, time_s: float, step: int, values: list[summary_pb2.Summary.Value]) -> None:
@@ -130,7 +128,7 @@ class TensorBoard:
 
 
 class _EventFile:
-    """An event file that holds whole records only: what a full disk cut short is taken back."""
+    """An event file with complete records only: a record that a full disk has cut short is removed."""
 
     def __init__(self, folder: Path, is_private: bool) -> None:
         for missing in reversed([folder, *folder.parents]):
@@ -140,7 +138,7 @@ class _EventFile:
         # TensorBoard reads files in the order of their names; those of two attempts may start in one second.
         name = f"events.out.tfevents.{second:010d}.{rest_ns:09d}.{socket.gethostname()}.{os.getpid()}.{SUFFIX}"
         path = folder / name
-        # In a framework's own folder it is as readable as what the framework writes there.
+        # In a framework's own folder it is as readable as the framework's files.
         mode = 0o600 if is_private else 0o644
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, mode)
         self._closed = False
@@ -182,7 +180,7 @@ def _beside(report: ClusterReport) -> dict[str, float]:
 
 
 def _known(tag: str) -> tuple[str, str]:
-    """Return unit and help of a tag, empty where it is unknown."""
+    """Return unit and help of a tag; empty if it is unknown."""
     entry = describe(tag)
     if entry is None:
         return BESIDE.get(tag, ("", ""))
@@ -196,7 +194,7 @@ def _is_charted(tag: str) -> bool:
 
 
 def _is_cumulative(tag: str) -> bool:
-    """Whether a tag is of the run or of the job, so that a late report may correct its newest point."""
+    """Whether a tag is a total of the run or the job, so that a late report may correct its newest point."""
     if tag in BESIDE:
         return tag in ("health/reports_lost", "health/reports_late", "health/simulated")
     entry = describe(tag)
@@ -212,7 +210,7 @@ def _described(tag: str, value: float, *, simulated: bool) -> summary_pb2.Summar
 
 
 def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
-    """Return the page of the Custom Scalars tab that shows these tags, as a summary value."""
+    """Return the page of the Custom Scalars tab with these tags, as a summary value."""
     page = layout_pb2.Layout(category=[layout_pb2.Category(title=t, chart=c) for t, c in _categories(tags)])
     tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[page.SerializeToString()])
     return summary_pb2.Summary.Value(
@@ -221,14 +219,14 @@ def _layout(tags: set[str]) -> summary_pb2.Summary.Value:
 
 
 def _categories(tags: set[str]) -> Iterator[tuple[str, list[layout_pb2.Chart]]]:
-    """Yield titles and charts; a chart is the same in every run that has it, so that TensorBoard merges them."""
+    """Yield titles and charts; a chart is the same in every run, so that TensorBoard merges the runs."""
     contract = {f"{entry.name} ({entry.unit})": [entry.tag(base) for base in entry.bases] for entry in headline()}
     yield "efficiency: run to date, window, job", _charts(contract, tags)
     groups: dict[str, dict[str, list[str]]] = {}
     grouped = [(entry.tag(entry.bases[0]), entry.unit) for entry in metrics.METRICS.values() if entry.group]
     for tag, unit in grouped + [(tag, unit) for tag, (unit, _) in BESIDE.items()]:
         group, _, name = tag.partition("/")
-        # Levels of one unit compare on one chart; rates differ by orders of magnitude, so each has its own.
+        # Levels of one unit share a chart; rates differ by orders of magnitude, so each has its own chart.
         title = f"{name} ({unit})" if "/" in unit else f"{group} ({unit})"
         groups.setdefault(group, {}).setdefault(title, []).append(tag)
     for group, charts in groups.items():

@@ -1,4 +1,4 @@
-"""The end of a run on a screen: at most 20 lines, what matters last, where the screen ends."""
+"""The closing table of a run on the console: at most 20 lines, the most important ones last."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from effllm.store.summary_text import (
 )
 from effllm.store.window_text import contract_parts, fitted, scaled
 
-#: Lines for what was not measured and for slow ranks; what has no room is in summary.txt.
+#: Lines for missing measurements and slow ranks; the others are only in summary.txt.
 MAX_DOUBTS = 3
-#: A rank that was the slowest in fewer windows is in summary.txt alone.
+#: A rank that was the slowest in fewer windows is only in summary.txt.
 MIN_SLOWEST_SHARE = 0.1
 
 
 def closing_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
-    """Return the table that ends a run on the console; summary.txt in the run folder has all of it."""
+    """Return the closing table of the console; summary.txt in the run folder has all values."""
     return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
 
 
@@ -94,7 +94,7 @@ def _not_measured(summary: Summary, folder: Path | None, max_lines: int) -> Iter
 
 
 def _events(summary: Summary) -> str:
-    """Return how many there were of the events that are shown on the console."""
+    """Return the counts of the events that are shown on the console."""
     shown = [kind for kind in summary.events if level_of(kind) != FILE and kind != "not_measured"]
     return ", ".join(f"{kind} {summary.events[kind]:,}" for kind in shown)
 

@@ -1,4 +1,4 @@
-"""How large a run folder may become, and how fast it grows."""
+"""The size limit of a run folder, and its growth."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from effllm.store.reader import segments
 
 MB = 1_000_000
-#: The detail of a run: what its totals were made of.
+#: The detail of a run, from which its totals were computed.
 DETAIL = ("windows", "ranks")
-MIN_SEGMENTS = 16  # of a folder at its limit, so that what is removed at once is a small part
-MEASURED_S = 30.0  # the rate of windows is that of so long
-#: More windows a second than this are named: a window is meant to last for a second and more.
+MIN_SEGMENTS = 16  # of a folder at its limit, so that one removed file is a small part
+MEASURED_S = 30.0  # period over which the rate of windows is measured
+#: A higher rate of windows is reported: a window should last for at least a second.
 MAX_WINDOWS_PER_S = 1.2
 
 
 def segment_bytes(limit_mb: int, largest: int) -> int:
-    """Return the size from which a file of detail is followed by another, with a limit of the folder; 0 is none."""
+    """Return the size at which the next file of detail is started, from the limit of the folder; 0 is no limit."""
     return min(largest, limit_mb * MB // MIN_SEGMENTS) if limit_mb else largest
 
 
@@ -29,15 +29,15 @@ def size_bytes(folder: Path) -> int:
         for name in names:
             try:
                 total += Path(place, name).lstat().st_size
-            except FileNotFoundError:  # replaced just now
+            except FileNotFoundError:  # replaced since the walk
                 continue
     return total
 
 
 def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
-    """Remove the oldest files of detail until a folder is below its limit; return how many were removed.
+    """Remove the oldest files of detail until a folder is below its limit; return the number of removed files.
 
-    The newest of each kind stays, and everything that is no detail: totals, events, facts.
+    The newest file of each kind stays, and so do totals, events and facts.
 
     Raises:
         OSError: a file cannot be removed.
@@ -57,7 +57,7 @@ def remove_oldest_detail(folder: Path, limit_mb: int) -> int:
 
 
 class Growth:
-    """Measures what the rate of windows costs, over half a minute again and again until it is too high once.
+    """Measures the rate of windows over periods of half a minute, until it is too high for the first time.
 
     Args:
         log_interval: iterations per window.
@@ -70,12 +70,12 @@ class Growth:
         self._is_done = False
 
     def add(self, end_time_s: float, reports: int, num_bytes: int) -> str:
-        """Take a window; return a line where windows come more often than once a second, the first time.
+        """Add a window; return a warning, once, when the rate is above `MAX_WINDOWS_PER_S`.
 
         Args:
             end_time_s: unix time of the window's end.
-            reports: how many ranks reported it.
-            num_bytes: what was written of it.
+            reports: number of ranks that reported it.
+            num_bytes: size of its lines.
         """
         if self._is_done:
             return ""
@@ -101,7 +101,7 @@ class Growth:
 
 
 def _rounded_up(value: float) -> int:
-    """Return the next number of one digit and zeros."""
+    """Round up to one significant digit."""
     whole = math.ceil(value)
     unit: int = 10 ** (len(str(whole)) - 1)
     return -(-whole // unit) * unit

@@ -1,4 +1,4 @@
-"""JSON Lines in numbered files: what cannot be written now waits, and no line is ever torn by a full disk."""
+"""JSON Lines in numbered files: lines wait while they cannot be written, and a full disk tears no line."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from effllm.store import own_files
 from effllm.store.reader import segments
 
 SEGMENT_BYTES = 64 * 2**20
-#: What waits for a disk that is full: hours of windows of a job of a thousand ranks.
+#: Limit of the lines that wait for a full disk: hours of windows of a job of a thousand ranks.
 MAX_WAITING_BYTES = 32 * 2**20
 _AT_ONCE_BYTES = 2**20
 _BACK_BYTES = 2**12
 
-_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the like
+_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain paths and similar types
 
 
 class Journal:
-    """The lines of one kind: ``<stem>-0001.jsonl`` and on, or one file ``<stem>.jsonl`` where segments have no size.
+    """The lines of one kind: files ``<stem>-0001.jsonl`` and following, or ``<stem>.jsonl`` without a segment size.
 
     Raises:
-        OSError: its first file cannot be opened.
+        OSError: the first file cannot be opened.
     """
 
     def __init__(
@@ -41,30 +41,29 @@ class Journal:
     ) -> None:
         self._folder, self._stem = folder, stem
         self._segment_bytes, self._max_waiting_bytes = segment_bytes, max_waiting_bytes
-        self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with the constants that it needs
-        self._constants = b""  # that the file ends with
+        self._waiting: deque[tuple[bytes, bytes]] = deque()  # lines, each with its constants
+        self._constants = b""  # the last constants in the file
         self._waiting_bytes = 0
-        self.left_out = 0  # lines for which there was no room any more
+        self.left_out = 0  # lines that were dropped for lack of room
         there = segments(folder, stem) if segment_bytes else []
         self._number = int(there[-1].stem.rpartition("-")[2]) if there else 1
         self._descriptor = -1
         self._open(self._number)
 
     def __len__(self) -> int:
-        """Number of lines that wait."""
         return len(self._waiting)
 
     @property
     def number(self) -> int:
-        """Number of the file that is written."""
+        """Number of the current file."""
         return self._number
 
     def put(self, rows: Iterable[Any], constants: Any = None) -> int:
-        """Take rows, which `flush` writes; return their bytes.  Where too many wait the oldest go, and are counted.
+        """Queue rows for `flush`; return their bytes.  If too many lines wait, the oldest are dropped and counted.
 
         Args:
             rows: one line each.
-            constants: written as a field of a line when they differ from those before it in the file.
+            constants: written as a field of a line if they differ from the previous ones in the file.
         """
         known = _encoder.encode(constants) if constants is not None else b""
         taken_bytes = 0
@@ -79,13 +78,13 @@ class Journal:
         return taken_bytes
 
     def flush(self) -> None:
-        """Write all that waits, oldest first.
+        """Write the waiting lines, oldest first.
 
         Raises:
-            OSError: a part of it waits on; none of its lines is in the file, not even in part.
+            OSError: some lines still wait; the file contains no part of them.
         """
         while self._waiting:
-            self._look()
+            self._check_file()
             text, constants, lines = bytearray(), self._constants, 0
             for line, known in self._waiting:
                 if lines and len(text) + len(line) > _AT_ONCE_BYTES:
@@ -104,15 +103,15 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _look(self) -> None:
-        """Open a new file where the last has grown large, or is no longer in its place."""
+    def _check_file(self) -> None:
+        """Open a new file if the current one is too large or no longer has its name."""
         if self._descriptor < 0 or not self._is_in_place():
             self._open(self._number)
         if self._segment_bytes and os.fstat(self._descriptor).st_size >= self._segment_bytes:
             self._open(self._number + 1)
 
     def _is_in_place(self) -> bool:
-        # A folder that was removed, or whose file system was mounted anew, would swallow what is written to it.
+        # If the folder was removed or its file system was remounted, lines written to the old file would be lost.
         try:
             return os.path.samestat(self._path(self._number).stat(), os.fstat(self._descriptor))
         except FileNotFoundError:
@@ -127,27 +126,27 @@ class Journal:
         self._descriptor, self._number, self._constants = descriptor, number, b""
 
     def _append(self, text: bytes) -> bool:
-        """Write lines; ``False`` where they have to go to another file, which is open now."""
+        """Write lines; ``False`` if they belong to the next file, which is now open."""
         size = self._without_torn_line()
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             text = b"\n" + text
-        if not size and text.startswith(b'{"'):  # once a file, not on each line
+        if not size and text.startswith(b'{"'):  # once per file, not on each line
             text = b'{"schema_version":%d,%b' % (SCHEMA_VERSION, text[1:])
         left = text
         try:
             while left:
                 left = left[os.write(self._descriptor, left) :]
         except OSError as error:
-            with contextlib.suppress(OSError):  # of a file system that takes nothing at all
+            with contextlib.suppress(OSError):  # the file system may accept no change at all
                 os.ftruncate(self._descriptor, size)
             if error.errno == errno.EFBIG and self._segment_bytes and size:
-                self._open(self._number + 1)  # a limit on the size of files, and not on their number
+                self._open(self._number + 1)  # the limit concerns the size of a file, not the number of files
                 return False
             raise
         return True
 
     def _without_torn_line(self) -> int:
-        """Take away the part of a line in which a writer before was killed; return the size of the file."""
+        """Remove a partial last line of a killed writer; return the size of the file."""
         begin = size = os.fstat(self._descriptor).st_size
         tail = b""
         while begin and b"\n" not in tail:

@@ -1,7 +1,7 @@
-"""Files and folders that are the user's alone, whatever the umask; what another user may hold is refused.
+"""Private files and folders of the user, for any umask; paths that another user may control are rejected.
 
-In a folder such as /tmp every user can put a link, a pipe or a folder in our way, in a project's folder every member of
-its group.  Such a thing is never followed, written to or waited for.
+In a folder such as /tmp any user, and in a project's folder any member of its group, can create a link, a pipe or a
+folder with a name that we use.  These are never followed, written to or waited for.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _MAX_LINKS = 40  # of a path, as in the kernel
-_UNMAPPED_USER = 65534  # whom a user namespace shows as the owner of what the host's root owns
+_UNMAPPED_USER = 65534  # the owner that a user namespace shows for files of the host's root
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(OSError):
-    """A file that must be the user's alone is not; the message is one line with its name and what to do."""
+    """A file that must be private is not; the message is one line with its name and the remedy."""
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for the user alone.
+    """Make a folder and its missing parents, private to the user.
 
     Raises:
-        OSError: it cannot be made, or it is there and not the user's alone to write to.
+        OSError: it cannot be made, or it exists and others can write to it.
     """
     _check_own(folder, open_folder(folder, make=True))
 
@@ -47,19 +47,19 @@ def _check_own(folder: Path, descriptor: int) -> None:
 
 
 def open_folder(folder: Path, make: bool = False) -> int:
-    """Return a descriptor (``O_PATH``) of a folder on whose way no link of another user is followed.
+    """Return a descriptor (``O_PATH``) of a folder without following links of other users.
 
-    Every part of the path is opened below the one before, so that none can be exchanged after it was checked.
+    Each part of the path is opened relative to its parent's descriptor, so that none can be exchanged after its check.
 
     Args:
         folder: the folder.
-        make: whether missing folders are made, for the user alone.
+        make: whether missing folders are made, private to the user.
 
     Raises:
-        OSError: it is not there, or another user has a link, or a folder that everybody can write to, on its way.
+        OSError: it does not exist, or its path contains a link of another user or such a user's world-writable folder.
     """
-    path = os.path.abspath(folder)  # noqa: PTH100 - as it is written, links and all
-    Path(path, "_").exists()  # makes automatic mounts on the way, which opening with O_PATH does not
+    path = os.path.abspath(folder)  # noqa: PTH100 - links are not resolved
+    Path(path, "_").exists()  # triggers automatic mounts, which opening with O_PATH does not
     parts = list(reversed(path.split("/")))
     num_links = 0
     at = os.open("/", _FOLDER)
@@ -94,7 +94,7 @@ def open_folder(folder: Path, make: bool = False) -> int:
 
 
 def _target(descriptor: int, num_links: int) -> str | None:
-    """Return where a link leads; ``None`` of what is no link."""
+    """Return the target of a link; ``None`` if it is not a link."""
     if not stat.S_ISLNK(os.fstat(descriptor).st_mode):
         return None
     if num_links >= _MAX_LINKS:
@@ -115,17 +115,17 @@ def _open_part(part: str, at: int, make: bool) -> int:
 
 
 def _check_part(about: os.stat_result, at: int, part: str, folder: Path) -> None:
-    """Refuse what another user may have laid in a folder ``at`` to which others can write.
+    """Reject a part that another user may have created in a folder ``at`` to which others can write.
 
-    In a folder of a group the folders of colleagues are passed, their links are not followed.
+    In a group's folder, folders of its members are accepted, but links of its members are not followed.
     """
     around = os.fstat(at)
     is_open = around.st_mode & _WRITTEN_BY_OTHERS or around.st_uid not in (0, os.geteuid(), _UNMAPPED_USER)
     if not is_open or about.st_uid in (0, os.geteuid()):
         return
-    is_laid = stat.S_ISLNK(about.st_mode) or (around.st_mode | about.st_mode) & stat.S_IWOTH
+    is_unsafe = stat.S_ISLNK(about.st_mode) or (around.st_mode | about.st_mode) & stat.S_IWOTH
     shown = Path(f"/proc/self/fd/{at}")
-    if is_laid and not _is_ours(about, shown) and _keeps_modes(shown):
+    if is_unsafe and not _is_ours(about, shown) and _keeps_modes(shown):
         where = _path_of(at) / part
         raise PermissionError(errno.EPERM, f"{where} belongs to another user", str(folder))
 
@@ -138,15 +138,15 @@ def _path_of(descriptor: int) -> Path:
 
 
 def mount_point(folder: Path) -> Path:
-    """Return where the file system of a folder is mounted."""
+    """Return the mount point of a folder's file system."""
     return next(one for one in (folder.resolve(), *folder.resolve().parents) if one.is_mount())
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Return the descriptor of a file of our own; one that ``os.O_CREAT`` makes is the user's alone.
+    """Return the descriptor of a file of our own; a file made by ``os.O_CREAT`` is private.
 
     Raises:
-        OSError: it cannot be opened, or is a link, a pipe, another user's, or known by another name as well.
+        OSError: it cannot be opened, or is a link, a pipe, another user's file, or has a second hard link.
     """
     at = open_folder(path.parent)
     try:
@@ -164,17 +164,17 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Put a whole new file in the place of the old one, or leave the old one.
+    """Replace a file atomically; on an error the old file stays.
 
     Args:
         path: of the file.
         content: of the new file.
-        durable: whether it is to be on the disk before the old one goes, against a crash of the machine.
+        durable: whether the new file is synced to disk before it replaces the old one, against a machine crash.
 
     Raises:
-        OSError: it cannot be written, or as `open_folder`.
+        OSError: it cannot be written, or see `open_folder`.
     """
-    scratch = f".{path.name}.new"  # of one writer at a time; what a killed one left is removed here
+    scratch = f".{path.name}.new"  # one writer at a time; a file left by a killed writer is removed here
     at = open_folder(path.parent)
     try:
         _remove(scratch, at)
@@ -193,10 +193,10 @@ def replace_file(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def rename_file(path: Path, name: str) -> None:
-    """Give a file another name in its folder; another file of that name goes.
+    """Rename a file within its folder; an existing file of that name is replaced.
 
     Raises:
-        OSError: as `os.replace` and `open_folder`.
+        OSError: see `os.replace` and `open_folder`.
     """
     at = open_folder(path.parent)
     try:
@@ -206,10 +206,10 @@ def rename_file(path: Path, name: str) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it is there.
+    """Remove a file, if it exists.
 
     Raises:
-        OSError: as `os.unlink` and `open_folder`.
+        OSError: see `os.unlink` and `open_folder`.
     """
     at = open_folder(path.parent)
     try:
@@ -224,28 +224,28 @@ def _remove(name: str, at: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a file of our own holds.
+    """Return the content of a file of our own.
 
     Raises:
-        OSError: as `open_file`.
+        OSError: see `open_file`.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
-    """Return the beginning of a file that its owner, who we are, alone can read.
+    """Return the first bytes of a file that only its owner, the current user, can read.
 
     Args:
-        path: of the file, which may be a link unless the flags exclude it.
-        max_bytes: how much is read.
-        flags: for `os.open`, beside those for reading.
+        path: of the file; it may be a link unless the flags exclude links.
+        max_bytes: limit of the returned bytes.
+        flags: for `os.open`, in addition to those for reading.
 
     Raises:
-        NotPrivateError: others can read it, it is another user's, or no regular file.
+        NotPrivateError: others can read it, it belongs to another user, or it is not a regular file.
         OSError: it cannot be read.
     """
-    # Without blocking, or a pipe of that name would block until another process writes to it.
+    # Non-blocking, because opening a pipe would block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         about = os.fstat(descriptor)
@@ -265,19 +265,19 @@ def read_private(path: Path, max_bytes: int, flags: int = 0) -> bytes:
 def _is_ours(about: os.stat_result, folder: Path) -> bool:
     if about.st_uid == os.geteuid():
         return True
-    # A network file system may show our files as another user's: root's as `nobody`'s (NFS), all users' as one's (SMB).
+    # A network file system may map owners: root to `nobody` (NFS), or all users to one (SMB).
     shown = _what_we_make(folder)
     return shown is not None and shown.st_uid != os.geteuid() and about.st_uid == shown.st_uid
 
 
 def _keeps_modes(folder: Path) -> bool:
-    """Whether modes mean something there: on SMB and FAT all files may have the same, whatever they are made with."""
+    """Whether the file system stores modes: on SMB and FAT all files may have the same one."""
     shown = _what_we_make(folder)
     return shown is None or not shown.st_mode & 0o077
 
 
 def _what_we_make(folder: Path) -> os.stat_result | None:
-    """Return how a file that we make in a folder is shown there; ``None`` where none can be made."""
+    """Return the status of a file that we make in a folder for this test; ``None`` if it cannot be made."""
     path = folder / f".own.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

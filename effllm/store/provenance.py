@@ -22,7 +22,6 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "trl", "lightning", "nvid
 
 
 def gather() -> dict[str, Any]:
-    """Return host and versions."""
     return {
         "aggregator_host": platform.node(),
         "kernel": platform.release(),
@@ -33,10 +32,9 @@ def gather() -> dict[str, Any]:
 
 
 class Git:
-    """Asks git about the code in a folder, without a lock, a written file or a program of the repository.
+    """Runs git on a folder, without a lock, without writing a file and without starting a program of the repository.
 
-    Filters, file system monitor and hooks are programs that a repository names; untracked files and submodules are not
-    walked.
+    Such programs are filters, the file system monitor and hooks.  Untracked files and submodules are not walked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +45,7 @@ class Git:
     def facts(self) -> dict[str, Any]:
         """Return the commit and whether tracked files differ from it; empty outside a repository.  May take seconds.
 
-        ``git_dirty`` is ``"unknown"`` where git is slow, and where a file differs that has a filter.
+        ``git_dirty`` is ``"unknown"`` if git is slow, or if a file with a filter differs.
         """
         try:
             commit = self._run("rev-parse", "HEAD")
@@ -56,25 +54,25 @@ class Git:
             return {"git_dirty": "unknown"}
 
     def stop(self) -> None:
-        """End what is still running; called from another thread."""
+        """Terminate a running git process; called from another thread."""
         self._is_stopped = True
         if (process := self._process) is not None:
             process.terminate()
 
     def _is_dirty(self) -> bool | str:
         try:
-            # Without a value a filter changes nothing, and none is started; "required" would be an error then.
+            # A filter without a value is not started; with "required" this would be an error.
             filters = (self._run("config", "--name-only", "--get-regexp", r"^filter\.") or "").split("\n")
             without_filters = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters if name]
             changed = self._run(*_GIT_STATUS, settings=without_filters)
-            if changed and without_filters:  # with its filter a changed file may be equal to what was committed
+            if changed and without_filters:  # with its filter, a changed file may be equal to the committed one
                 changed = self._run(*_GIT_STATUS, "--", ":(top,attr:!filter)", settings=without_filters) or None
         except subprocess.TimeoutExpired:
             changed = None
         return "unknown" if changed is None else bool(changed)
 
     def _run(self, *arguments: str, settings: Sequence[str] = ()) -> str | None:
-        """Return what a command prints, or ``None`` where it fails.
+        """Return the output of a command, or ``None`` if it fails.
 
         Raises:
             subprocess.TimeoutExpired: it took too long.
@@ -97,7 +95,7 @@ class Git:
             try:
                 output, _ = process.communicate(timeout=_GIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                process.terminate()  # git removes its locks then; a SIGKILL would leave them
+                process.terminate()  # git then removes its locks; a SIGKILL would leave them
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_GIT_TERM_TIMEOUT_S)
                 process.kill()
@@ -106,7 +104,7 @@ class Git:
 
 
 def boot_id() -> str:
-    """Return the id of this boot of this machine, and so of its monotonic clock; empty if unknown."""
+    """Return the id of this machine's boot, which identifies its monotonic clock; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

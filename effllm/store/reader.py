@@ -1,4 +1,4 @@
-"""What the files of a run folder hold and how to read them back, killed or damaged writers included."""
+"""The rows in the files of a run folder, and how to read them, including torn lines of killed writers."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _SEGMENT = re.compile(r"-(\d{4,})\.jsonl")
 Row = TypeVar("Row", bound=Struct)
 
 
-#: Of a number in a line: no sensor gives as many, and further ones are what sums of times and joules round to.
+#: Significant digits of a number in a line: more than any sensor has; further digits are rounding errors of sums.
 DIGITS = 12
-_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # which need more digits
+_UNIX_TIMES = frozenset({"start_time_s", "end_time_s"})  # need more digits
 
 
 class WindowLine(WindowReport, frozen=True, kw_only=True):
-    """A line of ``windows-*.jsonl``: one window of the whole job, with the keys of totals as `keys_of` has them.
+    """A line of ``windows-*.jsonl``: one window of the whole job, with totals in the form of `keys_of`.
 
-    Totals to date are in the first line, in the last one, in corrections, and in one line every `TOTALS_EVERY_S`.
+    Totals to date are in the first line, in the last line, in corrections, and in one line every `TOTALS_EVERY_S`.
     """
 
     last: dict[str, Any]
     run: dict[str, Any] | None = None
     job: dict[str, Any] | None = None
-    constants: JobConstants | None = None  # of this line and those after it; lines of schema 1 have them in all totals
+    constants: JobConstants | None = None  # of this and the following lines; in schema 1 all totals have them
 
 
 class WindowRow(WindowReport, frozen=True, kw_only=True):
-    """A line of ``windows-*.jsonl`` as it is read."""
+    """A line of ``windows-*.jsonl``, decoded."""
 
     last: ClusterTotals
     run: ClusterTotals | None = None
@@ -49,9 +49,9 @@ class WindowRow(WindowReport, frozen=True, kw_only=True):
 
 
 def window_line(report: ClusterReport, *, has_totals: bool) -> WindowLine:
-    """Return the line of a report, without the job's constants, and without totals to date unless asked for."""
+    """Return the line of a report, without the job's constants, and with totals to date only if ``has_totals``."""
     fields = _without_totals(report)
-    # JSON has no nan: one in here would make the line unreadable as a whole.
+    # JSON has no nan: a nan would make the whole line unreadable.
     fields["values"] = {tag: _rounded(value) for tag, value in report.values.items() if math.isfinite(value)}
     for base in ("last", "run", "job") if has_totals else ("last",):
         fields[base] = keys_of(getattr(report, base))
@@ -62,15 +62,15 @@ def _without_totals(report: WindowReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in WindowReport.__struct_fields__}
 
 
-#: The groups of `ClusterTotals` whose fields are keys of a line; those of `constants` are in another object.
+#: The groups of `ClusterTotals` whose fields are keys of a line; the fields of `constants` are in another object.
 _GROUPS = ("counts", "loop", "devices", "health", "goodput")
-#: Keys of the energy of totals that are not named like its fields.
+#: Keys of energy whose names differ from the fields of `JobEnergy`.
 _ENERGY = {"joules": "energy_j", "gain_j": "energy_gain_error_j", "is_complete": "energy_complete"}
 _ENERGY |= {name: f"energy_{name}" for name in ("time_s", "estimated_j", "measured_j", "gpus_j")}
 
 
 def keys_of(totals: ClusterTotals) -> dict[str, Any]:
-    """Return totals as an object of a line: rounded numbers by key, without those that are the defaults."""
+    """Return totals as an object of a line: rounded numbers by key, without defaults."""
     keys: dict[str, Any] = {}
     for group in _GROUPS:
         keys |= _changed(getattr(totals, group))
@@ -84,7 +84,7 @@ def keys_of(totals: ClusterTotals) -> dict[str, Any]:
 
 
 def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) -> ClusterTotals:
-    """Return the totals of an object of a line; undoes `keys_of`.
+    """Return the totals from an object of a line; undoes `keys_of`.
 
     Raises:
         msgspec.ValidationError: a value is of another type.
@@ -99,7 +99,7 @@ def totals_of(keys: Mapping[str, Any], constants: JobConstants | None = None) ->
 
 
 def _changed(record: Struct) -> dict[str, Any]:
-    """Return the fields of a record that are not the defaults, rounded."""
+    """Return the fields of a record that differ from their defaults, rounded."""
     values = zip(_defaults(type(record)), attrgetter(*record.__struct_fields__)(record), strict=True)
     return {name: _rounded_value(value) for (name, default), value in values if value != default}
 
@@ -111,12 +111,12 @@ def _rounded_value(value: Any) -> Any:
 
 
 def _short(row: Row) -> Row:
-    """Return a record with rounded numbers, and without those that are the defaults of their fields."""
+    """Return a record with rounded numbers, in which defaults are left out when it is encoded."""
     changes = {}
     for name, default in _defaults(type(row)):
         value = getattr(row, name)
         if value == default:
-            changes[name] = default  # a number is left out only where it is the default as an object
+            changes[name] = default  # msgspec leaves a number out only if it is the same object as the default
         elif isinstance(value, float) and name not in _UNIX_TIMES:
             changes[name] = _rounded(value)
     return msgspec.structs.replace(row, **changes)
@@ -132,7 +132,7 @@ def _rounded(value: float) -> float:
 
 
 class GaugeRow(Struct, frozen=True):
-    """A gauge over a window: its mean over the seconds in which it was read, and its extremes."""
+    """A gauge over a window: its mean over the covered seconds, and its extremes."""
 
     mean: float
     covered_s: float
@@ -159,7 +159,7 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     loss: float | None = None
     losses_not_finite: int = 0
     phases_s: dict[str, float] = {}
-    phases_j: dict[str, float | None] = {}  # the part of energy_j that fell into each phase
+    phases_j: dict[str, float | None] = {}  # part of energy_j in each phase
     energy_j: float | None = None
     energy_error_j: float | None = None
     energy_gain_error: float | None = None
@@ -170,13 +170,13 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
     utilization_seconds: float | None = None
     utilization_covered_s: float = 0.0
     power_peak_w: float | None = None
-    coverage: float | None = None  # share of wall_s in which energy was measured; memory, where energy is not
-    other_devices_j: dict[str, float | None] = {}  # energy of devices beside the first, by key
+    coverage: float | None = None  # share of wall_s with measured energy, or with memory if energy is not measured
+    other_devices_j: dict[str, float | None] = {}  # energy of the other devices, by key
     final: bool = False
     iterations_overrun: int = 0
     simulated: bool = False
     energy_method: str | None = None
-    energy_estimated_j: float | None = None  # the part of energy_j that fills gaps of the counter from power
+    energy_estimated_j: float | None = None  # part of energy_j that fills gaps of the counter from power
     throttled_s: dict[str, float] = {}  # by reason
     gauges: dict[str, GaugeRow] = {}  # by the names in effllm.records.rank.GAUGES
     generation_s: float = 0.0
@@ -186,7 +186,7 @@ class RankRow(Counted, Struct, frozen=True, omit_defaults=True):
 
 
 def rank_row(row: RankReport, *, attempt: int, host: str | None, simulated: bool) -> RankRow:
-    """Flatten a rank's window."""
+    """Return a rank's window as a flat row."""
     device = row.devices[0] if row.devices else DeviceWindow("", Integrals())
     wall, energy = device.wall, device.wall.energy
     is_measured = energy.joules is not None
@@ -241,7 +241,7 @@ def _gauge_row(gauge: Gauge) -> GaugeRow:
 
 
 def coverage_of(row: RankReport) -> float | None:
-    """Return the share of a row in which energy was measured; memory, where energy is not."""
+    """Return the share of a window with measured energy, or with memory if energy is not measured."""
     if not row.devices or row.wall_s <= 0:
         return None
     wall = row.devices[0].wall
@@ -251,7 +251,7 @@ def coverage_of(row: RankReport) -> float | None:
 
 
 def segments(folder: Path, stem: str) -> list[Path]:
-    """Return the files ``<stem>-0001.jsonl`` and on that are there, in order."""
+    """Return the existing files ``<stem>-0001.jsonl`` and following, in order."""
     found = [
         (int(match[1]), path)
         for path in folder.glob(f"{stem}-*")
@@ -261,7 +261,7 @@ def segments(folder: Path, stem: str) -> list[Path]:
 
 
 class JsonLines(Generic[Row]):
-    """The rows of some JSON Lines files; lines that are torn or make no row are passed over and counted."""
+    """The rows of JSON Lines files; torn and invalid lines are skipped and counted."""
 
     def __init__(self, paths: Sequence[Path], row: type[Row]) -> None:
         self.skipped = 0
@@ -273,7 +273,7 @@ class JsonLines(Generic[Row]):
         for path in self._paths:
             with path.open("rb") as file:
                 for line in file:
-                    if line.isspace():  # a writer that begins anew after a torn line leaves one
+                    if line.isspace():  # a writer leaves one when it continues after a torn line
                         continue
                     try:
                         row = self._decode(line)
@@ -284,7 +284,7 @@ class JsonLines(Generic[Row]):
 
 
 class WindowRows(JsonLines[WindowRow]):
-    """The windows of a run, each with the constants that hold for it."""
+    """The windows of a run, each with its constants."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths, WindowRow)

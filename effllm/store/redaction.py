@@ -1,6 +1,6 @@
-"""Leave out of a command line what looks like a secret, before it is written to the run folder.
+"""Removes text that looks like a secret from a command line, before it is written to the run folder.
 
-Runs in the training process, so it needs the standard library alone, and time that grows with the text's length only.
+Runs in the training process: standard library only, and in time linear in the text's length.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterable
 REDACTED = "<redacted>"
 MAX_WORD_CHARACTERS = 10_000
 
-# A name is a secret's if one of these is in it, or one of _PARTS is a part of it: --hf_token, apiKey, model.login.
+# A name belongs to a secret if it contains one of these, or if one of its parts is in _PARTS: --hf_token, apiKey,
+# model.login.
 _WITHIN = re.compile(
     r"(?i)key|token(?!iz|s)|secret|passw|passphrase|credential|authoriz|bearer|cookie|signature|webhook"
 )
@@ -20,7 +21,7 @@ _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _PLURAL = re.compile(r"(?i)(key|secret|password|credential)s$")
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
-# What a value that begins with "-" is not taken for.
+# An option that is not taken for the value of the option before it.
 _PLAIN_OPTION = re.compile(r"--[a-z][a-z0-9_.-]*(=.*)?|-[A-Za-z]", re.DOTALL)
 
 _NAME = re.compile(r"""(?<![\w.-])([\w.-]+)\\*["']?\s*[:=]\s*""")
@@ -37,7 +38,7 @@ _USER_INFO = re.compile(r"(?<=://)[^\s/?#]*@")
 _PASSWORD = re.compile(r"(?<![\w.%+-])([\w.%+-]+:)[^\s/@:]+@(?!sha\d+:)(?=[\w\[])")
 _WEBHOOK = re.compile(r"""(?i)(https?://(?=[^\s"']*(?:hook|/bot\d))[^\s/"']+/)[^\s"']+""")
 
-#: How tokens of well-known services begin, and at least so long.
+#: Prefixes and minimum lengths of the tokens of well-known services.
 _TOKENS = re.compile(
     r"""(?<![A-Za-z0-9])(?:
         hf_[A-Za-z0-9]{16,} | api_org_[A-Za-z0-9]{16,} | [sr]k[-_](?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{16,}
@@ -53,17 +54,17 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*", re.DOTALL)
 
 
 def redacted(command: Iterable[str]) -> list[str]:
-    """Return a command line with `REDACTED` in place of what looks like a secret.
+    """Return a command line with `REDACTED` in place of likely secrets.
 
-    That is: values of arguments, of fields in JSON and YAML, of headers and of parameters in URLs that are named like
-    secrets; user and password in URLs; webhooks; and words that begin like the tokens of well-known services.
-    Words such as ``--tokenizer`` and ``--max-tokens`` are not names of secrets.
+    These are values whose argument, JSON or YAML field, header or URL parameter is named like a secret; user and
+    password in URLs; webhooks; and words that begin like the tokens of well-known services.  Words such as
+    ``--tokenizer`` and ``--max-tokens`` are not names of secrets.
 
     >>> redacted(["train.py", "--lr", "1", "--api-key", "abc", "--hf_token=x"])
     ['train.py', '--lr', '1', '--api-key', '<redacted>', '--hf_token=<redacted>']
     """
     shown: list[str] = []
-    hides_next = hides_all = False  # values of the option before
+    hides_next = hides_all = False  # values of the previous option
     for word in command:
         if (hides_next or hides_all) and not _PLAIN_OPTION.fullmatch(word):
             shown.append(REDACTED)
@@ -103,7 +104,7 @@ def _redacted_text(text: str) -> str:
 
 
 def _redacted_fields(text: str) -> str:
-    """Return a text with the values of its fields that are named like secrets left out, as in ``{"api_key": "x"}``."""
+    """Redact the values of fields that are named like secrets, as in ``{"api_key": "x"}``."""
     parts: list[str] = []
     done = 0
     for field in _NAME.finditer(text):

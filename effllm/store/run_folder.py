@@ -1,7 +1,7 @@
-"""Writes the run folder: JSON Lines, one write per file and window, so that a kill tears one line of each at most.
+"""Writes the run folder: JSON Lines, one write per file and window, so that a kill tears at most one line of each.
 
-The next writer of the folder removes a torn line, and writes nothing again that is already there. While a disk is full
-or the folder is removed, lines wait in memory, as long as it can hold them.
+The next writer of the folder removes a torn line, and does not write existing lines again. While the disk is full or
+the folder is missing, lines wait in memory, up to a limit.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from effllm.store.window_text import block_lines
 
 #: The run folder in the counts of windows that were left out.
 NAME = "runfolder"
-#: All rows of worlds up to this size are written; of larger ones at most this many a window, the farthest outliers.
+#: In worlds up to this size, all rows are written; in larger ones at most this many per window, the largest outliers.
 MAX_ROWS = 256
-#: Robust z-score (Iglewicz and Hoaglin, 1993) from which on a rank's step time is an outlier.
+#: Robust z-score (Iglewicz and Hoaglin, 1993) above which a rank's step time is an outlier.
 OUTLIER_Z = 3.5
-#: Coverage below this is a gap; above it lies what the edges of a window cost.
+#: A lower coverage is a gap; a higher one is lost at the edges of a window.
 GAP_BELOW = 0.999
-#: Warnings that the folder cannot be written, and that it can again.
+#: Limit of the warnings about a folder that cannot be written, and of those about its recovery.
 MAX_TROUBLES = 10
-#: Totals to date are in one window of so many seconds: they are half of a line.
+#: Period of totals to date, which are half of a line.
 TOTALS_EVERY_S = 60.0
-#: Windows of milliseconds are written to console.log together.
+#: Period of writes to console.log; short windows are written together.
 LOG_EVERY_S = 1.0
-#: Of console.log, and as much again of console.log.1: 5,000 windows each.
+#: Of console.log, and also of console.log.1: 5,000 windows each.
 MAX_CONSOLE_LOG_BYTES = 2 * 2**20
 
 
 class StoreUnavailable(Exception):
-    """The run folder cannot be written; the message is one sentence with the reason and what to do."""
+    """The run folder cannot be written; the message is one sentence with the reason and the remedy."""
 
 
 def open_run_folder(folder: Path, facts: Mapping[str, Any], **options: Any) -> RunFolder:
@@ -66,15 +66,15 @@ def open_run_folder(folder: Path, facts: Mapping[str, Any], **options: Any) -> R
 class RunFolder:
     """Writes every window, the rows of its ranks, the events, the facts and the summary of a run.
 
-    While the folder cannot be written, lines wait in memory, in bounds, and are written when it can be.
+    While the folder cannot be written, lines wait in memory, up to a limit, and are written later.
 
     Args:
-        folder: made where there is none; files of an earlier attempt in it are continued.
-        facts: of run.json, added to those of an earlier attempt.
-        segment_bytes: a file of windows or rows above this size is followed by another.
-        max_waiting_bytes: of lines that wait, for each kind.
-        warn: takes one line about the folder itself.
-        tensorboard_dir: named in summary.txt.
+        folder: made if missing; the files of an earlier attempt are continued.
+        facts: of run.json, added to the facts of an earlier attempt.
+        segment_bytes: size at which the next file of windows or rows is started.
+        max_waiting_bytes: limit of the waiting lines, for each kind.
+        warn: called with one line about the folder itself.
+        tensorboard_dir: for summary.txt.
         limit_mb: size above which the oldest windows and rows are removed; 0 is no limit.
         log_interval: iterations per window.
 
@@ -95,7 +95,7 @@ class RunFolder:
         log_interval: int = 1,
     ) -> None:
         self._tensorboard_dir = tensorboard_dir
-        self._log_text, self._log_s = "", 0.0  # for console.log, and when it is written next
+        self._log_text, self._log_s = "", 0.0  # for console.log, and the time of its next write
         self._max_log_bytes = min(MAX_CONSOLE_LOG_BYTES, limit_mb * 10**6 // 64 or MAX_CONSOLE_LOG_BYTES)
         self._limit_mb, self._has_removed = limit_mb, False
         self._growth = Growth(log_interval)
@@ -110,8 +110,8 @@ class RunFolder:
             Journal(folder, "ranks", segment_bytes, max_waiting_bytes),
             Journal(folder, "events", None, max_waiting_bytes),
         )
-        self._num_files = 0  # of detail, when the folder's size was looked at last
-        self._totals_s = -math.inf  # end of the last window that was written with totals to date
+        self._num_files = 0  # of detail, at the last check of the folder's size
+        self._totals_s = -math.inf  # end of the last window written with totals to date
         self._hosts: dict[int, str] = {}
         self._facts: dict[str, Any] = {}
         self._written_facts: dict[str, Any] | None = None
@@ -139,12 +139,12 @@ class RunFolder:
         self._keep_limit()
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Append events, oldest first, in one write: ten thousand ranks leave together."""
+        """Append events, oldest first, in one write, because ten thousand ranks may leave together."""
         self._events.put(events)
         self._flush()
 
     def write_summary(self, summary: Summary) -> None:
-        """Replace summary.json, and summary.txt, which is for people."""
+        """Replace summary.json and summary.txt."""
         self._write_log()
         self._flush()
         finite = {tag: value for tag, value in summary.metrics.items() if math.isfinite(value.value)}
@@ -157,19 +157,19 @@ class RunFolder:
         self._do(lambda: own_files.replace_file(self._folder / "summary.txt", text, durable=False))
 
     def update_facts(self, facts: Mapping[str, Any]) -> None:
-        """Add facts to run.json, the new over the old."""
+        """Add facts to run.json; new values replace old ones."""
         self._facts = {**self._facts, **facts, "schema_version": SCHEMA_VERSION}
         self._hosts = _hosts(self._facts)
         self._flush()
 
     def save_state(self, state: bytes) -> bool:
-        """Replace state.json, for the next aggregator; return whether it and all before it is written."""
+        """Replace state.json, for the next aggregator; return whether it and all earlier lines are written."""
         return not any(self._journals) and self._do(
             lambda: own_files.replace_file(self._folder / "state.json", state, durable=False)
         )
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a file below the folder, or replace it; its name may have a folder in it."""
+        """Write or replace a file in the folder or, by its name, in a folder below it."""
         path = self._folder / name
 
         def write() -> None:
@@ -179,13 +179,12 @@ class RunFolder:
         self._do(write)
 
     def close(self) -> None:
-        """Close the files."""
         self._write_log()
         for journal in self._journals:
             journal.close()
 
     def _log(self, report: ClusterReport) -> None:
-        """Append what a console without a terminal shows of a window; windows-*.jsonl has the same numbers."""
+        """Append the window's text of a console without a terminal; windows-*.jsonl has the same numbers."""
         if report.correction or report.iteration_last < report.iteration_first:
             return
         self._log_text += "".join(f"{line}\n" for line in block_lines(report))
@@ -195,7 +194,7 @@ class RunFolder:
     def _write_log(self) -> None:
         self._log_s = time.monotonic() + LOG_EVERY_S
         if self._log_text:
-            with contextlib.suppress(OSError):  # what writes the window reports a disk that is full
+            with contextlib.suppress(OSError):  # a full disk is reported when the window is written
                 text_log.append(self._folder / "console.log", self._log_text, self._max_log_bytes)
         self._log_text = ""
 
@@ -203,15 +202,15 @@ class RunFolder:
         return rank_row(row, attempt=report.attempt, host=self._hosts.get(row.rank), simulated=report.simulated)
 
     def _flush(self) -> None:
-        """Write what waits; one file that cannot be written holds up no other."""
-        # Each system call costs as much as a line.
+        """Write waiting lines; a file that cannot be written does not block the others."""
+        # Empty journals are skipped, because a system call costs as much as a line.
         waiting = [journal.flush for journal in self._journals if journal]
         done = [self._do(work) for work in (self._write_facts, *waiting)]
         if all(done):
             self._recover()
 
     def _keep_limit(self) -> None:
-        """Remove the oldest detail where the folder is larger than it may be; looked at whenever a file is full."""
+        """Remove the oldest detail if the folder is above its limit; checked whenever a file is full."""
         num_files = self._windows.number + self._ranks.number
         if not self._limit_mb or num_files == self._num_files:
             return
@@ -239,7 +238,7 @@ class RunFolder:
             self._written_facts = self._facts
 
     def _do(self, work: Callable[[], None]) -> bool:
-        """Do work that may fail, with a warning the first time; return whether it succeeded."""
+        """Run ``work``, which may fail, with a warning the first time; return whether it succeeded."""
         try:
             self._require_disk()
             try:
@@ -261,7 +260,7 @@ class RunFolder:
         return True
 
     def _require_disk(self) -> None:
-        """Fail where our disk was unmounted: made again, the folder would be out of sight when it is back."""
+        """Fail if the disk was unmounted: a folder made now would be hidden once the disk is mounted again."""
         if not self._mount_point.is_mount():
             raise OSError(errno.ENODEV, f"nothing is mounted at {self._mount_point}")
 
@@ -278,22 +277,22 @@ class RunFolder:
 
 
 def outliers(rows: Sequence[RankReport]) -> list[RankReport]:
-    """Return the rows whose step time lies far from the median or whose measurement has gaps, in their order."""
+    """Return the rows whose step time is far from the median or whose measurement has gaps, in their order."""
     if not rows:
         return []
     busy_s = np.array([row.busy_s for row in rows])
-    coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan where nothing was measured
+    coverage = np.array([coverage_of(row) for row in rows], np.float64)  # nan: not measured
     distance_s = np.abs(busy_s - np.median(busy_s))
     scale_s = max(1.4826 * float(np.median(distance_s)), 0.01 * float(np.median(busy_s)))
     far = distance_s / scale_s if scale_s > 0 else np.where(distance_s > 0, math.inf, 0.0)
     if not np.isnan(coverage).all():
         gap = ~(coverage >= GAP_BELOW)
         far[gap] = np.maximum(far[gap], OUTLIER_Z * 1.01)
-    strangest = np.argsort(-far, kind="stable")[:MAX_ROWS]
-    return [rows[at] for at in sorted(strangest.tolist()) if far[at] > OUTLIER_Z]
+    farthest = np.argsort(-far, kind="stable")[:MAX_ROWS]
+    return [rows[at] for at in sorted(farthest.tolist()) if far[at] > OUTLIER_Z]
 
 
-_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may hold paths and the like
+_encoder = msgspec.json.Encoder(enc_hook=str)  # facts may contain paths and similar types
 
 
 def _pretty(value: Any) -> bytes:
@@ -301,7 +300,7 @@ def _pretty(value: Any) -> bytes:
 
 
 def _hosts(facts: Mapping[str, Any]) -> dict[int, str]:
-    """Return the host of each rank, where run.json has it."""
+    """Return the host of each rank that has one in run.json."""
     ranks = facts.get("ranks")
     hosts = {}
     for rank, about in ranks.items() if isinstance(ranks, dict) else ():

@@ -1,8 +1,8 @@
-"""Who writes to a run folder: one aggregator at a time, and after a restart of the same job the next one.
+"""The lock of a run folder: one aggregator writes at a time, and after a restart of the job the next one.
 
-A lock file has the holder's name of its job, and its address.  An aggregator of the same job asks
-it to let go, over the wire; it does so once the trainer that it serves is gone, so that two jobs that are alive
-never end each other, whatever they are named.
+The lock file has the holder's job and address.  An aggregator of the next attempt requests the lock over the wire.  The
+holder releases it only when its own trainer has ended, so that two running jobs never end each other, even with equal
+names.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from msgspec import Struct
 from effllm.store import own_files
 
 LOCK = "lock"
-LOCK_WAIT_S = 6.0  # an aggregator that is ending takes at most five
+LOCK_WAIT_S = 6.0  # an aggregator ends within five seconds
 ASK_EVERY_S = 0.25
 MAX_BYTES = 4096  # of a lock file
 MAX_NAMES = 1000
 
 
 class Holder(Struct, frozen=True):
-    """The holder, as the lock file has it; no secrets."""
+    """The holder of a lock, as stored in the lock file; without secrets."""
 
-    run: str = ""  # what every attempt of one job has in common; empty if unknown
+    run: str = ""  # identifies the job over all its attempts; empty if unknown
     job: str = ""
     endpoint: str = ""
     host: str = ""
     pid: int = 0
     secured: bool = False  # it listens with keys from the user's secret ...
-    salt: str = ""  # ... and this
+    salt: str = ""  # ... and this salt
 
 
 class Lock:
-    """A run folder that is ours until it is let go.
+    """A locked run folder.
 
     Args:
         folder: the folder.
         descriptor: an open file that holds the lock.
-        instead_of: the folder that was configured, where another process holds it.
+        instead_of: the configured folder, if another process holds its lock; else ``None``.
     """
 
     def __init__(self, folder: Path, descriptor: int, instead_of: Path | None) -> None:
@@ -54,7 +54,7 @@ class Lock:
         self._descriptor = descriptor
 
     def release(self, is_over: bool = True) -> None:
-        """Let go; the file goes as well where the run is over, so that no request goes to a process that has ended."""
+        """Release the lock; if the run is over, remove the file, so that no request is sent to an ended process."""
         if self._descriptor >= 0:
             if is_over:
                 with contextlib.suppress(OSError):
@@ -64,10 +64,10 @@ class Lock:
 
 
 def name_of_run(place: Mapping[str, Any], host: str) -> str:
-    """Return what all attempts of a job have in common and no other living job has; empty where nothing does.
+    """Return a name that all attempts of a job share and no other running job has; empty if there is none.
 
-    That is the scheduler's or torchrun's id; under a torchrun that was given none, its store: an address at which
-    no two of them can be at a time.
+    It is the scheduler's or torchrun's id.  Without an id it is the address of torchrun's store, because two stores
+    cannot listen on one address at a time.
     """
     if place.get("run_id"):
         return str(place["run_id"])
@@ -79,25 +79,25 @@ def name_of_run(place: Mapping[str, Any], host: str) -> str:
 def take(
     wanted: Path, holder: Holder, ask: Callable[[Holder], None] = lambda _: None, wait_s: float = LOCK_WAIT_S
 ) -> Lock:
-    """Return the run folder of this name, locked; NAME-2 and on where that one is completed or stays another's.
+    """Return the locked run folder of this name; NAME-2 and following if it is completed or another job holds it.
 
     Args:
         wanted: the folder.
-        holder: who we are.
-        ask: called again and again with the holder of the lock, where that is an earlier attempt of our job.
-        wait_s: for so long.
+        holder: this process.
+        ask: called repeatedly with the holder of the lock, if that is an earlier attempt of our job.
+        wait_s: how long to wait for the lock.
 
     Raises:
         OSError: it cannot be made or written.
     """
     taken: Path | None = None
     for folder in _names(wanted):
-        if status_of(folder) == "completed":  # those are not continued
+        if status_of(folder) == "completed":  # completed runs are not continued
             continue
         own_files.make_folder(folder)
         descriptor = _lock(folder / LOCK, holder, ask, wait_s if taken is None else 0.0)
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # the disk may be full: the lock holds all the same
+            with contextlib.suppress(OSError):  # the disk may be full: the lock is held anyway
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, msgspec.json.encode(holder) + b"\n", 0)
             return Lock(folder, descriptor, taken)
@@ -112,7 +112,7 @@ def _names(wanted: Path) -> Iterator[Path]:
 
 
 def status_of(folder: Path) -> str:
-    """Return how the run in a folder ended, as its summary has it; empty where there is none."""
+    """Return the status of the run in a folder, from its summary; empty if there is none."""
     try:
         return str(msgspec.json.decode(own_files.read_file(folder / "summary.json")).get("status", ""))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError):
@@ -120,7 +120,7 @@ def status_of(folder: Path) -> str:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the holder that a lock file names."""
+    """Return the holder in a lock file, or ``None``."""
     try:
         return msgspec.json.decode(own_files.read_file(path)[:MAX_BYTES], type=Holder)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -128,7 +128,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float) -> int | None:
-    """Return a descriptor that holds the lock, or ``None`` where another process holds it for so long."""
+    """Return a descriptor that holds the lock, or ``None`` if another process still holds it after ``wait_s``."""
     deadline_s, next_ask_s = time.monotonic() + wait_s, 0.0
     while True:
         descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
@@ -154,7 +154,7 @@ def _lock(path: Path, own: Holder, ask: Callable[[Holder], None], wait_s: float)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    # The holder before removes the file before it releases the lock; the file that we locked then has no name.
+    # The previous holder removes the file before it releases the lock: the file that we locked may have no name.
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The end of a run in plain text, at most 80 columns: for the console and for readers of summary.json."""
+"""The summary of a run as plain text of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from effllm.records.rank import Profile
 WIDTH = 78
 
 J_PER_KWH = 3.6e6
-#: Less than this is shown in joules, not in kilowatt-hours.
+#: A smaller energy is shown in joules, not in kilowatt-hours.
 MIN_KWH = 0.01
 #: A smaller share would be shown as 0.0 %.
 MIN_SHARE = 0.0005
 
 
 def readable(value: float) -> str:
-    """Return a number as people read it: three significant digits, whole from a hundred on, with separators."""
+    """Return a number for display: three significant digits, whole from a hundred on, with separators."""
     if value == 0:
         return "0"
     if 999.5 <= abs(value) < 1e10:
@@ -31,7 +31,7 @@ def readable(value: float) -> str:
 
 
 def rounded_up(error: float) -> str:
-    """Return an error by two digits, rounded up, for it is never to look smaller than it is.
+    """Return an error with two digits, rounded up, so that it never looks smaller than it is.
 
     >>> rounded_up(0.1201), rounded_up(5.0), rounded_up(1234.0)
     ('0.13', '5', '1,300')
@@ -44,9 +44,9 @@ def rounded_up(error: float) -> str:
 
 
 def errors_text(timing: float | None, sensor: float | None, *, brief: bool = False) -> str:
-    """Return how far off an energy may be: two errors, as ratios, never merged into one; "" where none is known.
+    """Return the text of an energy's two errors, given as ratios and never combined; "" if both are unknown.
 
-    ``brief`` leaves their names out where there are both.
+    With ``brief``, the names are left out if there are two errors.
     """
     errors = [(ratio, name) for ratio, name in ((timing, " timing"), (sensor, " sensor")) if ratio]
     return " ".join(f"±{_percent(ratio)}" + ("" if brief and len(errors) == 2 else name) for ratio, name in errors)
@@ -57,7 +57,7 @@ def _percent(ratio: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people read it: seconds, minutes, hours or days, as fits."""
+    """Return a duration for display, in seconds, minutes, hours or days."""
     if seconds < 119.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -71,12 +71,11 @@ def duration(seconds: float) -> str:
 
 
 def outcome(status: str) -> str:
-    """Return a status as text."""
     return "stopped by Ctrl-C" if status == "interrupted" else status
 
 
 def summary_text(summary: Summary, folder: Path | None, tensorboard_dir: Path | None) -> str:
-    """Return the table that ends a run."""
+    """Return the text of summary.txt."""
     return "".join(f"{line}\n" for line in _lines(summary, folder, tensorboard_dir))
 
 
@@ -124,7 +123,7 @@ def _what_ran(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def loss_text(summary: Summary, form: str = ".6g") -> str:
-    """Return the last loss, and how many were not finite; empty where no loss was given."""
+    """Return the last loss, and the number of losses that were not finite; empty without a loss."""
     finite = "" if summary.loss is None else f"{summary.loss:{form}}"
     if not summary.losses_not_finite:
         return finite
@@ -133,20 +132,20 @@ def loss_text(summary: Summary, form: str = ".6g") -> str:
 
 
 def stragglers_text(verdicts: Sequence[StragglerVerdict]) -> str:
-    """Return who held the others up, the costliest of them, and for how many seconds of the others."""
+    """Return the costliest stragglers, each with the waiting time of the other ranks."""
     named = [f"rank {','.join(map(str, one.ranks))} ({duration(one.gpu_seconds)})" for one in verdicts[:3]]
     more = f", and {len(verdicts) - 3} more" if len(verdicts) > 3 else ""
     return f"{', '.join(named)}{more}: GPU time of the ranks that waited"
 
 
 def slowest_text(summary: Summary) -> str:
-    """Return the rank that was the slowest of the most windows; of a run in which one was."""
+    """Return the rank that was the slowest in the most windows; the summary must have one."""
     rank, windows = next(iter(summary.slowest.items()))
     return f"rank {rank}, in {windows:,} of {summary.windows_compared:,} windows"
 
 
 def goodput_text(goodput: GoodputSummary) -> str:
-    """Return the share of kept work, and the other classes of time, largest first."""
+    """Return the share of kept work, and the classes of time, largest first."""
     ratio = f"{100 * (goodput.ratio or 0.0):.1f} % of {duration(goodput.elapsed_s)}"
     if goodput.redone_iterations:
         ratio += f", {goodput.redone_iterations:,} iterations done again"
@@ -178,7 +177,7 @@ def _how_measured(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "energy in", shares({name: joules for name, joules in energy.by_class.items() if joules is not None})
     if energy.warmup_joules and joules:
         share = f"{100 * energy.warmup_joules / joules:.1f} %"
-        yield "warm-up", f"{share} of the energy, left out of what is run to date"
+        yield "warm-up", f"{share} of the energy, left out of run-to-date values"
     if summary.peak:
         yield "peak", summary.peak
     if summary.profile is not None and summary.profile.time_s > 0:
@@ -193,7 +192,7 @@ def _metrics(values: Mapping[str, Value]) -> Iterator[str]:
     group = ""
     yield f"  {'metric':<29}{'value':>12}  {'unit':<25}  over"
     for entry in METRICS.values():
-        # One line for each metric, on the first base that has a value; summary.json holds them all.
+        # One line for each metric, on the first base that has a value; summary.json has all bases.
         base = next((base for base in entry.run_bases if entry.tag(base) in values), None)
         shown.update(entry.tag(base) for base in entry.run_bases)
         if base is None:
@@ -233,7 +232,7 @@ def shares(parts: Mapping[str, float]) -> str:
 
 
 def energy_text(energy: EnergySummary) -> str:
-    """Return the energy of a run with its errors; "" where none was measured."""
+    """Return the energy of a run with its errors; "" if none was measured."""
     if energy.total_joules is not None:
         return _energy(energy.total_joules, energy.error_joules, energy.gain_error)
     if energy.measured_joules is not None:

@@ -1,4 +1,4 @@
-"""A text file of bounded size: the newest lines, and in a second file the ones before them."""
+"""A text file of bounded size with the newest lines, and a second file with the lines before them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from effllm.store import own_files
 
 
 def append(path: Path, text: str, max_bytes: int) -> None:
-    """Append text to a file of our own; one that would pass ``max_bytes`` becomes ``<name>.1``, in place of the last.
+    """Append text to a file of our own; a file that would exceed ``max_bytes`` first replaces ``<name>.1``.
 
-    Of a text that is longer the last whole lines are taken.
+    If the text itself is longer, only its last complete lines are written.
 
     Raises:
-        OSError: it cannot be written, or is not a file of our own.
+        OSError: the file cannot be written, or is not our own.
     """
     content = text.encode(errors="replace")
     if len(content) > max_bytes:

@@ -1,4 +1,4 @@
-"""What a killed aggregator has written and its state does not hold: its replacement comes to all of that again."""
+"""Lines that a killed aggregator has written but not saved in its state; its replacement receives them again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from effllm.records.rank import RankReport
 from effllm.store import own_files
 from effllm.store.reader import segments
 
-#: Twice what a `Journal` keeps for a disk that is full and then writes at once, before any state.
+#: Twice the lines that a `Journal` keeps for a full disk; it writes all of them at once, before any state.
 _TAIL_BYTES = 64 * 2**20
 
 
@@ -28,10 +28,10 @@ class _Line(Struct):
 
 
 class Written:
-    """The windows and rows of ranks that stand at the end of a run folder's files.
+    """The windows and rows of ranks at the end of a run folder's files.
 
-    Only the lines themselves show what is written: a state may not have been kept yet, may be that of the
-    attempt before, or not be readable.
+    The state does not show which lines are written: it may not have been saved yet, may be the previous attempt's, or
+    may not be readable.
 
     Raises:
         OSError: a file cannot be read.
@@ -43,12 +43,12 @@ class Written:
         self._rows = {(line.attempt, line.rank, line.window, line.start_time_s) for line in _newest(folder, "ranks")}
 
     def has_window(self, report: ClusterReport, rows: Sequence[RankReport]) -> bool:
-        """Whether a window is written; another job of the folder had ended one of that number before this began."""
+        """Whether a window is written; one of that number that ended before this one began is another job's."""
         end_s = self._ends_s.get((report.attempt, report.window))
         return end_s is not None and (not rows or end_s >= min(row.start_time_s for row in rows))
 
     def has_row(self, attempt: int, row: RankReport) -> bool:
-        """Whether a row is written: what an agent sends again has its time to the last digit."""
+        """Whether a row is written: when an agent sends it again, its time has the same digits."""
         return (attempt, row.rank, row.window, row.start_time_s) in self._rows
 
 
@@ -57,7 +57,7 @@ def _newest(folder: Path, stem: str) -> Iterator[_Line]:
     for path in reversed(segments(folder, stem)):
         if left_bytes <= 0:
             break
-        size = path.lstat().st_size  # a link is refused below
+        size = path.lstat().st_size  # a link is rejected below
         tails.append((path, max(size - left_bytes, 0)))
         left_bytes -= size
     decoder = msgspec.json.Decoder(_Line)
@@ -68,4 +68,4 @@ def _newest(folder: Path, stem: str) -> Iterator[_Line]:
                 try:
                     yield decoder.decode(text)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    continue  # torn, or begun before the tail
+                    continue  # torn, or it begins before the tail

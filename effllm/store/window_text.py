@@ -1,4 +1,4 @@
-"""A window of the job as text: two or three lines for a terminal, and the block that scripts parse."""
+"""A window of the job as text: two or three lines for a terminal, and the block for scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effllm.store.summary_text import duration, errors_text, readable, rounded_u
 
 MAX_NAMED = 8
 
-#: Energy that power was filled in for is named from this share of it on.
+#: Share of estimated energy from which it is shown.
 _ESTIMATED = 0.001
 
 _WATCHED: tuple[tuple[metrics.Formula, Callable[[float], str], str], ...] = (
@@ -29,7 +29,7 @@ _SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "Â
 
 
 def scaled(value: float) -> tuple[str, str]:
-    """Return a number by three digits and the prefix of its unit.
+    """Return a number with three digits, and the prefix of its unit.
 
     >>> scaled(10_512.0), scaled(0.02904), scaled(304.2)
     (('10.5', 'k'), ('29.0', 'm'), ('304', ''))
@@ -46,9 +46,9 @@ def _percent(ratio: float) -> str:
 
 
 def short_lines(report: ClusterReport, width: int, *, lost_before: int) -> tuple[list[str], str]:
-    """Return the two lines of a window, and the third, "" where nothing is wrong; none is wider than ``width``.
+    """Return two lines of a window, and a third with its problems or ""; none is wider than ``width``.
 
-    ``lost_before`` is how many reports had been lost at the window before.
+    ``lost_before`` is the number of lost reports at the previous window.
     """
     lines = [_window_line(report, width), _contract_line(report, width)]
     problems = list(_problems(report, lost_before))
@@ -56,7 +56,7 @@ def short_lines(report: ClusterReport, width: int, *, lost_before: int) -> tuple
 
 
 def fitted(texts: Sequence[str], between: str, width: int, *, kept: int = 0) -> str:
-    """Join texts; where they are wider than ``width`` the last are left out, but for the ``kept`` at the end."""
+    """Join texts; if they are wider than ``width``, the last are left out, except for ``kept`` texts at the end."""
     head, tail = list(texts[: len(texts) - kept]), list(texts[len(texts) - kept :])
     while len(line := between.join([*head, *tail])) > width and len(head) > 1:
         head.pop()
@@ -64,7 +64,7 @@ def fitted(texts: Sequence[str], between: str, width: int, *, kept: int = 0) -> 
 
 
 def _window_line(report: ClusterReport, width: int) -> str:
-    """Return the window's own values; of those that do not fit the least important are left out."""
+    """Return the window's own values; the least important are left out until the line fits."""
     parts = list(_window_parts(report))
     while len(line := "  ".join(text for _, text in parts)) > width and len(parts) > 1:
         parts.remove(max(parts, key=lambda part: part[0]))
@@ -72,7 +72,7 @@ def _window_line(report: ClusterReport, width: int) -> str:
 
 
 def _window_parts(report: ClusterReport) -> Iterator[tuple[int, str]]:
-    """Yield the parts of the window's line, each with a number: the lower, the longer it is kept."""
+    """Yield the parts of the window's line, each with a number: the part with the highest number is left out first."""
     last = report.last
     device = "GPU" if last.constants.gpus else "rank"
 
@@ -126,7 +126,7 @@ def _share(have: int, expected: int) -> str:
 
 
 def contract_parts(values: Mapping[str, float]) -> Iterator[str]:
-    """Yield the metrics of the contract, run to date, in few columns."""
+    """Yield the metrics of the contract, run to date, in short form."""
     for entry in metrics.headline():
         value = values.get(entry.tag("run"))
         if value is None or not math.isfinite(value):
@@ -143,7 +143,7 @@ def contract_parts(values: Mapping[str, float]) -> Iterator[str]:
 
 
 def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
-    """Yield what is wrong in this window."""
+    """Yield the problems of this window."""
     seen = report.coverage
     if not is_loss_finite(report):
         yield "loss is not finite"
@@ -157,7 +157,7 @@ def _problems(report: ClusterReport, lost_before: int) -> Iterator[str]:
 
 
 def is_loss_finite(report: ClusterReport) -> bool:
-    """Return whether no loss of the window was NaN or infinite."""
+    """Whether no loss of the window was NaN or infinite."""
     return not report.last.counts.losses_not_finite and (report.loss is None or math.isfinite(report.loss))
 
 
@@ -165,7 +165,7 @@ def is_loss_finite(report: ClusterReport) -> bool:
 
 
 def block_lines(report: ClusterReport, width: int = 0) -> list[str]:
-    """Return the lines of a window that other people's scripts parse; ``width`` 0 breaks no line."""
+    """Return the lines of a window that users' scripts parse; with ``width`` 0 no line is broken."""
     lines = _folded(list(watched(report)), " Â· ", width)
     if report.warming_up:
         lines.append("  (warming up: run-to-date values start later)")
@@ -175,7 +175,7 @@ def block_lines(report: ClusterReport, width: int = 0) -> list[str]:
 
 
 def watched(report: ClusterReport) -> Iterator[str]:
-    """Yield the parts of the last window's line, for the person who watches; what is unknown is left out."""
+    """Yield the parts of the last window's line, for people; unknown values are left out."""
     last = report.last
     words = {
         "step": "it" if report.style == "Iteration" else "step",
@@ -186,7 +186,7 @@ def watched(report: ClusterReport) -> Iterator[str]:
         yield "loss is not finite"
     energy = metrics.energy
     errors = errors_text(energy.timing_error_ratio(last), energy.sensor_error_ratio(last))
-    # They hold for the power as well, and follow it where no tokens are known.
+    # The errors also apply to the power, and follow it if there are no tokens.
     with_errors = energy.watts_per_gpu if energy.joules_per_token(last) is None else energy.joules_per_token
     for formula, to_text, template in _WATCHED:
         value = formula(last)
@@ -199,7 +199,7 @@ def watched(report: ClusterReport) -> Iterator[str]:
 
 
 def block(report: ClusterReport) -> Iterator[str]:
-    """Yield the lines that other people's scripts parse: fixed labels and formats, no line for what is unknown."""
+    """Yield the lines that users' scripts parse: fixed labels and formats, no line for an unknown value."""
     yield f"[EfficientLLM Metrics] {report.style} {report.iteration}:"
     if report.loss is not None and math.isfinite(report.loss):
         yield f"  Loss: {report.loss:.6f}"
@@ -210,7 +210,7 @@ def block(report: ClusterReport) -> Iterator[str]:
 
 
 def coverage_parts(report: ClusterReport) -> Iterator[str]:
-    """Yield how much of the job the block covers."""
+    """Yield the coverage of the block."""
     seen, run = report.coverage, report.run
     yield f"Ranks: {seen.ranks_reporting}/{seen.ranks_expected}"
     yield f"GPUs: {seen.gpus_measured}/{seen.gpus_expected}"
@@ -241,7 +241,7 @@ def _place(report: ClusterReport) -> str:
 
 
 def _folded(parts: Sequence[str], between: str, width: int) -> list[str]:
-    """Join the parts, broken between parts where a line would pass ``width``; 0 means never."""
+    """Join parts into lines of at most ``width``, broken between parts; 0 means one line."""
     lines = [parts[0]]
     for part in parts[1:]:
         if width and len(lines[-1]) + len(between) + len(part) > width:

@@ -463,7 +463,7 @@ def test_energy_has_scope_method_estimated_and_warm_up_shares():
 
     assert fact(part, "power") == "scope gpu+cpu, from counter+average power"
     assert fact(part, "estimated") == "2 % of the energy, from power where the counter gave nothing"
-    assert fact(part, "warm-up") == "9.9 % of the energy, left out of what is run to date"
+    assert fact(part, "warm-up") == "9.9 % of the energy, left out of run-to-date values"
     assert fact(part, "peak") == "989 TFLOP/s per device, as configured"
     assert "estimated" not in last_part(estimated_joules=0.0)
     assert "warm-up" not in last_part(warmup_joules=0.0)
