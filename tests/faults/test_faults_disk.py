@@ -124,7 +124,7 @@ def test_unmounted_disk_gets_every_window_after_a_remount(run, disk):
 
 
 @pytest.mark.fault("slow-disk")
-def test_blocked_disk_delays_no_training_and_loses_nothing(run, disk):
+def test_blocked_disk_does_not_delay_training_or_lose_data(run, disk):
     job, ledger = run()
     stretch = []
     with fault(stretch):

@@ -49,7 +49,7 @@ def end(aggregator, ranks):
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_stopped_trainer_is_reported_and_loses_nothing(launch, meeting):
+def test_stopped_trainer_is_reported_and_loses_no_data(launch, meeting):
     aggregator = launch.aggregator(log_interval=20, stall_seconds=2)
     enough = meeting.with_name("enough")
     options = (*LONG_STEPS, "--until", enough)
@@ -111,7 +111,7 @@ def test_stacks_of_a_hanging_and_a_waiting_rank_are_saved(launch, meeting):
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_long_checkpoint_is_no_stall(launch, meeting):
+def test_long_checkpoint_is_not_a_stall(launch, meeting):
     aggregator = launch.aggregator(log_interval=20, stall_seconds=3)
     options = (*LONG_STEPS, "--iterations", 60, "--stand", 40, "--seconds", 8, "--phase", "checkpoint")
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, log_interval=20, stall_seconds=3)
@@ -138,7 +138,7 @@ effllm.finalize_efficientllm_metrics()
 
 
 @pytest.mark.fault("trainer-stopped")
-def test_slow_startup_is_no_stall(launch):
+def test_slow_startup_is_not_a_stall(launch):
     job = launch.code(STARTS_LATE, stall_seconds=2).done()
 
     assert job.ledger.event_texts("stalled") == []
@@ -147,7 +147,7 @@ def test_slow_startup_is_no_stall(launch):
 
 @pytest.mark.long
 @pytest.mark.fault("trainer-stopped")
-def test_stall_of_one_rank_is_reported_while_others_go_on(launch, meeting):
+def test_stall_of_one_rank_is_reported_while_other_ranks_run(launch, meeting):
     aggregator = launch.aggregator(stall_seconds=1)
     options = ("--iterations", 600, "--stand", 40, "--seconds", 10, "--lone")
     ranks = launch.ranks(aggregator, 2, LOCKSTEP, meeting, *options, stall_seconds=1)
@@ -217,7 +217,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_waiting_for_requests_is_no_stall(launch):
+def test_waiting_for_requests_is_not_a_stall(launch):
     job = launch.code(SERVE, stall_seconds=2, log_interval=1).done()
 
     assert job.ledger.summary.iterations == 4

@@ -139,7 +139,7 @@ def test_job_that_survives_sigterm_is_completed(launch):
 
 
 @pytest.mark.fault("everything-killed")
-def test_files_after_killing_everything_are_whole(launch):
+def test_files_are_complete_after_all_processes_are_killed(launch):
     job = launch.code(SAVES, log_interval=LOG_INTERVAL, run_name="one")
     jobs.until(lambda: job.num_windows >= 10 and state(job.ledger))
     first = job.ledger

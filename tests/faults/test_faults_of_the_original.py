@@ -137,7 +137,7 @@ def test_4_amu_and_aec_are_weighted_by_time_not_by_samples(launch, trace):
 
 
 @pytest.mark.parametrize("fault", ["memory error 999", "memory value 18446744073709551615"])
-def test_5_failed_reading_is_no_zero(launch, trace, fault):
+def test_5_failed_reading_is_not_zero(launch, trace, fault):
     trace.write(Gpu("GPU-a", "0:01:00", memory=flat(40 * GIB), utilization=flat(0.5)))
     now_s = time.monotonic()
     trace.fault(*(f"0 {fault} {now_s + at_s} {now_s + at_s + 0.2}" for at_s in (0.7, 1.1, 1.5)))
@@ -184,7 +184,7 @@ effllm.finalize_efficientllm_metrics()
 """
 
 
-def test_7_parameters_and_tokens_are_those_of_the_whole_job(launch):
+def test_7_parameters_and_tokens_cover_the_whole_job(launch):
     aggregator = launch.aggregator()
     ranks = [launch.code(SHARES, environ=jobs.rank_environ(rank, 2), endpoint=aggregator.endpoint) for rank in (0, 1)]
     for rank in ranks:

@@ -419,7 +419,7 @@ def test_zeus_3_readings_are_kept_for_the_open_window_only():
     assert max(kept[10:]) < 20
 
 
-def test_zeus_5_energy_has_the_time_of_its_own_read(trace):
+def test_zeus_5_energy_has_the_time_of_its_read(trace):
     # Memory and utilization take 60 ms each; 500 W * 60 ms were 30 J at the wrong moment.
     trace.write(Gpu("GPU-a", "0:01:00", power=flat(500.0)))
     trace.fault("0 memory delay 0.06", "0 utilization delay 0.06")
@@ -478,7 +478,7 @@ answer = [[event.kind, event.text] for event in ledger.take_events(0.0)]
 # --- CodeCarbon ---
 
 
-def test_codecarbon_1_uuid_prefix_is_no_set_of_characters(trace):
+def test_codecarbon_1_uuid_prefix_is_not_a_set_of_characters(trace):
     # "GPU-8d54...".lstrip("MIG-") is "PU-8d54..."; "MIG-377e..." must not lose its "MIG-" either.
     assert "GPU-8d54".lstrip("MIG-") == "PU-8d54"
     gpu = Gpu("GPU-8d54aaaa-0000-4000-8000-00000000000b", "0:01:00", memory_total=80 * GIB)
@@ -551,7 +551,7 @@ answer = [(lost - begin) / 1e9, *(ledger.energy(begin, end).joules for ledger in
     assert others == pytest.approx([100.0, 200.0, 300.0, 500.0, 600.0, 700.0, 800.0], rel=0.01)
 
 
-def test_codecarbon_3_rapl_read_error_is_no_wrap_around(tmp_path):
+def test_codecarbon_3_rapl_read_error_is_not_a_wrap_around(tmp_path):
     # They take the error for 0, 0 for a wrap, and add 262 kJ; then the whole counter at the next read.
     tree, now_s = Powercap(tmp_path), [1000.0]
     rapl = open_rapl(lambda: now_s[0], tree.root, tmp_path / "no-perf", pause=lambda _: None)

@@ -56,7 +56,7 @@ def launched(launch, script, accumulate):
     return job.start([*command, str(jobs.unused_port()), str(script), str(accumulate)], launch.environ({}, **ON))
 
 
-def test_steps_that_accumulate_are_no_iterations(launch, script):
+def test_accumulation_steps_are_not_iterations(launch, script):
     job = launch.python(script, 3, environ=ON).done(60)
     summary = job.ledger.summary
     # 24 batches make 8 steps, of which the first is not measured: 7 of 3 batches of 4 rows of 8

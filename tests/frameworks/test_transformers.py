@@ -138,7 +138,7 @@ def test_losses_are_unchanged_to_the_last_digit(frameworks, ranks):
     assert with_it == without
 
 
-def test_evaluation_and_checkpoints_are_no_part_of_a_step(frameworks):
+def test_evaluation_and_checkpoints_are_not_part_of_a_step(frameworks):
     """Each takes 0.2 s longer than it would, which AL must not show."""
     slow = """
 import time

@@ -162,7 +162,7 @@ def test_public_names_can_be_imported_from_both_packages(name):
     assert getattr(effllm, name) is getattr(original, name) is getattr(home, name)
 
 
-def test_the_public_names_are_those_that_dir_shows():
+def test_public_names_equal_dir():
     original = importlib.import_module("effllm.efficientllm_metrics")
 
     assert sorted(dir(effllm)) == sorted(effllm.__all__)

@@ -447,7 +447,7 @@ def test_framework_hook_and_script_replace_the_optimizer_hook(launch):
     assert (second.summary.iterations, second.summary.parameters) == (3, 1000)
 
 
-def test_counted_tokens_are_used_if_iteration_has_none(launch):
+def test_counted_tokens_are_used_if_iteration_has_no_tokens(launch):
     job = train(
         launch,
         """
@@ -550,7 +550,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("how", ["2", "flat", "original"])
-def test_fsdp_parameters_are_those_of_the_whole_model(launch, tmp_path, how):
+def test_fsdp_parameters_are_counted_for_the_whole_model(launch, tmp_path, how):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED)
     options = ["--standalone", "--local_addr", "127.0.0.1", "--nproc_per_node", "2"]

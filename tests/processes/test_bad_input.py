@@ -124,7 +124,7 @@ def test_unwritable_run_folder_is_reported_once(launch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lock", "events.jsonl", "windows-0001.jsonl", "ranks-0001.jsonl", "summary.json"])
-def test_symlink_in_place_of_a_file_is_not_followed(launch, tmp_path, name):
+def test_symlink_instead_of_a_file_is_not_followed(launch, tmp_path, name):
     folder, precious = tmp_path / "runs" / "mine", tmp_path / "precious"
     folder.mkdir(parents=True)
     precious.write_text("precious\n")
@@ -394,7 +394,7 @@ def test_invalid_counts_are_reported_once_and_ignored(launch, wrong):
 
 
 @pytest.mark.parametrize("loss", ["math.nan", "math.inf", "-math.inf", "1e400", "None", "'low'", "[1, 2]", "object()"])
-def test_loss_that_is_no_number_is_not_shown(launch, loss):
+def test_loss_that_is_not_a_number_is_not_shown(launch, loss):
     job = loop(launch, f"for i in range(1, 21):\n    step(10, 1)\n    collector.log_metrics(i, {loss})")
 
     assert [block["iteration"] for block in job.blocks] == ["5", "10", "15", "20"]

@@ -136,7 +136,7 @@ def test_two_levels_fit_all_windows():
     assert two_levels([1.0, 2.0, 4.0], [0.0, 1.0, 3.0], [100.0, 700.0, 1900.0]) == pytest.approx((100.0, 500.0))
 
 
-def test_equal_windows_give_no_levels():
+def test_equal_windows_yield_no_levels():
     assert two_levels([1.0, 2.0], [0.5, 1.0], [350.0, 700.0]) is None
 
 

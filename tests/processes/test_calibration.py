@@ -89,7 +89,7 @@ def test_slow_driver_delays_by_at_most_one_call(board, call_s):
     assert sensor.call_s == pytest.approx(call_s)
 
 
-def test_sparse_reads_do_not_conclude_that_there_is_no_tick(board):
+def test_sparse_reads_do_not_exclude_a_tick(board):
     # A call of 30 ms and three times that as a pause: 120 ms, in which a counter of 100 ms always moves.
     sensor = calibrate(H100, board(call_s=0.03).read, None)
 
@@ -228,7 +228,7 @@ def test_power_between_ticks_drops_a_held_calibration(board, tmp_path):
     assert lines[0].endswith("the power reading changes between the ticks of the counter, not with them")
 
 
-def test_suspect_calibration_is_measured_again_in_full(board, tmp_path):
+def test_suspect_calibration_is_measured_again_completely(board, tmp_path):
     store(tmp_path, replace(PROFILE, date=day(3)))
     lines = []
 
@@ -279,7 +279,7 @@ def test_keep_false_writes_no_file(board, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_driver_is_calibrated_anew(board, tmp_path):
+def test_another_driver_is_calibrated_again(board, tmp_path):
     calibrate(H100, board().read, tmp_path)
 
     again = calibrate(replace(H100, driver="570.2"), board().read, tmp_path)
@@ -311,7 +311,7 @@ def test_gpu_without_a_counter_uses_its_profile(tmp_path):
     assert sensor.lag_s == 0.04
 
 
-def test_old_calibration_is_measured_anew(board, tmp_path):
+def test_old_calibration_is_measured_again(board, tmp_path):
     old = Calibration(H100.name, H100.driver, day(KEPT_DAYS + 1), Sensor(tick_s=0.2))
     store(tmp_path, old)
 

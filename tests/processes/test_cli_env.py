@@ -86,7 +86,7 @@ def test_each_wrong_value_has_a_line_and_none_is_exported(cli, option):
         ("WARMUP_SECONDS", "60", "write EFFICIENTLLM_WARMUP=60s instead"),
     ],
 )
-def test_unknown_names_are_reported_with_the_known_ones(cli, name, value, expected):
+def test_unknown_names_are_reported_with_the_valid_names(cli, name, value, expected):
     done = cli.run("env", "--check", **{PREFIX + name: value})
 
     assert done.returncode == 2

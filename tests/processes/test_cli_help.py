@@ -32,7 +32,7 @@ def test_no_command_lists_the_commands(cli):
     assert [command for command in COMMANDS if f"\n  {command}  " in shown] == COMMANDS
 
 
-def test_version_is_that_of_the_package(cli):
+def test_version_is_the_package_version(cli):
     assert cli.run("--version").stdout == f"effllm {__version__}\n"
 
 

@@ -295,7 +295,7 @@ def test_load_has_timestamps_of_its_begin_and_end(stand_in_torch):
     assert sum(stretches_s) < 0.35 + 0.1
 
 
-def test_load_process_sees_only_its_gpu(stand_in_torch):
+def test_load_process_can_use_only_its_gpu(stand_in_torch):
     stand_in_torch(
         f"import os; __version__ = os.environ['CUDA_VISIBLE_DEVICES']\n{TORCH.replace('__version__', 'own')}"
     )

@@ -61,7 +61,7 @@ def test_traceback_is_the_same_as_with_python(cli, text):
     assert cli.run("run", script).stderr == expected
 
 
-def test_script_sees_the_same_process_as_with_python(cli):
+def test_script_runs_in_the_same_process_as_with_python(cli):
     script = cli.script("""
 import atexit, sys, __main__
 print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__dict__ is globals())

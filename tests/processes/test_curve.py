@@ -248,7 +248,7 @@ def test_thousand_addresses_are_reported_and_the_rest_counted():
     assert rejections.count == MAX_ADDRESSES + 10
 
 
-def test_agent_killed_in_its_handshake_is_no_rejection():
+def test_agent_killed_in_its_handshake_is_not_a_rejection():
     rejections = Rejections()
     rejections.admit("10.0.0.2")
     rejections.reject("10.0.0.2", NO_PROTOCOL)

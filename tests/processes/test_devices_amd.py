@@ -155,14 +155,14 @@ def test_rank_without_a_visible_gpu_raises(library, visible, local_rank):
         ((6, 1), [KEY_C, KEY_A, KEY_B]),  # neither is known: the PCI bus
     ],
 )
-def test_gpus_have_hips_order_and_not_that_of_amd_smi(library, release, order):
+def test_gpus_have_hips_order_not_amd_smis(library, release, order):
     library.write(release=release)
 
     assert [device_of(library, local_rank=rank)[0] for rank in range(3)] == order
 
 
 @pytest.mark.parametrize("bus", ["00000000:5E:00.0", "0000:5e:00.0"])
-def test_torchs_bus_id_goes_before_any_position(library, bus):
+def test_torchs_bus_id_precedes_any_position(library, bus):
     assert device_of(library, cuda_pci_bus_id=bus, visible_devices="0,1", local_rank=1) == (KEY_A, 1)
 
 
@@ -236,7 +236,7 @@ def test_sample_is_in_base_units_for_every_release(library, release):
 
 
 @pytest.mark.parametrize("kind", ["current", "average"])
-def test_energy_alone_is_read_with_two_calls(library, kind):
+def test_reading_only_energy_takes_two_calls(library, kind):
     reader = library.of(power_kind=kind)
     every = [*FIELDS.values(), "amdsmi_get_gpu_metrics_info"]
     library.fault(*[(call, IO_ERROR) for call in every if "energy" not in call and "power_info" not in call])
@@ -275,7 +275,7 @@ def test_device_has_its_name_key_and_limits(library, release):
         ("energy_accumulator", "energy_j"),
     ],
 )
-def test_missing_value_is_none_and_no_failure(library, release, no_value, gone):
+def test_missing_value_is_none_and_not_a_failure(library, release, no_value, gone):
     reader = library.of(release, no_value=[no_value])
     sample, failures = reader.read()
 
@@ -313,7 +313,7 @@ def test_activity_above_100_percent_is_a_failure(library):
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("error", [IO_ERROR, RETRY, TIMEOUT])
-def test_failing_read_is_none_never_zero_and_recovers(library, field, error):
+def test_failing_read_is_none_not_zero_and_recovers(library, field, error):
     reader = library.of()
     library.fault((FIELDS[field], error))
     failing = [reader.read() for _ in range(2)]
@@ -521,7 +521,7 @@ def test_good_counter_is_accepted_at_any_tick_and_load(library, power, tick_s):
     assert (device.energy_method, device.energy_note) == (COUNTER, "")
 
 
-def test_counter_that_goes_back_later_is_returned_as_it_is(library):
+def test_counter_that_decreases_later_is_returned_unchanged(library):
     reader = library.of()
     first, _ = reader.read()
     library.write(gpus=[{"rate": 0.5}])
@@ -595,7 +595,7 @@ def test_first_dies_of_two_cards_have_two_energies(library):
 
 @pytest.mark.parametrize("release", [(5, 7), (7, 0)])
 @pytest.mark.parametrize("device_id", [0x7408, 0x740C])
-def test_two_die_card_without_a_name_is_known_by_its_id(library, release, device_id):
+def test_two_die_card_without_a_name_is_identified_by_its_id(library, release, device_id):
     device = library.of(release, name="", device_id=device_id, power_kind="average").device
 
     assert (device.name, device.energy_note) == ("", "of both dies of the card")
@@ -609,7 +609,7 @@ def test_energy_of_an_mi300a_has_the_scope_module(library, release, gpu):
     assert (device.power_scope, device.energy_key) == (MODULE, "")
 
 
-def test_mi210_has_one_die_and_its_own_energy(library):
+def test_mi210_has_one_die_and_unshared_energy(library):
     device = library.of(name="AMD Instinct MI210", device_id=0x740F, power_kind="average").device
 
     assert (device.energy_key, device.power_scope, device.energy_note) == ("", GPU, "")

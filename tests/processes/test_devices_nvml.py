@@ -77,11 +77,11 @@ def test_rank_without_a_visible_gpu_raises(trace, visible, local_rank):
 
 
 @pytest.mark.parametrize("uuid", [C, C.removeprefix("GPU-")])
-def test_torchs_uuid_goes_before_any_position(trace, uuid):
+def test_torchs_uuid_precedes_any_position(trace, uuid):
     assert device_of(trace, cuda_uuid=uuid, visible_devices="0,1", local_rank=1) == (C, 3)
 
 
-def test_torchs_bus_id_goes_before_any_position(trace):
+def test_torchs_bus_id_precedes_any_position(trace):
     assert device_of(trace, cuda_pci_bus_id="0000:C1:00.0", visible_devices="0,1", local_rank=1) == (C, 3)
 
 
@@ -141,7 +141,7 @@ def test_counter_difference_is_the_energy_between_reads(trace):
 
 
 @pytest.mark.parametrize("field", ["memory", "utilization", "power", "energy"])
-def test_failing_read_is_none_never_zero_and_recovers(trace, field):
+def test_failing_read_is_none_not_zero_and_recovers(trace, field):
     name = {"memory": "memory_bytes", "utilization": "utilization", "power": "power_w", "energy": "energy_j"}[field]
 
     with trace.reader(Site(cuda_uuid=A)) as reader:

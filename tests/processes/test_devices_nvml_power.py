@@ -232,7 +232,7 @@ def test_reads_at_edges_have_only_energy_and_power(trace):
 # --- older boards and drivers ---
 
 
-def test_chip_without_averaged_power_has_none(trace):
+def test_chip_without_averaged_power_reports_none(trace):
     trace.write(gpu(name="Tesla T4", unsupported=("power.average",)))
 
     device, sample, failures = read_at(trace)
@@ -429,7 +429,7 @@ def test_unreadable_throttle_reasons_are_none(trace, fault):
     assert list(failures) == ["throttled_by"]
 
 
-def test_gpu_without_throttle_reasons_has_none(trace):
+def test_gpu_without_throttle_reasons_reports_none(trace):
     trace.write(gpu(unsupported=("throttle",)))
 
     _, sample, failures = read_at(trace)
@@ -494,7 +494,7 @@ def test_impossible_activity_is_left_out(trace, value):
     assert failures == {}
 
 
-def test_failing_gpm_is_a_failure_of_its_own(trace):
+def test_failing_gpm_is_a_separate_failure(trace):
     trace.write(gpu(gpm=1, **ACTIVITIES))
 
     with trace.reader(AT_A) as reader:
@@ -759,7 +759,7 @@ def test_changed_power_limit_is_one_event_and_a_gauge(trace):
         f"limit value {NOT_AVAILABLE_32}",
     ],
 )
-def test_unreadable_values_are_no_events(trace, fault):
+def test_unreadable_values_raise_no_events(trace, fault):
     trace.write(gpu())
 
     with trace.reader(AT_A) as reader:
@@ -771,7 +771,7 @@ def test_unreadable_values_are_no_events(trace, fault):
     assert (events, after) == ((), ())
 
 
-def test_limit_first_read_later_is_no_event(trace):
+def test_limit_first_read_later_raises_no_event(trace):
     trace.write(gpu())
     trace.fault(f"0 limit error {UNKNOWN_ERROR}")
 

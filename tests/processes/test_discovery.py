@@ -169,7 +169,7 @@ def test_first_free_port_of_the_range_is_taken():
         listen_within("203.0.113.1", "29700-29799")
 
 
-def test_search_goes_on_until_the_agent_is_welcome(monkeypatch):
+def test_search_continues_until_the_agent_is_admitted(monkeypatch):
     monkeypatch.setattr(discovery, "MIN_RECHECK_S", 0.01)
     source = Source(FIRST)
     rank = Found(source)
@@ -188,7 +188,7 @@ def test_search_goes_on_until_the_agent_is_welcome(monkeypatch):
     assert (rank.records, rank.lines) == ([FIRST, SECOND], [])
 
 
-def test_rejection_by_rank_0_is_no_address():
+def test_rejection_by_rank_0_is_not_an_address():
     source = Source({"refused": "no way", "job": ""})
     rank = Found(source)
     rank.search._read()
@@ -269,14 +269,14 @@ def test_launch_id_cannot_leave_the_folder(tmp_path):
     ],
     ids=range(9),
 )
-def test_invalid_record_is_none(tmp_path, content):
+def test_invalid_record_is_ignored(tmp_path, content):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_bytes(content.encode(errors="surrogatepass"))
 
     assert source.read() is None
 
 
-def test_symlink_and_pipe_are_no_records(tmp_path):
+def test_symlink_and_pipe_are_not_records(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     (tmp_path / "real").write_text(json.dumps(FIRST))
     source.path.symlink_to("real")
@@ -289,7 +289,7 @@ def test_symlink_and_pipe_are_no_records(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
-def test_file_of_another_user_is_no_record(tmp_path):
+def test_file_of_another_user_is_not_a_record(tmp_path):
     source = SharedFile(OVER_HOSTS, Config(run_dir=str(tmp_path)), 1)
     source.path.write_text(json.dumps(FIRST))
     assert source.read() is not None

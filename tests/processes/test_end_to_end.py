@@ -137,7 +137,7 @@ def test_block_is_printed_once_per_window_in_its_format(world):
     assert max(window.coverage.gpus_measured for window in windows.values()) == world_size
 
 
-def test_last_console_values_are_those_of_the_summary(world):
+def test_last_console_values_equal_the_summary(world):
     job, _ = world
     for label, tag in [("AMU (GB):", "amu_gb"), ("AL (Seconds):", "al_seconds"), ("AEC (Watts):", "aec_watts")]:
         hit = [line for line in job.stdout.splitlines() if label in line][-1]

@@ -153,7 +153,7 @@ def test_burst_within_a_tick_is_uncertain_within_it():
 
 @settings(deadline=None, max_examples=80)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.0, 0.02, 0.1]))
-def test_windows_sum_to_the_whole_while_the_phase_is_learnt(seed, late, tick_s):
+def test_windows_add_up_while_the_phase_is_estimated(seed, late, tick_s):
     chance = random.Random(seed)
     power = chance.choice([square(100.0, 600.0, 0.7), sine(100.0, 600.0, 1.1), Telegraph(60.0, 650.0, 0.3, seed % 50)])
     sensor = BoardSensor(power, tick_s or 0.1, chance.choice([1.0, 0.25]), chance.uniform(0, 0.1))
@@ -177,7 +177,7 @@ def test_windows_sum_to_the_whole_while_the_phase_is_learnt(seed, late, tick_s):
     )
 
 
-def test_reported_energy_at_an_edge_is_not_taken_back():
+def test_reported_energy_at_an_edge_is_not_changed():
     # Power was 500 W, so 25 J were reported for the next 50 ms; it was falling to 0, so 19 J is right.
     one = fed(ledger(INSTANT, tick_s=0.1), (0, 100.0, None), (1, 500.0, None))
     windows = [joules(one, 0, 1.05)]
@@ -291,7 +291,7 @@ def test_single_wrong_counter_value_is_corrected(wrong_j):
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf, -1.0])
-def test_counter_value_that_is_no_number_is_a_failed_read(wrong):
+def test_counter_value_that_is_not_a_number_is_a_failed_read(wrong):
     one = fed(ledger(), *every_second(lambda s: wrong if 5 <= s < 9 else 500.0 * s, watts=450.0))
     whole = energy(one, 0, 20)
 
@@ -465,7 +465,7 @@ def test_energy_without_reads_is_none():
 # --- power alone ---
 
 
-def test_method_is_that_of_the_interval():
+def test_method_belongs_to_the_interval():
     assert method(fed(ledger(INSTANT), (0, 9.0, None), (1, 9.0, None)), 0, 1) == INSTANT
     assert method(fed(ledger(COUNTER), (0, None, 1.0), (1, None, 9.0)), 0, 1) == COUNTER
     one = fed(ledger(), *every_second(lambda s: 500.0 * s if s < 5.3 else 500.0 * (s - 5.3)))
@@ -778,7 +778,7 @@ def test_unmeasured_lag_is_in_the_intervals():
     assert covered(pooled(lag_is_known=False)) >= 0.95
 
 
-def test_unknown_lag_shifts_both_edges_alike():
+def test_unknown_lag_shifts_both_edges_equally():
     # A lag of up to 100 ms: nothing from 500 W to 500 W, and from 100 W to 500 W 400 W * 100 ms / sqrt(3) = 23.1 J.
     one = fed(
         ledger(lag_error_s=0.1),
@@ -1075,7 +1075,7 @@ def test_rare_steps_of_power_are_in_the_intervals():
     assert covered(windows) >= 0.95
 
 
-def test_sine_on_a_lagging_counter_is_no_step():
+def test_sine_on_a_lagging_counter_is_not_a_step():
     # Held power that is read twice in a tick seems constant; the lag shows whether it was one tick.
     windows = simulate(
         sine(76.0, 486.0, 2.796),

@@ -38,7 +38,7 @@ def test_settings_and_place_round_trip(record):
     assert from_document(type(record), json.loads(json.dumps(record.to_dict()))) == record
 
 
-def test_missing_fields_have_defaults_and_new_ones_are_ignored():
+def test_missing_fields_have_defaults_and_new_fields_are_ignored():
     assert from_document(RankFacts, {"host": "a", "colour": "red", "total_iterations": None}) == RankFacts(host="a")
 
 
@@ -76,5 +76,5 @@ def test_wrong_value_counts_as_missing(name, value):
     assert from_document(RankFacts, {name: value}) == RankFacts()
 
 
-def test_job_values_that_are_no_numbers_count_as_missing():
+def test_job_values_that_are_not_numbers_count_as_missing():
     assert from_document(JobState, {"report": 2, "values": {"al": "fast"}}) == JobState(report=2)

@@ -38,7 +38,7 @@ def counted(model):
     return found.total, found.trainable
 
 
-def test_tied_embeddings_count_once_and_frozen_ones_are_not_trained():
+def test_tied_embeddings_count_once_and_frozen_are_not_trained():
     model = Tiny(tied=True)
     model.layers[0].requires_grad_(False)
 

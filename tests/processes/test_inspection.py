@@ -74,7 +74,7 @@ def test_stack_of_a_hanging_trainer_is_found(no_recorder, body, stopped):
     assert state == ("T" if stopped else "S"), "it was not resumed"
 
 
-def test_without_py_spy_the_state_and_what_to_install_are_reported(no_recorder, monkeypatch):
+def test_without_py_spy_the_state_and_package_are_reported(no_recorder, monkeypatch):
     with trainer("time.sleep(1)", stopped=True) as (pid, descriptor):
         monkeypatch.setattr(inspection.shutil, "which", lambda _: None)
         monkeypatch.setattr(inspection.sys, "executable", "/nowhere/python")

@@ -55,7 +55,7 @@ def test_a_strict_shell_can_source_it_twice_from_any_folder(shell, tmp_path):
     assert done.stdout.endswith("done\n")
 
 
-def test_its_defaults_are_those_of_the_package(shell):
+def test_defaults_equal_the_package_defaults(shell):
     defaults = {PREFIX + variable.name: variable.default for variable in VARIABLES}
 
     values = exported(shell)
@@ -81,7 +81,7 @@ def test_the_summary_is_a_heading_and_aligned_lines(shell):
 
 
 @pytest.mark.parametrize("switch", ["false", "0", " OFF "])
-def test_disabled_metrics_print_one_line_and_check_nothing(shell, switch):
+def test_disabled_metrics_print_one_line_without_checks(shell, switch):
     done = run(shell, f"source '{CONFIG}'", EFFICIENTLLM_METRICS_ENABLED=switch, PYTHON="/nowhere/python")
 
     assert done.returncode == 0

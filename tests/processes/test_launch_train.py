@@ -115,7 +115,7 @@ def test_interpreter_in_PYTHON_is_used(commands, tmp_path):
     assert called_with(done)[-7:] == ["torch.distributed.run", *TORCHRUN_HERE, "1", "train.py"]
 
 
-def test_the_exit_status_is_that_of_the_training(commands, tmp_path):
+def test_exit_status_is_the_training_exit_status(commands, tmp_path):
     add_command(commands, "torchrun", "exit 7")
     (tmp_path / "train.py").touch()
 
@@ -161,7 +161,7 @@ def test_wrong_arguments_print_the_reason_and_the_usage(commands, tmp_path, argu
     assert "usage: train_with_efficientllm.sh" in done.stderr
 
 
-def test_help_shows_examples_and_is_no_error(commands):
+def test_help_shows_examples_and_is_not_an_error(commands):
     done = start(TRAIN, "-h", commands=commands)
 
     assert (done.returncode, done.stderr) == (0, "")

@@ -30,7 +30,7 @@ def loop(launch, monkeypatch):
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(2, "1:1"), (2, "1:2")], ids=["DP2", "PP2"])
-def test_iterations_lie_between_optimizer_steps(loop, num_ranks, layout):
+def test_iterations_run_between_optimizer_steps(loop, num_ranks, layout):
     job = loop(num_ranks, layout).done()
 
     summary, facts = job.ledger.summary, job.ledger.facts
@@ -51,7 +51,7 @@ def test_several_passes_before_a_step_are_one_iteration(loop):
     assert (summary.iterations, summary.samples) == (12, SAMPLES)
 
 
-def test_the_losses_are_those_of_a_run_without_effllm(loop):
+def test_losses_equal_a_run_without_effllm(loop):
     attached, alone = loop(2, "1:1").done(), loop(2, "1:1", attach=0).done()
 
     for rank in range(2):

@@ -82,7 +82,7 @@ def test_every_era_is_counted_as_by_hand(train, era):
 
 
 @pytest.mark.parametrize("era", [OLD, NEW])
-def test_the_losses_are_those_of_a_run_without_effllm(train, tmp_path, era):
+def test_losses_equal_a_run_without_effllm(train, tmp_path, era):
     with_it = losses(train(era).done())
     (tmp_path / "tree").rename(tmp_path / "tree of the first")
 
@@ -187,7 +187,7 @@ def test_step_that_raises_ends_the_run_as_failed(train):
     assert (job.ledger.summary.status, job.ledger.summary.iterations) == ("failed", 5)
 
 
-def test_an_exit_at_an_iteration_is_no_failure(train):
+def test_an_exit_at_an_iteration_is_not_a_failure(train):
     summary = train("0_14", exits_at=7).done().ledger.summary
 
     assert (summary.status, summary.iterations) == ("completed", 7)
@@ -199,7 +199,7 @@ def test_a_run_that_only_evaluates_has_no_metrics(train):
     assert job.runs() == []
 
 
-def test_missing_train_step_is_reported_and_training_goes_on(train):
+def test_missing_train_step_is_reported_and_training_continues(train):
     job = train("0_14", edit=lambda text: text.replace("train_step(", "train_one(")).done()
 
     (line,) = job.our_errors

@@ -37,7 +37,7 @@ def test_cpus_and_node_are_two_sensors_with_own_periods(choice):
 
 
 @pytest.mark.parametrize("choice", ["", "Auto", "redfish", "ftp://bmc.example", "bmc.example"])
-def test_unknown_choice_is_rejected_with_the_allowed_ones(choice):
+def test_unknown_choice_is_rejected_with_the_allowed_choices(choice):
     with pytest.raises(ValueError, match="auto, none, ipmi, or the URL"):
         node_power.openers(choice, "node1")
 
@@ -56,7 +56,7 @@ def test_each_unreadable_sensor_has_a_reason(bare):
         assert str(caught.value) == why_not
 
 
-def test_failing_hwmon_sensor_gives_its_reason_not_that_of_rapl(bare):
+def test_failing_hwmon_sensor_gives_its_reason_not_rapls(bare):
     chip = bare / "hwmon0" / "device"
     chip.mkdir(parents=True)
     (chip / "power1_oem_info").write_text("Grace Power Socket 0\n")

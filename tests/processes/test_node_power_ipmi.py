@@ -213,7 +213,7 @@ def test_unreadable_device_is_reported_with_three_ways_to_open_it(tools, monkeyp
     assert "switch the node off" in text
 
 
-def test_missing_tools_are_reported_with_what_to_install(tools):
+def test_missing_tools_are_reported_with_their_package(tools):
     assert tools.why_not() == NO_TOOL
 
 

@@ -217,7 +217,7 @@ def test_a_burst_or_a_step_has_the_integral_of_its_values():
         assert {100.0 <= value <= 700.0 for value in fine} == {True}
 
 
-def test_bursts_are_irregular_but_one_per_period():
+def test_bursts_are_irregular_with_one_per_period():
     curve = bursts(0.0, 1.0, 1.0, 0.25)
 
     assert [curve.integral(n, n + 1.0) for n in range(1000, 1020)] == pytest.approx([0.25] * 20)
@@ -334,7 +334,7 @@ answer = [[size >> 30 for size in sizes], result(pynvml.nvmlDeviceGetMemoryInfo,
     assert ask(trace, code) == [[11, 69, 10, 1, 69], "error 25"]
 
 
-def test_device_identity_is_that_of_the_trace(trace):
+def test_device_identity_comes_from_the_trace(trace):
     about = {"name": "NVIDIA H100 80GB HBM3", "serial": "1650522003", "module_id": 3, "architecture": 9}
     trace.write(Gpu("GPU-a", "00000000:5E:00.0", power_limit_default_w=650.0, **about), driver="570.86.15")
     code = """
@@ -382,7 +382,7 @@ answer += metrics(sample(1000.0), sample(1000.75), 2, 3, 5, 10, 20, 60)
     ]
 
 
-def test_gpm_rejects_close_samples_and_those_of_two_devices(trace):
+def test_gpm_rejects_close_samples_and_mixed_devices(trace):
     trace.write(Gpu("GPU-a", "0:01:00", **GPM), Gpu("GPU-b", "0:02:00", **GPM))
     code = f"""{GPM_CODE}
 other = pynvml.nvmlGpmSampleGet(pynvml.nvmlDeviceGetHandleByIndex(1), pynvml.nvmlGpmSampleAlloc())
@@ -392,7 +392,7 @@ answer = [*metrics(sample(1000.0), sample(1000.09), 2, 61), result(metrics, samp
     assert ask(trace, code) == ["error 21", "error 3", "error 2"]
 
 
-def test_gpm_of_a_slice_goes_by_its_instance(trace):
+def test_gpm_of_a_slice_uses_its_instance(trace):
     trace.write(
         Gpu("GPU-a", "0:01:00", **GPM),
         Gpu("MIG-a", parent=0, instance=1, sm_activity=flat(0.1)),

@@ -37,7 +37,7 @@ def test_folders_and_files_are_private_under_any_umask(tmp_path, umask):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_job_leaves_nothing_that_others_can_read(launch, tmp_path, umask):
+def test_job_leaves_no_file_that_other_users_can_read(launch, tmp_path, umask):
     before = os.umask(umask)
     try:
         job = launch.python("loop.py", run_dir=tmp_path / "new" / "runs", run_name="mine").done()
@@ -280,7 +280,7 @@ def test_group_writable_run_folder_is_rejected(project):
         own_files.make_folder(project / "mine")
 
 
-def test_link_of_our_own_in_a_folder_of_a_group_is_followed(project):
+def test_own_link_in_a_folder_of_a_group_is_followed(project):
     (project.parent / "scratch").mkdir()
     (project / "runs").symlink_to(project.parent / "scratch")
 
@@ -346,7 +346,7 @@ def test_job_does_not_touch_a_run_behind_a_foreign_link(launch, project):
     assert is_untouched(project.parent / "precious")
 
 
-def test_a_link_of_our_own_is_followed(tmp_path):
+def test_own_link_is_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "elsewhere")
     RunFolder(tmp_path / "mine", {"job": "x"}).close()
@@ -371,7 +371,7 @@ def test_name_with_path_parts_is_rejected(name):
 @needs_root
 @pytest.mark.faults
 @pytest.mark.faults
-def test_run_folder_of_another_user_is_reported_and_training_goes_on(launch, public):
+def test_run_folder_of_another_user_is_reported(launch, public):
     (public / "runs").mkdir()
     (public / "runs" / "mine").mkdir()
     for path in (public / "runs" / "mine", public / "runs"):
@@ -384,7 +384,7 @@ def test_run_folder_of_another_user_is_reported_and_training_goes_on(launch, pub
 
 
 @pytest.mark.faults
-def test_pipe_in_place_of_a_summary_blocks_nothing(launch, tmp_path):
+def test_pipe_instead_of_a_summary_does_not_block(launch, tmp_path):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     os.mkfifo(tmp_path / "runs" / "mine" / "summary.json")
     job = launch.python("loop.py", run_name="mine").done()

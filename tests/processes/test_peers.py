@@ -292,7 +292,7 @@ def introduction(rank, world_size=2):
 
 @pytest.mark.faults
 @pytest.mark.fault("unauthenticated-peers")
-def test_rank_that_sends_for_another_changes_nothing_and_is_named(launch, hand_agent):
+def test_rank_that_sends_for_another_rank_is_named(launch, hand_agent):
     aggregator = launch.aggregator()
     zero, one = hand_agent(aggregator.port), hand_agent(aggregator.port)
     for rank, agent in enumerate((zero, one)):

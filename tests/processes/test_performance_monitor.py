@@ -143,7 +143,7 @@ def test_unwritable_path_raises_nothing(tmp_path):
         pass
 
 
-def test_gpus_are_the_visible_ones(monkeypatch):
+def test_gpus_are_the_visible_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert list(PerformanceMonitor(7)._gpus()) == [0, 1]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -109,7 +109,7 @@ def test_a_held_reading_is_found_from_its_switches(held_s, lag_s):
 
 
 @pytest.mark.parametrize("period_s", [0.2, 0.31, 0.93, 2.0])
-def test_a_load_that_switches_is_not_taken_for_a_tick(period_s):
+def test_a_switching_load_is_not_mistaken_for_a_tick(period_s):
     sensor = PowerSensor(square(100.0, 500.0, period_s), 0.0, 0.0)
     dense = [sensor.sample(BEGIN_S + 0.0021 * number) for number in range(950)]
 
@@ -121,7 +121,7 @@ def test_a_load_that_switches_is_not_taken_for_a_tick(period_s):
 # --- the sampler ---
 
 
-def test_power_alone_is_read_between_the_samples():
+def test_only_power_is_read_between_the_samples():
     wake = os.eventfd(0, os.EFD_NONBLOCK)
     reader = FakeReader()
     reader.device = GPU

@@ -113,11 +113,11 @@ def test_continuous_counter_has_a_lag():
         ({"lag_s": 0.1}, False),  # it changes with the counter, but is the power of the tick to come
     ],
 )
-def test_power_is_held_if_it_is_that_of_the_previous_tick(traits, is_held):
+def test_power_is_held_if_it_equals_the_previous_tick(traits, is_held):
     assert profiled(SensedGpu(tick_s=0.1, **traits)).sensor.is_held is is_held
 
 
-def test_the_states_are_those_of_the_idle_and_of_the_loaded_gpu():
+def test_states_are_the_idle_and_the_loaded_gpu():
     found = profiled(SensedGpu(tick_s=0.1))
 
     assert (found.idle.power_w, found.idle.counter_w) == pytest.approx((IDLE_W, IDLE_W), rel=0.01)
@@ -267,7 +267,7 @@ def test_load_of_a_window_is_its_share_between_edges():
     assert load.longest(is_on=False) == (2.0, 4.0)
 
 
-def test_ticks_at_which_nothing_changed_are_counted():
+def test_ticks_without_a_change_are_counted():
     # Every 10 ms, read every 2 ms; at the ticks 3 and 4 the value stays.
     values = [0.0, 1.0, 2.0, 2.0, 2.0, 5.0, 6.0, 7.0, 8.0]
     readings = [(0.001 + 0.002 * step, values[step // 5]) for step in range(45)]
@@ -279,7 +279,7 @@ def test_ticks_at_which_nothing_changed_are_counted():
     assert [tick.at_s for tick in ticks] == pytest.approx([0.01, 0.02, 0.05, 0.06, 0.07, 0.08])
 
 
-def test_changes_without_rhythm_have_none():
+def test_irregular_changes_have_no_period():
     chance, at_s, readings = random.Random(3), 0.0, []
     for value in range(40):
         readings += [(at_s + 0.001 * step, value) for step in range(9)]

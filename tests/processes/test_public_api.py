@@ -223,7 +223,7 @@ def test_wrong_argument_of_a_collector_is_named(capfd, arguments, named):
     assert named in capfd.readouterr().err
 
 
-def test_should_log_is_false_while_nothing_is_collected():
+def test_should_log_is_false_without_collection():
     assert not any(effllm.should_log_metrics(iteration) for iteration in range(100))
 
 

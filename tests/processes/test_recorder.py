@@ -198,7 +198,7 @@ def test_phase_records_are_disjoint_and_add_up_to_totals(commands):
             assert sum(slot.end_ns - slot.start_ns for slot in marked if slot.what == what) == total_ns
 
 
-def test_counts_are_totals_and_tokens_default_to_processed_ones(loop):
+def test_counts_are_totals_and_tokens_default_to_processed(loop):
     loop.start(2000)
     loop.end(2100, 512, 4)
     loop.start(2200)

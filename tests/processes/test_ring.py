@@ -221,7 +221,7 @@ def test_facts_come_back_once_for_each_change(writer, reader):
     assert reader.facts() is None
 
 
-def test_too_large_facts_are_rejected_and_the_old_ones_stay(writer, reader):
+def test_too_large_facts_are_rejected_and_old_facts_kept(writer, reader):
     writer.write_facts(RankFacts(host="a"))
 
     assert not writer.write_facts(RankFacts(host="x" * 64 * 1024))
@@ -252,7 +252,7 @@ def test_closing_twice_is_allowed():
 
 
 @pytest.mark.parametrize("size", [0, 10, ring.ring_bytes(16)])
-def test_memory_that_is_no_ring_is_rejected(size):
+def test_memory_that_is_not_a_ring_is_rejected(size):
     foreign = os.memfd_create("foreign")
     os.truncate(foreign, size)
 

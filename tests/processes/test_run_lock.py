@@ -28,7 +28,7 @@ def test_lock_names_its_holder_and_is_private(tmp_path):
     assert not (lock.folder / "lock").exists()
 
 
-def test_next_attempt_asks_until_the_folder_is_released(tmp_path):
+def test_next_attempt_retries_until_the_folder_is_released(tmp_path):
     lock = take(tmp_path / "one", FIRST)
     requests = []
 
@@ -110,7 +110,7 @@ def test_lock_file_without_a_holder_is_held(tmp_path, content):
     beside.release()
 
 
-def test_link_in_place_of_the_lock_is_not_followed(tmp_path):
+def test_link_instead_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "one" / "lock").symlink_to(tmp_path / "mine")

@@ -21,7 +21,7 @@ def document(memory):
 
 
 @pytest.mark.parametrize("header", [(0, 0, 0), (2, 0, 0), (2, 7, 0)], ids=["cleared", "version", "length"])
-def test_half_stored_header_is_no_document(memory, document, header):
+def test_half_stored_header_is_not_a_document(memory, document, header):
     document.write({"a": 1})
     document.take()
     DOCUMENT_HEADER.pack_into(memory, 64, *header)  # struct.pack_into clears its place and then stores field by field
@@ -41,14 +41,14 @@ def test_a_half_written_document_is_not_read(memory, document):
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"7", b"\xff\xfe", b'{"a":' * 40])
-def test_a_payload_that_is_no_object_of_json_is_no_document(memory, document, payload):
+def test_a_payload_without_a_json_object_is_not_a_document(memory, document, payload):
     memory[64 + HEADER : 64 + HEADER + len(payload)] = payload
     DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
 
     assert document.take() is None
 
 
-def test_json_that_is_too_deep_is_no_document():
+def test_json_that_is_too_deep_is_not_a_document():
     memory, payload = bytearray(64 * 1024), b'{"a":' * 5000
     memory[HEADER : HEADER + len(payload)] = payload
     DOCUMENT_HEADER.pack_into(memory, 0, 1, len(payload), checksum(1, payload))
@@ -56,7 +56,7 @@ def test_json_that_is_too_deep_is_no_document():
     assert SharedDocument(memory, 0, len(memory)).take() is None
 
 
-def test_a_length_beyond_the_room_is_no_document(memory, document):
+def test_a_length_beyond_the_memory_is_not_a_document(memory, document):
     payload = bytes(memory[64 + HEADER :])
     DOCUMENT_HEADER.pack_into(memory, 64, 1, len(payload), checksum(1, payload))
 

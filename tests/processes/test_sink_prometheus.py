@@ -123,7 +123,7 @@ def test_only_event_counters_before_the_first_window(sink):
     assert set(seen.values()) == {0.0}, "so that increase() counts the first event of a kind"
 
 
-def test_value_that_is_no_longer_measured_has_no_sample(sink):
+def test_value_that_is_not_measured_any_more_has_no_sample(sink):
     report = make_report(100)
     sink.write(report)
     assert ("efficientllm_aec_watts", ("over", "run")) in served(sink)

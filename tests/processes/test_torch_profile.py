@@ -136,7 +136,7 @@ def test_torch_is_restored_when_the_metrics_end(warned):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_unended_iteration_gives_nothing_and_the_next_is_whole(profile):
+def test_unended_iteration_has_no_result_and_the_next_is_complete(profile):
     profile.start(2)
     profile.start(3)
     assert profile.end(time.monotonic_ns()) is None

@@ -127,7 +127,7 @@ def test_frequent_edges_get_fewer_readings(tracked, wake):
     assert reader.reads - before == 1
 
 
-def test_power_alone_is_settled_by_the_reading_at_the_edge(tracked, wake):
+def test_power_is_settled_by_the_reading_at_the_edge(tracked, wake):
     track = tracked(Gpu(INSTANT))
     track.take()
     edge_ns = time.monotonic_ns()

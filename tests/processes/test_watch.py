@@ -69,7 +69,7 @@ def test_across_a_restart_no_tokens_are_known(after):
     assert (found.restarted, found.generation_tokens, found.prompt_tokens) == (True, None, None)
 
 
-def test_a_page_before_its_first_token_has_none():
+def test_a_page_before_its_first_token_has_no_time():
     found = seen('vllm:num_requests_running{model_name="m"} 0\n', page(12))
 
     assert (found.generation_tokens, found.restarted) == (12.0, False)
@@ -81,7 +81,7 @@ def test_page_of_another_server_names_the_missing_metrics(text):
         parse(text, 0.0)
 
 
-def test_lines_that_are_no_samples_are_skipped():
+def test_lines_that_are_not_samples_are_skipped():
     name = "vllm:generation_tokens_total"
     strange = f"{name}{{a=\n{name} NaN\n}}\n}}{{\nvllm:prompt_tokens_total x\n\x00\n"
 
@@ -91,7 +91,7 @@ def test_lines_that_are_no_samples_are_skipped():
 @pytest.mark.parametrize(
     "url", ["", "localhost:8000", "ftp://h/metrics", "file:///etc/passwd", "http://", "http://u:p@h/", "http://h:x/"]
 )
-def test_address_that_is_no_web_page_is_rejected(url):
+def test_address_that_is_not_a_web_page_is_rejected(url):
     with pytest.raises(ValueError, match=r"http|port|Port"):
         address(url)
 
@@ -147,7 +147,7 @@ def serve():
         server.close()
 
 
-def test_an_error_and_a_redirect_are_no_page(serve):
+def test_an_error_and_a_redirect_are_not_a_page(serve):
     with pytest.raises(Unreachable, match="500"):
         fetch(serve(500))
     with pytest.raises(Unreachable, match="302 Found to http://elsewhere/"):

@@ -211,7 +211,7 @@ def test_departed_ranks_are_neither_awaited_nor_missing():
     assert [(report.window, report.coverage.missing_ranks) for report in job.closed()] == [(1, ()), (2, ())]
 
 
-def test_bye_closes_the_windows_that_waited_for_the_rank():
+def test_bye_closes_windows_that_wait_for_the_rank():
     job = Job().join()
     job.send(row(0))
     job.bye(1, "failed")
@@ -289,7 +289,7 @@ def test_late_report_corrects_totals_and_not_its_window():
 
 
 @pytest.mark.fault("duplicates")
-def test_correction_gives_out_only_the_late_row():
+def test_correction_emits_only_the_late_row():
     job, _ = late_job()
     job.send(row(1, busy_s=12.0))
     (correction,) = job.aggregator.closed.take()
@@ -433,7 +433,7 @@ def test_report_without_a_hello_is_not_counted():
     assert job.summary().tokens is None
 
 
-def test_agent_replaces_one_that_has_just_left():
+def test_new_agent_replaces_an_agent_that_left():
     job = Job().join()
     job.bye(1)
 
@@ -503,7 +503,7 @@ def test_the_configured_kind_of_parameters_is_the_divisor(kind, expected):
     assert job.summary().parameters_kind == kind
 
 
-def test_host_has_a_sensor_if_one_of_its_ranks_reads_it():
+def test_host_has_a_sensor_if_a_rank_reads_it():
     blind = gpu("node0", is_gpu=False, shared=True, energy_method=None)
     job = Job(3).join(0, devices=(blind,)).join(1, devices=(gpu("node0", is_gpu=False, shared=True),))
     job.join(2, devices=(blind,))
@@ -677,7 +677,7 @@ def test_job_has_wall_time_and_run_has_iteration_time():
     assert report.time_by_class == {"iterations": 10.0, "evaluation": 5.0}
 
 
-def test_remaining_time_is_that_of_the_remaining_iterations():
+def test_remaining_time_follows_from_remaining_iterations():
     job = Job().join(total_iterations=100)
     report = run_of(job, 2)[-1]
 
@@ -713,7 +713,7 @@ def test_report_states_simulation_style_and_power_scope():
     assert job.summary().simulated
 
 
-def test_loss_is_that_of_the_first_rank_with_one():
+def test_loss_comes_from_the_first_rank_that_has_it():
     job = Job().join()
     job.send(row(0))
     job.send(row(1, loss=3.5))
@@ -1220,7 +1220,7 @@ def test_the_same_job_gets_the_same_advice_in_each_run(num_ranks, runs):
     }
 
 
-def test_single_short_windows_are_no_event():
+def test_single_short_windows_raise_no_event():
     for seed in range(50):
         chance = random.Random(seed)
         job = Job(1).join()
@@ -1248,7 +1248,7 @@ def test_aliasing_is_one_event_for_the_job():
     assert "off by up to 100 % in the run to date" in event.text
 
 
-def test_short_aliasing_is_no_event():
+def test_short_aliasing_raises_no_event():
     job = Job(2).join(0, 1)
     for number in range(1, 20):
         keeps_step(job, number, [0.2 if number % 3 else None, None])
@@ -1320,7 +1320,7 @@ def test_summary_has_run_values_of_the_window_charts():
     assert not [tag for tag in metrics if tag.startswith("window/")]
 
 
-def test_summary_errors_are_those_of_the_two_outer_edges():
+def test_summary_errors_come_from_the_two_outer_edges():
     job = Job(1).join()
     job.send(*[uncertain(number=number, error_j=40.0) for number in (1, 2, 3, 4)])
     summary = job.summary()
@@ -1351,7 +1351,7 @@ def test_late_report_of_the_warm_up_completes_its_energy():
     assert job.summary().energy.warmup_joules == 2000.0
 
 
-def test_late_report_before_a_reset_is_no_warm_up():
+def test_late_report_before_a_reset_is_not_warm_up():
     job = Job().join()
     job.send(row(0, reset=True))
     job.wait(31, 0, 1)
@@ -1510,7 +1510,7 @@ def test_rank_far_ahead_does_not_make_the_others_late():
     assert job.summary().coverage.reports_late == 0
 
 
-def test_late_reports_are_taken_in_small_parts():
+def test_late_reports_are_accepted_in_small_parts():
     job = Job(2).join()
     for window in range(1, 201):
         job.send(row(0, window, final=window == 200))

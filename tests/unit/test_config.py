@@ -98,7 +98,7 @@ def test_default_in_a_shell_reads_back_as_itself(variable):
     )
 
 
-def test_defaults_are_those_of_the_original():
+def test_defaults_equal_the_original_defaults():
     config = Config()
 
     assert (config.metrics_enabled, config.collection_interval_s, config.history_size, config.log_interval) == (

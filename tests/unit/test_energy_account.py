@@ -43,7 +43,7 @@ def variance(sums):
 # --- one after the other -------------------------------------------------------------------------
 
 
-def test_error_of_a_window_is_that_of_its_edges_and_inside():
+def test_error_of_a_window_has_an_edge_part_and_an_inner_part():
     assert amount().error_j == pytest.approx(1.96 * math.sqrt(9 + 16 + 4))
     assert summed((7, amount())).total().error_j == pytest.approx(amount().error_j)
 
@@ -87,7 +87,7 @@ def test_old_window_can_be_removed_and_added_again():
     assert fields(sums) == {name: pytest.approx(value) for name, value in before.items()}
 
 
-def test_error_of_a_thousand_windows_is_that_of_one():
+def test_error_of_a_thousand_windows_equals_error_of_one():
     one = amount(inside=0.0)
     sums = summed(*[(number, one) for number in range(1, 1001)])
 
@@ -138,7 +138,7 @@ def test_order_of_windows_does_not_matter(windows, random):
 
 @settings(deadline=None)
 @given(st.lists(AMOUNTS, min_size=1, max_size=40), st.sets(st.integers(1, 40)))
-def test_error_of_a_sum_is_that_of_its_contiguous_parts(windows, holes):
+def test_error_of_a_sum_follows_from_its_contiguous_parts(windows, holes):
     kept = [(number, one) for number, one in enumerate(windows, start=1) if number not in holes]
     ends_j2 = sum(one.start_j2 for number, one in kept if number - 1 not in dict(kept))
     ends_j2 += sum(one.end_j2 for number, one in kept if number + 1 not in dict(kept))

@@ -183,7 +183,7 @@ def test_inside_a_window_the_share_by_iterations_is_redone():
     assert goodput.seconds["redone"] == pytest.approx(0.6 * 9.0)
 
 
-def test_a_third_attempt_takes_from_all_before_it():
+def test_a_third_attempt_redoes_work_of_both_earlier_ones():
     run = Run(1).join().window(1).window(2).window(3).bye()
     run.restart().join(offset=20).window(1).bye()
     goodput = run.restart().join(offset=10).window(1).goodput()
@@ -285,7 +285,7 @@ def test_attempt_begins_with_its_earliest_row():
     assert adds_up(run.goodput(ended=False))
 
 
-def test_straggling_and_hangs_are_taken_from_enclosing_classes():
+def test_straggling_and_hangs_reduce_the_enclosing_classes():
     run = Run().join().window(1).window(2)
     ledger = run.aggregator.ledger
     ledger.goodput.attempt.note_straggling(2, 3.0)
@@ -303,7 +303,7 @@ def test_straggling_and_hangs_are_taken_from_enclosing_classes():
     assert adds_up(goodput)
 
 
-def test_hang_that_ended_in_a_kill_is_taken_from_shutdown():
+def test_hang_that_ended_in_a_kill_reduces_shutdown():
     run = Run(1).join().window(1)
     run.aggregator.ledger.note_hang(30.0)
     run.wait(35)
@@ -485,7 +485,7 @@ def test_classes_add_up_to_elapsed_time_for_any_events(steps, data):
     assert joules == pytest.approx(energy, rel=1e-6, abs=1e-3)
 
 
-def test_first_farewell_of_a_rank_counts():
+def test_first_bye_of_a_rank_counts():
     tiles = Tiles()
     tiles.leave(3, 10.0)
     tiles.leave(5, 11.0)

@@ -223,7 +223,7 @@ def test_rank_without_heartbeats_is_in_no_stall():
     assert [ranks_of(stall) for _, stall in reported] == [[[0, 1, 2]]]
 
 
-def test_single_rank_that_stalls_is_reported_alone():
+def test_only_the_stalled_rank_is_reported():
     job = Job()
     job.run(100)
     reported = []
@@ -249,7 +249,7 @@ def test_ranks_that_wait_for_one_in_a_phase_have_not_stalled():
     assert job.reported(105, 400, positions) == []
 
 
-def test_one_iteration_ahead_in_lockstep_is_no_lone_stall():
+def test_one_iteration_ahead_in_lockstep_is_not_a_stall():
     job = Job()
     job.run(100)
     for now_s in range(105, 300, 5):

@@ -194,7 +194,7 @@ def test_unlisted_device_is_unknown_and_not_a_similar_one(name):
     assert peak_flops_per_s(name) is None
 
 
-def test_neighbours_in_name_are_different_devices():
+def test_similar_names_are_different_devices():
     assert peak_flops_per_s("NVIDIA L4") == 121e12
     assert peak_flops_per_s("NVIDIA L40") == 181.05e12
     assert peak_flops_per_s("NVIDIA L40S") == 362.05e12
@@ -224,7 +224,7 @@ def test_slice_has_the_numbers_of_its_device_but_no_peak(name, whole):
     assert peak_flops_per_s(name) is None, "its share is not guessed here"
 
 
-def test_module_of_two_dies_is_two_devices_of_half_its_numbers():
+def test_module_of_two_dies_is_two_devices_with_half_the_values():
     die = find("AMD Instinct MI250X")
 
     assert 2 * die.flops_per_s["bf16"] == 383e12
@@ -242,7 +242,7 @@ def test_ambiguous_name_has_no_peak():
     assert either.memory_bytes == 64 * 2**30
 
 
-def test_missing_precision_is_none_and_unknown_one_an_error():
+def test_missing_precision_is_none_and_unknown_is_an_error():
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp4") is None
     with pytest.raises(ValueError, match=r"'bfloat16', not one of fp64, .*bf16"):
@@ -322,7 +322,7 @@ def test_unconfirmed_board_has_a_note():
 # --- power sensors -------------------------------------------------------------------------------
 
 
-def test_the_sensor_of_a_device_is_that_of_its_generation():
+def test_sensor_of_a_device_follows_from_its_generation():
     h100, a100, v100 = (
         find(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-16GB")
     )

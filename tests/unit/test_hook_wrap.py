@@ -80,7 +80,7 @@ def test_exception_of_the_framework_passes_and_calls_failed():
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_failing_hook_warns_once_and_the_function_goes_on(place, capsys):
+def test_failing_hook_warns_once_and_the_function_continues(place, capsys):
     framework, calls = module(), []
 
     def fails(*_):

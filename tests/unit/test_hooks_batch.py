@@ -80,7 +80,7 @@ def test_labelled_pictures_are_samples_without_tokens():
     assert held({"pixel_values": torch.zeros(6, 3, 4, 4), "labels": torch.zeros(6, dtype=torch.long)}) == (0, 6, 0, 0)
 
 
-def test_a_class_for_a_row_is_no_label_of_a_position():
+def test_a_class_for_a_row_is_not_a_label_of_a_position():
     assert held({"input_ids": IDS, "attention_mask": MASK, "labels": torch.tensor([1, 0])}) == (10, 2, 8, 0)
 
 

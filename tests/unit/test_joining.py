@@ -89,7 +89,7 @@ def test_windows_of_a_second_are_not_joined():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_totals_are_exact_and_edges_alike_at_any_speed(seed):
+def test_totals_are_exact_and_edges_equal_at_any_speed(seed):
     chance = random.Random(seed)
     ranks, last = chance.choice([1, 2, 3]), 160
     job, plain = Job(ranks), Job(ranks, min_window_s=0.0)
@@ -248,7 +248,7 @@ def test_joined_row_has_the_sums_of_its_parts():
     assert math.isclose(whole.wall_s, 0.02)
 
 
-def test_a_missing_row_is_no_iteration():
+def test_a_missing_row_is_not_an_iteration():
     whole = join([short(0, 1), short(0, 3)], 3)
 
     assert (whole.iterations, whole.iteration_last, whole.tokens) == (20, 30, 2000)

@@ -288,7 +288,7 @@ def test_mfu_of_a_job_at_peak_is_exactly_one():
     assert metrics.throughput.tflops_per_gpu(at_peak) == 1.0
 
 
-def test_an_mfu_above_one_is_no_value():
+def test_an_mfu_above_one_is_not_a_value():
     above = with_keys(TOTALS, flops_per_token=4e5, hardware_flops_per_token=5e5)
 
     assert (metrics.throughput.mfu_ratio(above), metrics.throughput.hfu_ratio(above)) == (None, None)

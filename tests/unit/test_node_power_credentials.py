@@ -92,7 +92,7 @@ def test_errors_give_the_line_number_and_never_its_text(write, text, reason):
     assert reason in refusal(write(text))
 
 
-def test_bytes_that_are_no_text_are_rejected(write):
+def test_bytes_that_are_not_text_are_rejected(write):
     file = write("")
     file.write_bytes(b"user = \xff\xfe")
 

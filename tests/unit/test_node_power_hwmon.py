@@ -159,11 +159,11 @@ def test_failing_socket_leaves_no_partial_sum(tmp_path):
     assert reader.read()[0].power_average_w is None
 
 
-def test_power_meter_of_a_server_is_no_cpu_meter(tmp_path):
+def test_power_meter_of_a_server_is_not_a_cpu_meter(tmp_path):
     assert why_not(Hwmon(tmp_path, {"": 420.0, "System Power": 431.0}).root) == NO_HWMON
 
 
-def test_module_meter_alone_is_no_cpu_meter(tmp_path):
+def test_single_module_meter_is_not_a_cpu_meter(tmp_path):
     assert why_not(Hwmon(tmp_path, {"Module Power Socket 0": 612.0}).root) == NO_HWMON
 
 

@@ -121,7 +121,7 @@ def test_read_error_fails_that_read_and_is_never_zero(powercap, rapl, clock):
     assert failures["energy_j"].startswith("rapl: ")
 
 
-def test_counter_reset_is_no_wrap_around(powercap, rapl, clock):
+def test_counter_reset_is_not_a_wrap_around(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.set_j("intel-rapl:0", 0)  # as a wrap-around it would be 261,143 J in a second
     with pytest.raises(ValueError, match="reset"):
@@ -231,7 +231,7 @@ def test_two_sockets_are_distinguished_by_one_pause(powercap, clock):
     assert draw.num_pauses == 1 + 1
 
 
-def test_idle_counters_are_not_taken_for_mirrors(powercap, rapl, clock):
+def test_idle_counters_are_not_mistaken_for_mirrors(powercap, rapl, clock):
     clock.now_s += 1.0
     powercap.add_j("intel-rapl:0", 10)
     powercap.add_j("intel-rapl:1", 10)

@@ -571,7 +571,7 @@ def test_slow_body_over_tls_ends_at_the_timeout(serve, credentials, certificate)
     assert why_not(service.url, file, limit_s=2.0).endswith("no answer within 2 s")
 
 
-def test_slow_body_without_length_is_no_answer(serve, credentials):
+def test_slow_body_without_length_is_not_an_answer(serve, credentials):
     def slow(handler):
         handler.close_connection = True
         handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n{}")

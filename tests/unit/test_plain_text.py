@@ -23,7 +23,7 @@ def test_hostile_text_becomes_one_printable_line(text):
 
 
 @pytest.mark.parametrize("text", ["rank 3 joined from node-7", "größer als ±5 % · 中文", ""])
-def test_plain_text_stays_as_it_is(text):
+def test_plain_text_is_unchanged(text):
     assert one_line(text) == text
 
 

@@ -40,7 +40,7 @@ def chosen(*nodes, wanted="auto"):
     return scope.label, set(scope.keys)
 
 
-def test_choices_are_those_that_the_variable_allows():
+def test_choices_equal_the_allowed_values_of_the_variable():
     [variable] = [one for one in VARIABLES if one.name == "POWER_SCOPE"]
 
     for choice in CHOICES:
@@ -75,7 +75,7 @@ def test_modules_beside_plain_gpus_are_named_with_them():
     assert chosen((module("GPU-0"),), (gpu("GPU-1"),))[0] == "gpu+module"
 
 
-def test_a_job_on_cpus_alone_is_not_called_gpu():
+def test_a_job_on_cpus_is_not_called_gpu():
     assert chosen((host_device(),), (host_device("node1"),)) == ("cpu", {"node0", "node1"})
     assert chosen((host_device(),), BOTH[:2])[0] == "gpu+cpu"
 
@@ -196,7 +196,7 @@ def test_module_energy_shown_by_two_gpus_is_counted_once():
     assert job.summary().energy.by_device == {"module:node0:1": 9000.0}
 
 
-def test_two_dies_are_measured_by_the_one_with_energy():
+def test_two_dies_are_measured_by_the_die_with_energy():
     dies = gpu("die-0", energy_key="die-0"), gpu("die-1", energy_key="die-0", energy_method=None, power_scope=None)
     report = Cluster(dies).window(1)
 

@@ -411,7 +411,7 @@ def test_partly_written_line_is_removed(folder):
 
 
 @pytest.mark.fault("disk-full")
-def test_waiting_lines_are_bounded_and_left_out_ones_counted(folder):
+def test_waiting_lines_are_bounded_and_dropped_lines_counted(folder):
     warnings, line = [], len(msgspec.json.encode(window_line(make_report(110), has_totals=False)))
     store = RunFolder(folder, {}, max_waiting_bytes=int(2.5 * line), warn=warnings.append)
     with largest_file(0):
@@ -601,7 +601,7 @@ def test_the_console_log_is_bounded_and_keeps_the_newest(folder, monkeypatch):
     assert shown == [str(number) for number in range(100 - len(shown), 100)]
 
 
-def test_unwritable_console_log_affects_nothing_else(folder):
+def test_unwritable_console_log_affects_no_other_file(folder):
     store = RunFolder(folder, {})
     (folder / "console.log").mkdir()
     store.write(make_report(100), ())
@@ -666,7 +666,7 @@ def test_unwritable_folder_is_named_with_reason_and_remedy(tmp_path):
             open_run_folder(folder, {})
 
 
-def test_link_in_place_of_a_file_is_not_followed(folder, tmp_path):
+def test_link_instead_of_a_file_is_not_followed(folder, tmp_path):
     folder.mkdir(parents=True)
     (folder / "windows-0001.jsonl").symlink_to(tmp_path / "elsewhere")
 

@@ -205,7 +205,7 @@ def test_job_that_completes_after_a_stall_has_completed():
     assert job.summary().status == "completed"
 
 
-def test_rank_of_a_dead_agent_is_lost_not_stalled():
+def test_rank_without_its_agent_is_lost_not_stalled():
     job = Job()
     job.stall({rank: place for rank, place in BEHIND.items() if rank != 2}, until_s=150.0)
 

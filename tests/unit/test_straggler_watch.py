@@ -86,7 +86,7 @@ def test_replacement_keeps_the_totals_and_finds_the_verdict_again():
     assert after.summary().stragglers[0].gpu_seconds == pytest.approx(before + 8 * 3 * 0.98)
 
 
-def test_ranks_of_other_groups_and_roles_are_no_peers():
+def test_ranks_of_other_groups_and_roles_are_not_peers():
     stages = Job(peer_group=lambda rank: f"stage {rank // 2}").run(1, 8)  # of two ranks each: 20 % are not enough
     assert stages.events_of("straggler") == []
     roles = Job(role=lambda rank: "trainer" if rank == 2 else "rollout").run(1, 8)

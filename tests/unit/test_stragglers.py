@@ -25,7 +25,7 @@ def slowed(ranks, by=1.1, first=6, last=10**9):
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 64])
-def test_rank_10_percent_slower_is_named_alone_in_20_runs(ranks):
+def test_only_a_rank_10_percent_slower_is_named_in_20_runs(ranks):
     named = [SynchronousJob(ranks, seed=seed, slow=slowed({ranks // 2})).run(16).named_ranks for seed in range(20)]
 
     assert named == [{ranks // 2}] * 20
@@ -106,7 +106,7 @@ def test_neither_half_of_a_group_is_named():
     assert SynchronousJob(16, slow=slowed(set(range(8, 16)))).run(20).named_ranks == set()
 
 
-def test_much_slower_one_of_two_ranks_is_named():
+def test_much_slower_rank_of_two_is_named():
     assert SynchronousJob(2, slow=slowed({1}, 1.1)).run(20).named_ranks == set()
     assert SynchronousJob(2, slow=slowed({1}, 1.3)).run(20).named_ranks == {1}
 
@@ -260,7 +260,7 @@ def test_reading_that_differs_from_the_peers_is_the_reason(own, why):
     assert explain(gpu_window(0, WALL_S, **own), PEERS) == why
 
 
-def test_reading_shared_with_the_peers_is_no_reason():
+def test_reading_shared_with_the_peers_is_not_a_reason():
     capped = [gpu_window(rank, WALL_S, throttled={"power_cap": 0.5}) for rank in range(1, 8)]
 
     assert explain(gpu_window(0, WALL_S, throttled={"power_cap": 0.55}), capped) == UNKNOWN
@@ -345,7 +345,7 @@ def test_persistence_rule_bounds_false_alarms():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
-def test_median_distance_equals_that_of_all_distances(values):
+def test_median_distance_equals_the_full_computation(values):
     ordered = sorted(values)
     centre = median(ordered)
 
@@ -368,7 +368,7 @@ def test_change_is_reported_with_its_first_window():
     assert found.index(change) == 44, "five windows: 5 * (2 - 0.75) is more than 6, 4 are not"
 
 
-def test_change_and_return_are_reported_and_small_ones_not():
+def test_change_and_return_are_reported_unless_small():
     level = WindowLevel()
     values = [1.0] * 30 + [1.1] * 40 + [1.0] * 40 + [1.03] * 40
     changes = [change for window, value in enumerate(values) if (change := level.add(window, value))]

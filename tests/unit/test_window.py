@@ -247,7 +247,7 @@ def test_loss_after_the_end_of_an_iteration_is_in_its_window():
 
 
 @pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
-def test_non_finite_loss_is_counted_and_is_no_loss(loss):
+def test_non_finite_loss_is_counted_and_not_a_loss(loss):
     with looping(log_interval=3) as loop:
         for value in (2.0, loss, loss):
             iterate(loop, 1)
@@ -333,7 +333,7 @@ def test_peaks_are_the_largest_readings_of_the_row():
     ]
 
 
-def test_cutter_keeps_nothing_of_cut_windows():
+def test_cutter_keeps_no_data_of_cut_windows():
     with looping(log_interval=1, slots=16) as loop:
         one, device = cutter(log_interval=1), series()
 
@@ -542,7 +542,7 @@ def test_window_has_sum_median_and_last_arrival_of_own_times():
     assert (rest.own_steps, rest.arrival_ns) == (1, 6250)
 
 
-def test_arrival_is_only_that_of_the_last_iteration():
+def test_arrival_comes_from_the_last_iteration_only():
     with looping(log_interval=2) as loop:
         for i in range(4):
             loop.start(2000 + 1000 * i)
